@@ -1,4 +1,4 @@
-"""What `speedups=auto` decides for one speedup: its file's default, unless measured otherwise here."""
+"""What `speedups=auto` decides for one speedup: its own default, or what was measured here."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: s
 
 
 def longest_wait() -> float:
-    """Return the minutes from which every speedup is on that is on by default for long runs only."""
+    """Return the longest `from_minutes` of the speedups that are on by default."""
     return max(
         (
             default.from_minutes

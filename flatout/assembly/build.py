@@ -107,7 +107,8 @@ def _require_room(weights_bytes: int, free_bytes: int) -> None:
         raise HardwareError(
             f"The model's weights alone take {weights_bytes / 2**30:,.1f} GiB, "
             f"and there are {free_bytes / 2**30:,.1f} GiB.",
-            fix="Choose a smaller model: lower model.num_layers, model.d_model or model.vocab_size.",
+            fix="Choose a smaller model: lower model.num_layers, model.d_model "
+            "or model.vocab_size.",
         )
 
 

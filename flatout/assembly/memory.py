@@ -1,10 +1,10 @@
-"""What a run will need, part by part, found without a GPU and without the memory itself.
+"""Estimate the memory of a run, part by part, without a GPU and without allocating it.
 
-The model runs forward and backward on tensors that have shapes and no storage, and what autograd
-keeps is added up. So the figures hold for any model, op and precision with no formula of their own.
-They are those of eager mode; a compiled model keeps less. Not in them: the device's own context
-(about half a GiB on a GPU), kernels' scratch space, what the allocator cannot reuse, and the copy
-of weights and optimizer state that `async-checkpoints` keeps in the host's memory.
+The model runs forward and backward on tensors with shapes but no storage, and the bytes that
+autograd keeps are added up. So the estimate holds for any model, op and precision without a
+formula. It is for eager mode; a compiled model keeps less. It leaves out the device's own context
+(about half a GiB on a GPU), kernels' scratch space, what the allocator cannot reuse, and copies of
+the state in host memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,65 +28,65 @@ from torch.utils._pytree import tree_leaves
 from flatout.errors import HardwareError
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.ops import Ops
+from flatout.parallel.mesh import Mesh
 
 GIB = 2**30
+Result = TypeVar("Result")
 MOST_ROWS = 2**20
-"""Where the search for the most rows ends."""
+"""Upper end of the search for the most rows."""
 
 
 def two_in_fp32(num_weights: int) -> int:
-    """Return what AdamW keeps for a tensor of so many weights: two moments."""
+    """Return the bytes of AdamW's two moments for a tensor with this many weights."""
     return 8 * num_weights
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything the need for memory follows from, but the number of rows."""
+    """Everything that the memory of a run depends on, except the number of rows."""
 
     model_class: type[LanguageModel]
     model_config: LanguageModelConfig
     seq_len: int
     ops: Ops
     autocast: torch.dtype | None = None
-    """Type of the matrix products where it is not that of the weights."""
+    """Dtype of the matrix products if it differs from that of the weights."""
     moments: Callable[[int], int] = two_in_fp32
-    """Bytes that AdamW keeps for a tensor of so many weights."""
+    """Number of weights of a tensor -> bytes that AdamW keeps for it."""
     with_momentum: frozenset[ParameterKind] = frozenset()
-    """Kinds of parameters that are not AdamW's: one momentum in fp32 is kept for them."""
+    """Kinds of parameters that have one fp32 momentum instead of AdamW's moments."""
     num_shards: int = 1
-    """Processes over which weights, gradients and optimizer state are split."""
+    """Processes over which weights, gradients and optimizer state are sharded."""
     whole_gradients: bool = False
-    """Each process holds all gradients between micro-batches, though weights are split."""
-    transforms: tuple[Callable[[Any, Any], Any], ...] = ()
-    """What is done to the model that changes what it keeps; (model, mesh) -> model."""
+    """Whether each process holds whole gradients between micro-batches of sharded weights."""
+    transforms: tuple[Callable[[LanguageModel, Mesh | None], LanguageModel], ...] = ()
+    """Transforms that change what the model keeps; (model, mesh) -> model."""
     document_mask: bool = False
-    """Attention is told which document a token is in, and may make a mask of it in every block."""
+    """Whether attention gets document ids, from which it may build a mask in every block."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device at the fullest moment of a training step."""
+    """Bytes on one device at the peak of a training step."""
 
     weights: int
-    """Parameters of this process, and the tables beside them."""
+    """Parameters and buffers of this process."""
     gradients: int
-    """One gradient for each parameter of this process."""
+    """One gradient per parameter of this process."""
     optimizer: int
-    """The optimizer's tensors."""
+    """Tensors of the optimizer."""
     activations: int
-    """What embedding and blocks keep between forward and backward, low-precision copies of the
-    weights included.
-    """
+    """What embedding and blocks keep for backward, including low-precision copies of weights."""
     logits: int
-    """Most that final norm, output weight and loss hold at once, the logits' gradient included."""
+    """Peak of final norm, head and loss, including the logits' gradient."""
     workspace: int
-    """What one block's backward holds beyond `logits`, and the whole weights that sharded processes
+    """What the backward of one block needs beyond `logits`, and the weights that sharded processes
     gather.
     """
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """Sum of all parts."""
         return (
             self.weights
             + self.gradients
@@ -99,7 +99,7 @@ class MemoryEstimate:
 
 @lru_cache(maxsize=256)
 def estimate(workload: Workload, rows: int) -> MemoryEstimate:
-    """Return what a training step on micro-batches of `rows` windows needs on one device."""
+    """Return the memory of a training step with `rows` sequences per micro-batch on one device."""
     with FakeTensorMode():
         model = workload.model_class(workload.model_config, workload.ops)
         for transform in workload.transforms:
@@ -119,14 +119,15 @@ def estimate(workload: Workload, rows: int) -> MemoryEstimate:
 
 
 def rows_that_fit(workload: Workload, available: int) -> int:
-    """Return the most rows of a micro-batch whose step needs at most `available` bytes.
+    """Return the most rows per micro-batch whose step needs at most `available` bytes.
 
     Raises: HardwareError when not even one row fits.
     """
     need = estimate(workload, 1).total
     if need > available:
         raise HardwareError(
-            f"One window of {workload.seq_len} tokens needs about {need / GIB:.2f} GiB and {available / GIB:.2f} GiB are there.",
+            f"One sequence of {workload.seq_len} tokens needs about {need / GIB:.2f} GiB, "
+            f"and {available / GIB:.2f} GiB are available.",
             fix="Shorten data.seq_len, choose a smaller model, or split it with parallel.shard.",
         )
     fits, too_many = 1, 2
@@ -141,11 +142,10 @@ def rows_that_fit(workload: Workload, available: int) -> int:
     return fits
 
 
-def kept_bytes(run: Callable[[], Any], *, apart_from: Iterable[Tensor]) -> tuple[int, Any]:
-    """Return the bytes autograd keeps for the backward pass of `run()`, each storage once, and what
-    it returned.
+def kept_bytes(run: Callable[[], Result], *, apart_from: Iterable[Tensor]) -> tuple[int, Result]:
+    """Return the bytes that autograd keeps for the backward pass of `run()`, and its result.
 
-    Storages of `apart_from` (parameters, the input of a block) are not counted.
+    Each storage counts once; those of `apart_from` (parameters, the input of a block) do not.
     """
     storages: dict[int, int] = {}
     known = {_storage_id(part) for part in _parts(apart_from)}
@@ -161,7 +161,7 @@ def kept_bytes(run: Callable[[], Any], *, apart_from: Iterable[Tensor]) -> tuple
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the bytes of tensors made inside it, and remembers the most there were at once."""
+    """Tracks the bytes of tensors created inside it, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -190,9 +190,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tuple[int, int]:
-    """What embedding and blocks keep, and the most that one block's backward holds beyond what it
-    kept.
-    """
+    """Return what embedding and blocks keep, and the most that one block's backward adds."""
     tokens_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
     doc_ids_BT = (
         torch.zeros(rows, workload.seq_len, dtype=torch.int32) if workload.document_mask else None
@@ -200,16 +198,16 @@ def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tupl
     outside = [*model.parameters(), *model.buffers(), *([] if doc_ids_BT is None else [doc_ids_BT])]
     with _precision(workload):
         total, hidden_BTD = kept_bytes(lambda: model.embed(tokens_BT), apart_from=outside)
-    alike = Counter(repr(block) for block in model.blocks)
+    count_of = Counter(repr(block) for block in model.blocks)
     distinct = {repr(block): block for block in model.blocks}
     most = 0
     for name, block in distinct.items():
-        entering_BTD = hidden_BTD.detach().requires_grad_()
+        input_BTD = hidden_BTD.detach().requires_grad_()
         with _Live() as live, _precision(workload):
-            call = partial(block, entering_BTD, doc_ids_BT)
-            kept, leaving_BTD = kept_bytes(call, apart_from=outside)
-            torch.autograd.backward(leaving_BTD, torch.empty_like(leaving_BTD))
-        total += kept * alike[name]
+            call = partial(block, input_BTD, doc_ids_BT)
+            kept, output_BTD = kept_bytes(call, apart_from=outside)
+            torch.autograd.backward(output_BTD, torch.empty_like(output_BTD))
+        total += kept * count_of[name]
         most = max(most, live.peak - kept)
         model.zero_grad()
     return total, most
@@ -237,8 +235,8 @@ def _precision(workload: Workload) -> AbstractContextManager[Any]:
 
 
 def _gathered(model: LanguageModel, num_shards: int) -> int:
-    """Whole weights at hand while sharded: those outside the blocks, two blocks (one ahead), and
-    one block's gradients.
+    """Return the bytes of gathered weights while sharded: those outside the blocks, two blocks (one
+    prefetched), and one block's gradients.
     """
     if num_shards == 1:
         return 0
@@ -256,7 +254,7 @@ def _optimizer_bytes(model: LanguageModel, workload: Workload) -> int:
 
 
 def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:
-    """The largest process's slice of a parameter that is split along its first dimension."""
+    """Return the bytes of the largest shard of a parameter, split along its first dimension."""
     slice_rows = math.ceil(parameter.shape[0] / num_shards)
     return slice_rows * math.prod(parameter.shape[1:]) * parameter.element_size()
 
@@ -269,9 +267,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among some values: what holds their numbers, where a tensor is made of
-    others.
-    """
+    """Yield the tensors among some values; of a wrapper subclass, the tensors it holds."""
     for value in values:
         if is_traceable_wrapper_subclass(value):
             yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])

@@ -48,7 +48,7 @@ class MicroBatchPlan:
 
 
 def rows_people_write(plan: MicroBatchPlan) -> int:
-    """Return the most rows, up to 12 and 131,072 tokens, that divide the step and fit; at least 1."""
+    """Return the most rows, up to 12 and 131,072 tokens, that divide the step and fit."""
     at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.workload.seq_len), 1)
     return next(rows for rows in plan.divisors(at_most) if rows == 1 or plan.fits(rows))
 
@@ -69,7 +69,7 @@ class ImmediateReadback:
             self._read.append((step, metrics))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return what was read since the last call; `flush` has no effect, as nothing is pending."""
+        """Return what was read since the last call; `flush` has no effect: nothing is pending."""
         read, self._read = self._read, []
         return read
 

@@ -58,7 +58,7 @@ class Lazy:
 
 
 def lazy(reference: str) -> Any:
-    """Name a part that needs torch; typed as the part itself, which a recipe's attribute returns."""
+    """Name a part that needs torch; typed as the part, which a recipe's attribute returns."""
     return Lazy(reference)
 
 

@@ -165,7 +165,7 @@ def ops_of(recipe: Recipe) -> Ops:
 
 
 def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
-    """Return the configuration with the data's vocabulary size and the model's defaults filled in."""
+    """Return the configuration with the vocabulary size and the model's defaults filled in."""
     vocab_size = config.model.vocab_size or dataset.vocab_size
     if vocab_size < dataset.vocab_size:
         raise ConfigError(
@@ -214,7 +214,7 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def epoch_tokens(dataset: Dataset | MixedDataset, seq_len: int) -> int:
-    """Return the tokens of one pass over the training split, or all of a mix, in whole sequences."""
+    """Return the tokens of one pass over the training split or mix, in whole sequences."""
     return dataset.split("train").num_sequences(seq_len) * seq_len
 
 

@@ -77,7 +77,7 @@ class StateSaver(Protocol):
 
 @dataclass
 class Run:
-    """One run in progress: first its fixed parts, then what training changes and checkpoints hold."""
+    """One run in progress: its fixed parts first, then what training changes and checkpoints."""
 
     config: RunConfig
     """Fully resolved."""

@@ -144,7 +144,7 @@ def _with_precision(request: Request, config: RunConfig, machine: Machine) -> Re
 
 
 def _without(name: str, config: RunConfig) -> str:
-    """Return the user's own setting without `name`, which speedups names or train.precision brings."""
+    """Return the setting without `name`, which either speedups names or train.precision brings."""
     if mentions(name, config.speedups):
         return f"speedups={removing(name, config.speedups)}"
     return "train.precision=auto"
@@ -245,7 +245,7 @@ class _Selection:
         return sorted(found, key=lambda name: (-self.measured[name].gain, name))
 
     def drop_alone(self) -> None:
-        """Turn off what is on by default only together with one of others, if none of these is on."""
+        """Turn off what is on by default only with one of others, if none of these is on."""
         on, reasons = self._on, {}
         for name in on:
             others = self._default(name).with_any

@@ -1,1 +1,1 @@
-"""One file an optimisation; each is one value."""
+"""One optimisation per file or folder, which owns its code, its promise and its default."""

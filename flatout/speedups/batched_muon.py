@@ -1,4 +1,4 @@
-"""Muon's iterations on all matrices of one shape at once."""
+"""Run Muon's iterations on all matrices of one shape at once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    return (
-        None
-        if config.optim.kind == "muon"
-        else f"It is for Muon, and optim.kind={config.optim.kind}."
-    )
+def _why_not(_machine: Machine, config: RunConfig) -> str | None:
+    kind = config.optim.kind
+    return None if kind == "muon" else f"It is for Muon, and optim.kind={kind}."
 
 
 SPEEDUP = Speedup(
     name="batched-muon",
     fills={"ops.newton_schulz": lazy("flatout.ops.newton_schulz:batched")},
-    saves="time: 15 products a shape in a step instead of 15 for every matrix",
+    saves="time: 15 products per shape and step instead of 15 per matrix",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=310,

@@ -17,13 +17,15 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="bf16",
     fills={"precision": Precision("bf16", autocast="bfloat16")},
-    saves="time and memory: products on tensor cores, activations in two bytes; it has fp32's range, so no loss scaling",
+    saves="time and memory: products run on tensor cores and activations take two bytes; "
+    "bfloat16 has the range of fp32, so the loss needs no scaling",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
     rank=220,
     auto={
         "cpu": Off(
-            "autocast narrows what a CPU does better in fp32 (LOG.md); bf16-products narrows the products alone",
+            "autocast also narrows what a CPU computes faster in fp32 (LOG.md); "
+            "bf16-products narrows the products only",
             measured=True,
         ),
         "cuda": On(),

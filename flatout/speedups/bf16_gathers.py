@@ -1,9 +1,8 @@
-"""Under parallel.shard the blocks' weights travel between GPUs in bfloat16, two bytes a weight
-instead of four.
+"""Gather sharded weights in bfloat16 under parallel.shard: two bytes per weight instead of four.
 
-Products under autocast round their weights to bfloat16 anyway, so for them nothing changes but the
-place where it is done. What a norm multiplies by is rounded as well, which autocast alone leaves in
-fp32: that is what the promise allows for. Gradients are summed in fp32.
+Products under autocast round their weights to bfloat16 anyway, so for them only the place of the
+rounding changes. The gains of norms are rounded too, which autocast leaves in fp32; the promise
+allows for that. Gradients are summed in fp32.
 """
 
 from __future__ import annotations
@@ -12,32 +11,38 @@ from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
-NARROW_ENOUGH = ("transformer",)
-"""Models whose blocks hold matrices, biases and gains alone. The eigenvalues of `eigenstate` lie
+SUPPORTED = ("transformer",)
+"""Models whose blocks hold only matrices, biases and gains. The eigenvalues of `eigenstate` are
 close to 1, where bfloat16 has steps of 1/256.
 """
 
 
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
+def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if config.parallel.shard == 1:
-        return "It is for weights that are split over several processes: set parallel.shard."
-    if config.model.kind not in NARROW_ENOUGH:
-        return f"The blocks of {config.model.kind!r} may hold parameters that need fp32, and all of a block travel in one type."
+        return "It is for weights that are sharded over several processes: set parallel.shard."
+    if config.model.kind not in SUPPORTED:
+        return (
+            f"The blocks of {config.model.kind!r} may hold parameters that need fp32, "
+            "and all parameters of a block are gathered in one dtype."
+        )
     return None
 
 
 SPEEDUP = Speedup(
     name="bf16-gathers",
     fills={"gather_dtype": lazy("torch:bfloat16")},
-    saves="time and memory under parallel.shard: the blocks' weights are gathered in two bytes, and no rounded copy of them is made",
+    saves="time and memory under parallel.shard: the blocks' weights are gathered in two bytes, "
+    "and no rounded copy of them is made",
     promise=Promise.rounding(rtol=2e-2),
     needs=("bf16",),
     why_not=_why_not,
     predicted=(
-        "nothing on one H200, which has nobody to gather from. llama-8b over 8 of them: 7.5 of 8.0 billion weights are in blocks, gathered "
-        "twice a micro-batch (forward and backward); each process receives 7/8 of them, 52 GB in fp32 and 26 GB in bf16, which at the 370 GB/s "
-        "that NCCL reaches over NVLink is 71 ms less traffic a micro-batch, hidden behind products while these take longer; and the rounding of "
-        "7.5 billion weights, 6 bytes each, 10 ms at 4.3 TB/s, shrinks to an eighth"
+        "nothing on one H200, which gathers from no other GPU. llama-8b on 8 of them: 7.5 of 8.0 "
+        "billion weights are in blocks, gathered twice per micro-batch (forward and backward); "
+        "each process receives 7/8 of them, 52 GB in fp32 and 26 GB in bf16, which at the 370 GB/s "
+        "that NCCL reaches over NVLink is 71 ms less traffic per micro-batch, hidden behind "
+        "products while these take longer; and rounding 7.5 billion weights, 6 bytes each, 10 ms "
+        "at 4.3 TB/s, shrinks to an eighth"
     ),
     rank=260,
     auto={

@@ -1,5 +1,4 @@
-"""Weights that lie in memory as bfloat16, with what rounding took off beside them, so that the
-update is that of fp32.
+"""Store weights as bfloat16 plus the bits that rounding removed, so that updates stay fp32.
 
 With fused-adamw, and for Muon's matrices, the update on a GPU reads and writes both parts once
 (`flatout.ops.split_update`).
@@ -7,37 +6,46 @@ With fused-adamw, and for Muon's matrices, the update on a GPU reads and writes 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
+if TYPE_CHECKING:
+    from flatout.models.language_model import LanguageModel
+    from flatout.parallel.mesh import Mesh
 
-def _split(model: Any, mesh: Any) -> Any:
+
+def _split(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
     from flatout.models.split_weights import split_weights
 
     return split_weights(model, mesh)
 
 
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
+def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if config.parallel.shard > 1:
-        return "parallel.shard splits the weights themselves, which it takes to be of one type: leave bf16-weights out, or set parallel.shard=1."
+        return (
+            "parallel.shard splits the weights and expects a single dtype: "
+            "leave bf16-weights out, or set parallel.shard=1."
+        )
     return None
 
 
 SPEEDUP = Speedup(
     name="bf16-weights",
     transform=Transform("low-precision", _split),
-    saves="memory and time: no weight is rounded in every micro-batch, and no rounded copy is kept for backward (2 bytes a weight)",
+    saves="memory and time: no weight is rounded in every micro-batch, and no rounded copy is kept "
+    "for backward (2 bytes per weight)",
     promise=Promise.rounding(rtol=1e-4),
     needs=("bf16",),
     why_not=_why_not,
     predicted=(
-        "0.2% at 124M and 0.7% at 700M, and 2 bytes a weight less memory. Autocast reads 4 and writes 2 bytes a weight in every micro-batch: "
-        "6 B x 124 M / 4.3 TB/s = 0.17 ms of 111 ms (65,536 tokens at 590 K/s), "
-        "6 B x 759 M / 4.3 TB/s = 1.06 ms of 154 ms (16,384 tokens at 106 K/s). "
-        "The update moves 28 bytes a weight with it and without it: 0.8 ms and 4.9 ms a step."
+        "0.2% at 124M and 0.7% at 700M, and 2 bytes per weight less memory. Autocast reads 4 and "
+        "writes 2 bytes per weight in every micro-batch: 6 B x 124 M / 4.3 TB/s = 0.17 ms of "
+        "111 ms (65,536 tokens at 590 K/s), 6 B x 759 M / 4.3 TB/s = 1.06 ms of 154 ms (16,384 "
+        "tokens at 106 K/s). The update moves 28 bytes per weight with it and without it: 0.8 ms "
+        "and 4.9 ms per step."
     ),
     rank=230,
     auto={

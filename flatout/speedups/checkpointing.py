@@ -1,27 +1,19 @@
-"""Activation checkpointing, full: a block keeps its input alone, and computes the rest again when
-backward comes to it.
-"""
+"""Full activation checkpointing: a block keeps only its input, and backward recomputes the rest."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 
-
-def recompute_blocks(model: Any, **options: Any) -> Any:
-    """Let each block forget what it computed, as torch's `checkpoint` does with these options;
-    names of parameters stay.
-    """
-    from torch.utils.checkpoint import checkpoint
-
-    for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
-    return model
+if TYPE_CHECKING:
+    from flatout.models.language_model import LanguageModel
+    from flatout.parallel.mesh import Mesh
 
 
-def _recompute(model: Any, mesh: Any) -> Any:
+def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+    from flatout.assembly.transforms import recompute_blocks
+
     return recompute_blocks(model)
 
 
@@ -29,7 +21,8 @@ SPEEDUP = Speedup(
     name="checkpointing",
     fills={"activations": "each block's input"},
     transform=Transform("checkpointing", _recompute),
-    saves="memory: between forward and backward a block holds one tensor a token, for a third more work",
+    saves="memory: between forward and backward a block holds one tensor per token, for a third "
+    "more work",
     promise=Promise.exact(),
     rank=1010,
     auto={

@@ -1,4 +1,4 @@
-"""Python's collector of cycles at fixed steps, instead of whenever it has counted enough objects."""
+"""Run Python's garbage collector at fixed steps, instead of after a number of allocations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from contextlib import contextmanager
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 
 STEPS_BETWEEN = 100
-"""A cycle that holds tensors keeps their memory for at most so many steps; what is frozen is not
-looked through, so that one collection is short.
+"""Longest time that a reference cycle keeps its tensors' memory. Frozen objects are not scanned, so
+a collection is short.
 """
 
 
 @contextmanager
 def at_fixed_steps() -> Iterator[Callable[[int], None]]:
-    """Freeze what there is, turn automatic collection off, and yield what collects at every
-    hundredth step; afterwards all is as before.
+    """Freeze existing objects, disable automatic collection, and yield a function that collects.
 
-    What somebody froze before stays frozen, and then what was frozen here does too: Python knows no
-    other way.
+    It collects at every hundredth step. Afterwards the collector is as before, except that objects
+    frozen here stay frozen if others were frozen before: Python cannot unfreeze some only.
     """
     was_on, frozen_before = gc.isenabled(), gc.get_freeze_count()
     gc.collect()
@@ -43,13 +42,13 @@ def _collect(step: int) -> None:
 SPEEDUP = Speedup(
     name="collector",
     fills={"gc": at_fixed_steps},
-    saves="time: no step is held up by a search through every object of the process, and several processes pause at the same steps",
+    saves="time: no step waits for a scan of every object in the process, and several processes "
+    "pause at the same steps",
     promise=Promise.exact(),
     rank=820,
     auto={
         "cpu": Off(
-            "counted: in 380 steps Python collected 7 times, and never looked through everything",
-            measured=True,
+            "in 380 steps, Python collected 7 times and never scanned every object", measured=True
         ),
         "cuda": On("it costs nothing, and pauses of half a second are known"),
     },

@@ -1,23 +1,29 @@
-"""torch.compile: the model's forward and backward as generated, fused kernels."""
+"""torch.compile: run the model's forward and backward as generated, fused kernels."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from flatout.assembly.conditions import without_compiler
 from flatout.assembly.recipe import Off, On, Promise, Speedup, Transform
-from flatout.speedups.compile_blocks import compile_blocks, without_compiler
+
+if TYPE_CHECKING:
+    from flatout.models.language_model import LanguageModel
+    from flatout.parallel.mesh import Mesh
 
 
-def _compile(model: Any, mesh: Any) -> Any:
-    """Compile in place, so that parameter names stay; by block where there are several processes.
+def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
+    """Compile in place, which keeps parameter names; block by block with several processes.
 
-    The hooks of fully_shard break a whole graph. Beside DDP its backward pass is one piece: all
-    gradients are there only at its end, and their exchange overlaps with nothing; by block it
-    begins with the last block's. Torch's own remedy (`optimize_ddp`) cuts the graph of what is
-    compiled inside DDP's forward, which the warm-up keeps out of, and no graph with a higher-order
-    operation in it, as flex-attention is.
+    The hooks of fully_shard break a whole graph. Under DDP, the backward pass of a whole graph is
+    one piece: all gradients arrive at its end, and their synchronisation overlaps with nothing. By
+    block, it starts with the last block's. torch's own remedy (`optimize_ddp`) splits the graph of
+    what is compiled inside DDP's forward, which the warm-up avoids, and no graph that contains a
+    higher-order operation such as flex-attention.
     """
-    if mesh.world_size > 1:
+    from flatout.assembly.transforms import compile_blocks
+
+    if mesh is not None and mesh.world_size > 1:
         return compile_blocks(model, mesh)
     model.compile(dynamic=False, options=dict(model.compiler_options) or None)
     return model
@@ -27,7 +33,8 @@ SPEEDUP = Speedup(
     name="compile",
     fills={"compilation": "whole model"},
     transform=Transform("compile", _compile),
-    saves="time: elementwise work is fused, and Python no longer steps through the model; with several processes it compiles by block",
+    saves="time: elementwise work is fused, and Python no longer steps through the model; with "
+    "several processes it compiles by block",
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,

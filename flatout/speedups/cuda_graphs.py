@@ -1,29 +1,35 @@
-"""The compiled model's kernels recorded once and launched as one CUDA graph."""
+"""Record the compiled model's kernels once, and launch them as one CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.conditions import uses_gpu
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def _record(model: Any, mesh: Any) -> Any:
+    from flatout.models.language_model import LanguageModel
+    from flatout.parallel.mesh import Mesh
+
+
+def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     """Compile the whole model in place, as compile does, with the compiler's CUDA graphs.
 
-    A graph writes its results to the same memory each time it is launched, so the compiler must be
-    told when those of the time before are done with: at every call of the model. By then a step has
-    added the last loss to its sum, in the order of the stream, and gradients have been added to
-    memory that no graph owns (`zeroed`).
+    A graph writes its results to the same memory at each launch, so the compiler must be told when
+    the previous ones are no longer needed: at every call of the model. By then a step has added the
+    last loss to its sum, in stream order, and gradients have been added to memory that no graph
+    owns (`zero_in_place`).
     """
     import torch
 
     next_step: Any = torch.compiler.cudagraph_mark_step_begin
     model.compile(dynamic=False, options={**model.compiler_options, "triton.cudagraphs": True})
-    recorded = model._compiled_call_impl
+    recorded: Any = model._compiled_call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
         next_step()
@@ -33,46 +39,54 @@ def _record(model: Any, mesh: Any) -> Any:
     return model
 
 
-def zeroed(parameters: Iterable[Any]) -> None:
-    """Set the gradients to zero where they lie, and make those that are missing.
+def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
+    """Set the gradients to zero in place, and allocate missing ones.
 
-    Autograd makes the first gradient that it finds into the parameter's own; one that a graph wrote
-    would be overwritten by the next micro-batch. Into a gradient that is there already it adds.
+    Autograd takes the first gradient it finds as the parameter's own; one that a graph wrote would
+    be overwritten by the next micro-batch. It adds to a gradient that exists already.
     """
     import torch
 
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    for parameter in trained:
-        if parameter.grad is None:
-            parameter.grad = torch.empty(
-                parameter.shape, dtype=parameter.dtype, device=parameter.device
-            )
-    if trained:
-        torch._foreach_zero_([parameter.grad for parameter in trained])
+    gradients = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+            gradients.append(parameter.grad)
+    if gradients:
+        torch._foreach_zero_(gradients)
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     replicate, shard = config.parallel.replicate, config.parallel.shard
     if not uses_gpu(machine, config):
-        return "CUDA graphs are for NVIDIA GPUs, and this run is on the CPU."
+        return "CUDA graphs are for NVIDIA GPUs, and this run is on a CPU."
     if shard > 1:
-        return "Under parallel.shard weights move between processes in the middle of the model, where no graph can be recorded."
+        return (
+            "Under parallel.shard weights move between processes in the middle of the model, where "
+            "no graph can be recorded."
+        )
     if replicate != "auto" and replicate > 1:
-        return "Copies of a model exchange gradients in memory of their own, beside which recorded graphs are not tried yet."
+        return "CUDA graphs have not been tried with DDP, which keeps gradients in its own memory."
     return None
 
 
 SPEEDUP = Speedup(
     name="cuda-graphs",
-    fills={"zero_grad": zeroed},
+    fills={"zero_grad": zero_in_place},
     transform=Transform("cuda-graphs", _record),
-    saves="time where kernels are short: the host launches one graph, not hundreds of kernels; gradients and activations keep their memory",
+    saves="time where kernels are short: the host launches one graph, not hundreds of kernels; "
+    "gradients and activations keep their memory",
     promise=Promise.rounding(rtol=1e-3),
     needs=("compile",),
     compiles=True,
     why_not=_why_not,
     rank=920,
     auto={
-        "cuda": Off("nobody has shown a gain from them at 100M parameters and more", from_minutes=2)
+        "cuda": Off(
+            "nobody has shown a gain from them at 100M parameters and more", from_minutes=2
+        ),
     },
 )

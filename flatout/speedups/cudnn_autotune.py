@@ -1,4 +1,4 @@
-"""cuDNN tries its algorithms for each shape and keeps the fastest."""
+"""Let cuDNN try its algorithms for each shape and keep the fastest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flatout.hardware import Machine
 
 
 @contextmanager
-def trying_algorithms() -> Iterator[None]:
-    """Let cuDNN try; afterwards the process is as before."""
+def benchmarking() -> Iterator[None]:
+    """Enable cuDNN's benchmark mode; restore the previous setting afterwards."""
     import torch
 
     before = torch.backends.cudnn.benchmark
@@ -26,20 +26,19 @@ def trying_algorithms() -> Iterator[None]:
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not uses_gpu(machine, config):
-        return "cuDNN is for NVIDIA GPUs, and this run is on the CPU."
-    return (
-        "It may choose otherwise each time, and train.deterministic=true."
-        if config.train.deterministic
-        else None
-    )
+        return "cuDNN is for NVIDIA GPUs, and this run is on a CPU."
+    if config.train.deterministic:
+        return "It may choose differently each time, and train.deterministic=true."
+    return None
 
 
 SPEEDUP = Speedup(
     name="cudnn-autotune",
-    fills={"cudnn_benchmark": trying_algorithms},
-    saves="time where a model of your own has convolutions; the models here have none, and are expected to gain nothing",
+    fills={"cudnn_benchmark": benchmarking},
+    saves="time where a model of your own has convolutions; the models here have none and are "
+    "expected to gain nothing",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
     rank=950,
-    auto={"cuda": Off("for convolutions, which the models here do not have")},
+    auto={"cuda": Off("it is for convolutions, which the models here do not have")},
 )

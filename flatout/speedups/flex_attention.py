@@ -13,7 +13,10 @@ from flatout.hardware import Machine
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     window = config.model.own().get("window")
     if not config.data.document_mask and (window is None or window >= config.data.seq_len):
-        return "Nothing is masked that could be skipped: it is for data.document_mask=true, or a model.window below data.seq_len."
+        return (
+            "Nothing is masked that could be skipped: it is for data.document_mask=true, "
+            "or a model.window below data.seq_len."
+        )
     if not uses_gpu(machine, config):
         return "It needs a GPU: on a CPU FlexAttention has no backward."
     if find_spec("triton") is None:
@@ -24,7 +27,8 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="flex-attention",
     fills={"ops.attention": lazy("flatout.ops.attention:flex")},
-    saves="time and memory: blocks of tokens in other documents or beyond the window are not computed, and no mask of T x T is made",
+    saves="time and memory: blocks of tokens in other documents or beyond the window are not "
+    "computed, and no T x T mask is made",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
     rank=430,

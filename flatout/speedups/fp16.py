@@ -1,4 +1,4 @@
-"""Matrix products in float16 (autocast) with dynamic loss scaling, for GPUs that lack bfloat16."""
+"""Matrix products in float16 (autocast) with dynamic loss scaling, for GPUs without bfloat16."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from flatout.assembly.recipe import Off, On, Promise, Speedup
 SPEEDUP = Speedup(
     name="fp16",
     fills={"precision": Precision("fp16", autocast="float16", loss_scale=2.0**16)},
-    saves="time and memory, as bf16 does; the loss is scaled so that small gradients do not vanish, and a step that overflows is skipped",
+    saves="time and memory, as bf16 does; the loss is scaled so that small gradients do not "
+    "underflow, and a step that overflows is skipped",
     promise=Promise.rounding(rtol=2e-2),
     rank=270,
     auto={
         "cpu": Off(
-            "forty times slower than bf16-products on one CPU (docs/numbers.md)", measured=True
+            "40 times slower than bf16-products on one CPU (docs/numbers.md)", measured=True
         ),
         "cuda": On(unless=("bf16",)),
     },

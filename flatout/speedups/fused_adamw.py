@@ -1,4 +1,4 @@
-"""AdamW's update of all parameters in one kernel instead of a dozen small operations for each."""
+"""Update all parameters with AdamW in one kernel, instead of a dozen small operations for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flatout.assembly.recipe import On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="fused-adamw",
     fills={"optimizer": lazy("flatout.optimizers.adamw:fused")},
-    saves="time: weights, gradients and moments are read and written once a step",
+    saves="time: weights, gradients and moments are read and written once per step",
     promise=Promise.rounding(rtol=1e-4),
     rank=710,
     auto={"cpu": On(measured=True), "cuda": On()},

@@ -1,4 +1,4 @@
-"""Attention in one kernel that never holds the matrix of scores."""
+"""Attention in one kernel that never stores the matrix of scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flatout.assembly.recipe import On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="fused-attention",
     fills={"ops.attention": lazy("flatout.ops.attention:fused")},
-    saves="time and memory: the scores of T x T tokens a head are never written out",
+    saves="time and memory: the T x T scores of each head are never written to memory",
     promise=Promise.rounding(rtol=1e-4),
     rank=440,
     auto={

@@ -1,6 +1,4 @@
-"""Keep freed memory in the process, on a CPU: the next step uses it again instead of asking the
-system for fresh pages.
-"""
+"""Keep freed memory in the process, on a CPU: later steps reuse it instead of mapping new pages."""
 
 from __future__ import annotations
 
@@ -20,15 +18,14 @@ PAD_BYTES = 64 << 20
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's allocator to give nothing back, for the rest of this process; under another C
-    library nothing happens.
+    """Tell glibc's allocator to return no memory to the system, for the rest of this process.
 
-    By itself it maps each large tensor anew, and the system clears every page of it at first touch.
-    Cost: the process keeps the most memory that it ever used.
+    By default it maps each large tensor anew, and the system clears every page at first touch.
+    Under another C library, where a run that started under glibc may resume, nothing happens.
+    Cost: the process keeps the peak of the memory it used.
     """
-    libc = ctypes.CDLL(None)
-    mallopt = getattr(libc, "mallopt", None)
-    if mallopt is None:  # a run that began under glibc goes on elsewhere
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
         return
     for setting, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, NEVER), (M_TOP_PAD, PAD_BYTES)):
         mallopt(setting, value)
@@ -36,18 +33,16 @@ def keep_freed_memory() -> None:
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if uses_gpu(machine, config):
-        return "It is for tensors on a CPU; on a GPU torch keeps freed memory by itself."
-    return (
-        None
-        if platform.libc_ver()[0] == "glibc"
-        else "It is a setting of glibc's allocator, and this Python uses another C library."
-    )
+        return "It is for tensors on a CPU; on a GPU torch itself keeps freed memory."
+    if platform.libc_ver()[0] != "glibc":
+        return "It is a setting of glibc's allocator, and this Python uses another C library."
+    return None
 
 
 SPEEDUP = Speedup(
     name="kept-memory",
     fills={"allocator": keep_freed_memory},
-    saves="time: no page of memory is asked for, cleared and given back in every step",
+    saves="time: no pages are mapped, cleared and returned in every step",
     promise=Promise.exact(),
     why_not=_why_not,
     rank=810,

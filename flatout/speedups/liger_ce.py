@@ -1,4 +1,4 @@
-"""The loss and its gradients through Liger's kernel, so that the logits are never whole."""
+"""Compute the loss and its gradients with Liger's kernel, never holding all logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.hardware import Machine
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not uses_gpu(machine, config):
-        return "It needs a GPU: Liger's kernels have no CPU form."
+        return "It needs a GPU: Liger's kernels do not run on a CPU."
     if find_spec("liger_kernel") is None:
         return 'It needs the package liger-kernel: pip install "flatout[liger]".'
     return gpu_below(machine, (8, 0), "Triton")
@@ -21,13 +21,14 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="liger-ce",
     fills={"ops.cross_entropy": lazy("flatout.ops.cross_entropy:liger")},
-    saves="memory: logits of all tokens never exist at once, and a chunk's become their gradients in one kernel",
+    saves="memory: the logits of all tokens never exist at once, and one kernel turns a chunk of "
+    "them into their gradients",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=630,
     auto={
         "cuda": Off(
-            "chunked-ce does the same and never waits for the device; which of the two is faster is open"
-        )
+            "chunked-ce does the same and never waits for the device; which is faster is open"
+        ),
     },
 )

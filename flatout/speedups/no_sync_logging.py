@@ -1,26 +1,29 @@
-"""Read a step's figures one step late, so that the host never waits for the device."""
+"""Read a step's metrics one step late, so that the host never waits for the device."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import On, Promise, Speedup
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 class DelayedReadback:
-    """Starts the copy of a due step's figures when the step is queued, and reads it when the next
-    one is.
-    """
+    """Starts to copy a step's metrics when the step is queued, and reads them one step later."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[int, list[str], Any, Any]] = deque()
+        self._pending: deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = deque()
         self._newest = 0
 
-    def push(self, step: int, values: Mapping[str, Any], *, due: bool) -> None:
-        """Queue the copy of `values` (name to 0-D tensor) to the host; a step that is not due costs
-        nothing.
+    def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
+        """Queue the copy of `values` (name to 0-D tensor) to the host; nothing, if not `due`.
+
+        Shapes: each value is 0-D.
         """
         self._newest = step
         if not due:
@@ -38,9 +41,7 @@ class DelayedReadback:
         self._pending.append((step, list(values), stacked, copied))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the figures of all due steps but the one just queued; with `flush`, of that one
-        too.
-        """
+        """Return the metrics of all due steps before the newest; with `flush`, of that one too."""
         read = []
         while self._pending and (flush or self._pending[0][0] < self._newest):
             step, names, values, copied = self._pending.popleft()
@@ -53,7 +54,7 @@ class DelayedReadback:
 SPEEDUP = Speedup(
     name="no-sync-logging",
     fills={"readback": DelayedReadback},
-    saves="time: the device does not idle while the host asks for the loss",
+    saves="time: the device does not idle while the host reads the loss",
     promise=Promise.exact(),
     rank=130,
     auto={"cpu": On(measured=True), "cuda": On()},

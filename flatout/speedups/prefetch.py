@@ -1,4 +1,4 @@
-"""Read the next steps' windows in one background thread while the device works."""
+"""Read the next steps' sequences in a background thread while the device computes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from flatout.assembly.recipe import On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="prefetch",
     fills={"feed": lazy("flatout.data.load.feed:PrefetchFeed")},
-    saves="time: the next steps' windows are read while the device works, and go to a GPU from pinned memory without waiting",
+    saves="time: the next steps' sequences are read while the device computes, and are copied to a "
+    "GPU from pinned memory without waiting",
     promise=Promise.exact(),
     rank=120,
     auto={"cpu": On(measured=True), "cuda": On()},

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def shard_reader(_tokenizer: Tokenizer) -> SequenceReader:
-    """Return the reader of the tokens as they were packed, which needs no tokenizer."""
+    """Return the reader of packed tokens, which needs no tokenizer."""
     from flatout.data.load.batches import ShardReader
 
     return ShardReader()
@@ -21,7 +21,7 @@ def shard_reader(_tokenizer: Tokenizer) -> SequenceReader:
 SPEEDUP = Speedup(
     name="pretokenised",
     fills={"reader": shard_reader},
-    saves="time: text is tokenised once, before training, and not again in every step of every epoch",
+    saves="time: text is tokenised once, before training, instead of in every step",
     promise=Promise.exact(),
     rank=110,
     auto={"cpu": On(measured=True), "cuda": On()},

@@ -1,18 +1,21 @@
-"""Activation checkpointing, selective: products and attention are kept, what lies between them is
-computed again.
-"""
+"""Selective activation checkpointing: keep products and attention, recompute everything else."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
-from flatout.speedups.checkpointing import recompute_blocks
+
+if TYPE_CHECKING:
+    from flatout.models.language_model import LanguageModel
+    from flatout.parallel.mesh import Mesh
 
 
-def _recompute(model: Any, mesh: Any) -> Any:
+def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    from flatout.assembly.transforms import recompute_blocks
 
     return recompute_blocks(
         model, context_fn=partial(create_selective_checkpoint_contexts, _kept_operations())
@@ -20,11 +23,9 @@ def _recompute(model: Any, mesh: Any) -> Any:
 
 
 def _kept_operations() -> list[Any]:
-    """What costs much to compute again for the bytes it takes: matrix products and attention, of
-    whatever kernel.
-    """
+    """Return the operations whose recomputation costs much per byte: products and attention."""
     import torch
-    from torch.nn.attention import varlen  # noqa: F401  # it registers its operation
+    from torch.nn.attention import varlen  # noqa: F401  # the import registers its operation
 
     products = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
     attention = (
@@ -35,12 +36,10 @@ def _kept_operations() -> list[Any]:
         "attention_math",
     )
     names = [*products, *(f"_scaled_dot_product_{kind}" for kind in attention)]
-    found = [getattr(torch.ops.aten, name, None) for name in names] + [
-        getattr(torch.ops.torch_attn, "_varlen_attn", None)
-    ]
-    return [operation.default for operation in found if operation is not None] + [
-        torch.ops.higher_order.flex_attention
-    ]
+    found = [getattr(torch.ops.aten, name, None) for name in names]
+    found.append(getattr(torch.ops.torch_attn, "_varlen_attn", None))
+    kept = [operation.default for operation in found if operation is not None]
+    return [*kept, torch.ops.higher_order.flex_attention]
 
 
 SPEEDUP = Speedup(

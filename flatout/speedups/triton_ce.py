@@ -1,39 +1,36 @@
-"""The loss and its gradients a part of the targets at a time, in a Triton kernel that turns logits
-into their gradients in place.
-"""
+"""Compute the loss in parts, with a Triton kernel that overwrites logits with their gradients."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-from flatout.assembly.conditions import gpu_below, uses_gpu
+from flatout.assembly.conditions import without_triton
 from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    if not uses_gpu(machine, config):
-        return "It needs an NVIDIA GPU of compute capability 7.0 or more, and this run is on a CPU; chunked-ce runs there."
-    if find_spec("triton") is None:
-        return "It needs the package triton, which comes with torch for NVIDIA GPUs and is not installed: `pip install triton`."
-    return gpu_below(machine, (7, 0), "Triton")
+    return without_triton(machine, config, (7, 0), instead="chunked-ce", what="Triton")
 
 
 SPEEDUP = Speedup(
     name="triton-ce",
     fills={"ops.cross_entropy": lazy("flatout.ops.cross_entropy:triton")},
-    saves="time and memory: logits are read from memory once and become their gradients where they are; the weight's gradient is summed in fp32",
+    saves="time and memory: logits are read from memory once and become their gradients in place; "
+    "the weight's gradient is summed in fp32",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     predicted=(
-        "2.5% (3 ms of 120 ms) against chunked-ce, between 0.5 and 5.5 ms: GPT-2 124M, 65,536 tokens of 50,304 logits on one H200. "
-        "Logits to gradients: 3.3e9 x 2 bytes read and written once are 13.2 GB, 3.1 ms at 4.3 TB/s; what torch compiles reads each row three "
-        "times, 4 to 6 ms as the cache holds the rows or not: 0.5 to 3 ms. Weight gradient, 50,304 x 768: no bf16 product written, read and "
-        "added apart for each of 8 chunks (8 x 386 MB, 0.7 ms), but 4 passes inside the products (4 x 309 MB, mostly hidden): 0 to 0.5 ms. Four "
-        "chunks of 16,384 targets, not eight of 8,192: the hidden states' gradient fills 2.9 rounds of 132 multiprocessors in 3, not 1.5 in 2, "
-        "with tiles of 128 x 256; its 5.1 TFLOP at 790 TFLOP/s take 6.6, not 8.5 ms: 0 to 2 ms, since cuBLAS may split such products already."
+        "2.5% (3 ms of 120 ms) against chunked-ce, between 0.5 and 5.5 ms: GPT-2 124M, 65,536 "
+        "tokens of 50,304 logits on one H200. Logits to gradients: 3.3e9 x 2 bytes read and "
+        "written once are 13.2 GB, 3.1 ms at 4.3 TB/s; the code that torch compiles reads each row "
+        "three times, 4 to 6 ms depending on whether the cache holds the rows: 0.5 to 3 ms. Weight "
+        "gradient, 50,304 x 768: no bf16 product written, read and added separately for each of 8 "
+        "chunks (8 x 386 MB, 0.7 ms), but 4 passes inside the products (4 x 309 MB, mostly "
+        "hidden): 0 to 0.5 ms. Four chunks of 16,384 targets, not eight of 8,192: the hidden "
+        "states' gradient fills 2.9 rounds of 132 multiprocessors in 3, not 1.5 in 2, with tiles "
+        "of 128 x 256; its 5.1 TFLOP at 790 TFLOP/s take 6.6, not 8.5 ms: 0 to 2 ms, since cuBLAS "
+        "may split such products already."
     ),
     rank=620,
-    auto={"cuda": Off("when it is named it takes the place of chunked-ce")},
+    auto={"cuda": Off("it takes the place of chunked-ce when it is named")},
 )

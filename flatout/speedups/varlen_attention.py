@@ -1,4 +1,4 @@
-"""Attention of packed documents as segments of one line, in the flash kernel for that."""
+"""Attention over packed documents as sequences of different lengths, in a flash kernel."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from flatout.hardware import Machine
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not config.data.document_mask:
         return (
-            "It keeps documents apart, and attention goes across them: set data.document_mask=true."
+            "It separates documents, and attention crosses them here: set data.document_mask=true."
         )
     if not uses_gpu(machine, config):
-        return "It needs a GPU: the flash kernel for segments has no CPU form."
+        return "It needs a GPU: the varlen flash kernel does not run on a CPU."
     if config.train.precision == "fp32":
-        return "The flash kernel takes bf16 and fp16: set train.precision=auto."
+        return "The flash kernel supports bf16 and fp16: set train.precision=auto."
     return gpu_below(machine, (8, 0), "The flash kernel")
 
 
 SPEEDUP = Speedup(
     name="varlen-attention",
     fills={"ops.attention": lazy("flatout.ops.attention:varlen")},
-    saves="time and memory: pairs of tokens in different documents are not computed, and no mask of T x T is made",
+    saves="time and memory: pairs of tokens in different documents are not computed, and no T x T "
+    "mask is made",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
     rank=420,
     auto={
         "cuda": Off(
-            "flex-attention does the same and takes windows and any documents; which of the two is faster is open"
-        )
+            "flex-attention does the same and supports windows and any number of documents; which "
+            "is faster is open"
+        ),
     },
 )

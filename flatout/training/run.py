@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from flatout.assembly.build import build
-from flatout.assembly.preflight import check_places, open_dataset
+from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
@@ -64,7 +64,7 @@ def run_training(
     Raises: Stopped when a signal ended the run after a save; UsageError before anything was
             changed; RunFailed.
     """
-    check_places(config)
+    check_paths(config)
     machine = probe()
     device, device_reason = pick_device(config.train.device, machine)
     torch.use_deterministic_algorithms(config.train.deterministic)  # NCCL reads it on connecting

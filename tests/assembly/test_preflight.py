@@ -38,7 +38,8 @@ def test_each_set_of_a_mix_has_a_window(write_tiny, tmp_path):
     open_dataset(load_config(None, [mix, f"data.seq_len={tokens - 1}"]))
     with pytest.raises(
         DataError,
-        match=rf"small holds {tokens} tokens for training; one window of data\.seq_len={tokens} needs {tokens + 1}",
+        match=rf"small has {tokens} tokens for training; "
+        rf"one sequence of data\.seq_len={tokens} needs {tokens + 1}",
     ) as raised:
         open_dataset(load_config(None, [mix, f"data.seq_len={tokens}"]))
     advised = int(raised.value.fix.partition("data.seq_len=")[2].partition(",")[0])

@@ -19,7 +19,7 @@ from flatout.config.schema import ParallelConfig  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
-from flatout.speedups.deferred_sync import with_the_last  # noqa: E402
+from flatout.speedups.deferred_sync import sync_with_the_last  # noqa: E402
 
 SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -59,7 +59,7 @@ def main(report, shard):
     mesh = make_mesh(ParallelConfig(shard=int(shard)), "cpu", ranks)
     found = {
         way.__name__: dict(zip(("weights", "exchanges"), trained(mesh, way, 4), strict=True))
-        for way in (sync_every_micro_batch, with_the_last)
+        for way in (sync_every_micro_batch, sync_with_the_last)
     }
     mesh.barrier()
     disconnect()

@@ -7,7 +7,7 @@ import torch
 
 from flatout.assembly.selection import speedup_named
 from flatout.hardware import Machine
-from flatout.speedups.deferred_sync import with_the_last
+from flatout.speedups.deferred_sync import sync_with_the_last
 
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
@@ -44,7 +44,7 @@ def test_split_weights_keep_split_gradients_unless_it_is_named(tiny_config):
 def test_a_model_of_one_process_has_nothing_to_exchange():
     model = torch.nn.Linear(1, 1, bias=False)
     for is_last in (False, True):
-        with with_the_last(model, is_last):
+        with sync_with_the_last(model, is_last):
             model(torch.ones(1, 1)).backward()
     assert model.weight.grad.item() == 2
 
@@ -52,7 +52,7 @@ def test_a_model_of_one_process_has_nothing_to_exchange():
 @pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully_shard"])
 def test_the_weights_are_the_same_and_the_exchanges_fewer(launch, shard):
     report = launch("deferred.py", 2, shard)
-    always, last = report["sync_every_micro_batch"], report["with_the_last"]
+    always, last = report["sync_every_micro_batch"], report["sync_with_the_last"]
     for found, expected in zip(last["weights"], always["weights"], strict=True):
         assert found == [pytest.approx(row, rel=1e-5, abs=1e-7) for row in expected]
     assert last["exchanges"] > 0

@@ -18,7 +18,7 @@ def reason(tiny_config, **changes):
 
 
 def test_it_is_for_split_weights_that_bear_rounding(tiny_config):
-    assert "split over several processes" in reason(tiny_config)
+    assert "sharded over several processes" in reason(tiny_config)
     assert reason(tiny_config, parallel__shard=2) is None
     assert "need fp32" in reason(tiny_config, parallel__shard=2, model__kind="eigenstate")
 

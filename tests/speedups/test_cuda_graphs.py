@@ -11,7 +11,7 @@ from torch import nn
 from flatout.assembly.selection import select, speedup_named
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.speedups.cuda_graphs import zeroed
+from flatout.speedups.cuda_graphs import zero_in_place
 from flatout.training.run import run_training
 from flatout.training.step import train_step
 
@@ -20,12 +20,12 @@ SPEEDUP = speedup_named("cuda-graphs")
 
 
 def test_it_says_where_it_cannot_be(tiny_config):
-    assert "on the CPU" in SPEEDUP.reason_against(GPU, tiny_config())
+    assert "on a CPU" in SPEEDUP.reason_against(GPU, tiny_config())
     assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
     assert "parallel.shard" in SPEEDUP.reason_against(
         GPU, tiny_config(train__device="cuda", parallel__shard=2)
     )
-    assert "not tried" in SPEEDUP.reason_against(
+    assert "not been tried" in SPEEDUP.reason_against(
         GPU, tiny_config(train__device="cuda", parallel__replicate=2)
     )
 
@@ -52,8 +52,8 @@ def test_each_call_of_the_model_is_a_step_of_its_graphs(monkeypatch):
 def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
     """As on a GPU, but for the graphs: the losses are those of gradients that are dropped."""
     plain, kept = build_run(tiny_config()), build_run(tiny_config())
-    kept.zero_grad = zeroed
-    zeroed(kept.core.parameters())
+    kept.zero_grad = zero_in_place
+    zero_in_place(kept.core.parameters())
     places = [p.grad.data_ptr() for p in kept.core.parameters()]
     for _ in range(3):
         losses = [float(train_step(run, next(run.feed)).loss) for run in (plain, kept)]
@@ -64,7 +64,7 @@ def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
 
 def test_what_is_not_trained_gets_no_gradient():
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    zeroed([frozen])
+    zero_in_place([frozen])
     assert frozen.grad is None
 
 

@@ -7,7 +7,7 @@ import torch
 
 from flatout.assembly.selection import speedup_named
 from flatout.hardware import Gpu, Machine
-from flatout.speedups.cudnn_autotune import trying_algorithms
+from flatout.speedups.cudnn_autotune import benchmarking
 
 GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
 
@@ -18,7 +18,7 @@ def test_it_holds_inside_alone_even_when_the_loop_fails(monkeypatch, before):
     seen = []
 
     def fail():
-        with trying_algorithms():
+        with benchmarking():
             seen.append(torch.backends.cudnn.benchmark)
             raise ValueError("stop")
 
@@ -30,7 +30,7 @@ def test_it_holds_inside_alone_even_when_the_loop_fails(monkeypatch, before):
 
 def test_it_is_for_gpus_and_not_for_runs_that_must_repeat(tiny_config):
     speedup = speedup_named("cudnn-autotune")
-    assert "on the CPU" in speedup.reason_against(GPU, tiny_config())
+    assert "on a CPU" in speedup.reason_against(GPU, tiny_config())
     assert speedup.reason_against(GPU, tiny_config(train__device="cuda")) is None
     assert "train.deterministic" in speedup.reason_against(
         GPU, tiny_config(train__device="cuda", train__deterministic=True)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from flatout.assembly import conditions
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
-from flatout.speedups import packed_heads
 from flatout.speedups.packed_heads import SPEEDUP
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
@@ -20,20 +20,20 @@ def reason(machine, *overrides):
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr(packed_heads, "find_spec", lambda name: object())
+    monkeypatch.setattr(conditions, "find_spec", lambda name: object())
 
 
 def test_it_is_for_heads_that_are_normalised_or_turned():
     assert reason(gpu((9, 0))) is None
     assert reason(gpu((9, 0)), "model.positions=learned", "model.qk_norm=true") is None
-    assert "neither normalised nor turned" in reason(gpu((9, 0)), "model.positions=learned")
+    assert "neither normalised nor rotated" in reason(gpu((9, 0)), "model.positions=learned")
     assert "makes no use of ops.heads" in reason(gpu((9, 0)), "model.kind=eigenstate")
 
 
 def test_it_says_what_is_missing(monkeypatch):
     assert "on a CPU; fused-heads runs there" in reason(CPU)
     assert "needs compute capability 8.0" in reason(gpu((7, 5)))
-    monkeypatch.setattr(packed_heads, "find_spec", lambda name: None)
+    monkeypatch.setattr(conditions, "find_spec", lambda name: None)
     assert "pip install triton" in reason(gpu((9, 0)))
 
 

@@ -1,14 +1,11 @@
-"""docs/speedups.md lists every speedup; `python -m pytest tests/speedups --write-tables` writes the
-list there.
-"""
+"""docs/speedups.md lists every speedup; `pytest tests/speedups --write-tables` updates it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-
-from flatout.assembly.auto import all_speedups
+from table import tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "speedups.md"
 BEGIN, END = (
@@ -17,33 +14,15 @@ BEGIN, END = (
 )
 
 
-def row(speedup) -> str:
-    promise = (
-        f"rounding, {speedup.promise.rtol:g}"
-        if speedup.promise.kind == "rounding"
-        else speedup.promise.kind
-    )
-    needs = ", ".join(f"`{name}`" for name in speedup.needs)
-    return f"| `{speedup.name}` | {speedup.saves} | {promise} | {needs} |\n"
-
-
 def test_the_page_lists_every_speedup(request):
-    table = "| speedup | what it saves | promise | needs |\n|---|---|---|---|\n" + "".join(
-        row(speedup) for speedup in all_speedups()
-    )
-    table += "\nNot measured on a GPU yet; what arithmetic predicts for one H200:\n\n| speedup | predicted gain |\n|---|---|\n"
-    table += "".join(
-        f"| `{speedup.name}` | {speedup.predicted.replace('|', '/')} |\n"
-        for speedup in all_speedups()
-        if speedup.predicted
-    )
     text = PAGE.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    wanted = f"{before}{BEGIN}\n{table}\n{END}{after}"
+    wanted = f"{before}{BEGIN}\n{tables()}\n{END}{after}"
     if request.config.getoption("--write-tables"):
         PAGE.write_text(wanted, encoding="utf-8")
     elif text != wanted:
         pytest.fail(
-            "The speedups have changed: `python -m pytest tests/speedups --write-tables` writes them into docs/speedups.md."
+            "The speedups have changed: `python -m pytest tests/speedups --write-tables` "
+            "writes them into docs/speedups.md."
         )

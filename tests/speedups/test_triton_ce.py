@@ -31,7 +31,7 @@ def decided(machine, *overrides, device="cuda"):
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr(triton_ce, "find_spec", lambda name: object())
+    monkeypatch.setattr(conditions, "find_spec", lambda name: object())
 
 
 def test_it_states_its_gain_before_it_is_measured_and_is_off_until_then():
@@ -67,6 +67,6 @@ def test_a_gpu_that_triton_does_not_know_is_named():
 
 
 def test_without_triton_the_install_line_is_said(monkeypatch):
-    monkeypatch.setattr(triton_ce, "find_spec", lambda name: None)
+    monkeypatch.setattr(conditions, "find_spec", lambda name: None)
     with pytest.raises(HardwareError, match="pip install triton"):
         decided(gpu((9, 0)), "speedups=triton-ce")

@@ -8,7 +8,6 @@ from flatout.assembly.selection import select
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
-from flatout.speedups import triton_scan
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 
@@ -32,7 +31,7 @@ def decided(machine, *overrides, device="cuda"):
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr(triton_scan, "find_spec", lambda name: object())
+    monkeypatch.setattr(conditions, "find_spec", lambda name: object())
 
 
 def test_auto_takes_it_on_a_gpu_in_the_place_of_fast_scan():
@@ -56,7 +55,7 @@ def test_a_gpu_that_triton_does_not_know_is_named():
 
 
 def test_without_triton_the_install_line_is_said_and_fast_scan_stays(monkeypatch):
-    monkeypatch.setattr(triton_scan, "find_spec", lambda name: None)
+    monkeypatch.setattr(conditions, "find_spec", lambda name: None)
     found = decided(gpu((9, 0)))
     assert "pip install triton" in found["triton-scan"][1]
     assert found["fast-scan"][0]

@@ -62,7 +62,7 @@ class HostCopy:
         return replace(snapshot, tensors=copies)
 
     def has_room(self, needed: int, machine: Machine, local_world_size: int) -> bool:
-        """Return whether the host has memory for a copy of `needed` bytes in each of its processes."""
+        """Return whether the host has memory for `needed` bytes in each of its processes."""
         return needed <= self._block.numel() or needed * local_world_size <= free_bytes(machine)
 
     def wait(self) -> None:
@@ -120,7 +120,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def free_bytes(machine: Machine) -> int:
-    """Return the free host memory for this process, within the system's and a container's limits."""
+    """Return the free host memory, within the limits of the system and of a container."""
     return min(
         psutil.virtual_memory().available,
         int(machine.memory_gib * GIB) - psutil.Process().memory_info().rss,

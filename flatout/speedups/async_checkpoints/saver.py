@@ -99,7 +99,8 @@ class BackgroundSaver:
             if self._has_copy:
                 return self._copy.of(snapshot, run.mesh.device)
             progress.say(
-                "The host has no memory for a copy of the state: the loop waits until it is written."
+                "The host has no memory for a copy of the state: "
+                "the loop waits until it is written."
             )
             return snapshot
 
@@ -141,7 +142,7 @@ class BackgroundSaver:
             self._copy.before_update()
 
     def close(self, progress: Progress = SILENT) -> None:
-        """Wait for the checkpoint being written, without asking other ranks, as an error ends the run.
+        """Wait for the checkpoint being written, without asking other ranks.
 
         A failure here is reported, not raised.
         """

@@ -1,11 +1,11 @@
 """Steps of documents, one per row, in batches of rows of similar length: for data that must not be
 packed.
 
-A document longer than data.seq_len is split into rows of that many inputs. Rows are padded to one of
-a few lengths: seq_len and its halves. All rows of a step have the same length, and there are twice
-as many where they are half as long, so every step has the same number of positions. Rows of a length
-that are left over at the end of an epoch join the next longer ones; only the last step of the
-longest may contain empty rows. Every target of the split is read once per epoch.
+A document longer than data.seq_len is split into rows of that many inputs. Rows are padded to one
+of a few lengths: seq_len and its halves. All rows of a step have the same length, and there are
+twice as many where they are half as long, so every step has the same number of positions. Rows of a
+length that are left over at the end of an epoch join the next longer ones; only the last step of
+the longest may contain empty rows. Every target of the split is read once per epoch.
 
 An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
 lengths), evaluated on demand. A position is an index into the plans of all epochs.
@@ -137,7 +137,7 @@ class BucketedSteps:
         )
 
     def _step(self, position: int) -> tuple[int, int]:
-        """Return the bucket of the step at `position`, and the index of the step in it this epoch."""
+        """Return the bucket of the step at `position`, and the index of the step within it."""
         step = int(shuffled(np.array([position]), self.num_steps, seed=self._seed(0))[0])
         number = int(np.searchsorted(self._first_step, step, side="right")) - 1
         return number, step - int(self._first_step[number])
@@ -160,7 +160,7 @@ class BucketedSteps:
         return rows
 
     def _seed(self, order: int) -> int:
-        """Return the seed of an order: 0 is that of the steps, n that of the rows of bucket n - 1."""
+        """Return the seed of an order: 0 is that of steps, n that of the rows of bucket n - 1."""
         return self.plan.seed * (MOST_LENGTHS + 1) + order
 
 

@@ -88,7 +88,7 @@ def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(
         (
             (9, 0),
             {"train.device": "cpu"},
-            "It is for GPUs that multiply fp8, and this run is on the CPU.",
+            "It is for GPUs that multiply fp8, and this run is on a CPU.",
         ),
         (
             (9, 0),

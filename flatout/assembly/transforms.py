@@ -1,0 +1,36 @@
+"""Changes to a model that several speedups share: recompute its blocks, compile its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flatout.models.language_model import LanguageModel
+    from flatout.parallel.mesh import Mesh
+
+
+def recompute_blocks(model: LanguageModel, **options: Any) -> LanguageModel:
+    """Wrap each block in torch's `checkpoint` with these options; parameter names stay."""
+    from torch.utils.checkpoint import checkpoint
+
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+    return model
+
+
+def compile_blocks(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+    """Compile each block in place, and the loss from the last hidden states on.
+
+    Embedding and final norm are not compiled. The loss gets its weight as an argument, so that no
+    graph guards a parameter that fully_shard gathers and frees.
+    """
+    import torch
+
+    options: dict[str, Any] | None = dict(model.compiler_options) or None
+    for block in model.blocks:
+        block.compile(dynamic=False, options=options)
+    cross_entropy = torch.compile(model.ops.cross_entropy, dynamic=False, options=options)
+    model.ops = replace(model.ops, cross_entropy=cross_entropy)
+    return model

@@ -1,0 +1,30 @@
+"""The generated part of docs/speedups.md."""
+
+from __future__ import annotations
+
+from flatout.assembly.auto import all_speedups
+
+
+def row(speedup) -> str:
+    """Return the table row of one speedup."""
+    promise = speedup.promise.kind
+    promise += f", {speedup.promise.rtol:g}" if promise == "rounding" else ""
+    needs = ", ".join(f"`{name}`" for name in speedup.needs)
+    return f"| `{speedup.name}` | {speedup.saves} | {promise} | {needs} |\n"
+
+
+def tables() -> str:
+    """Return the table of all speedups, and that of the predicted gains."""
+    found = all_speedups()
+    predicted = [
+        f"| `{speedup.name}` | {speedup.predicted.replace('|', '/')} |\n"
+        for speedup in found
+        if speedup.predicted
+    ]
+    return (
+        "| speedup | what it saves | promise | needs |\n|---|---|---|---|\n"
+        + "".join(map(row, found))
+        + "\nNot measured on a GPU yet; what arithmetic predicts for one H200:\n\n"
+        + "| speedup | predicted gain |\n|---|---|\n"
+        + "".join(predicted)
+    )

@@ -1,0 +1,176 @@
+"""Adding a speedup takes one file or folder, and deleting one touches nothing else."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+
+import pytest
+from table import tables
+
+import flatout.speedups
+from flatout import registry
+from flatout.assembly.auto import all_speedups
+from flatout.assembly.request import parse_request
+from flatout.assembly.selection import assemble, select
+from flatout.commands.list import list_entries
+from flatout.config.schema import load_config
+from flatout.errors import ConfigError
+from flatout.hardware import Gpu, Machine
+from flatout.measure.ladder import make_ladder
+from flatout.measure.sweep import SWEEPS, filling, precisions
+from flatout.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
+
+MACHINES = {
+    "cpu": Machine("a CPU", 2, 8.0, (), "3.11", cpu_multiplies_bf16=True),
+    "cuda": Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11"),
+}
+CONFIGS = ([], ["optim.kind=muon"], ["model.kind=eigenstate"], ["data.document_mask=true"])
+ADDED = '''"""Adds nothing."""
+
+from flatout.assembly.recipe import Off, On, Promise, Speedup
+
+SPEEDUP = Speedup(
+    name="brand-new",
+    fills={"cudnn_benchmark": None},
+    saves="nothing",
+    promise=Promise.exact(),
+    rank=205,
+    auto={"cpu": On("it is new"), "cuda": Off("it is not for GPUs")},
+)
+'''
+
+
+def source_of(name: str) -> Path:
+    return SPEEDUPS._files[name]
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of flatout/speedups in a package directory of its own, which the registry reads."""
+    folder = tmp_path / "speedups"
+    shutil.copytree(PACKAGE_DIR / "speedups", folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def read_again():
+        with monkeypatch.context() as patch:
+            patch.setattr(registry, "PACKAGE_DIR", tmp_path)
+            found = registry.Folder("speedups", "SPEEDUP", "speedup")._files
+        monkeypatch.setitem(vars(SPEEDUPS), "_files", found)
+
+    monkeypatch.setattr(flatout.speedups, "__path__", [*flatout.speedups.__path__, str(folder)])
+    return folder, read_again
+
+
+def require_everything_works(names: set[str]) -> None:
+    """Check that listing, selection, recipes, configs, tables, ladder and sweeps know `names`."""
+    assert {item["name"] for item in list_entries("speedups").items} == names
+    assert {speedup.name for speedup in all_speedups()} == names
+    assert all(f"| `{name}` |" in tables() for name in names)
+    for device, machine in MACHINES.items():
+        for overrides in CONFIGS:
+            config = load_config(None, overrides)
+            decisions = select(config, machine, device=device, minutes=60.0)
+            assert {decision.name for decision in decisions} == names
+            assemble(decisions)
+            ladder = make_ladder(config, decisions, {})
+            assert ladder.rungs
+    assert {*precisions(), *filling("feed"), *filling("micro_batch")} <= names
+    for name in names:
+        assert parse_request(f"auto,-{name}").dropped == (name,)
+
+
+def test_every_speedup_is_found_and_works():
+    require_everything_works({*SPEEDUPS.names()})
+
+
+@pytest.mark.parametrize("path", ["brand_new.py", "brand_new/__init__.py"])
+def test_a_file_or_a_folder_is_all_that_adding_takes(path, copied):
+    folder, read_again = copied
+    before = {*SPEEDUPS.names()}
+    (folder / path).parent.mkdir(exist_ok=True)
+    (folder / path).write_text(ADDED)
+    read_again()
+    require_everything_works(before | {"brand-new"})
+    order = [speedup.name for speedup in all_speedups()]
+    assert order.index("micro-batch") < order.index("brand-new") < order.index("tf32")
+    machine = MACHINES["cpu"]
+    by_auto = {d.name: d for d in select(load_config(), machine)}
+    assert by_auto["brand-new"].on
+    assert by_auto["brand-new"].reason == "it is new"
+    dropped = select(load_config(None, ["speedups=auto,-brand-new"]), machine)
+    assert not next(d for d in dropped if d.name == "brand-new").on
+
+
+@pytest.mark.parametrize("name", SPEEDUPS.names())
+def test_deleting_a_speedup_leaves_the_rest_working(name, monkeypatch):
+    files = {other: path for other, path in SPEEDUPS._files.items() if other != name}
+    monkeypatch.setitem(vars(SPEEDUPS), "_files", files)
+    require_everything_works({*files})
+    with pytest.raises(ConfigError, match="There is no speedup named"):
+        parse_request(name)
+    for speedup in all_speedups():
+        if name in speedup.needs:
+            reason = speedup.reason_against(MACHINES["cuda"], load_config())
+            assert reason == f"It needs {name}, which is not among the speedups."
+    for recipe in RECIPES.names():
+        config = load_config(recipe)
+        if name not in str(config.speedups):  # a recipe that names it depends on it
+            assemble(select(config, MACHINES["cuda"], device="cuda", minutes=60.0))
+
+
+def test_without_a_provider_a_precision_is_refused(monkeypatch):
+    files = {name: path for name, path in SPEEDUPS._files.items() if name != "fp16"}
+    monkeypatch.setitem(vars(SPEEDUPS), "_files", files)
+    with pytest.raises(ConfigError, match="No speedup provides train.precision=fp16"):
+        select(load_config(None, ["train.precision=fp16"]), MACHINES["cuda"], device="cuda")
+
+
+def test_without_a_feed_there_is_no_prefetch_to_sweep(monkeypatch):
+    files = {name: path for name, path in SPEEDUPS._files.items() if name != "prefetch"}
+    monkeypatch.setitem(vars(SPEEDUPS), "_files", files)
+    values, refused = SWEEPS["prefetch"](load_config(), None, [])
+    assert list(values) == ["no prefetch"]
+    assert not refused
+
+
+def imported_modules(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {
+        module
+        for node in nodes
+        for module in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    }
+
+
+@pytest.mark.parametrize("name", SPEEDUPS.names())
+def test_nothing_but_its_own_folder_imports_a_speedup(name):
+    source = source_of(name)
+    module = f"flatout.speedups.{registry._module(source)}"
+    own = source.parent if source.name == "__init__.py" else source
+    for path in PACKAGE_DIR.rglob("*.py"):
+        if path != own and own not in path.parents:
+            users = {m for m in imported_modules(path) if m == module or m.startswith(module + ".")}
+            assert not users, f"{path} imports {users}"
+
+
+def test_no_name_of_a_speedup_is_wired_into_another_folder():
+    """Names as whole strings; `compile`, `bf16` and the like are also words of torch."""
+    words = {"bf16", "checkpointing", "collector", "compile", "fp16", "fp8", "onednn", "prefetch"}
+    words |= {"tf32", "cuda-graphs"}  # a precision, and a stage of transforms
+    known = {"optimizers/moments.py"}  # recognises what a checkpoint stores, also without it
+    found = []
+    for path in PACKAGE_DIR.rglob("*.py"):
+        place = path.relative_to(PACKAGE_DIR).as_posix()
+        if place.startswith("speedups/") or place in known:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and node.value in {*SPEEDUPS.names()} - words:
+                found.append(f"{place}:{node.lineno} {node.value}")
+    assert not [line for line in found if not line.endswith("micro-batch")]
