@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.assembly import conditions
 from flatout.assembly.auto import is_measured
 from flatout.assembly.selection import select
 from flatout.config.schema import load_config
