@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,7 @@ def test_without_a_feed_there_is_no_prefetch_to_sweep(monkeypatch):
     assert not refused
 
 
+@cache
 def imported_modules(path: Path) -> set[str]:
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from flatout.assembly import conditions
 from flatout.assembly.selection import select
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError
