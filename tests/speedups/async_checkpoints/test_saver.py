@@ -130,7 +130,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("flatout.training.checkpoint.savers.prune", refused)
+    monkeypatch.setattr(f"{make.__module__}.prune", refused)
 
     def save_and_settle():
         save(saver, run)
