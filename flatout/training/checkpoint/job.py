@@ -53,8 +53,6 @@ class AtOnce:
             raise self._error
 
 
-
-
 def nothing() -> None:
     """Do nothing."""
 
