@@ -150,7 +150,8 @@ def commit() -> str:
 
 def spread(values: list[float], digits: int = 0) -> str:
     """Return the median, and in brackets the smallest and the largest."""
-    return f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+    median, low, high = statistics.median(values), min(values), max(values)
+    return f"{median:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
 def batch_of(row: dict) -> str:
@@ -180,13 +181,16 @@ def table(found: dict) -> str:
         for name in ("plain", "as it comes, long")
     )
     lines = [
-        "| characters of Shakespeare, the same model and sequences | baseline (`speedups=none`) | `flatout train` |",
+        "| characters of Shakespeare, the same model and sequences "
+        "| baseline (`speedups=none`) | `flatout train` |",
         "|---|---|---|",
         f"| micro-batch: rows x accumulations | {batch_of(plain[0])} | {batch_of(fast[0])} |",
         f"| steady tokens/s | {plain_rate} | {fast_rate} |",
         f"| speedup | 1 | **{spread(ratio, 1)}** |",
-        f"| share of the measured matmul peak, each in its own precision | {spread(plain_mfu, 1)}% | {spread(mfu, 1)}% |",
-        f"| loss after {found['steps']} steps | {plain[0]['losses'][-1]:.4f} | {fast[0]['losses'][-1]:.4f} |",
+        "| share of the measured matmul peak, each in its own precision "
+        f"| {spread(plain_mfu, 1)}% | {spread(mfu, 1)}% |",
+        f"| loss after {found['steps']} steps "
+        f"| {plain[0]['losses'][-1]:.4f} | {fast[0]['losses'][-1]:.4f} |",
         "",
         "The baseline is fp32 and eager, with an optimizer that loops over parameters, text "
         "tokenised in the step, and the most rows up to 12 that divide the step. "

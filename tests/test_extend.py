@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md work: written into a copy of the package, they are listed and used."""
+"""The examples of docs/extend.md work in a copy of the package."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ def folder(tmp_path_factory):
 
 def python(folder: Path, program: str, *arguments: str) -> str:
     """Run a program in a new Python process that imports the copy, and return its output."""
-    program = f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}\nimport flatout; assert flatout.__file__.startswith({str(folder)!r})"
+    program = (
+        f"import sys; sys.path.insert(0, {str(folder)!r})\n{program}\n"
+        f"import flatout; assert flatout.__file__.startswith({str(folder)!r})"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         cwd=folder,
@@ -127,7 +130,8 @@ def test_a_new_model_optimizer_and_speedups_train(folder):
     common = "data.path=data/trained train.device=cpu --json"
     speedups = "speedups=pretokenised,foreach-adamw,row-by-row-loss"
     own = f"train small-bigram {common} --run-dir runs/bigram"
-    theirs = f"train shakespeare-char {common} {speedups} train.steps=2 batch.tokens_per_step=256 optim.kind=adamw --run-dir runs/transformer"
+    settings = "train.steps=2 batch.tokens_per_step=256 optim.kind=adamw"
+    theirs = f"train shakespeare-char {common} {speedups} {settings} --run-dir runs/transformer"
     shown = flatout(folder, prepare, own, theirs)
     for line in (own, theirs):
         result = json.loads(shown[line].strip().splitlines()[-1])
@@ -160,10 +164,11 @@ for a, b in zip(*results):
 
 
 def test_the_new_machine_is_known(folder):
-    python(
-        folder,
-        "from flatout.hardware import row_of\nassert row_of('NVIDIA Example 1000').peak_tflops['bf16'].value == 200",
-    )
+    program = """
+from flatout.hardware import row_of
+assert row_of("NVIDIA Example 1000").peak_tflops["bf16"].value == 200
+"""
+    python(folder, program)
 
 
 def test_a_new_tokenizer_prepares(folder):
@@ -185,7 +190,7 @@ def test_the_python_examples_run(folder, document):
         block for block in blocks(document, "python") if not re.match(r"# \S+\.py\n", block)
     ]
     assert programs
-    prepare = 'if __import__("pathlib").Path("data/book").exists() is False: flatout.prepare(["book.txt"], out="data/book", workers=1)\n'
+    prepare = 'flatout.prepare(["book.txt"], out="data/book", workers=1)\n'
     for block in programs:
         short = block.replace(
             "train.steps=100", f'train.steps=3", "train.device=cpu", "name={document}'

@@ -91,7 +91,7 @@ def repository_url() -> str | None:
 
 
 def config_reference() -> Iterator[str]:
-    """Yield the lines of the configuration reference, section by section, then each model's keys."""
+    """Yield the configuration reference, section by section, then each model's keys."""
     from flatout.config.schema import RunConfig, Section
     from flatout.registry import MODELS
 
@@ -137,7 +137,7 @@ def shown(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Return a type as a reader writes it: `int or auto`, without the None of what may be left out."""
+    """Return a type as a reader writes it, such as `int or auto`; None is left out."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(arguments[0])

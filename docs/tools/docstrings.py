@@ -1,4 +1,4 @@
-"""How flatout's docstrings become API pages: contracts and options as lists, types without options."""
+"""Docstrings and signatures as the API page shows them: contracts and options are lists."""
 
 from __future__ import annotations
 

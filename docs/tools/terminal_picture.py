@@ -1,7 +1,8 @@
-"""Draw a command's last screen as docs/assets/terminal.svg: `python docs/tools/terminal_picture.py`.
+"""Draw a command's last screen: `python docs/tools/terminal_picture.py flatout demo book.txt`.
 
 The command runs in a pseudo-terminal, in a temporary folder with a copy of the files it names, and
-rich exports what stays on the screen. The default is `flatout demo`, which takes three minutes.
+rich exports what stays on the screen to docs/assets/terminal.svg. The default is `flatout demo`,
+which takes three minutes. The machine should be idle, because the picture shows rates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The documentation site builds strictly; its links and docstrings are rewritten as they should be."""
+"""The documentation site builds strictly, with its links and docstrings rewritten."""
 
 from __future__ import annotations
 

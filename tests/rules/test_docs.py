@@ -22,6 +22,15 @@ SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | r
 INLINE = re.compile(r"`((?:flatout|make|torchrun|python -m flatout) [^`\n]+)`")
 MESSAGES = re.compile(r"<!-- errors: generated .*?<!-- end of errors -->", re.DOTALL)
 PROGRAM = re.compile(r"^(?:flatout|python -m flatout|torchrun .*? -m flatout)\s+")
+RUN_ALL = """
+import json
+from flatout.cli import main
+for words in json.loads(sys.argv[1]):
+    try:
+        main(words)
+    except SystemExit as stop:
+        assert not stop.code, words
+"""
 QUICK = {("list",), ("runs",), ("--help",), ("--version",)}
 
 
@@ -169,9 +178,7 @@ def test_quick_commands_run(root, tmp_path):
         line for line in words if line[:1] in QUICK and not any(word.isupper() for word in line)
     ]
     assert len(quick) > 2
-    program = "import sys, json\nfrom flatout.cli import main\nfor words in json.loads(sys.argv[1]):\n    try:\n        main(words)\n"
-    program += "    except SystemExit as stop:\n        assert not stop.code, words\n"
-    program = f"import sys; sys.path.insert(0, {str(root)!r})\n{program}"
+    program = f"import sys; sys.path.insert(0, {str(root)!r})\n{RUN_ALL}"
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(quick)],
         cwd=tmp_path,
