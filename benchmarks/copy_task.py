@@ -22,7 +22,7 @@ import torch
 from main_job import RESULTS, commit, spread
 from torch import Tensor
 
-from flatout.config.schema import OptimConfig
+from flatout.config.sections import OptimConfig
 from flatout.hardware import probe
 from flatout.models.eigenstate import Eigenstate
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan

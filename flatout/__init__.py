@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from flatout.commands.runs import runs
     from flatout.commands.train import train
     from flatout.commands.verify import verify
-    from flatout.config.schema import RunConfig, Section, load_config
+    from flatout.config.schema import RunConfig, load_config
+    from flatout.config.sections import Section
     from flatout.data.store.shards import Dataset
     from flatout.errors import FlatoutError
     from flatout.inference.load import load_run
@@ -73,7 +74,7 @@ _HOMES = {
     "Quiet": "flatout.training.metrics.observers",
     "RunConfig": "flatout.config.schema",
     "RunReport": "flatout.terminal",
-    "Section": "flatout.config.schema",
+    "Section": "flatout.config.sections",
     "Terminal": "flatout.terminal",
     "bench": "flatout.commands.bench",
     "demo": "flatout.commands.demo",

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from flatout.config.schema import Section
+from flatout.config.sections import Section
 from flatout.errors import HardwareError
 from flatout.registry import MACHINES, nearest
 

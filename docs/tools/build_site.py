@@ -92,7 +92,8 @@ def repository_url() -> str | None:
 
 def config_reference() -> Iterator[str]:
     """Yield the configuration reference, section by section, then each model's keys."""
-    from flatout.config.schema import RunConfig, Section
+    from flatout.config.schema import RunConfig
+    from flatout.config.sections import Section
     from flatout.registry import MODELS
 
     top = {}

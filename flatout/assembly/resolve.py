@@ -16,7 +16,8 @@ from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.preflight import check_names
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import assemble, select
-from flatout.config.schema import RunConfig, TrainConfig
+from flatout.config.schema import RunConfig
+from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset

@@ -1,6 +1,6 @@
 """RunConfig: everything a run depends on, in frozen sections that refuse unknown keys.
 
-A config has three layers: the defaults in this file, a recipe's YAML, and `section.key=value`
+A config has three layers: the defaults in `sections.py`, a recipe's YAML, and `section.key=value`
 overrides. Alternative keys (`train.steps`, `train.tokens`, `train.epochs`) replace each other
 between layers. Names of models, optimizers and speedups are looked up when the run is built. `auto`
 is resolved once, when a run starts.
@@ -12,22 +12,25 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import ValidationError, model_validator
 
 from flatout import trust
 from flatout.config.messages import explain as explain
 from flatout.config.overrides import nested, parse_overrides
+from flatout.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    Section,
+    TrainConfig,
+)
 from flatout.documents import read_document
 from flatout.errors import ConfigError
 from flatout.registry import recipe_path
@@ -46,217 +49,6 @@ MAPPINGS = {"data.mix"}
 
 BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
 """Any two determine the third: a layer that sets two clears the third in the layers below."""
-
-
-class Section(BaseModel):
-    """Base class of all config sections: frozen, no unknown keys, field docstrings are the help."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-            raise PydanticCustomError("no_number", "something other than true or false")
-        return value
-
-
-class ModelConfig(Section):
-    """Which model to train; the model checks its own keys when the run is built."""
-
-    model_config = ConfigDict(extra="allow")
-
-    kind: str = "transformer"
-    """A file of flatout/models, or package.module:MyModel."""
-    vocab_size: int | None = Field(None, ge=1)
-    """Rows of the embedding; None takes the vocabulary size of the dataset."""
-
-    def own(self) -> dict[str, Any]:
-        """Return the keys of the chosen model."""
-        return dict(self.model_extra or {})
-
-
-class DataConfig(Section):
-    """What to train on, and how it is cut into sequences."""
-
-    path: str | None = None
-    """Directory that `flatout prepare` wrote, or its URL, such as s3://bucket/data. Set path or mix."""
-    mix: dict[str, float] | None = None
-    """Several datasets prepared with one tokenizer, and the weight of each: {data/book: 3,
-    data/code: 1} reads three sequences of the first for each sequence of the second. At any step of
-    the run the proportion is exact to less than one sequence; weights are rounded to 1 in 65,536,
-    which is the smallest share. Each dataset has its own epochs and its own score, and the
-    validation loss is their mean with these weights."""
-    seq_len: int = Field(256, ge=1)
-    """Tokens in one training sequence (T)."""
-    prefetch: int = Field(4, ge=1, le=1000)
-    """Optimiser steps that the feed reads ahead."""
-    document_mask: bool = False
-    """Restrict attention to the document that a token belongs to."""
-
-    @field_validator("mix", mode="before")
-    @classmethod
-    def _folders_have_weights(cls, mix: Any) -> Any:
-        example = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
-        if mix is None:
-            return None
-        if not isinstance(mix, Mapping) or not mix:
-            raise ConfigError(
-                f"data.mix={mix!r} is not a mapping of datasets to weights.", fix=example
-            )
-        for folder, weight in mix.items():
-            if (
-                isinstance(weight, bool)
-                or not isinstance(weight, int | float)
-                or not 0 < weight < float("inf")
-            ):
-                raise ConfigError(
-                    f"data.mix gives {folder!r} the weight {weight!r}, which is not a number above 0.",
-                    fix=example,
-                )
-        return {str(folder): weight for folder, weight in mix.items()}
-
-
-class BatchConfig(Section):
-    """How many tokens one optimiser step sees. Set two of the three keys; the third follows."""
-
-    tokens_per_step: int | None = Field(None, ge=1)
-    """Tokens per optimiser step, summed over ranks and micro-batches."""
-    rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Sequences in one micro-batch on one device."""
-    accumulate: int | None = Field(None, ge=1)
-    """Micro-batches per optimiser step."""
-
-
-class OptimConfig(Section):
-    """The optimiser."""
-
-    kind: str = "adamw"
-    """A file of flatout/optimizers, or package.module:my_optimizer."""
-    lr: float = Field(1e-3, gt=0)
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's decay rates for the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
-    """AdamW's epsilon, added to the denominator."""
-    weight_decay: float = Field(0.1, ge=0)
-    """Decoupled weight decay, not applied to norms, biases and embeddings."""
-    clip: float = Field(1.0, ge=0)
-    """Maximum gradient norm; 0 turns clipping off."""
-    momentum: float = Field(0.95, ge=0, lt=1)
-    """Muon's momentum."""
-
-    @model_validator(mode="after")
-    def _betas_in_range(self) -> Self:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                f"optim.betas={list(self.betas)} must lie in [0, 1).",
-                fix="Set optim.betas=[0.9,0.95].",
-            )
-        return self
-
-
-class ScheduleConfig(Section):
-    """The learning rate as a function of the optimiser step."""
-
-    kind: str = "cosine"
-    """cosine, wsd (warm-up, stable, decay) or constant."""
-    warmup: int | float = Field(0.02, ge=0)
-    """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
-    decay: float = Field(0.2, gt=0, le=1)
-    """Fraction of the run over which wsd lowers the rate to min_lr."""
-    min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the last step."""
-
-    @model_validator(mode="after")
-    def _warmup_is_steps_or_fraction(self) -> Self:
-        if isinstance(self.warmup, float) and self.warmup >= 1:
-            raise ConfigError(
-                f"schedule.warmup={self.warmup} is neither a number of steps nor a fraction of the run.",
-                fix=f"Write schedule.warmup={round(self.warmup)} for steps, or a fraction below 1.",
-            )
-        return self
-
-
-class TrainConfig(Section):
-    """How long to train, on which device, and in which precision."""
-
-    steps: int | None = Field(None, ge=1)
-    """Optimiser steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
-    tokens: int | None = Field(None, ge=1)
-    """Training tokens, rounded up to whole steps."""
-    epochs: float | None = Field(None, gt=0)
-    """Passes over the training tokens (of a mix: of all its datasets), rounded up to whole steps."""
-    seed: int = Field(0, ge=0, lt=2**62)
-    """Seed of the initial weights, the order of the data and dropout."""
-    deterministic: bool = False
-    """Use only deterministic operations, and refuse others. On a GPU this is slower, and the only
-    way to make two runs, or a run and its resumed copy, equal bit for bit."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Precision of the matrix products; weights and optimiser state stay fp32."""
-    eval_every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 evaluates once, at the end."""
-    eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
-    """Validation tokens per evaluation during the run; the final one always uses all."""
-    patience: int = Field(0, ge=0)
-    """Evaluations in a row without a better validation loss after which the run ends early; 0 never
-    ends it. The learning rate is planned for the whole run, so it is still high then."""
-    init_from: str | None = None
-    """Run directory (its best checkpoint) or checkpoint whose weights initialise this run; data,
-    schedule, optimiser state and step start anew."""
-    sample_every: int = Field(0, ge=0)
-    """Steps between text samples; 0 samples once, at the end."""
-    sample_prompt: str = ""
-    """Prompt of the samples; empty starts a new document."""
-
-    @model_validator(mode="after")
-    def _patience_counts_evaluations(self) -> Self:
-        if self.patience and not self.eval_every:
-            raise ConfigError(
-                f"train.patience={self.patience} counts evaluations during the run, and train.eval_every=0 means that there are none.",
-                fix="Set train.eval_every to a number of steps, or leave train.patience out.",
-            )
-        return self
-
-
-class CheckpointConfig(Section):
-    """When checkpoints are saved, and how many are kept."""
-
-    every_steps: int | None = Field(None, ge=1)
-    """Steps between saves. Set at most one of the three; without any, every ten minutes."""
-    every_minutes: float | None = Field(None, gt=0)
-    """Minutes between saves."""
-    every_epochs: float | None = Field(None, gt=0)
-    """Epochs between saves."""
-    keep: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep; the best one is kept in addition."""
-    dir: str | None = None
-    """Directory for checkpoints; None means RUN/checkpoints."""
-
-
-class LogConfig(Section):
-    """How often metrics are written."""
-
-    every: int = Field(10, ge=1)
-    """Steps between records in metrics.jsonl."""
-
-
-class ParallelConfig(Section):
-    """How processes share the work; the product of the sizes is the number of processes."""
-
-    replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Replicas of the model (DDP); auto uses the processes that `shard` leaves."""
-    shard: int = Field(1, ge=1)
-    """Processes that weights, gradients and optimiser state are sharded over (fully_shard)."""
 
 
 class RunConfig(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.config.schema import ParallelConfig
+from flatout.config.sections import ParallelConfig
 from flatout.data.load.batches import ShardReader
 from flatout.data.store.mix import Member, distinct_names, members_of
 from flatout.data.store.remote import open_dataset

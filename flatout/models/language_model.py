@@ -17,7 +17,8 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 
-from flatout.config.schema import RunConfig, Section, explain
+from flatout.config.schema import RunConfig, explain
+from flatout.config.sections import Section
 from flatout.errors import ConfigError
 from flatout.models.decoding import Decoder, Recomputing
 from flatout.ops import Ops

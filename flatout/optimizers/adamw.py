@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from flatout.config.schema import OptimConfig
+from flatout.config.sections import OptimConfig
 from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kind
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatout.config.schema import OptimConfig, RunConfig
+from flatout.config.schema import RunConfig
+from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.registry import OPTIMIZERS
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from flatout.config.schema import OptimConfig
+from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.models.split_weights import SplitTensor, decay_and_add
 from flatout.ops.newton_schulz import batched

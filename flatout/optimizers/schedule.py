@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from flatout.config.schema import ScheduleConfig
+from flatout.config.sections import ScheduleConfig
 from flatout.registry import unknown_name
 
 

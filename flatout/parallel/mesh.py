@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from flatout.config.schema import ParallelConfig
+from flatout.config.sections import ParallelConfig
 from flatout.errors import ConfigError
 from flatout.parallel.rendezvous import Ranks, stated_ranks
 

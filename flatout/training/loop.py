@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from flatout.assembly.run import Run
-from flatout.config.schema import TrainConfig
+from flatout.config.sections import TrainConfig
 from flatout.training.evaluation import Evaluation, score
 from flatout.training.metrics.log import Log, require_finite
 from flatout.training.saving import SaveSchedule, log_saves, save

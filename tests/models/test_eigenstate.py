@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from flatout.config.schema import OptimConfig
+from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan, variants

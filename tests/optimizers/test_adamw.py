@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.config.schema import OptimConfig
+from flatout.config.sections import OptimConfig
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.adamw import OPTIMIZER, build, fused, per_parameter
 from flatout.optimizers.groups import OptimizerParts

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from flatout.config.schema import OptimConfig, load_config
+from flatout.config.schema import load_config
+from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.optimizers.groups import adamw_groups, named_by_kind, optimizers_of
 

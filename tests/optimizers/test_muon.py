@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.config.schema import OptimConfig
+from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.ops import newton_schulz, variants
 from flatout.ops.newton_schulz import reference

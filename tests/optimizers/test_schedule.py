@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from flatout.config.schema import ScheduleConfig
+from flatout.config.sections import ScheduleConfig
 from flatout.errors import ConfigError
 from flatout.optimizers.schedule import SCHEDULES, factor, warmup_steps
 

@@ -12,7 +12,7 @@ from torch import nn
 
 warnings.simplefilter("error")
 
-from flatout.config.schema import ParallelConfig  # noqa: E402
+from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402

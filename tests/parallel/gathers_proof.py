@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 warnings.simplefilter("error")
 
-from flatout.config.schema import ParallelConfig  # noqa: E402
+from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.models.transformer import Transformer  # noqa: E402
 from flatout.ops import Ops  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402

@@ -22,7 +22,7 @@ warnings.filterwarnings(
 )  # and asks tensors for gradients
 
 from flatout.assembly.selection import speedup_named  # noqa: E402
-from flatout.config.schema import ParallelConfig  # noqa: E402
+from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.models.transformer import Transformer  # noqa: E402
 from flatout.ops import Ops  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402

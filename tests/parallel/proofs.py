@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 warnings.simplefilter("error")
 
-from flatout.config.schema import OptimConfig, ParallelConfig  # noqa: E402
+from flatout.config.sections import OptimConfig, ParallelConfig  # noqa: E402
 from flatout.ops.newton_schulz import batched  # noqa: E402
 from flatout.optimizers import adamw, muon  # noqa: E402
 from flatout.optimizers.groups import OptimizerParts  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from flatout.config.schema import ParallelConfig
+from flatout.config.sections import ParallelConfig
 from flatout.models.split_weights import join, split, split_weights
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops

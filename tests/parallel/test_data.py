@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatout.config.schema import ParallelConfig
+from flatout.config.sections import ParallelConfig
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, make_mesh
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from flatout.config.schema import ParallelConfig
+from flatout.config.sections import ParallelConfig
 from flatout.errors import ConfigError
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks

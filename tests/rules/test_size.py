@@ -17,7 +17,6 @@ TO_SPLIT = frozenset(
         "benchmarks/first_contact.py",
         "benchmarks/models.py",
         "benchmarks/throughput.py",
-        "flatout/config/schema.py",
         "flatout/hardware.py",
         "flatout/models/eigenstate.py",
         "flatout/ops/scan.py",

@@ -14,7 +14,7 @@ from stand_in import build, train
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from flatout.config.schema import ParallelConfig
+from flatout.config.sections import ParallelConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect

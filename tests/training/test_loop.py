@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flatout.commands.runs import runs
-from flatout.config.schema import TrainConfig
+from flatout.config.sections import TrainConfig
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, Stopped

@@ -27,7 +27,7 @@ from flatout.errors import ConfigError, DataError, in_shell
 from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from flatout.config.schema import DataConfig
+    from flatout.config.sections import DataConfig
     from flatout.data.tokenizers import Tokenizer
 
 LONGEST_PERIOD = 65_536

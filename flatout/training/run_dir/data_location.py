@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flatout.config.schema import DataConfig, RunConfig
+from flatout.config.schema import RunConfig
+from flatout.config.sections import DataConfig
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.mix import MixedDataset, members_of, open_data, whole_turns
 from flatout.data.store.remote import absolute_path_or_url

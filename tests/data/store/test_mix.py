@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plans import batch_plan
 
-from flatout.config.schema import DataConfig
+from flatout.config.sections import DataConfig
 from flatout.data.load.baseline import TokenisingReader
 from flatout.data.load.batches import SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed, PrefetchFeed

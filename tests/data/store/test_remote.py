@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flatout.config.schema import DataConfig
+from flatout.config.sections import DataConfig
 from flatout.data.store.mix import members_of, open_data
 from flatout.data.store.remote import (
     absolute_path_or_url,

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from flatout.config.schema import Section
+from flatout.config.sections import Section
 from flatout.errors import ConfigError, DataError
 from flatout.registry import DATASETS
 
