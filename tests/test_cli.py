@@ -92,18 +92,18 @@ def test_a_command_with_a_run_can_be_verbose(run, monkeypatch, words):
     assert made == [bool(words)]
 
 
-def test_what_is_noted_at_an_error_stands_before_it(run):
+def test_notes_of_an_error_are_printed_before_it(run):
     _, _, err = run("shout", "RunFailed", "line 7 of a worker")
     assert err.endswith("line 7 of a worker\nIt went wrong.\nFix: Do it right.\n")
 
 
-def test_sigterm_is_put_back(run):
+def test_the_handler_of_sigterm_is_restored(run):
     before = signal.getsignal(signal.SIGTERM)
     run("shout", "hello")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_secrets_are_neither_in_errors_nor_in_what_is_noted_and_said(run):
+def test_secrets_are_not_printed(run):
     address = "HTTP://us er:PASS@host/a"
     assert "PASS" not in "".join(run("shout", "RunFailed", address)[1:])
     assert "PASS" not in "".join(run("shout", address, "--tims", "2")[1:])
@@ -154,7 +154,7 @@ def test_bugs_keep_their_traceback(monkeypatch):
         (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
     ],
 )
-def test_mistyped(run, words, what, fix):
+def test_mistyped_words_get_a_suggestion(run, words, what, fix):
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert err.count("\n") == 2
@@ -183,7 +183,7 @@ def test_help_of_a_command_has_its_options_and_an_example(run):
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS.names())
-def test_help_speaks_of_the_command_line_alone(name):
+def test_help_describes_only_the_command_line(name):
     parameters = inspect.signature(cli.COMMANDS.get(name).call).parameters.values()
     text = parser.help_text(cli.COMMANDS.get(name))
     assert not [
@@ -200,7 +200,7 @@ def test_help_speaks_of_the_command_line_alone(name):
         ("1", "Write it in UTF-8; rename a file of that name."),
     ],
 )
-def test_words_that_are_no_text_are_no_traceback(mode, fix):
+def test_undecodable_words_are_an_error_without_traceback(mode, fix):
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": mode, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "flatout", "prepare", b"b\xfc.txt"],
@@ -212,7 +212,7 @@ def test_words_that_are_no_text_are_no_traceback(mode, fix):
     assert done.stderr.decode().splitlines()[-1] == f"Fix: {fix}"
 
 
-def test_the_parsers_own_prefix_is_not_shown(capsys):
+def test_invalid_choices_list_the_valid_ones(capsys):
     with pytest.raises(SystemExit):
         cli.main(["prepare", "a.txt", "--out", "b", "--on-bad-row", "skp"])
     assert (
@@ -273,12 +273,12 @@ def test_light_commands_never_import_torch(words):
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
 
 
-def test_help_imports_next_to_nothing():
+def test_help_imports_almost_nothing():
     program = "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n print({'click', 'rich', 'numpy'} & set(sys.modules))"
     assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
 
 
-def test_python_m_flatout_is_the_program():
+def test_python_m_flatout_runs_the_program():
     done = python("-m", "flatout", "lst")
     assert done.returncode == 2
     assert "Did you mean 'list'?" in done.stderr
@@ -292,7 +292,7 @@ def test_python_m_flatout_is_the_program():
         (["generate", "d/" * 3000], "The path d/d/.* is too long: it has 60.. bytes"),
     ],
 )
-def test_a_name_that_no_disk_takes_is_a_sentence(words, what, capsys):
+def test_a_name_too_long_for_any_disk_is_an_error(words, what, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
     assert stopped.value.code == 2
@@ -300,7 +300,7 @@ def test_a_name_that_no_disk_takes_is_a_sentence(words, what, capsys):
 
 
 @pytest.mark.parametrize("words", [["train", "demo"], ["prepare", "a.txt", "--out", "b"]])
-def test_a_system_without_file_locks_is_told_in_a_sentence(words, monkeypatch, capsys):
+def test_a_system_without_file_locks_is_refused(words, monkeypatch, capsys):
     for module in ("fcntl", "resource"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SystemExit) as stopped:
@@ -312,7 +312,7 @@ def test_a_system_without_file_locks_is_told_in_a_sentence(words, monkeypatch, c
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS.names())
-def test_every_command_is_whole(name):
+def test_every_command_has_an_example_and_help(name):
     command = cli.COMMANDS.get(name)
     options = parser.build(name)
     assert command.example.startswith(f"flatout {name}")

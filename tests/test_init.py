@@ -1,4 +1,4 @@
-"""The public names: all there, all lazy."""
+"""The public names: complete, and loaded lazily."""
 
 import ast
 import importlib
@@ -21,7 +21,7 @@ def test_every_public_name_is_there(name):
     assert name in dir(flatout)
 
 
-def test_what_type_checkers_see_is_what_there_is():
+def test_type_checkers_see_the_same_names():
     tree = ast.parse((ROOT / "flatout/__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
@@ -64,7 +64,7 @@ def test_import_loads_neither_torch_nor_anything_slow():
 
 
 @pytest.mark.parametrize("form", [str, Path])
-def test_places_are_taken_as_text_and_as_paths(form, fox_run, tmp_path):
+def test_paths_may_be_text_or_path_objects(form, fox_run, tmp_path):
     root, trained = fox_run
     data, run, recipe = (
         form(root / "data"),
@@ -100,7 +100,7 @@ def test_places_are_taken_as_text_and_as_paths(form, fox_run, tmp_path):
 
 
 @pytest.mark.parametrize("form", [str, Path])
-def test_wrong_places_are_answered_in_either_form(form, tmp_path):
+def test_wrong_paths_are_refused_in_either_form(form, tmp_path):
     empty = tmp_path / "empty.txt"
     empty.touch()
     with pytest.raises(flatout.FlatoutError, match="is empty"):
@@ -134,8 +134,8 @@ def test_wrong_places_are_answered_in_either_form(form, tmp_path):
         "verify",
     ],
 )
-def test_where_a_path_may_stand_text_may_too(name):
-    """As type checkers see it."""
+def test_path_parameters_accept_text(name):
+    """The annotations that type checkers see."""
     for parameter in inspect.signature(getattr(flatout, name), eval_str=True).parameters.values():
         words = str(
             parameter.annotation.__origin__

@@ -1,6 +1,4 @@
-"""What lies in the current folder is not imported in the place of a package, however flatout is
-started.
-"""
+"""Files in the current directory do not replace packages, however flatout is started."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ PLANTED = (
 
 
 def the_program(*words, cwd, module=False):
-    """Run the program as its own process: as the console script does, or as `python -m flatout`."""
+    """Run the program in a process: as the console script, or as `python -m flatout`."""
     program = (
         ["-m", "flatout"]
         if module
@@ -57,10 +55,8 @@ def the_program(*words, cwd, module=False):
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["the console script", "python -m flatout"])
-def test_files_in_the_current_folder_are_not_imported_for_packages(fox_run, tmp_path, module):
-    """Named like what flatout imports, needed or optional, in the current folder and in the run's;
-    with a plug-in found by its metadata.
-    """
+def test_files_in_the_current_directory_do_not_replace_packages(fox_run, tmp_path, module):
+    """Files named like packages that flatout imports, in the current and the run directory."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     marker = tmp_path / "imported"
     for place in (tmp_path, run):
@@ -89,12 +85,8 @@ def test_files_in_the_current_folder_are_not_imported_for_packages(fox_run, tmp_
     assert not marker.exists(), marker.read_text()
 
 
-def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installed(
-    fox_run, tmp_path
-):
-    """No reference is needed to reach a file in the current folder when that is searched: a
-    speedup's own package will do.
-    """
+def test_a_speedup_imports_its_installed_package(fox_run, tmp_path):
+    """A speedup's own package is enough to reach a file in the current directory, if that is searched."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     stored = layout.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})
@@ -111,7 +103,7 @@ def test_a_speedup_of_flatout_takes_its_package_from_where_packages_are_installe
     assert not (tmp_path / "imported").exists()
 
 
-def test_python_m_flatout_leaves_the_current_folder_out(monkeypatch, tmp_path):
+def test_python_m_flatout_does_not_search_the_current_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert leave_current_folder([str(tmp_path), "b"]) == leave_current_folder(["", "b"]) == ["b"]
     assert leave_current_folder(["b", str(tmp_path)]) == ["b", str(tmp_path)]
@@ -120,7 +112,7 @@ def test_python_m_flatout_leaves_the_current_folder_out(monkeypatch, tmp_path):
     assert leave_current_folder([str(ROOT), "b"]) == ["b", str(ROOT)]
 
 
-def test_parts_of_flatout_leave_the_search_path_as_it_is(monkeypatch):
+def test_parts_of_flatout_do_not_change_the_search_path(monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     load_reference("flatout.errors:FlatoutError")
     assert "" not in sys.path

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def test_a_terminal_without_unicode_is_no_error():
+def test_a_terminal_without_unicode_is_not_an_error():
     program = "from flatout import cli\ncli._run = lambda words: print('größer')\ncli.main(['x'])"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -23,7 +23,7 @@ def test_a_terminal_without_unicode_is_no_error():
     assert done.stdout == b"gr\\xf6\\xdfer\n"
 
 
-def test_a_reader_that_leaves_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     code = "for i in range(20000): print(i)"
     program = (
         f"from flatout import cli\ndef talk(words):\n    {code}\ncli._run = talk\ncli.main(['x'])"
@@ -74,14 +74,14 @@ def redirected(redirection, *words):
         ("2> >(exit) > >(exit)", ""),
     ],
 )
-def test_a_stream_that_is_closed_or_full_ends_no_command(redirection, out):
+def test_closed_and_full_streams_do_not_end_a_command(redirection, out):
     done = redirected(redirection, "hello", *(["--json"] if not out else []))
     assert done.returncode == 0
     assert done.stdout.removeprefix("streamed\n").strip() == out
     assert "Error" not in done.stderr
 
 
-def test_a_result_that_cannot_be_written_is_a_failure():
+def test_an_unwritable_result_is_a_failure():
     done = redirected(">/dev/full", "hello", "--json")
     assert done.returncode == 1
     assert done.stderr.endswith(
@@ -90,7 +90,7 @@ def test_a_result_that_cannot_be_written_is_a_failure():
     assert redirected(">/dev/full 2>&-", "RunFailed").returncode == 1
 
 
-def test_what_is_streamed_to_a_full_disk_is_a_named_error():
+def test_streaming_to_a_full_disk_is_an_error_with_a_fix():
     done = redirected(">/dev/full", "hello")
     assert (done.returncode, done.stderr.splitlines()[-2:]) == (
         1,
@@ -101,7 +101,7 @@ def test_what_is_streamed_to_a_full_disk_is_a_named_error():
     )
 
 
-def test_a_file_opened_later_is_never_standard_error():
+def test_files_opened_later_never_become_standard_error():
     program = "import os\nfrom flatout import cli\ncli._run = lambda words: print(os.open('/dev/null', os.O_RDONLY)) or 0\ncli.main(['x'])"
     line = '"$0" -c "$1" <&- 2>&-'
     done = subprocess.run(
@@ -114,7 +114,7 @@ def test_a_file_opened_later_is_never_standard_error():
     assert int(done.stdout) > 2
 
 
-def test_a_crash_below_python_says_where_it_was():
+def test_a_crash_below_python_shows_its_location():
     program = "import os, signal\nfrom flatout import cli\ncli.execute = lambda words: os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """The folder of a run of two steps over a small text of characters."""
+    """The directory of a run of two steps on a small text of characters."""
     from flatout.commands.prepare import prepare
     from flatout.commands.train import train_config
     from flatout.config.schema import load_config

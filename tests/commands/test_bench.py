@@ -58,7 +58,7 @@ def sample_report():
 
 @pytest.fixture
 def measured(sample_report, monkeypatch, tmp_path):
-    """Let nothing be measured: the sample report comes back, and what was asked for is kept."""
+    """Replace measuring by the sample report, and record the arguments."""
     asked = {}
 
     def run_bench(config, **options):
@@ -113,7 +113,7 @@ def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path
 
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
-def test_an_interruption_shows_what_there_is_and_is_the_exit_code(
+def test_an_interruption_shows_the_results_and_sets_the_exit_code(
     measured, sample_report, capsys, tmp_path, tiny_set, monkeypatch, number, code
 ):
     stopped = sample_report.model_copy(update={"complete": False, "ended_by_signal": number})
@@ -146,7 +146,7 @@ def test_an_interruption_shows_what_there_is_and_is_the_exit_code(
         (["shakespeare-char", "--repeats", "0"], "repeats"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_measured(
+def test_usage_errors_are_reported_before_measuring(
     words, message, capsys, tmp_path, monkeypatch, tiny_set
 ):
     monkeypatch.chdir(tmp_path)

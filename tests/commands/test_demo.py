@@ -66,7 +66,7 @@ def test_demo_of_a_small_text_file(quick, text):
 
 
 @pytest.mark.parametrize("width", [30, 40, 80])
-def test_what_to_try_next_can_be_copied_from_any_terminal(width):
+def test_next_steps_can_be_copied_from_any_terminal(width):
     text = module._next_steps("runs/demo-book-0123", width)
     assert max(map(len, text.splitlines())) <= width
     commands = text.replace(" \\\n     ", "")
@@ -154,7 +154,7 @@ def test_length_fits_the_time_and_the_text():
 
 
 class InterruptsAt(Quiet):
-    """Presses Ctrl+C at a step."""
+    """An observer that presses Ctrl+C at a step."""
 
     def __init__(self, step):
         self.step = step

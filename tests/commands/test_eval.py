@@ -96,7 +96,7 @@ def test_each_set_of_a_mix_has_its_line_and_there_is_a_total(mixed_run):
     assert "tale" in trained.summary()
 
 
-def test_other_data_sets_are_scored_a_token_like_any_other(tiny_run, mixed_run):
+def test_other_datasets_are_scored_a_token_like_any_other(tiny_run, mixed_run):
     tale = mixed_run[2]
     own = tiny_run.parent.parent / "data"
     alone = evaluate(str(tiny_run), data=[tale])
@@ -144,7 +144,7 @@ def test_data_that_was_moved_with_its_run_is_found(tiny_run, moved, monkeypatch)
     assert evaluate(moved, "last").val_loss == evaluate(tiny_run, "last").val_loss
 
 
-def test_other_data_at_that_place_is_not_taken_for_it(moved):
+def test_other_data_at_the_same_path_is_refused(moved):
     elsewhere = moved.parent.parent / "data"
     shutil.rmtree(elsewhere)
     (moved.parent / "book.txt").write_text("It was a dark and stormy night. " * 50)

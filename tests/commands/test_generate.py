@@ -37,7 +37,7 @@ def test_equal_seeds_write_equal_text(tiny_run):
     assert first == second != third
 
 
-def test_what_is_streamed_is_what_is_returned(tiny_run):
+def test_streamed_and_returned_text_are_equal(tiny_run):
     pieces = []
     result = generate(str(tiny_run), "It", max_tokens=20, write=pieces.append)
     assert "".join(pieces) == result.samples[0] + "\n"
@@ -89,7 +89,7 @@ def test_wrong_options(tiny_run, options, error):
 
 @pytest.fixture
 def typed(capsys):
-    """Type a `flatout generate` command: its exit code, what it printed, its result, its messages."""
+    """Run a `flatout generate` command: its exit code, output, result and messages."""
 
     def run(*words):
         with pytest.raises(SystemExit) as stopped:
@@ -149,7 +149,7 @@ def test_a_stop_may_span_tokens(tiny_run, typed):
 
 
 def test_lengths(tiny_run, typed):
-    """One token; more than the 32 the model sees; a prompt of more than those."""
+    """One token; more than the 32 that the model sees; a prompt longer than that."""
     assert (
         len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 1, "--temperature", 0))) == 3
     )

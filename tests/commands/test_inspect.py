@@ -163,7 +163,7 @@ def test_a_set_with_only_validation_text_and_one_without_any(tmp_path):
     assert empty.summary()
 
 
-def test_no_data_set(tmp_path):
+def test_no_dataset(tmp_path):
     with pytest.raises(DataError, match="flatout prepare"):
         inspect(tmp_path)
 
@@ -178,7 +178,7 @@ def test_it_never_imports_torch(folder):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_data_set_at_an_address_is_fetched_and_shown(folder, tmp_path, monkeypatch):
+def test_a_dataset_at_an_address_is_fetched_and_shown(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     store = fsspec.filesystem("memory")
     for path in folder.iterdir():

@@ -1,4 +1,4 @@
-"""`flatout list`: every open folder, and speedups with whether and why."""
+"""`flatout list`: every kind of entry, and speedups with the reasons."""
 
 from dataclasses import replace
 from importlib.metadata import version
@@ -63,7 +63,7 @@ def test_a_missing_gpu_is_noted_first(tmp_path, monkeypatch):
     assert here.summary().splitlines()[0][:3] in {"on ", "off"}
 
 
-def test_a_long_recipe_shows_what_its_run_would_use(monkeypatch):
+def test_a_long_recipe_shows_the_speedups_of_its_run(monkeypatch):
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
     listed = list_entries("speedups", "gpt2-124m")
     assert next(item["on"] for item in listed.items if item["name"] == "compile")
@@ -98,7 +98,7 @@ def test_a_length_that_is_not_known_is_not_guessed(monkeypatch, tmp_path, train)
     assert reason.startswith("pays from 2 minutes, and how long the run takes is not known")
 
 
-def test_what_is_not_measured_on_a_gpu_is_labelled(monkeypatch, tmp_path):
+def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_path):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
     monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
@@ -149,7 +149,7 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path
     assert "2%: half of 4%" not in list_entries("speedups").summary()
 
 
-def test_this_machine_comes_first():
+def test_this_machine_is_listed_first():
     assert list_entries("machines").items[0]["name"] == "(this machine)"
 
 

@@ -39,7 +39,7 @@ def make(path, *, steps=100, records=(), code=None, summary=None, event="start")
         ({"summary": {}}, "finished"),
     ],
 )
-def test_the_state_is_told_from_the_folder(tmp_path, given, state):
+def test_the_state_follows_from_the_directory(tmp_path, given, state):
     make(tmp_path / "run", **given)
     (item,) = runs(tmp_path).items
     assert item.state == state
@@ -122,8 +122,8 @@ def store(path, *words, recipe="mine"):
     )
 
 
-def test_what_differs_between_runs_of_a_recipe_is_shown(tmp_path):
-    """As it was asked for: what `auto` chose is no difference."""
+def test_differences_between_runs_of_a_recipe_are_shown(tmp_path):
+    """Values are as the user gave them: a choice of `auto` is not a difference."""
     store(tmp_path / "mine-a", "optim.lr=1e-3", "train.steps=500")
     store(tmp_path / "mine-b", "optim.lr=2e-3", "train.tokens=1000")
     store(
@@ -141,7 +141,7 @@ def test_what_differs_between_runs_of_a_recipe_is_shown(tmp_path):
     assert lines[6] == "    name=other"
 
 
-def test_a_list_with_a_damaged_run_shows_what_differs_between_the_others(tmp_path):
+def test_a_damaged_run_does_not_hide_the_differences_of_others(tmp_path):
     make(tmp_path / "one", steps=10)
     make(tmp_path / "two", steps=20)
     make(tmp_path / "bad")

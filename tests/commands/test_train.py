@@ -1,4 +1,4 @@
-"""`flatout train`: what a person reads at the end."""
+"""`flatout train`: its summary."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def folder(tmp_path):
     return tmp_path / "set"
 
 
-def test_a_whole_data_set(folder):
+def test_a_whole_dataset(folder):
     result = verify(folder)
     assert result.ok
     assert result.exit_code == 0
@@ -48,7 +48,7 @@ def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
     assert "Fix:" in done.stderr
 
 
-def test_a_data_set_at_an_address(folder):
+def test_a_dataset_at_an_address(folder):
     result = verify(in_memory(folder))
     assert result.summary().startswith("memory://verify/set is intact: 4 blocks of 5 files read")
     with pytest.raises(DataError, match="must not contain a user, a password"):
@@ -62,7 +62,7 @@ def in_memory(folder):
     return "memory://verify/set"
 
 
-def test_no_data_set(tmp_path):
+def test_no_dataset(tmp_path):
     with pytest.raises(DataError, match="flatout prepare"):
         verify(tmp_path)
 

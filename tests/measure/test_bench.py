@@ -1,4 +1,4 @@
-"""The order of things, with trials made up; and once for real."""
+"""The ladder and its results, with imaginary trials, and once with real ones."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_gains_are_found(auto_config, tmp_path):
     assert report.repeats == 5
 
 
-def test_the_minutes_are_kept_and_what_had_no_time_is_said(auto_config, tmp_path):
+def test_the_time_limit_is_kept_and_unreached_points_are_listed(auto_config, tmp_path):
     made_up = MadeUp(overhead_s=20.0)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=3)
     assert made_up.now <= 180
@@ -84,9 +84,7 @@ def test_the_minutes_are_kept_and_what_had_no_time_is_said(auto_config, tmp_path
     assert not any("speedups=" in note for note in report.notes)
 
 
-def test_only_the_first_round_takes_all_losses_but_for_what_is_judged_over_seeds(
-    auto_config, tmp_path
-):
+def test_only_statistical_promises_record_losses_after_the_first_round(auto_config, tmp_path):
     made_up = MadeUp()
     report, _ = bench(auto_config, made_up, tmp_path, repeats=2)
     half = len(made_up.specs) // 2
@@ -107,13 +105,11 @@ def test_only_the_first_round_takes_all_losses_but_for_what_is_judged_over_seeds
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """The configuration is settled here; the trials are those of a machine that repeats nothing to
-    the bit.
-    """
+    """The configuration is that of a CPU; the trials never repeat bit for bit."""
     monkeypatch.setattr(exactness, "repeats_to_the_bit", lambda config: config.train.deterministic)
 
 
-def test_exact_promises_are_judged_by_deterministic_runs_where_nothing_repeats(
+def test_deterministic_runs_decide_exact_promises_where_runs_do_not_repeat(
     auto_config, tmp_path, on_a_gpu
 ):
     made_up = MadeUp(is_gpu=True)
@@ -142,9 +138,7 @@ def test_exact_promises_are_judged_by_deterministic_runs_where_nothing_repeats(
     assert not any(row.deterministic for row in report.rows if row.promise != "exact")
 
 
-def test_a_short_bench_takes_no_time_from_its_repeats_for_exact_promises(
-    auto_config, tmp_path, on_a_gpu
-):
+def test_a_short_bench_prefers_repeats_to_exact_promises(auto_config, tmp_path, on_a_gpu):
     made_up = MadeUp(overhead_s=20.0, is_gpu=True)
     report, _ = bench(auto_config, made_up, tmp_path, minutes=12)
     assert made_up.now <= 12 * 60
@@ -158,7 +152,7 @@ def test_a_short_bench_takes_no_time_from_its_repeats_for_exact_promises(
     assert all("no time" in row.promise_reason for row in judged if row.promise_kept is None)
 
 
-def test_a_deterministic_recipe_is_judged_as_it_is_timed(auto_config, tmp_path, on_a_gpu):
+def test_a_deterministic_recipe_needs_no_extra_runs(auto_config, tmp_path, on_a_gpu):
     report, _ = bench(
         auto_config.with_values({"train.deterministic": True}),
         MadeUp(is_gpu=True),
@@ -169,9 +163,7 @@ def test_a_deterministic_recipe_is_judged_as_it_is_timed(auto_config, tmp_path, 
     assert all(row.promise_kept for row in report.rows if row.promise == "exact")
 
 
-def test_an_extra_takes_its_losses_when_its_turn_comes_and_so_does_the_full_set(
-    auto_config, tmp_path
-):
+def test_extras_and_the_full_set_record_losses_in_the_same_round(auto_config, tmp_path):
     report, _ = bench(auto_config, MadeUp(overhead_s=4.0), tmp_path, minutes=30)
     extras = [row for row in report.rows if row.kind == "put-in"]
     assert extras
@@ -188,7 +180,7 @@ def test_an_extra_that_fails_in_its_first_round_is_not_tried_again(auto_config, 
     assert [trial.round for trial in report.trials if trial.point == "all and compile"] == [2]
 
 
-def test_what_fails_is_a_row_and_the_ladder_goes_on(auto_config, tmp_path):
+def test_a_failure_is_a_row_and_the_ladder_continues(auto_config, tmp_path):
     gone = TrialResult(status="out-of-memory", reason="Out of memory at step 0: it needs more.")
     made_up = MadeUp(fails={"onednn": gone})
     report, _ = bench(auto_config, made_up, tmp_path, repeats=3)
@@ -204,7 +196,7 @@ def test_what_fails_is_a_row_and_the_ladder_goes_on(auto_config, tmp_path):
 @pytest.mark.parametrize(
     "error", [KeyboardInterrupt, Interrupted("Terminated.", fix="Run it again.", signal_number=15)]
 )
-def test_an_interruption_keeps_what_was_measured(auto_config, tmp_path, error):
+def test_an_interruption_keeps_the_trials(auto_config, tmp_path, error):
     report, place = bench(auto_config, MadeUp(stops_after=4, error=error), tmp_path)
     assert not report.complete
     assert report.ended_by_signal == (2 if error is KeyboardInterrupt else 15)
@@ -221,7 +213,7 @@ def test_interrupted_before_anything_was_measured(auto_config, tmp_path):
     assert not (tmp_path / "bench").exists()
 
 
-def test_an_interrupted_bench_takes_no_better_ones_place(auto_config, tmp_path):
+def test_an_interrupted_bench_does_not_replace_a_better_one(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, repeats=1)
     later, _ = bench(auto_config, MadeUp(stops_after=2), tmp_path)
     assert (len(later.trials), later.complete) == (2, False)
@@ -229,7 +221,7 @@ def test_an_interrupted_bench_takes_no_better_ones_place(auto_config, tmp_path):
     assert len(list(read_lines(place / "trials.jsonl"))) == len(report.trials) + 2
 
 
-def test_what_cannot_be_written_is_said_before_anything_is_measured(auto_config, tmp_path):
+def test_an_unwritable_directory_is_reported_before_measuring(auto_config, tmp_path):
     (tmp_path / "bench").write_text("")
     made_up = MadeUp()
     with pytest.raises(ConfigError, match="Cannot write"):
@@ -238,7 +230,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(auto_config,
 
 
 def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
-    """A process that is killed has no word to say: what it leaves is looked at from inside a trial."""
+    """Look at the files from inside a trial, since a killed process cannot."""
     made_up, seen = MadeUp(), []
 
     def watched(spec, timeout_s):
@@ -262,7 +254,7 @@ def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
         bench(auto_config.with_values({"train.seed": 3}), MadeUp(), tmp_path)
 
 
-def test_when_every_trial_fails_the_failures_are_what_is_written(auto_config, tmp_path):
+def test_failures_are_written_when_every_trial_fails(auto_config, tmp_path):
     def broken(spec, timeout_s):
         return TrialResult(status="failed", reason="It fell over.")
 
@@ -319,9 +311,7 @@ def test_an_unknown_sweep_is_refused(auto_config, tmp_path):
 
 
 def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_path, monkeypatch):
-    """Real trials, in this process (tests of the trial start one of their own): a loss that is a
-    little off, promised to be exact.
-    """
+    """Real trials, in this process: a loss that is a little wrong breaks an exact promise."""
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"
         "from flatout.assembly.recipe import Promise, Speedup\n"

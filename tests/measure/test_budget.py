@@ -1,4 +1,4 @@
-"""Seconds shared out, on a made-up clock."""
+"""The division of time over trials, on an imaginary clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clock:
 
 
 def rounds_of(budget, clock, names, *, cost):
-    """Play a bench; return the trials of each round and when it ended."""
+    """Run a bench; return the trials of each round, and when it ended."""
     rounds = []
     for number in range(budget.repeats):
         budget.plan(number)
@@ -81,13 +81,13 @@ def test_six_minutes_hold_a_ladder_whose_trials_all_warm_up_as_long_as_they_may(
     assert len(rounds[1]) >= 9
 
 
-def test_how_long_a_trial_may_warm_up_follows_what_it_measures():
+def test_the_warm_up_limit_follows_the_measured_time():
     assert Budget(10, minutes=None, repeats=None, clock=Clock()).warmup_s == 15
     assert Budget(40, minutes=6, repeats=None, clock=Clock()).warmup_s == 6
     assert Budget(2, minutes=60, repeats=None, clock=Clock()).warmup_s == 20
 
 
-def test_six_minutes_hold_two_whole_rounds_of_seventeen_points():
+def test_six_minutes_allow_two_rounds_of_seventeen_points():
     clock, names = Clock(), [f"point {n}" for n in range(17)]
     rounds = rounds_of(
         Budget(17, minutes=6, repeats=None, clock=clock),

@@ -1,4 +1,4 @@
-"""Which sets are measured and what each is compared with, for machines and wishes made up."""
+"""Which sets are measured, and against what, on imaginary machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOPPER = Machine("cpu", 16, 64.0, (Gpu("NVIDIA H100 80GB HBM3", 79.6, (9, 0), "5
 
 
 def ladder_of(machine, *overrides, device="cpu", minutes=60.0):
-    """The ladder of a machine and a device, its put-in rungs decided as training would decide them."""
+    """The ladder for a machine and a device, resolved as training would."""
     config = load_config(None, [*overrides, f"train.device={device}"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -73,7 +73,7 @@ def test_each_is_left_out_of_the_full_set():
     )
 
 
-def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
+def test_a_speedup_that_is_off_is_added_and_replaces_others_in_its_slots():
     ladder = ladder_of(HOPPER, device="cuda")
     fp16 = next(rung for rung in named(ladder, "put-in") if rung.speedup == "fp16")
     assert "fp16" in fp16.speedups
@@ -88,7 +88,7 @@ def test_what_is_off_but_could_run_is_put_in_and_takes_its_slots():
     )
 
 
-def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
+def test_an_added_speedup_gives_the_set_of_naming_it_and_its_needs():
     for overrides in ([], ["optim.kind=muon"], ["speedups=auto,-prefetch"]):
         ladder = ladder_of(NARROW, *overrides)
         assert named(ladder, "put-in")
@@ -109,14 +109,14 @@ def test_a_rung_with_one_put_in_is_what_naming_it_and_its_needs_gives():
             }, rung.name
 
 
-def test_what_fills_other_slots_of_what_gave_way_comes_back():
+def test_other_slots_of_a_replaced_speedup_are_filled_again():
     rung = next(rung for rung in named(ladder_of(NARROW), "put-in") if rung.speedup == "onednn")
     assert rung.replaced == ("bf16-products",)
     assert "fused-attention" in rung.speedups
     assert rung.name == "all, with onednn and fused-attention for bf16-products"
 
 
-def test_what_cannot_run_says_why():
+def test_a_speedup_that_cannot_run_has_a_reason():
     reasons = {absent.speedup: absent.reason for absent in ladder_of(CPU).absent}
     assert reasons["tf32"].startswith("cannot run here, because: TF32")
     reasons = {
@@ -135,7 +135,7 @@ def test_every_speedup_has_a_rung_or_a_reason():
         assert about - {None} == {speedup.name for speedup in all_speedups()}
 
 
-def test_the_wish_decides_the_full_set():
+def test_the_request_decides_the_full_set():
     ladder = ladder_of(CPU, "speedups=auto,-compile,-prefetch")
     assert {absent.speedup for absent in ladder.absent} >= {"compile", "prefetch"}
     assert "left out by speedups" in next(
@@ -152,7 +152,7 @@ def test_the_wish_decides_the_full_set():
     assert [rung.name for rung in ladder_of(CPU, "speedups=none").rungs] == [BASELINE]
 
 
-def test_the_minutes_of_the_recipe_decide_what_is_on():
+def test_the_length_of_the_recipe_decides_which_speedups_are_on():
     short = ladder_of(HOPPER, device="cuda", minutes=0.5)
     assert "compile" not in short.rung(short.full).speedups
     assert "compile" in {rung.speedup for rung in named(short, "put-in")}
@@ -170,13 +170,13 @@ def made_up():
     return {speedup.name: speedup for speedup in speedups}
 
 
-def test_a_speedup_comes_after_what_it_needs_and_goes_with_it(made_up):
+def test_a_speedup_follows_its_needs_and_is_left_out_with_them(made_up):
     assert in_order(["plain", "fp8", "compile"], made_up) == ["plain", "compile", "fp8"]
     assert without(["plain", "compile", "fp8"], "compile", made_up) == ("plain",)
     assert without(["plain", "compile", "fp8"], "fp8", made_up) == ("plain", "compile")
 
 
-def test_the_name_of_a_rung_says_what_came_and_what_went():
+def test_the_name_of_a_rung_shows_additions_and_replacements():
     assert added_to_full("a", ("a", "b"), ["b"], "+ b").name == "all and a"
     assert added_to_full("a", ("a", "c"), ["b"], "+ b").name == "all, with a and c for b"
     assert added_to_full("a", ("a", "b", "need"), ["b"], "+ b").name == "all and a and need"

@@ -1,4 +1,4 @@
-"""When a step time has settled, on made-up series; and how a trial is paced, on a made-up clock."""
+"""When a step time is steady, and how long a trial measures, on an imaginary clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.training.metrics.clocks import TimeBreakdown
 
 
 def settles_after(series):
-    """The number of steps after which the rule says that the warm-up is over."""
+    """The number of steps of the warm-up."""
     return next((count for count in range(1, len(series) + 1) if is_steady(series[:count])), None)
 
 
@@ -30,7 +30,7 @@ def test_slow_first_steps_are_part_of_the_warm_up():
 
 
 def test_a_process_that_still_speeds_up_is_waited_for():
-    """Ten steps at 31, ten at 38.7, then 41: what is measured is the last level alone."""
+    """Ten steps at 31, ten at 38.7, then 41: only the last level is measured."""
     series = [1 / 3.1] * 10 + [1 / 3.87] * 10 + [1 / 4.1] * 40
     assert settles_after(series) > 20
     series = [0.01 * (1 + 0.997**step) for step in range(3000)]
@@ -38,7 +38,7 @@ def test_a_process_that_still_speeds_up_is_waited_for():
     assert series[count] / 0.01 < 1.1
 
 
-def test_steps_that_become_slower_have_not_settled():
+def test_steps_that_get_slower_are_not_steady():
     assert settles_after([0.25 * 1.02**step for step in range(60)]) is None
 
 
@@ -49,7 +49,7 @@ def test_noise_alone_does_not_keep_it_waiting_for_long(seed):
 
 
 class MadeUp:
-    """A log, a feed and a clock of steps that take the seconds they are told to."""
+    """A log, a feed and a clock, for steps of given durations."""
 
     def __init__(self, step_s):
         self.now, self.step_s, self.spent_s, self.primed = 0.0, iter(step_s), 0.0, []
@@ -92,7 +92,7 @@ def test_slow_steps_are_measured_three_times_at_least():
     assert MadeUp([10.0] * 50).train(seconds=1.0).measured.steps == 3
 
 
-def test_a_trial_goes_on_until_it_has_its_losses():
+def test_a_trial_continues_until_it_has_its_losses():
     made_up = MadeUp([0.25] * 500)
     pace = made_up.train(seconds=0.1, loss_steps=40)
     assert made_up.run.step == 40
@@ -108,7 +108,7 @@ def test_warming_up_ends_when_patience_does_and_that_is_recorded():
     )
 
 
-def test_a_short_run_keeps_half_of_its_steps_for_measuring():
+def test_a_short_run_reserves_half_of_its_steps_for_measuring():
     made_up = MadeUp([2**-8] * 500)
     made_up.run.last_step = 100
     assert made_up.train(seconds=0.1).warmup_steps == 50
@@ -123,7 +123,7 @@ def test_a_trial_that_is_late_makes_do_with_less():
     assert (pace.warmup_steps, pace.measured.steps) == (1, 1)
 
 
-def test_text_for_the_measured_steps_is_taken_before_they_begin():
+def test_text_for_the_measured_steps_is_read_in_advance():
     made_up = MadeUp([0.25] * 100)
     made_up.train(seconds=2.0)
     assert made_up.primed == [15]

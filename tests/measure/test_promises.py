@@ -1,4 +1,4 @@
-"""Gains, intervals and promises, from trials made up."""
+"""Gains, intervals and promises, from imaginary trials."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def rows_of(trials, *overrides, loss_steps=3, repeats_to_the_bit=True):
 
 
 def jittered(rates):
-    """Rates whose ratios are noisy too: each point has a noise of its own."""
+    """Rates in which each point has its own noise."""
     return [
         ok(point, n, rate * NOISE[(n + shift) % 5])
         for n in range(5)
@@ -92,7 +92,7 @@ def jittered(rates):
     ]
 
 
-def test_gains_are_said_for_what_they_are():
+def test_gains_have_a_verdict():
     rows = rows_of(jittered(RATES))
     assert rows["baseline"].gain is None
     assert rows["+ prefetch"].verdict == "no measurable gain"
@@ -102,7 +102,7 @@ def test_gains_are_said_for_what_they_are():
     assert rows["all but prefetch"].verdict == "worth nothing measurable"
 
 
-def test_leaving_out_says_what_the_speedup_is_worth_in_the_full_set():
+def test_leaving_one_out_gives_its_worth_in_the_full_set():
     row = rows_of(jittered(RATES))["all but fused-adamw"]
     assert row.gain.median == pytest.approx(1.5, rel=0.02)
     assert row.tokens_per_s.median == pytest.approx(100.0, rel=0.02)
@@ -132,7 +132,7 @@ def test_a_rung_that_fails_is_a_row_and_the_next_is_compared_with_the_one_below(
     assert rows["all but fused-adamw"].gain is None
 
 
-def test_what_was_never_begun_or_failed_once_is_said():
+def test_missing_trials_and_failed_repeats_have_a_reason():
     rows = rows_of(
         [
             ok("baseline", 0, 100.0),
@@ -165,7 +165,7 @@ NOISY = {"+ prefetch": [3.0, 2.5, 2.2000001]}
 
 
 def deterministic(point, losses, **more):
-    """A run with train.deterministic=true, which took ten times as long."""
+    """A run with train.deterministic=true, ten times as slow."""
     return ok(point, 0, 10.0, losses, **more).model_copy(update={"deterministic": True})
 
 
@@ -196,7 +196,7 @@ def test_where_runs_do_not_repeat_deterministic_ones_decide_an_exact_promise():
     assert row.loss_difference == pytest.approx(5e-8, rel=0.1)
 
 
-def test_where_runs_do_not_repeat_and_none_was_deterministic_nothing_is_judged():
+def test_exact_promises_are_undecided_without_deterministic_runs():
     timed = every_round(RATES, NOISY)
     alone, failed = (
         deterministic("baseline", LOSSES),
@@ -265,7 +265,7 @@ def test_after_an_interruption_nothing_speaks_of_time():
     assert row.reason == "not measured: it was interrupted before its turn."
 
 
-def test_dropout_draws_other_numbers_so_that_rounding_cannot_be_judged():
+def test_rounding_is_undecided_with_dropout():
     rows = rows_of(every_round(RATES, {"+ fused-adamw": [3.0, 2.6, 2.1]}), "model.dropout=0.1")
     assert rows["+ fused-adamw"].promise_kept is None
     assert "dropout" in rows["+ fused-adamw"].promise_reason
@@ -280,7 +280,7 @@ def test_exact_and_rounding_must_hold_in_every_repeat():
     assert not keeps(Promise.rounding(rtol=1e-3), [equal, off], loss_steps=3)[0]
 
 
-def test_a_statistical_promise_is_judged_over_seeds():
+def test_a_statistical_promise_is_decided_over_seeds():
     better = [([2.0 + seed], [2.1 + seed]) for seed in (0.1, 0.2, 0.3)]
     same = [([2.0 + off], [2.0]) for off in (0.01, -0.02, 0.005, -0.001)]
     worse = [([2.2 + off], [2.0]) for off in (0.01, 0.02, 0.0)]
@@ -312,7 +312,7 @@ def test_a_row_holds_the_middle_of_its_repeats():
     assert (row.step_ms, row.peak_gib, row.repeats, row.warmup_steps) == (10.0, 3.0, 3, 9)
 
 
-def test_what_leaves_one_out_is_compared_with_the_full_set_alone():
+def test_leaving_one_out_is_compared_with_the_full_set_only():
     """Beside any other set the ratio is nobody's worth; a rung that shares its trials would be
     compared with itself.
     """

@@ -1,4 +1,4 @@
-"""What is decided before anything is measured, here and in a process of its own."""
+"""What is resolved before measuring, in this process and in another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flatout.measure.resolving import (
 GPU = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 
 
-def test_a_recipe_is_settled_as_train_settles_it(tiny_config):
+def test_a_recipe_is_resolved_as_train_resolves_it(tiny_config):
     resolved = resolve_here(tiny_config())
     assert resolved.config.train.device == "cpu"
     on = [decision.name for decision in resolved.decisions if decision.on]
@@ -31,7 +31,7 @@ def test_a_recipe_is_settled_as_train_settles_it(tiny_config):
     assert "compile" not in on
 
 
-def test_what_is_off_is_named_besides_only_where_auto_decides(tiny_config):
+def test_speedups_are_added_only_where_auto_decides(tiny_config):
     found = choose(tiny_config(train__precision="auto", speedups="auto,-prefetch"))
     assert set(found.additions) == {
         decision.name for decision in found.decisions if not decision.on
@@ -42,7 +42,7 @@ def test_what_is_off_is_named_besides_only_where_auto_decides(tiny_config):
     assert choose(tiny_config(speedups="pretokenised")).additions == {}
 
 
-def test_one_is_put_in_with_what_it_needs(tiny_config, monkeypatch):
+def test_a_speedup_is_added_with_its_needs(tiny_config, monkeypatch):
     made_up = {
         "fp8": Speedup("fp8", "", Promise.exact(), needs=("compile",)),
         "compile": Speedup("compile", "", Promise.exact(), needs=("bf16",)),
@@ -60,7 +60,7 @@ def test_one_is_put_in_with_what_it_needs(tiny_config, monkeypatch):
     )
 
 
-def test_why_not_is_asked_for_the_device_that_was_settled(tiny_config, monkeypatch):
+def test_reasons_are_those_of_the_resolved_device(tiny_config, monkeypatch):
     asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
     monkeypatch.setattr(resolving, "probe", lambda: GPU)
     monkeypatch.setattr(
@@ -110,7 +110,7 @@ def test_an_error_there_is_the_same_error_here(tiny_config, tmp_path):
         )
 
 
-def test_a_process_that_dies_is_said(tiny_config):
+def test_a_process_that_dies_is_reported(tiny_config):
     with pytest.raises(RunFailed, match="died: no library"):
         choose_in_subprocess(
             tiny_config(), command=[sys.executable, "-c", "raise SystemExit('no library')"]

@@ -1,4 +1,4 @@
-"""What is written is read back; folders are not mixed; a commit is said only where there is one."""
+"""Results are read back, and never mixed with those of another bench."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_newer_or_broken_report_is_refused(sample_report, tmp_path):
         read(tmp_path)
 
 
-def test_results_get_a_folder_of_their_own(tmp_path, monkeypatch):
+def test_results_get_their_own_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = results_dir(CONFIG, "ladder", None)
     assert first.parts[0] == "bench"
@@ -43,7 +43,7 @@ def test_results_get_a_folder_of_their_own(tmp_path, monkeypatch):
     assert results_dir(CONFIG, "batch", None).name == f"{first.name}-batch"
 
 
-def test_a_folder_with_something_else_is_left_alone(sample_report, tmp_path):
+def test_a_directory_with_other_files_is_refused(sample_report, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="contains other files"):
@@ -70,7 +70,7 @@ def test_only_the_same_bench_is_written_over(sample_report, tmp_path):
         results_dir(CONFIG, "ladder", tmp_path)
 
 
-def test_a_folder_with_the_trials_of_a_bench_that_was_killed_takes_the_same_again(tmp_path):
+def test_a_killed_bench_can_be_repeated_in_its_directory(tmp_path):
     trial = results.Trial(
         point="baseline",
         round=0,
@@ -107,7 +107,7 @@ def test_trials_with_another_label_are_other_files(label, tmp_path, tiny_config)
         results_dir(tiny_config(), "ladder", tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+def test_an_unwritable_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"Cannot write .*file/x: Not a directory"):
         claim(tmp_path / "file" / "x")

@@ -14,7 +14,7 @@ from flatout.measure.rounds import Rounds, due_in, in_turn, time_left
 from flatout.measure.spec import TrialResult
 
 
-def test_a_slow_extra_takes_no_repeats_of_the_others():
+def test_a_slow_extra_does_not_reduce_the_repeats_of_others():
     extras = tuple(Point(name, {}) for name in ("slow", "late"))
     experiment = Experiment(
         "ladder",
@@ -42,7 +42,7 @@ def test_a_slow_extra_takes_no_repeats_of_the_others():
     assert all("slow" not in names for names in done[3:])
 
 
-def test_a_round_with_time_for_one_point_is_not_begun():
+def test_a_round_with_time_for_one_point_is_not_started():
     experiment = Experiment(
         "ladder", (Point("a", {}), Point("b", {})), lambda found: [], total=("b", "a")
     )
@@ -57,11 +57,11 @@ def test_a_round_with_time_for_one_point_is_not_begun():
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.2, "1 s"), (20, "20 s"), (89.4, "89 s"), (120, "2 min")]
 )
-def test_the_time_left_is_said_in_seconds_at_the_end(seconds, shown):
+def test_the_time_left_is_in_seconds_near_the_end(seconds, shown):
     assert time_left(seconds) == shown
 
 
-def test_the_order_changes_and_neighbours_stay_neighbours():
+def test_the_order_changes_but_neighbours_stay_neighbours():
     names = list("abcdefg")
     orders = [in_turn(names, number) for number in range(5)]
     assert orders[0] == names

@@ -1,4 +1,4 @@
-"""Intervals against cases whose answer is known."""
+"""Intervals in cases with a known answer."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_of_five_repeats_it_is_their_range():
 
 @pytest.mark.parametrize(("repeats", "outside"), [(5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (20, 5)])
 def test_of_more_repeats_it_is_that_of_the_sign_test(repeats, outside):
-    """Textbook: of 9 from the second, of 12 from the third, of 20 from the sixth."""
+    """From tables: of 9 values the second, of 12 the third, of 20 the sixth."""
     assert left_out(repeats) == outside
     missed = 2 * sum(math.comb(repeats, k) for k in range(outside + 1)) / 2**repeats
     assert missed <= 1 - CONFIDENCE < missed + 2 * math.comb(repeats, outside + 1) / 2**repeats

@@ -1,4 +1,4 @@
-"""Which sizes a sweep measures, and that each is a configuration that can be built."""
+"""Which values a sweep measures; each is a configuration that can be built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def swept(tiny_config):
     return make
 
 
-def test_batch_doubles_the_rows_and_keeps_the_step(swept):
+def test_batch_doubles_the_rows_of_the_same_step(swept):
     _, configs = swept("batch")
     assert [(c.batch.rows_per_device, c.batch.accumulate) for c in configs.values()] == [
         (1, 8),
@@ -50,7 +50,7 @@ def test_batch_doubles_the_rows_and_keeps_the_step(swept):
     assert [c.batch.rows_per_device for c in configs.values()] == [1, 2, 4, 12]
 
 
-def test_seq_len_keeps_the_tokens_of_a_step_and_of_a_micro_batch(swept):
+def test_seq_len_does_not_change_the_tokens_per_step_or_micro_batch(swept):
     experiment, configs = swept("seq_len", batch__rows_per_device=4)
     assert [c.data.seq_len for c in configs.values()] == [4, 8, 16, 32, 64]
     assert {c.batch.tokens_per_step for c in configs.values()} == {128}
@@ -85,12 +85,12 @@ def test_a_length_that_one_set_of_a_mix_is_too_short_for_is_a_row(
 
 
 def third_of(folder):
-    """A length of which the set holds one window, and of four times which none."""
+    """A length of which the dataset has one sequence, and four times that length."""
     return Dataset.open(folder).split("train").num_tokens // 3
 
 
-def test_precision_looks_at_the_device_that_was_settled(tiny_config, monkeypatch):
-    """On a machine with a GPU, `auto` may still come to the CPU."""
+def test_precision_uses_the_resolved_device(tiny_config, monkeypatch):
+    """On a machine with a GPU, `auto` may still choose the CPU."""
     asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
     gpu = Machine(
         "a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11", cpu_multiplies_bf16=True

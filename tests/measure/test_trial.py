@@ -1,4 +1,4 @@
-"""A process of its own: whatever becomes of it, a result comes back."""
+"""A trial in its own process always gives a result."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_process_that_prints_nonsense_is_a_row(text):
     assert "no result" in found.reason
 
 
-def test_what_a_broken_process_said_last_is_the_reason():
+def test_the_last_output_of_a_broken_process_is_the_reason():
     found = run_trial(SPEC, 60, command=program("raise SystemExit('the library is not there')"))
     assert "exit code 1" in found.reason
     assert found.reason.endswith("the library is not there")
@@ -71,7 +71,7 @@ def test_a_process_that_hangs_is_killed_with_all_it_started(tmp_path):
 
 
 def test_a_trial_ends_with_the_bench_that_started_it(tmp_path):
-    """The bench is killed; the trial, which has a session of its own, is gone a little later."""
+    """The trial has its own session, and ends shortly after the bench is killed."""
     mark = tmp_path / "pid"
     trial = "import os, pathlib, threading, time; from flatout.measure.trial import end_with; "
     trial += "threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start(); "
@@ -132,7 +132,7 @@ def test_every_error_is_a_row(monkeypatch, error, status, words):
 
 
 def test_a_real_trial_measures_a_tiny_run(tiny_config, tmp_path):
-    """End to end: a fresh process, the plain way, and none of the user's folders touched."""
+    """End to end: a fresh process, the baseline, and none of the user's directories touched."""
     spec = TrialSpec(
         config=tiny_config(speedups="none").to_dict(),
         folder=str(tmp_path / "scratch"),

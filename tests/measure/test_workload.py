@@ -1,4 +1,4 @@
-"""A trial at work, in this process: its run is the one that training would build."""
+"""A trial in this process: its run is the one that training would build."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_no_graph_is_compiled_for_evaluations_that_are_not_made(tiny_config, tmp
     assert for_training == [True]
 
 
-def test_an_automatic_micro_batch_is_settled_inside(tiny_config, tmp_path):
+def test_an_automatic_micro_batch_is_resolved_in_the_trial(tiny_config, tmp_path):
     batch = {"batch__tokens_per_step": 16 * 16, "batch__rows_per_device": "auto"}
     plain = trial(tiny_config(**batch, speedups="none"), tmp_path / "a")
     fast = trial(tiny_config(**batch, speedups="micro-batch"), tmp_path / "b")
@@ -78,12 +78,12 @@ def test_an_automatic_micro_batch_is_settled_inside(tiny_config, tmp_path):
     assert (fast.rows_per_device, fast.accumulate) == (16, 1)
 
 
-def test_a_run_that_diverges_is_said(tiny_config, tmp_path):
+def test_a_run_that_diverges_is_reported(tiny_config, tmp_path):
     with pytest.raises(RunFailed, match="diverged"):
         trial(tiny_config(optim__lr=1e30, schedule__warmup=0, log__every=1000), tmp_path)
 
 
-def test_a_speedup_that_fell_back_is_not_what_its_row_says(tiny_config, tmp_path, monkeypatch):
+def test_a_speedup_that_fell_back_fails_its_trial(tiny_config, tmp_path, monkeypatch):
     (tmp_path / "fallsback.py").write_text(
         "from flatout.assembly.recipe import Promise, Speedup, Transform\n"
         "def broken(model, mesh):\n"

@@ -1,4 +1,4 @@
-"""A notebook's cell: one block of output, rewritten in place, whatever is said."""
+"""A notebook cell: one block of output, updated in place."""
 
 import io
 import sys
@@ -12,9 +12,7 @@ from flatout.terminal import RunReport, Terminal
 
 
 class Notebook:
-    """A stand-in for IPython: what each block of output shows now, in the order in which they
-    appeared.
-    """
+    """A stand-in for IPython: the current text of each block of output, in order."""
 
     def __init__(self):
         self.execution_count = 1
@@ -69,7 +67,7 @@ def test_another_cell_begins_another_block(notebook):
     assert notebook.blocks == ["first", "second"]
 
 
-def test_a_run_in_a_cell_ends_with_what_it_came_to(notebook):
+def test_a_run_in_a_cell_ends_with_its_result(notebook):
     report = RunReport(cell())
     report.on_start(SimpleNamespace(step=0, last_step=2, steps_per_epoch=4.0, tokens_per_step=64))
     for step in (1, 2):

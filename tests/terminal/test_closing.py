@@ -25,7 +25,7 @@ SUMMARY = {
 }
 
 
-def test_closing_tells_what_was_measured(tmp_path):
+def test_closing_shows_the_figures(tmp_path):
     records = [{"step": s, "train/loss": 8 - s / 100} for s in range(0, 500, 10)] + [
         {"step": 500, "val/loss": 3.25}
     ]
@@ -48,7 +48,7 @@ def test_closing_tells_what_was_measured(tmp_path):
     assert "in all" not in text
 
 
-def test_closing_of_a_resumed_run_tells_the_whole_time(tmp_path):
+def test_closing_of_a_resumed_run_shows_the_total_time(tmp_path):
     text = closing(
         SUMMARY
         | {"run": str(tmp_path), "resumed_from": "step-250", "mfu": 0.4, "mfu_of": "data sheet"}
@@ -64,12 +64,12 @@ def lines_of(summary, tmp_path, width=120):
 
 
 @pytest.mark.parametrize("best_step", [None, 500])
-def test_the_best_loss_is_told_only_of_another_step(tmp_path, best_step):
+def test_the_best_loss_is_shown_only_for_another_step(tmp_path, best_step):
     assert not any("best " in line for line in lines_of({"best_step": best_step}, tmp_path))
     assert not any("best " in line for line in lines_of({"best_val_loss": None}, tmp_path))
 
 
-def test_a_reason_that_says_unknown_says_it_once(tmp_path):
+def test_unknown_appears_once_in_a_reason(tmp_path):
     assert "MFU        unknown: no data sheet" in lines_of(
         {"mfu_of": "unknown: no data sheet"}, tmp_path
     )
@@ -78,7 +78,7 @@ def test_a_reason_that_says_unknown_says_it_once(tmp_path):
     )
 
 
-def test_the_whole_rate_of_a_compiled_run_says_so(tmp_path):
+def test_the_total_rate_of_a_compiled_run_mentions_compiling(tmp_path):
     assert any(
         line.endswith("17.0 K tokens/s with evaluation, saving and compiling")
         for line in lines_of({"compile_s": 31.0}, tmp_path)
@@ -115,7 +115,7 @@ LONG = {
     ["one line", "\n\ndef f(x):\n\n    return x\n" * 12, "word " * 200],
     ids=["short", "lines", "wide"],
 )
-def test_closing_fits_a_screen_of_24_lines_and_ends_with_what_was_measured(
+def test_closing_fits_a_screen_of_24_lines_and_ends_with_the_figures(
     tmp_path, monkeypatch, text, summary
 ):
     monkeypatch.chdir(tmp_path)
@@ -146,7 +146,7 @@ def test_closing_fits_a_screen_of_24_lines_and_ends_with_what_was_measured(
     assert lines[1].strip("| "), "an empty line says nothing"
 
 
-def test_a_log_has_the_whole_sample(tmp_path):
+def test_a_log_has_all_of_the_sample(tmp_path):
     (tmp_path / "events.jsonl").write_text(
         json.dumps({"event": "sample", "step": 500, "text": "a\n" * 60}) + "\n"
     )

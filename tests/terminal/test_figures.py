@@ -1,4 +1,4 @@
-"""How numbers, times and a model's own text are shown."""
+"""Formatting of numbers, durations and text."""
 
 import os
 import pty
@@ -44,7 +44,7 @@ def test_amount(number, unit, text):
     assert amount(number, unit) == text
 
 
-def test_printable_takes_terminal_commands_away():
+def test_printable_removes_terminal_commands():
     assert printable("a\x1b[2Jb\r\tc\né") == "a�[2Jb�\tc\né"
 
 

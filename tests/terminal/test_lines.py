@@ -179,7 +179,7 @@ def test_close_ends_every_line_and_every_thread():
         context.__exit__(None, None, None)
 
 
-def test_what_is_said_is_not_taken_as_markup():
+def test_lines_are_not_parsed_as_markup():
     terminal = plain()
     terminal.say("[bold] data[0] :smile: " + "x" * 200)
     assert text_of(terminal) == "[bold] data[0] :smile: " + "x" * 200 + "\n"
@@ -196,7 +196,7 @@ def test_secrets_of_addresses_are_not_shown():
 
 
 def test_a_log_has_one_line_about_loading_torch():
-    """What counts nothing is named once; that it took a little longer is no news."""
+    """An operation that counts nothing gets one line."""
     clock = Clock()
     terminal = plain(clock)
     with terminal.task("Loading torch"):
@@ -209,7 +209,7 @@ def test_a_log_has_one_line_about_loading_torch():
     assert text_of(terminal) == "Loading torch: 2.0 s\n"
 
 
-def test_a_log_hears_again_of_what_takes_long():
+def test_a_log_repeats_long_operations():
     clock = Clock()
     terminal = plain(clock)
     with terminal.task("Compiling"):

@@ -33,11 +33,11 @@ def test_a_call_in_a_cell_reports_to_it(notebook):
     assert shown_in_cell(called).__doc__ == called.__doc__
 
 
-def test_what_is_given_is_kept(notebook):
+def test_explicit_arguments_are_kept(notebook):
     assert shown_in_cell(called)("a", observers=(), progress=SILENT) == ("a", (), SILENT)
 
 
-def test_what_has_no_progress_is_left_as_it_is(notebook):
+def test_functions_without_progress_are_unchanged(notebook):
     assert shown_in_cell(len) is len
     assert shown_in_cell(flatout.FlatoutError) is flatout.FlatoutError
 

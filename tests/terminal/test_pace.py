@@ -1,4 +1,4 @@
-"""The pace of a run's steps: what is no step does not count."""
+"""The rate of a run's steps excludes everything else."""
 
 import pytest
 

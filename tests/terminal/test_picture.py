@@ -43,7 +43,7 @@ def test_a_falling_loss_falls():
     assert lowest[-1] == 5
 
 
-def test_marks_lie_at_their_value():
+def test_marks_are_drawn_at_their_value():
     points = [(0, 4.0), (100, 0.0)]
     rows = [
         line[10:]

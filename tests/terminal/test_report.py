@@ -67,9 +67,7 @@ def test_the_line_shows_step_loss_rate_mfu_and_the_time_that_is_left(terminal):
 
 
 def test_rate_and_time_left_are_one_estimate_and_know_nothing_of_compiling(terminal):
-    """A first step that compiles for five minutes, an evaluation of a minute: neither is in the
-    pace of the steps.
-    """
+    """A first step that compiles for five minutes and an evaluation of a minute do not count."""
     report = RunReport(terminal)
     report.on_start(run_at(0, last_step=400))
     terminal.clock.now += 300
@@ -93,7 +91,7 @@ def test_rate_and_time_left_are_one_estimate_and_know_nothing_of_compiling(termi
     ]
 
 
-def test_the_pace_follows_what_the_machine_does_of_late(terminal):
+def test_the_rate_follows_recent_steps(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0, last_step=1000))
     for step in range(10, 110, 10):
@@ -240,7 +238,7 @@ def test_events_leave_lines(terminal):
     assert "the last one" not in said
 
 
-def test_a_recompilation_is_said_once_and_breaks_with_their_reason(terminal):
+def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(terminal):
     report = RunReport(terminal)
     compiled = {
         "event": "compiled",
