@@ -83,7 +83,7 @@ def test_files_that_are_not_read_are_in_the_result_the_summary_and_the_manifest(
     )
     assert (code.documents, code.skipped_by_reason) == (1, {".html file": 2})
     assert Dataset.open(tmp_path / "code").manifest.source["include"] == ["*.py"]
-    with pytest.raises(DataError, match=r"include \['\*\.py'\] there, None asked for"):
+    with pytest.raises(DataError, match=r"include is \['\*\.py'\], and None is requested"):
         prepare(texts, tmp_path / "code", tokenizer="byte", split="tail 0.5", max_documents=1)
 
 
@@ -98,7 +98,7 @@ def test_the_encoding_identifies_a_dataset(tmp_path):
         ).tokens_per_s
         == 0
     )
-    with pytest.raises(DataError, match="encoding 'cp1252' there, 'cp1251' asked for"):
+    with pytest.raises(DataError, match="encoding is 'cp1252', and 'cp1251' is requested"):
         prepare(str(tmp_path / "a.txt"), tmp_path / "out", tokenizer="char", encoding="cp1251")
 
 
