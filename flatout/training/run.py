@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,6 +86,8 @@ def run_training(
             device,
             device_reason,
             dataset,
+            observers,
+            sample,
             cache,
             progress,
         )
@@ -94,15 +96,19 @@ def run_training(
             return plan.summary
         require_shared(ranks, folder / layout.LOCK)
         with recorded_exit_code(folder) if ranks.rank == 0 else nullcontext():
-            run = build_run(request, plan)
-            stack.callback(run.feed.close)
-            with explained(run):
-                differences = restore(run, plan.checkpoint, progress)
-                if run.mesh.is_main:
-                    store_plan(run, plan, progress)
-                    suggest_bench(run, plan, cache, progress)
-                with writing_run(folder):
-                    return execute(run, request, plan, differences, observers, sample)
+            return train_plan(request, plan)
+
+
+def train_plan(request: RunRequest, plan: RunPlan) -> dict[str, Any]:
+    """Build, restore and execute the planned run; return its summary."""
+    run = build_run(request, plan)
+    with closing(run.feed), explained(run):
+        differences = restore(run, plan, request.progress)
+        if run.mesh.is_main:
+            store_plan(run, plan, request.progress)
+            suggest_bench(run, plan, request)
+        with writing_run(run.folder):
+            return execute(run, request, plan, differences)
 
 
 def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
@@ -155,16 +161,16 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
         )
 
 
-def restore(run: Run, checkpoint: Path | None, progress: Progress) -> list[str]:
-    """Load a checkpoint, or the weights that train.init_from names; return differences to report.
+def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
+    """Load the planned checkpoint, or the weights that train.init_from names; return differences to report.
 
     Raises: CheckpointError when it does not fit; nothing has been written by then.
     """
     check, init_from = catalog.check_size, run.config.train.init_from
-    if checkpoint is not None:
-        run.resumed_from = str(checkpoint)
+    if plan.checkpoint is not None:
+        run.resumed_from = str(plan.checkpoint)
         environment = environment_of(run)
-        return load(run, checkpoint, environment=environment, check=check, progress=progress)
+        return load(run, plan.checkpoint, environment=environment, check=check, progress=progress)
     if init_from is not None:
         load_weights(run, Path(init_from), check=check, progress=progress)
     return []
@@ -193,24 +199,19 @@ def num_parameters(run: Run) -> int:
     return sum(parameter.numel() for parameter in run.core.parameters())
 
 
-def suggest_bench(run: Run, plan: RunPlan, cache: Path | None, progress: Progress) -> None:
+def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
     """Suggest `bench` for a new run on a GPU on which nothing was measured yet; once per GPU."""
     gpu = gpu_name(run.machine, str(run.mesh.device))
-    if cache is None or gpu is None or plan.checkpoint is not None:
+    if request.cache is None or gpu is None or plan.checkpoint is not None:
         return
     recipe = run.config.name if run.config.name in RECIPES.names() else "RECIPE"
-    line = advice(gpu, recipe, cache)
+    line = advice(gpu, recipe, request.cache)
     if line is not None:
-        progress.say(line)
+        request.progress.say(line)
 
 
 def execute(
-    run: Run,
-    request: RunRequest,
-    plan: RunPlan,
-    differences: Sequence[str],
-    observers: Sequence[Observer],
-    sample: Callable[[Run], str] | None,
+    run: Run, request: RunRequest, plan: RunPlan, differences: Sequence[str]
 ) -> dict[str, Any]:
     """Train a restored run to its end, and return its summary.
 
@@ -220,7 +221,7 @@ def execute(
         (run.folder / layout.SUMMARY).unlink(missing_ok=True)
     say = request.progress.say if run.mesh.is_main else None
     with (
-        Log(run, observers, request.progress) as log,
+        Log(run, request.observers, request.progress) as log,
         StopRequests(say=say, launcher=launcher()) as stop,
         closing_saver(run, log),
     ):
@@ -233,12 +234,12 @@ def execute(
         warm_up(run, log, eval_shapes=batch_shapes(run))
         reserve(run, log)
         stop.waits_for = "the micro-batch, evaluation or save in progress"
-        fit(run, log, stop, drop=stop.asked_within_step, sample=sample)
+        fit(run, log, stop, drop=stop.asked_within_step, sample=request.sample)
         if run.step < run.last_step and not ends_early(run):
             _stop(run, log)
         stop.waits_for = "the batch of the final evaluation"
         try:
-            summary = finish(run, log, sample, drop=stop.asked_within_step)
+            summary = finish(run, log, request.sample, drop=stop.asked_within_step)
         except EvaluationDropped:
             _stop(run, log)
         log.end(summary)

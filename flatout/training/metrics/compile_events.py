@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 LONGEST_REASON = 300
 """A reason is cut to this many characters."""
-
-
-class Counts(NamedTuple):
-    """The compiler's counters."""
-
-    graphs: int = 0
-    breaks: int = 0
-    refused: int = 0
-    """Calls it gave up on, for example because the recompile limit was reached."""
 
 
 @dataclass(frozen=True)
@@ -54,15 +46,14 @@ class CompilationWatch:
     def poll(self) -> Compilations:
         """Return what was compiled since the last poll."""
         now, skipped = counts(), _skipped()
-        pairs = zip(now, self._counts, strict=True)
-        new = Counts(*(max(after - before, 0) for after, before in pairs))
+        new = now - self._counts
         last = self._last_event
         events = list(itertools.takewhile(lambda e: e is not last, reversed(_events())))[::-1]
         recompiled = [event for event in events if event.recompile_reason or event.fail_reason]
         found = Compilations(
-            graphs=new.graphs,
-            graph_breaks=new.breaks,
-            first_break=_first_break(new.breaks),
+            graphs=new["graphs"],
+            graph_breaks=new["breaks"],
+            first_break=_first_break(new["breaks"]),
             reasons=tuple(dict.fromkeys(map(_reason, recompiled))),
             compile_s=sum(float(event.duration_us or 0) * 1e-6 for event in events),
             cuda_graphs_skipped=max(skipped - self._skipped, 0),
@@ -72,14 +63,17 @@ class CompilationWatch:
         return found
 
 
-def counts() -> Counts:
-    """Return the counters; zeros when the compiler was never imported."""
+def counts() -> Counter[str]:
+    """Return the number of graphs, graph breaks, and calls that the compiler gave up on."""
     compiler = _compiler()
     if compiler is None:
-        return Counts()
+        return Counter()
     kept = compiler.counters
-    breaks, refused = sum(kept["graph_break"].values()), sum(kept["unimplemented"].values())
-    return Counts(kept["stats"]["unique_graphs"], breaks, refused)
+    return Counter(
+        graphs=kept["stats"]["unique_graphs"],
+        breaks=sum(kept["graph_break"].values()),
+        refused=sum(kept["unimplemented"].values()),
+    )
 
 
 def _compiler() -> Any:

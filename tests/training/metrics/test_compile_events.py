@@ -219,7 +219,7 @@ def test_reaching_the_recompile_limit_is_reported():
 
 def test_counting_does_not_import_the_compiler(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
-    assert counts() == (0, 0, 0)
+    assert not counts()
     assert not CompilationWatch().changed()
 
 
