@@ -266,7 +266,7 @@ def test_a_trained_model_generates_without_its_data(tiny_config, tiny_set, tmp_p
     loaded = load_run(tmp_path / "run")
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("a run")) == "a run"
     assert "".join(sample(loaded.model, loaded.tokenizer, "a", max_tokens=5))
-    with pytest.raises(DataError, match="no data set folder"):
+    with pytest.raises(DataError, match="no dataset folder"):
         _ = loaded.dataset
 
 

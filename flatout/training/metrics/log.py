@@ -7,6 +7,7 @@ breaks down the rest of a step.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -78,7 +79,7 @@ class Log:
         self._recorded = TimeBreakdown()
         self.clock = step_clock(run.mesh.device)
         """Entered around `train_step`."""
-        self._flops_per_token: dict[int, float] = {}
+        self._flops_per_token = functools.cache(run.core.flops_per_token)
         """By the length of a row."""
         self._last: StepResult | None = None
         self._compilation = CompilationWatch()
@@ -88,9 +89,8 @@ class Log:
         """Graphs compiled after the warm-up."""
         self.first_tokens = run.tokens
         """Tokens that the run had trained on before this process."""
-        self.steady: list[Rates] = []
-        """The rates of every interval but the first, which contains the warm-up."""
-        self.first_interval: Rates | None = None
+        self.rates: list[Rates] = []
+        """The rates of every interval; the first contains the warm-up."""
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step and the result of this process's last evaluation record."""
         self._records = (
@@ -121,7 +121,7 @@ class Log:
         interval.wait_ms += batch.wait_ms
         interval.tokens += batch.tokens
         interval.samples += batch.samples
-        interval.flops += batch.tokens * self._flops_of(batch.seq_len)
+        interval.flops += batch.tokens * float(self._flops_per_token(batch.seq_len).causal_exact)
         self._last = result
         if result.skipped:
             reason = "float16 overflowed: the loss scale is halved, the weights stay unchanged"
@@ -237,9 +237,8 @@ class Log:
 
     def steady_rates(self) -> Rates | None:
         """Return the median rates after the first interval, or the first's when it is alone."""
-        if not self.steady:
-            return self.first_interval
-        return Rates(*map(statistics.median, zip(*self.steady, strict=True)))
+        steady = self.rates[1:] or self.rates
+        return Rates(*map(statistics.median, zip(*steady, strict=True))) if steady else None
 
     def _on_board_failure(self, error: OSError) -> None:
         self.event("no_tensorboard", reason=error.strerror or str(error))
@@ -278,10 +277,7 @@ class Log:
         run, interval, now_s = self._run, self._interval, time.perf_counter()
         train_s = interval.train_s(now_s)
         rates = Rates(interval.tokens / train_s, interval.flops / train_s)
-        if self.first_interval is None:
-            self.first_interval = rates
-        else:
-            self.steady.append(rates)
+        self.rates.append(rates)
         figures = self._position() | {
             "train/lr": result.learning_rate,
             "train/epoch": run.step / run.steps_per_epoch,
@@ -296,13 +292,6 @@ class Log:
             figures |= memory_gib(run.mesh.device) | gpu_figures(run.mesh.device)
         self._interval = Interval(now_s)
         return PendingRecord(figures, interval.host_times(now_s), interval.spans)
-
-    def _flops_of(self, seq_len: int) -> float:
-        """Return the causal-exact training FLOPs per token in a row of `seq_len`."""
-        if seq_len not in self._flops_per_token:
-            flops = self._run.core.flops_per_token(seq_len)
-            self._flops_per_token[seq_len] = float(flops.causal_exact)
-        return self._flops_per_token[seq_len]
 
     def _write_ready(self, *, flush: bool) -> None:
         """Write the records whose device figures have arrived; with `flush`, wait for all."""

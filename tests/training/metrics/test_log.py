@@ -69,8 +69,8 @@ def test_evaluation_does_not_lower_the_tokens_per_second(start_run, clock):
         clock.now += 4.0
         step(log, run)
         log.close()
-    assert log.first_interval.tokens_per_s == pytest.approx(128 / 9)
-    assert [rates.tokens_per_s for rates in log.steady] == [
+    assert log.rates[0].tokens_per_s == pytest.approx(128 / 9)
+    assert [rates.tokens_per_s for rates in log.rates[1:]] == [
         pytest.approx(128 / 2),
         pytest.approx(128 / 4),
     ]
@@ -102,16 +102,16 @@ def test_rates_count_real_tokens_and_rows_and_flops_follow_the_row_length(
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert (last["perf/tokens_per_s"], last["perf/samples_per_s"]) == pytest.approx((10.0, 20 / 6))
     assert last["perf/mfu"] == pytest.approx(0.5)
-    assert log.steady == [pytest.approx((10.0, 10 * flops[4]))]
+    assert log.rates[1:] == [pytest.approx((10.0, 10 * flops[4]))]
 
 
 def test_steady_rates_exclude_the_first_interval(start_run):
     run = start_run()
     with Log(run) as log:
         assert log.steady_rates() is None
-        log.first_interval = Rates(5.0, 1.0)
+        log.rates = [Rates(5.0, 1.0)]
         assert log.steady_rates() == (5.0, 1.0)
-        log.steady = [Rates(100.0, 4.0), Rates(300.0, 6.0), Rates(200.0, 9.0)]
+        log.rates += [Rates(100.0, 4.0), Rates(300.0, 6.0), Rates(200.0, 9.0)]
         assert log.steady_rates() == (200.0, 6.0)
 
 
