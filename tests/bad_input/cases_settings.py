@@ -130,7 +130,10 @@ CASES = [
         ("15.4 or more",),
     ),
     Case(
-        "an empty text to stop at", "generate runs/first --stop ''", ("stop ''",), ("leave it out",)
+        "an empty text to stop at",
+        "generate runs/first --stop ''",
+        ("--stop must",),
+        ("leave it out",),
     ),
     Case(
         "a seed for a sample that no generator takes",

@@ -93,7 +93,7 @@ def test_stop_strings_are_not_shown(stop, text):
 
 
 def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ConfigError, match=r"stop ''.*leave it out"):
+    with pytest.raises(ConfigError, match=r"--stop must not be empty\..*leave it out"):
         generated("hello world", stop=["o w", ""])
 
 
