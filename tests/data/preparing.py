@@ -1,5 +1,4 @@
-"""A program for tests: prepare a file into a folder, with small ranges and shards, perhaps with
-files that may not grow large.
+"""Test program: prepare a file with small ranges and shards, and perhaps a limit on file size.
 
 python preparing.py SOURCE OUT WORKERS [LARGEST_FILE]
 """
@@ -23,7 +22,7 @@ pipeline.join = partial(shards.join, shard_bytes=32_768)
 
 
 def main(source: str, out: str, workers: str, largest: str = "") -> str:
-    """Return what is to be said: nothing, or the error."""
+    """Return an error message, or an empty string."""
     if largest:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(largest), int(largest)))
     options = pipeline.Options(tokenizer="byte", split="hash 0.1")

@@ -1,11 +1,11 @@
-"""A prepare that was stopped, run again."""
+"""A prepare that was interrupted and run again."""
 
 import json
 import os
 import sys
-from contextlib import contextmanager
 
 import pytest
+from prepared import Listener
 
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pack import jobs
@@ -13,27 +13,9 @@ from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, 
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.errors import DataError, RunFailed
-from flatout.progress import SILENT
 from flatout.sources import files
 from flatout.sources.packed import NotHandedOut
 from flatout.transfer.connection import Unreachable
-
-
-class Listener:
-    """Keeps what is said and which steps were opened."""
-
-    def __init__(self):
-        self.said = []
-        self.tasks = []
-
-    def say(self, line):
-        self.said.append(line)
-
-    @contextmanager
-    def task(self, what, *, total=None, unit=""):
-        self.tasks.append(what)
-        with SILENT.task(what) as task:
-            yield task
 
 
 def content(folder):
@@ -53,8 +35,8 @@ def rows(tmp_path):
 
 
 def stopping_source(folder, monkeypatch):
-    """Six parts of two documents; reads are logged, and part 4 kills its process, once something is
-    done, while `stop` is there.
+    """A source of six read tasks of two documents each that logs reads; task 4 kills its process once
+    a range is recorded and the file `stop` exists.
     """
     (folder / "stopping_source.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\nfrom flatout.sources import ReadTask\n"
@@ -72,7 +54,7 @@ def stopping_source(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [Unreachable, NotHandedOut], ids=lambda error: error.__name__)
-def test_what_is_done_stays_when_a_server_or_the_system_refuses(tmp_path, monkeypatch, error):
+def test_finished_ranges_survive_a_refusal_by_a_server_or_the_system(tmp_path, monkeypatch, error):
     (tmp_path / "failing_source.py").write_text(
         f"from pathlib import Path\nfrom flatout.sources import ReadTask\nfrom {error.__module__} import {error.__name__} as Refused\n"
         f"down = Path({str(tmp_path / 'down')!r})\n"
@@ -94,7 +76,7 @@ def test_what_is_done_stays_when_a_server_or_the_system_refuses(tmp_path, monkey
     assert again.manifest == whole.manifest
 
 
-def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monkeypatch):
+def test_a_killed_prepare_resumes_and_repeats_no_work(tmp_path, monkeypatch):
     stopping_source(tmp_path, monkeypatch)
     options = Options(tokenizer="byte", split="hash 0.3")
     whole = prepare_dataset(["stopping_source:stopping"], tmp_path / "whole", options, workers=2)
@@ -132,7 +114,7 @@ def test_a_prepare_that_is_killed_goes_on_and_does_nothing_twice(tmp_path, monke
         ({"split": "hash 0.4"}, "split is 'hash 0.3', and 'hash 0.4' is requested"),
     ],
 )
-def test_half_of_another_data_set_is_refused_with_the_difference(
+def test_an_unfinished_different_dataset_is_refused_with_the_difference(
     tmp_path, monkeypatch, changed, said
 ):
     stopping_source(tmp_path, monkeypatch)
@@ -152,7 +134,7 @@ def test_half_of_another_data_set_is_refused_with_the_difference(
     assert sorted((tmp_path / ".out.part").rglob("*")) == before
 
 
-def test_a_trained_tokenizer_is_kept_by_what_goes_on(rows, tmp_path, monkeypatch):
+def test_a_resumed_prepare_keeps_its_trained_tokenizer(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 1400)
     whole = prepare_dataset(
@@ -173,7 +155,7 @@ def test_a_trained_tokenizer_is_kept_by_what_goes_on(rows, tmp_path, monkeypatch
     assert content(tmp_path / "out") == content(whole.path)
 
 
-def test_what_is_left_beside_a_whole_data_set_is_removed(rows, tmp_path):
+def test_leftovers_of_a_finished_dataset_are_removed(rows, tmp_path):
     prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
     (tmp_path / ".out.part" / "ranges").mkdir(parents=True)
     (tmp_path / ".out.part" / "ranges" / "000000.json").write_text("{}")
@@ -182,7 +164,7 @@ def test_what_is_left_beside_a_whole_data_set_is_removed(rows, tmp_path):
 
 
 @pytest.mark.parametrize("step", ["Counting documents", "Training"])
-def test_another_prepare_into_the_folder_is_refused_from_the_first_look_on(rows, tmp_path, step):
+def test_a_second_prepare_into_the_same_directory_is_refused_early(rows, tmp_path, step):
     options = Options(tokenizer="train:300")
     refused = []
 
@@ -199,9 +181,7 @@ def test_another_prepare_into_the_folder_is_refused_from_the_first_look_on(rows,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-def test_a_data_set_that_is_there_by_the_time_the_folder_is_owned_is_left_as_it_is(
-    rows, tmp_path, monkeypatch
-):
+def test_a_dataset_that_another_process_finishes_meanwhile_is_kept(rows, tmp_path, monkeypatch):
     options = Options(tokenizer="byte")
     claim = WorkDir.claim
 
@@ -217,7 +197,7 @@ def test_a_data_set_that_is_there_by_the_time_the_folder_is_owned_is_left_as_it_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-def test_what_comes_to_nothing_leaves_no_folder(rows, tmp_path):
+def test_a_failed_start_leaves_no_directory(rows, tmp_path):
     before = sorted(tmp_path.rglob("*"))
     out = tmp_path / "far" / "away" / "out"
     for call in (
@@ -250,9 +230,7 @@ def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkey
 @pytest.mark.parametrize(
     "older", [False, True], ids=["now", "a plan of before that was written down"]
 )
-def test_text_that_was_written_again_is_noticed_where_its_fingerprint_is_the_same(
-    rows, tmp_path, monkeypatch, older
-):
+def test_rewritten_text_is_detected_by_its_mtime(rows, tmp_path, monkeypatch, older):
     monkeypatch.setattr(files, "fingerprint", lambda *_: "of blocks that are the same")
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 1400)

@@ -1,6 +1,4 @@
-"""Text that is written again while it is being prepared: no dataset of both versions, whatever its
-size and times say.
-"""
+"""Text that changes while it is being prepared: a dataset never mixes two versions of it."""
 
 import json
 import os
@@ -45,9 +43,7 @@ def replace_with_its_time(path):
 
 
 def once_packed(change):
-    """Return an engine that calls `change` when all ranges are packed: nothing is read any more, so
-    that only a comparison can tell.
-    """
+    """Return an engine that calls `change` when all ranges are packed and nothing is read any more."""
 
     class Changing(LocalWorkers):
         def pack(self, *arguments):
@@ -65,9 +61,7 @@ def once_packed(change):
 @pytest.mark.parametrize(
     "change", [rewrite, rewrite_and_put_the_time_back, replace_with_its_time, os.remove]
 )
-def test_a_file_that_changes_while_it_is_prepared_is_named_and_nothing_is_kept(
-    change, rows, tmp_path
-):
+def test_a_file_that_changes_during_prepare_is_named_and_its_work_discarded(change, rows, tmp_path):
     with pytest.raises(
         DataError, match=r"b\.jsonl was changed or deleted while it was being prepared"
     ):
@@ -82,14 +76,14 @@ def test_a_file_that_changes_while_it_is_prepared_is_named_and_nothing_is_kept(
     [lambda path: path.chmod(0o600), lambda path: os.link(path, path.parent.parent / "link")],
     ids=["mode", "link"],
 )
-def test_a_file_that_is_touched_alone_is_the_same(touch, rows, tmp_path):
+def test_a_touched_file_counts_as_unchanged(touch, rows, tmp_path):
     prepare_dataset(
         [str(rows.parent)], tmp_path / "out", OPTIONS, engine=once_packed(lambda: touch(rows))
     )
     assert (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_validation_text_is_compared_too(rows, tmp_path):
+def test_changed_validation_text_is_detected(rows, tmp_path):
     options = Options(tokenizer="byte", val=(str(rows),))
     with pytest.raises(DataError, match=r"b\.jsonl was changed"):
         prepare_dataset(
@@ -100,7 +94,7 @@ def test_validation_text_is_compared_too(rows, tmp_path):
         )
 
 
-def test_a_part_of_the_work_does_what_it_did_of_changed_text_again(rows, tmp_path, monkeypatch):
+def test_a_part_repacks_text_that_changed(rows, tmp_path, monkeypatch):
     pack = LocalWorkers.pack
 
     def changing(self, *arguments):
@@ -119,7 +113,7 @@ def test_a_part_of_the_work_does_what_it_did_of_changed_text_again(rows, tmp_pat
         join_parts([str(rows.parent)], tmp_path / "out", OPTIONS)
 
 
-def test_a_file_at_an_address_that_changes_while_it_is_prepared_is_named(rows, store, tmp_path):
+def test_a_remote_file_that_changes_during_prepare_is_named(rows, store, tmp_path):
     address = "faulty://bucket/text"
     store.put_file(str(rows), f"{address}/rows.jsonl")
     engine = once_packed(
@@ -132,9 +126,7 @@ def test_a_file_at_an_address_that_changes_while_it_is_prepared_is_named(rows, s
     prepare_dataset([address], tmp_path / "out", OPTIONS)
 
 
-def test_a_store_that_does_not_answer_in_the_end_costs_nothing_that_is_done(
-    rows, store, tmp_path, monkeypatch
-):
+def test_an_unreachable_store_at_the_end_keeps_finished_ranges(rows, store, tmp_path, monkeypatch):
     def unreachable(*_):
         raise Unreachable("no route.", fix="Wait.")
 
@@ -150,7 +142,7 @@ def test_a_store_that_does_not_answer_in_the_end_costs_nothing_that_is_done(
     prepare_dataset([address], tmp_path / "out", OPTIONS)
 
 
-def test_a_chunk_that_changes_while_it_is_imported_is_named(tmp_path, monkeypatch):
+def test_a_chunk_that_changes_during_the_import_is_named(tmp_path, monkeypatch):
     import torch
 
     from flatout.data.prepare import import_chunks as chunks

@@ -1,6 +1,4 @@
-"""prepare with its processes killed and its disk full. A few here; many more behind the marker
-`faults`.
-"""
+"""prepare with killed processes and a full disk; most cases need the marker `faults`."""
 
 import contextlib
 import json
@@ -64,7 +62,7 @@ def content(folder):
 
 
 def records(out):
-    """When each range that is done was recorded; nothing when the folder goes meanwhile."""
+    """Return when each range was recorded; nothing if the directory disappears meanwhile."""
     try:
         return {
             path.name: path.stat().st_mtime_ns
@@ -75,9 +73,7 @@ def records(out):
 
 
 def kill_and_go_on(rows, tmp_path, kills, seed):
-    """Kill the parent or a worker at random moments of a prepare that goes on each time; return how
-    often it was under way.
-    """
+    """Kill the parent or a worker of a resuming prepare at random moments; return the number of kills."""
     assert finish(start(rows, tmp_path / "whole")) == (0, "")
     out = tmp_path / "out"
     draw = random.Random(seed)
@@ -110,7 +106,7 @@ def kill_and_go_on(rows, tmp_path, kills, seed):
     return hit
 
 
-def test_kills_at_random_moments_change_nothing(rows, tmp_path):
+def test_kills_at_random_moments_do_not_change_the_result(rows, tmp_path):
     assert kill_and_go_on(rows, tmp_path, 3, 0) >= 1
 
 
@@ -120,8 +116,8 @@ def test_many_kills_at_random_moments(many_rows, tmp_path, seed):
     assert kill_and_go_on(many_rows, tmp_path, 20, seed) >= 5
 
 
-def test_a_file_that_cannot_grow_is_said_and_then_gone_on_from(rows, tmp_path):
-    """The ranges fit, the shards do not."""
+def test_prepare_resumes_after_a_file_size_limit(rows, tmp_path):
+    """The ranges fit, but the shards do not."""
     assert finish(start(rows, tmp_path / "whole")) == (0, "")
     code, said = finish(start(rows, tmp_path / "out", 2, 20_000))
     assert code == 1
@@ -129,7 +125,7 @@ def test_a_file_that_cannot_grow_is_said_and_then_gone_on_from(rows, tmp_path):
     assert "it keeps what is done" in said
     assert not (tmp_path / "out").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.part", "rows.jsonl", "whole"]
-    assert list((tmp_path / ".out.part").rglob("*.part")) == [], "nothing is torn"
+    assert list((tmp_path / ".out.part").rglob("*.part")) == [], "no unfinished files"
     assert len(records(tmp_path / "out")) == len(
         json.loads((tmp_path / ".out.part" / "plan.json").read_text())["ranges"]
     )
@@ -139,9 +135,7 @@ def test_a_file_that_cannot_grow_is_said_and_then_gone_on_from(rows, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("size_kib", [60, 500, 1_500, 2_500])
-def test_a_disk_that_fills_up_is_said_and_gone_on_from_when_there_is_room(
-    many_rows, tmp_path, size_kib
-):
+def test_prepare_resumes_after_a_full_disk(many_rows, tmp_path, size_kib):
     assert finish(start(many_rows, tmp_path / "whole")) == (0, "")
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -166,7 +160,7 @@ def test_a_disk_that_fills_up_is_said_and_gone_on_from_when_there_is_room(
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_two_prepares_into_one_folder(rows, tmp_path):
+def test_two_prepares_into_one_directory(rows, tmp_path):
     first = start(rows, tmp_path / "out")
     while not records(tmp_path / "out"):
         time.sleep(0.005)
@@ -180,7 +174,7 @@ def test_two_prepares_into_one_folder(rows, tmp_path):
     assert finish(first) == (0, "")
 
 
-def test_a_source_that_changed_after_a_kill_is_refused(rows, tmp_path):
+def test_resuming_with_changed_text_is_refused(rows, tmp_path):
     process = start(rows, tmp_path / "out")
     while not records(tmp_path / "out"):
         time.sleep(0.002)

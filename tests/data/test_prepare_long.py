@@ -1,4 +1,4 @@
-"""Documents that are read in chunks give the data set that reading them whole gives."""
+"""Documents read in chunks give the same dataset as documents read whole."""
 
 import base64
 import errno
@@ -57,7 +57,7 @@ def text_of(seed, count):
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Short and long texts, one of the long ones twice, and rows between them."""
+    """Short and long texts, one of the long ones twice, with rows between them."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for name, seed, count in (
@@ -79,9 +79,7 @@ def corpus(tmp_path):
 
 @pytest.fixture
 def in_chunks(monkeypatch):
-    """From this call on, what is longer than 1,000 bytes is read in chunks, tokenised in small
-    pieces and written in many calls.
-    """
+    """Read texts over 1,000 bytes in chunks from now on, and tokenise them in small pieces."""
 
     def begin(chunk=100):
         monkeypatch.setattr(files, "LONG_BYTES", 1_000)
@@ -148,9 +146,7 @@ SPLITS = [
     ],
     ids=str,
 )
-def test_the_data_set_is_the_same_to_the_byte(
-    corpus, tmp_path, in_chunks, tokenizer, options, chunk
-):
+def test_long_documents_give_the_same_bytes(corpus, tmp_path, in_chunks, tokenizer, options, chunk):
     wanted = Options(**tokenizer_named(tokenizer, tmp_path), **options)
     whole = prepare_dataset([str(corpus)], tmp_path / "whole", wanted, workers=1)
     assert whole.manifest.splits["train"].tokens > 500
@@ -181,7 +177,7 @@ def nowhere_to_cut(folder):
         (nowhere_to_cut, "train:300", "Nowhere in the 2,000 characters"),
     ],
 )
-def test_a_long_text_that_cannot_be_used_is_one_bad_row_and_leaves_nothing_behind(
+def test_an_unusable_long_text_is_one_bad_row_and_leaves_no_tokens(
     corpus, tmp_path, in_chunks, monkeypatch, spoil, tokenizer, said, options
 ):
     monkeypatch.setattr(base, "LONGEST_PIECE_CHARACTERS", 2_000)
@@ -209,9 +205,7 @@ def test_a_long_text_that_cannot_be_used_is_one_bad_row_and_leaves_nothing_behin
     assert content(tmp_path / "chunks") == content(tmp_path / "whole")
 
 
-def test_a_character_that_a_vocabulary_lacks_is_found_before_anything_is_written(
-    corpus, tmp_path, in_chunks
-):
+def test_an_unknown_character_is_found_before_anything_is_written(corpus, tmp_path, in_chunks):
     lacking = Options(
         tokenizer=str(tmp_path / "char" / "tokenizer.json"), on_bad_row="skip", split="tail 0.2"
     )
@@ -224,7 +218,7 @@ def test_a_character_that_a_vocabulary_lacks_is_found_before_anything_is_written
     assert [entry.reason for entry in made.manifest.skipped] == ["cannot be tokenised"]
 
 
-def test_a_word_of_three_mebibytes_is_refused(tmp_path):
+def test_a_word_of_3_mib_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a" * (3 << 20))
     with pytest.raises(
         DataError,
@@ -239,7 +233,7 @@ def test_a_word_of_three_mebibytes_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_in_the_middle_of_a_long_text_is_gone_on_after(
+def test_prepare_resumes_after_a_full_disk_within_a_long_text(
     corpus, tmp_path, in_chunks, monkeypatch
 ):
     monkeypatch.setattr(files, "PART_BYTES", 1_000)
@@ -268,7 +262,7 @@ def test_a_full_disk_in_the_middle_of_a_long_text_is_gone_on_after(
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_what_is_done_of_a_long_text_is_told(corpus, in_chunks):
+def test_progress_is_reported_within_a_long_text(corpus, in_chunks):
     in_chunks()
     parts = files.files(str(corpus / "a.txt"))
     told = []
@@ -302,9 +296,7 @@ print(json.dumps([own / 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_ma
 
 
 def peaks_mib(source, out, **options):
-    """The most memory that this process and the largest of its workers had, in a prepare with two
-    workers.
-    """
+    """Return the peak memory of this process and of the largest of its two workers in a prepare."""
     program = [sys.executable, "-c", PEAKS, str(source), str(out), json.dumps(options)]
     environment = {
         "PYTHONPATH": str(Path(__file__).parents[2]),
@@ -328,7 +320,7 @@ def write_words(path, size):
             file.write(block.encode() * 20)
 
 
-def test_a_text_of_64_mib_takes_little_memory(tmp_path):
+def test_a_text_of_64_mib_needs_little_memory(tmp_path):
     write_words(tmp_path / "a.txt", 64 << 20)
     parent, worker = peaks_mib(
         tmp_path / "a.txt", tmp_path / "out", tokenizer="byte", split="tail 0.1"
@@ -344,7 +336,7 @@ def test_a_text_of_64_mib_takes_little_memory(tmp_path):
     [{"split": "tail 0.1"}, {"split": "hash 0.5", "duplicates": "drop", "on_bad_row": "skip"}],
     ids=str,
 )
-def test_a_text_of_a_gigabyte_takes_less_than_300_mb(tmp_path, tokenizer, options):
+def test_a_text_of_1_gb_needs_less_than_300_mb(tmp_path, tokenizer, options):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     try:

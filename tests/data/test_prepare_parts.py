@@ -1,4 +1,4 @@
-"""Several processes, each with its part of the work, and the join."""
+"""Several processes, each doing a part of the work, and the join."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_parts_and_a_join_make_the_same_bytes(rows, tmp_path):
+def test_joined_parts_give_the_same_bytes(rows, tmp_path):
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
     out = tmp_path / "out"
     left = []
@@ -58,7 +58,7 @@ def test_parts_and_a_join_make_the_same_bytes(rows, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "rows.jsonl", "whole"]
 
 
-def test_another_tokenizer_in_the_work_folder_is_refused(rows, tmp_path):
+def test_a_replaced_tokenizer_in_the_work_directory_is_refused(rows, tmp_path):
     prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
     work = tmp_path / ".out.part"
     prepare_part([rows], tmp_path / "other", replace(OPTIONS, tokenizer="byte"), WorkPart(1, 2))
@@ -70,14 +70,14 @@ def test_another_tokenizer_in_the_work_folder_is_refused(rows, tmp_path):
         prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(2, 2))
 
 
-def test_what_parts_left_can_be_finished_by_one(rows, tmp_path):
+def test_one_process_can_finish_what_parts_started(rows, tmp_path):
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
     prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(2, 2))
     prepare_dataset([rows], tmp_path / "out", OPTIONS)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_parts_of_another_data_set_are_refused(rows, tmp_path):
+def test_parts_of_a_different_dataset_are_refused(rows, tmp_path):
     prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(1, 2))
     other = Options(tokenizer="byte", split="hash 0.2")
     for call in (
@@ -91,7 +91,7 @@ def test_parts_of_another_data_set_are_refused(rows, tmp_path):
             call()
 
 
-def test_a_bad_row_of_one_part_keeps_all_from_being_joined_and_says_how_to_go_on(rows, tmp_path):
+def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, tmp_path):
     out, work = tmp_path / "out", tmp_path / ".out.part"
     good = Path(rows).read_text()
     Path(rows).write_text(good.replace('{"text": "row 150 "}', '{"text": 150}'))
@@ -132,7 +132,7 @@ def test_a_bad_row_of_one_part_keeps_all_from_being_joined_and_says_how_to_go_on
 
 
 def part_of(rows, number):
-    """The part of three in which a row is."""
+    """Return the part, of three, that packs a row."""
     line = 0
     parts = open_corpus([rows]).read_tasks
     for piece in jobs.make_ranges([jobs.Job(part) for part in parts]):
@@ -142,13 +142,13 @@ def part_of(rows, number):
     raise AssertionError(number)
 
 
-def test_a_join_of_nothing_is_said(rows, tmp_path):
+def test_a_join_without_parts_is_refused(rows, tmp_path):
     with pytest.raises(DataError, match="No part of"):
         join_parts([rows], tmp_path / "out", OPTIONS)
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_the_command_says_what_is_left(rows, tmp_path):
+def test_the_command_reports_remaining_parts(rows, tmp_path):
     first = prepare([rows], tmp_path / "out", tokenizer="byte", part="1/2")
     assert "part 1/2 done in" in first.summary()
     assert "are left to other parts" in first.summary()

@@ -1,4 +1,4 @@
-"""Validation text of its own."""
+"""Separate validation text."""
 
 import json
 from functools import partial
@@ -52,7 +52,7 @@ def val(tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
-def test_each_side_is_the_text_named_for_it_for_any_number_of_workers(
+def test_each_split_is_the_text_named_for_it_for_any_number_of_workers(
     train, val, tmp_path, tokenizer
 ):
     for count in (1, 2, 3):
@@ -72,9 +72,7 @@ def test_each_side_is_the_text_named_for_it_for_any_number_of_workers(
     ) == ("named", "named", [val])
 
 
-def test_a_trained_tokenizer_sees_the_training_text_alone_and_characters_come_from_both(
-    train, val, tmp_path
-):
+def test_train_n_learns_from_training_text_alone_and_char_from_both_splits(train, val, tmp_path):
     own = prepare_dataset(
         [train], tmp_path / "own", Options(tokenizer="train:300", val=(val,)), workers=1
     )
@@ -93,7 +91,7 @@ def test_a_trained_tokenizer_sees_the_training_text_alone_and_characters_come_fr
         ({"max_bytes": 31}, ["row 0 ", "row 1 row 1 ", "row 2 row 2 r"]),
     ],
 )
-def test_limits_are_of_the_training_text(train, val, tmp_path, limits, taken):
+def test_limits_apply_to_training_text(train, val, tmp_path, limits, taken):
     for count in (1, 2):
         made = prepare_dataset(
             [train],
@@ -105,7 +103,7 @@ def test_limits_are_of_the_training_text(train, val, tmp_path, limits, taken):
         assert documents(made.path, "val") == VAL
 
 
-def test_validation_text_may_come_from_several_places_and_is_masked_as_the_other(tmp_path):
+def test_validation_text_may_have_several_sources_and_is_masked_too(tmp_path):
     rows = [{"text": f"answer {number}", "ask": "what?"} for number in range(6)]
     for name, part in (("train", rows[:3]), ("a", rows[3:5]), ("b", rows[5:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -122,7 +120,7 @@ def test_validation_text_may_come_from_several_places_and_is_masked_as_the_other
     assert np.array_equal(mask, ([False] * 5 + [True] * 9) * 3)
 
 
-def test_asked_again_it_is_left_and_other_validation_text_is_refused(train, val, tmp_path):
+def test_an_existing_dataset_is_kept_and_other_validation_text_refused(train, val, tmp_path):
     options = Options(tokenizer="byte", val=(val,))
     prepare_dataset([train], tmp_path / "out", options)
     moved = str((tmp_path / "valid.jsonl").rename(tmp_path / "moved.jsonl"))
@@ -153,7 +151,7 @@ def test_asked_again_it_is_left_and_other_validation_text_is_refused(train, val,
         prepare_dataset([train], tmp_path / "plain", options)
 
 
-def test_a_data_set_of_before_validation_text_had_its_own_is_the_same(train, tmp_path):
+def test_a_dataset_older_than_separate_validation_text_is_recognised(train, tmp_path):
     made = prepare_dataset([train], tmp_path / "out", Options(tokenizer="byte", split="hash 0.2"))
     manifest = json.loads((made.path / "manifest.json").read_text())
     del manifest["source"]["val"], manifest["source"]["val_fingerprint"]
@@ -164,7 +162,7 @@ def test_a_data_set_of_before_validation_text_had_its_own_is_the_same(train, tmp
     ).existed
 
 
-def test_a_split_rule_and_validation_text_are_two_ways(train, val, tmp_path):
+def test_a_split_rule_and_validation_text_exclude_each_other(train, val, tmp_path):
     with pytest.raises(
         DataError, match=r"--val names the validation text, and --split 'tail 0.1' takes it"
     ):
@@ -176,7 +174,7 @@ def test_a_split_rule_and_validation_text_are_two_ways(train, val, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "train:300"])
-def test_a_side_without_text_is_named_and_leaves_nothing(train, val, tmp_path, tokenizer):
+def test_an_empty_split_is_named_and_leaves_nothing(train, val, tmp_path, tokenizer):
     empty = write(tmp_path / "empty.jsonl", [""])
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"empty.jsonl contains no documents\."):
@@ -186,7 +184,7 @@ def test_a_side_without_text_is_named_and_leaves_nothing(train, val, tmp_path, t
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_bad_rows_of_both_sides_raise_by_name_or_are_counted(tmp_path):
+def test_bad_rows_of_both_splits_raise_by_name_or_are_counted(tmp_path):
     for name in ("train", "valid"):
         (tmp_path / f"{name}.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
     train, val = str(tmp_path / "train.jsonl"), str(tmp_path / "valid.jsonl")
@@ -200,7 +198,7 @@ def test_bad_rows_of_both_sides_raise_by_name_or_are_counted(tmp_path):
     assert (entry.count, entry.first) == (2, (f"{val}, line 2", f"{train}, line 2"))
 
 
-def test_parts_and_a_join_make_the_same_bytes(train, val, tmp_path):
+def test_joined_parts_give_the_same_bytes(train, val, tmp_path):
     options = Options(tokenizer="train:300", val=(val,), max_documents=250)
     prepare_dataset([train], tmp_path / "whole", options)
     for index in (2, 3, 1):
@@ -220,7 +218,7 @@ def test_parts_and_a_join_make_the_same_bytes(train, val, tmp_path):
 
 
 @pytest.mark.parametrize("done", [1, 3, 6])
-def test_what_was_interrupted_goes_on_and_does_nothing_twice(
+def test_an_interrupted_prepare_resumes_and_repeats_no_work(
     train, val, tmp_path, monkeypatch, done
 ):
     options = Options(tokenizer="train:300", val=(val,), max_bytes=4_000)

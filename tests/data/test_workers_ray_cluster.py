@@ -1,4 +1,4 @@
-"""Ranges packed by two nodes of a real Ray cluster, whose processes run here."""
+"""Ranges packed by two nodes of a real Ray cluster on this machine."""
 
 import contextlib
 import json
@@ -67,9 +67,7 @@ ONE_LEFT = "CPUs of the Ray cluster: 1, on 1 node."
 
 
 def started(num_cpus):
-    """A cluster of one node, which finds within two seconds that another one is gone, not within
-    15.
-    """
+    """A cluster of one node that detects a lost node within two seconds instead of minutes."""
     watchful = {
         "health_check_initial_delay_ms": 0,
         "health_check_period_ms": 500,
@@ -89,7 +87,7 @@ def cluster():
 
 @pytest.fixture
 def other(cluster, monkeypatch):
-    """Another node with one CPU; both are there when the test begins."""
+    """Another node with one CPU; both are ready when the test starts."""
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     node = cluster.add_node(num_cpus=1)
     yield node
@@ -99,7 +97,7 @@ def other(cluster, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """A module that nodes can import, as a user's own would be."""
+    """A module that nodes can import, like a user's source."""
     (tmp_path / "ray_source.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     import ray_source
@@ -117,7 +115,7 @@ def setup(tmp_path):
 
 
 class Said:
-    """A progress that keeps what is said."""
+    """A progress that records messages."""
 
     def __init__(self):
         self.lines = []
@@ -133,7 +131,7 @@ class Said:
 
 
 def ranges(*parts):
-    """A range a part: a function of the source, and its arguments."""
+    """Return one range for each function of the source and its arguments."""
     return [
         Range(number, (Job(ReadTask(read, arguments, "x")),))
         for number, (read, *arguments) in enumerate(parts)
@@ -146,9 +144,7 @@ def pack(work, setup, crew, tell=lambda _: None):
 
 
 def content(folder):
-    """What whole files hold; those half written by what was killed are swept by the owner of the
-    folder.
-    """
+    """Return the contents of complete files; the work directory's owner removes unfinished ones."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".part"}
 
 
@@ -164,9 +160,7 @@ def raylet(node):
 
 
 def kill(cluster, node, processes):
-    """Kill a node, then those of its processes: left alone they would do some more before they
-    notice.
-    """
+    """Kill a node, then its processes, which would otherwise keep working for a while."""
     cluster.remove_node(node, allow_graceful=False)
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
@@ -174,9 +168,7 @@ def kill(cluster, node, processes):
 
 
 def once_held(folder, by, count, act):
-    """Start a thread that, when `count` processes of the node `by` hold a range, does `act(process
-    ids)`, then lets all go on.
-    """
+    """Start a thread that calls `act(process ids)` once `count` processes of the node `by` have a range."""
 
     def run():
         until = time.monotonic() + 120
@@ -197,7 +189,7 @@ def held_ranges(source, tmp_path, count):
     )
 
 
-def test_the_data_set_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
+def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 2_000)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 4_000)
     rows = tmp_path / "rows.jsonl"
@@ -223,7 +215,7 @@ def test_the_data_set_is_the_same_as_with_local_workers(other, tmp_path, monkeyp
     assert not list(tmp_path.glob(".ray*"))
 
 
-def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, tmp_path):
+def test_a_dead_node_costs_only_its_ranges(cluster, other, source, setup, tmp_path):
     work, told, said = held_ranges(source, tmp_path, 12), [], Said()
     killer = once_held(
         tmp_path / "held",
@@ -235,7 +227,7 @@ def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, t
     killer.join()
     assert ONE_LEFT in said.lines
     assert [record.number for record in records] == list(range(12))
-    assert sum(tally.documents for tally in told) == 120, "what is done again is told once"
+    assert sum(tally.documents for tally in told) == 120, "repeated work is reported once"
     for path in setup.folder.glob("*.part"):
         path.unlink()
     of_cluster = taken(setup.folder)
@@ -243,7 +235,7 @@ def test_a_node_that_dies_costs_its_ranges_only(cluster, other, source, setup, t
     assert of_cluster == content(setup.folder)
 
 
-def test_a_process_that_is_killed_costs_its_range_only(other, source, setup, tmp_path, capfd):
+def test_a_killed_process_costs_only_its_range(other, source, setup, tmp_path, capfd):
     work = held_ranges(source, tmp_path, 6)
     killer = once_held(
         tmp_path / "held", raylet(other), 1, lambda found: os.kill(found[0], signal.SIGKILL)
@@ -262,7 +254,7 @@ def test_a_range_that_kills_every_process_is_named(other, source, setup, monkeyp
         pack(ranges((source.numbered, 0, 3), (source.dies,)), setup, RayWorkers())
 
 
-def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(other, source, setup):
+def test_the_first_bad_row_in_range_order_is_raised(other, source, setup):
     with pytest.raises(DataError, match="late is bad") as caught:
         pack(
             ranges((source.numbered, 0, 500), (source.bad, "late"), (source.bad, "early")),
@@ -274,14 +266,14 @@ def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(other, s
     assert not ray.is_initialized()
 
 
-def test_a_node_that_does_not_see_a_source_is_told_from_bad_text(other, source, setup):
+def test_a_node_without_the_source_is_distinguished_from_bad_text(other, source, setup):
     with pytest.raises(
         RunFailed, match=r"The node .* cannot do what this machine can: There is no such file"
     ):
         pack(ranges((source.elsewhere, os.getpid())), setup, RayWorkers())
 
 
-def test_a_node_that_does_not_see_the_work_folder_is_said(other, source, setup, monkeypatch):
+def test_a_node_that_does_not_see_the_work_directory_is_reported(other, source, setup, monkeypatch):
     monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
     with pytest.raises(
         RunFailed,
@@ -291,8 +283,8 @@ def test_a_node_that_does_not_see_the_work_folder_is_said(other, source, setup, 
     assert list(setup.folder.iterdir()) == []
 
 
-def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, monkeypatch):
-    """The node that this process connects to has none, as the first node of a cluster often has."""
+def test_a_cluster_without_cpus_is_given_up(cluster, source, setup, tmp_path, monkeypatch):
+    """The node this process connects to has none, like the head node of many clusters."""
     monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 2.0)
     mine = started(num_cpus=0)
     monkeypatch.setenv("RAY_ADDRESS", mine.address)
@@ -310,7 +302,7 @@ def test_a_cluster_without_a_cpu_is_given_up(cluster, source, setup, tmp_path, m
         mine.shutdown()
 
 
-def test_a_cluster_that_is_in_use_is_left_running(other, source, setup):
+def test_a_cluster_in_use_keeps_running(other, source, setup):
     ray.init(log_to_driver=False, logging_level="ERROR")
     try:
         pack(ranges((source.numbered, 0, 3)), setup, RayWorkers(1))

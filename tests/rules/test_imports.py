@@ -46,6 +46,20 @@ HOUSE = (
 )
 """The list. docs/decisions/0001-imports-point-down.md says why."""
 
+PREPARE = (
+    "request",
+    "pack",
+    "plan",
+    "workers",
+    "join",
+    "writer",
+    "pipeline",
+    "upload",
+    "chunks",
+    "import_chunks",
+)
+"""The order of the stages in data/prepare, which import each other in one direction too."""
+
 
 def place(module: str) -> str:
     """The entry of the list that `flatout.data.store.order` belongs to: `data`. The package's own
@@ -53,6 +67,12 @@ def place(module: str) -> str:
     """
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "flatout"
+
+
+def stage(module: str) -> str | None:
+    """The entry of PREPARE that a module of data/prepare belongs to; None elsewhere."""
+    package, _, rest = module.partition("flatout.data.prepare.")
+    return rest.split(".")[0] if not package and rest else None
 
 
 def imported(source, modules: set[str]) -> list[tuple[str, int]]:
@@ -78,15 +98,15 @@ def imported(source, modules: set[str]) -> list[tuple[str, int]]:
     return [(name, line) for name, line in found if name.split(".")[0] == "flatout"]
 
 
-def offenders(sources) -> list[str]:
+def offenders(sources, entries=HOUSE, entry=place) -> list[str]:
     modules = {source.module for source in sources}
-    order = {name: index for index, name in enumerate(HOUSE)}
+    order = {name: index for index, name in enumerate(entries)}
     wrong = []
     for source in sources:
-        own = place(source.module)
-        for target, line in imported(source, modules):
-            other = place(target)
-            if other != own and order.get(other, len(order)) >= order.get(own, -1):
+        own = entry(source.module)
+        for target, line in imported(source, modules) if own else ():
+            other = entry(target)
+            if other and other != own and order.get(other, len(order)) >= order.get(own, -1):
                 wrong.append(
                     f"{source.path}:{line} imports {target}: `{other}` does not come before `{own}`"
                 )
@@ -95,6 +115,10 @@ def offenders(sources) -> list[str]:
 
 def test_imports_only_point_up_the_list(package, no_offenders):
     no_offenders(offenders(package))
+
+
+def test_stages_of_prepare_import_in_one_direction(package, no_offenders):
+    no_offenders(offenders(package, PREPARE, stage))
 
 
 def test_every_module_has_its_place_in_the_list(package, no_offenders):

@@ -22,7 +22,6 @@ TO_SPLIT = frozenset(
         "flatout/ops/scan.py",
         "tests/benchmarks/test_first_contact.py",
         "tests/benchmarks/test_throughput.py",
-        "tests/data/prepare/test_pipeline.py",
         "tests/models/test_language_model.py",
         "tests/ops/test_split_update.py",
         "tests/test_trust.py",

@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def chunks(tmp_path):
-    """Write chunks into a folder and return it: arrays by number, and the metadata."""
+    """Write chunks, arrays by number, and metadata into a folder, and return it."""
 
     def write(by_number, metadata=None, *, name="chunks"):
         folder = tmp_path / name
@@ -51,7 +51,7 @@ def of_split(folder, name):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_tokens_come_over_as_they_are(chunks, first):
+def test_tokens_are_imported_unchanged(chunks, first):
     whole = RNG.integers(0, 256, 1000)
     whole[[99, 150, 420, 949]] = EOT
     folder = chunks(
@@ -68,20 +68,20 @@ def test_tokens_come_over_as_they_are(chunks, first):
     assert made.chunks == 10
 
 
-def test_each_chunk_a_document(chunks):
+def test_each_chunk_can_be_a_document(chunks):
     folder = chunks({0: [1, 2, 3], 1: [4, EOT, 5], 2: [6, 7]})
     bring_in(folder, documents="chunk", split="tail 0.5")
     assert of_split(folder, "train") == ([1, 2, 3, 4], [3, 4])
     assert of_split(folder, "val") == ([EOT, 5, 6, 7], [2, 4])
 
 
-def test_one_chunk_is_split_too(chunks):
+def test_a_single_chunk_is_split(chunks):
     folder = chunks({0: np.arange(200)})
     bring_in(folder)
     assert of_split(folder, "train") == (list(range(180)), [180])
 
 
-def test_importing_again_does_nothing_and_another_set_is_refused(chunks):
+def test_importing_again_does_nothing_and_a_different_dataset_is_refused(chunks):
     folder = chunks({0: np.arange(200)})
     bring_in(folder)
     assert bring_in(folder).existed
@@ -103,9 +103,7 @@ TEXTS = ["The cat sat on the mat. ", "It's 12345 cats, isn't it?\n"] * 20
 
 
 def hub_file(folder):
-    """Write a small tokenizer laid out as GPT-2's, end-of-text last, as a snapshot of the hub holds
-    it: a link to a blob.
-    """
+    """Write a small tokenizer like GPT-2's, end-of-text last, in the layout of a hub snapshot."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -135,7 +133,7 @@ def tiktoken_file(folder):
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "folder", "saved", "tiktoken"])
-def test_chunks_of_every_kind_of_tokenizer_file_come_over(chunks, tmp_path, kind):
+def test_chunks_of_every_kind_of_tokenizer_are_imported(chunks, tmp_path, kind):
     path = tiktoken_file(tmp_path) if kind == "tiktoken" else hub_file(tmp_path)
     options = {"pattern": GPT2_PATTERN} if kind == "tiktoken" else {}
     known = load_tokenizer(path, **options)
@@ -178,7 +176,7 @@ def test_an_unknown_tiktoken_file_is_imported_with_its_pattern(chunks, tmp_path)
     assert bring_in(folder, tokenizer=str(path), pattern=GPT2_PATTERN).manifest.tokens == 200
 
 
-def test_what_json_has_no_number_for_is_kept_as_text_and_compares(chunks):
+def test_numbers_that_json_lacks_are_kept_as_text(chunks):
     folder = chunks({0: np.arange(200)})
     (folder / "metadata.json").write_text('{"loss": NaN, "most": -Infinity, "large": [1e999, 1.5]}')
     made = bring_in(folder)
@@ -207,7 +205,7 @@ def test_missing_numbers_are_named(chunks):
         bring_in(chunks({0: [1], 1: [1]}, {"num_chunks": 7}, name="fewer"))
 
 
-def test_numbers_that_are_there_twice(chunks):
+def test_duplicate_numbers_are_refused(chunks):
     folder = chunks({0: [1], 1: [2]})
     torch.save(torch.tensor([1]), folder / "chunk_1.pt")
     with pytest.raises(DataError, match="more than one chunk number 1"):
@@ -247,7 +245,7 @@ class Evil:
         (bytearray(9), r"contains more than a tensor: it names \w+\.bytearray"),
     ],
 )
-def test_a_chunk_that_cannot_be_used_is_named_and_nothing_stays(chunks, capsys, content, wanted):
+def test_an_unusable_chunk_is_named_and_nothing_is_kept(chunks, capsys, content, wanted):
     folder = chunks({0: [1, 2, 3], 1: [1]})
     if isinstance(content, bytes):
         path(folder, 1).write_bytes(content)
@@ -267,19 +265,19 @@ def test_a_chunk_that_cannot_be_used_is_named_and_nothing_stays(chunks, capsys, 
         ([1], "is not a JSON object"),
     ],
 )
-def test_metadata_that_does_not_fit(chunks, metadata, wanted):
+def test_metadata_that_contradicts_the_chunks_is_refused(chunks, metadata, wanted):
     folder = chunks({0: [1, 2], 1: [3, 4]}, metadata)
     with pytest.raises(DataError, match=wanted):
         bring_in(folder)
 
 
-def test_a_padded_vocabulary_and_keys_of_no_interest_are_fine(chunks):
+def test_a_padded_vocabulary_and_unknown_keys_are_accepted(chunks):
     bring_in(
         chunks({0: [1, 2], 1: [3, 4]}, {"vocab_size": 50_304, "total_tokens": 4, "author": None})
     )
 
 
-def test_metadata_that_is_no_json(chunks):
+def test_metadata_must_be_json(chunks):
     folder = chunks({0: [1, 2]})
     (folder / "metadata.json").write_text("{")
     with pytest.raises(DataError, match=r"metadata.json cannot be read"):
@@ -295,17 +293,17 @@ def test_metadata_that_is_no_json(chunks):
         ({"split": "half"}, "is not a split rule"),
     ],
 )
-def test_what_chunks_cannot_be(chunks, options, wanted):
+def test_options_that_need_text_are_refused(chunks, options, wanted):
     with pytest.raises(DataError, match=wanted):
         bring_in(chunks({0: [1, 2]}), **options)
 
 
-def test_too_few_tokens_for_two_splits(chunks):
+def test_too_few_tokens_for_two_splits_are_refused(chunks):
     with pytest.raises(DataError, match="contains 1 token, and none is for training"):
         bring_in(chunks({0: [1]}))
 
 
-def test_nothing_there(tmp_path):
+def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"has no chunk_NNNNNN\.pt files"):
         bring_in(tmp_path)
     with pytest.raises(DataError, match="is not a directory"):

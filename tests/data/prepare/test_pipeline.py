@@ -3,10 +3,10 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from prepared import Listener, content, documents, write_rows
 
 from flatout.data.prepare import pipeline as stage
 from flatout.data.prepare.pack import jobs
@@ -14,56 +14,6 @@ from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.sources import ReadTask, files
-
-
-class Listener:
-    """Keeps what is said and which steps were opened."""
-
-    def __init__(self):
-        self.said = []
-        self.tasks = []
-        self.done = {}
-
-    def say(self, line):
-        self.said.append(line)
-
-    @contextmanager
-    def task(self, what, *, total=None, unit=""):
-        self.tasks.append(what)
-        listener = self
-
-        class Task:
-            def advance(self, amount=1):
-                listener.done[what] = listener.done.get(what, 0) + amount
-
-            def note(self, text):
-                pass
-
-        yield Task()
-
-
-def write_rows(path, values):
-    path.write_text(
-        "".join(json.dumps({"text": value}) + "\n" for value in values), encoding="utf-8"
-    )
-    return path
-
-
-def content(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def documents(folder, name):
-    """The texts of a split, as the tokens say."""
-    dataset = Dataset.open(folder)
-    split = dataset.split(name)
-    tokens = split.read_tokens(0, split.num_tokens)
-    starts = [0, *split.document_ends[:-1]]
-    assert all(tokens[end - 1] == dataset.tokenizer.eot_id for end in split.document_ends)
-    return [
-        dataset.tokenizer.decode(tokens[start : end - 1])
-        for start, end in zip(starts, split.document_ends, strict=True)
-    ]
 
 
 @pytest.fixture
@@ -80,7 +30,7 @@ def rows(tmp_path):
     )
 
 
-def test_one_text_is_cut_by_the_tail_exactly(book, tmp_path):
+def test_tail_cuts_a_single_text_exactly(book, tmp_path):
     text = book.read_text()
     made = prepare_dataset(
         [str(book)], tmp_path / "out", Options(tokenizer="char", split="tail 0.1")
@@ -99,7 +49,7 @@ def test_one_text_is_cut_by_the_tail_exactly(book, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
-def test_rows_come_back_whole_and_in_order(rows, tmp_path, tokenizer):
+def test_rows_are_stored_completely_and_in_order(rows, tmp_path, tokenizer):
     values = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
     made = prepare_dataset(
         [str(rows)], tmp_path / "out", Options(tokenizer=tokenizer, split="tail 0.1")
@@ -119,9 +69,7 @@ def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch
     assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
 
 
-def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of_workers(
-    tmp_path, monkeypatch
-):
+def test_tail_cuts_the_longer_of_two_texts_for_any_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
     folder = tmp_path / "texts"
@@ -140,99 +88,6 @@ def test_the_tail_of_a_short_and_a_long_text_cuts_the_long_one_for_any_number_of
     cut = int((len(short) + len(long)) * 0.9) - len(short)
     assert documents(tmp_path / "out1", "train") == [short, long[:cut]]
     assert documents(tmp_path / "out1", "val") == [long[cut:]]
-
-
-def test_preparing_again_does_nothing_and_says_so(book, tmp_path):
-    first = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
-    before = {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
-    listener = Listener()
-    again = prepare_dataset(
-        [str(book)], tmp_path / "out", Options(tokenizer="byte"), progress=listener
-    )
-    assert again.existed
-    assert again.manifest == first.manifest
-    assert {path: path.stat().st_mtime_ns for path in first.path.iterdir()} == before
-    assert "already contains this dataset" in listener.said[0]
-    assert listener.tasks == []
-
-
-def test_the_same_text_in_another_place_is_the_same_data_set(book, tmp_path):
-    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
-    (tmp_path / "moved").mkdir()
-    moved = book.rename(tmp_path / "moved" / "book.txt")
-    os.utime(moved, (0, 0))
-    assert prepare_dataset([str(moved)], tmp_path / "out", Options(tokenizer="byte")).existed
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"tokenizer": "char"}, "tokenizer is 'byte', and 'char' is requested"),
-        ({"split": "tail 0.5"}, "split is None, and 'tail 0.5' is requested"),
-        ({"max_documents": 5}, "max_documents is None, and 5 is requested"),
-        ({"text_field": "body"}, "text_field is 'text', and 'body' is requested"),
-    ],
-)
-def test_another_data_set_there_is_refused_and_kept(tmp_path, changed, said):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "one two three", "body": "two"}\n' * 20)
-    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
-    before = content(tmp_path / "out")
-    with pytest.raises(DataError, match=said):
-        prepare_dataset([str(rows)], tmp_path / "out", Options(**{"tokenizer": "byte", **changed}))
-    assert content(tmp_path / "out") == before
-
-
-def test_text_that_has_changed_is_another_data_set(book, tmp_path):
-    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
-    book.write_text(book.read_text().replace("Sentence 7 ", "Sentence X "))
-    with pytest.raises(DataError, match="the text has changed"):
-        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
-    with pytest.raises(DataError, match=r"its text is .*book\.txt, and synthetic is requested"):
-        prepare_dataset(["synthetic"], tmp_path / "out", Options(tokenizer="byte"))
-
-
-def test_a_tokenizer_file_is_told_by_its_content(book, tmp_path):
-    first = prepare_dataset([str(book)], tmp_path / "first", Options(tokenizer="train:300"))
-    options = Options(tokenizer=str(first.path / "tokenizer.json"))
-    second = prepare_dataset([str(book)], tmp_path / "second", options)
-    assert content(first.path)["train-00000.bin"] == content(second.path)["train-00000.bin"]
-    assert content(first.path)["tokenizer.json"] == content(second.path)["tokenizer.json"]
-    assert prepare_dataset(
-        [str(book)], tmp_path / "second", Options(tokenizer=str(first.path))
-    ).existed
-    other = prepare_dataset(
-        ["synthetic:documents=20"], tmp_path / "other", Options(tokenizer="train:300")
-    )
-    with pytest.raises(DataError, match="tokenizer is 'sha256:"):
-        prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(other.path)))
-
-
-def test_a_folder_with_something_else_in_it_is_refused_before_any_work(book, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("precious")
-    listener = Listener()
-    with pytest.raises(DataError, match="is not an empty directory"):
-        prepare_dataset([str(book)], tmp_path / "out", Options(), progress=listener)
-    assert content(tmp_path / "out") == {"thesis.txt": b"precious"}
-    assert listener.tasks == []
-    with pytest.raises(DataError, match="is not an empty"):
-        prepare_dataset([str(book)], book, Options())
-    (tmp_path / "empty").mkdir()
-    assert (
-        prepare_dataset(
-            [str(book)], tmp_path / "empty", Options(tokenizer="byte")
-        ).manifest.documents
-        == 1
-    )
-
-
-def test_a_torn_data_set_there_is_said(book, tmp_path):
-    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
-    with (made.path / "train-00000.bin").open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(DataError, match=r"train-00000\.bin"):
-        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
 
 
 def test_bad_rows_raise_by_name_or_are_counted_in_the_manifest(tmp_path):
@@ -269,14 +124,14 @@ def test_bad_rows_raise_by_name_or_are_counted_in_the_manifest(tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "train:300"])
 @pytest.mark.parametrize("name", ["empty.txt", "blank.jsonl"])
-def test_an_empty_corpus_is_said_and_leaves_nothing(tmp_path, tokenizer, name):
+def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path, tokenizer, name):
     (tmp_path / name).write_text("\n\n" if name.endswith("l") else "")
     with pytest.raises(DataError, match=r"contains no documents|corpus is empty"):
         prepare_dataset([str(tmp_path / name)], tmp_path / "out", Options(tokenizer=tokenizer))
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
 
-def test_a_split_that_would_be_empty_is_said_and_leaves_nothing(rows, tmp_path):
+def test_a_rule_with_an_empty_split_is_refused_and_leaves_nothing(rows, tmp_path):
     with pytest.raises(DataError, match=r"none of the 300 documents for validation.*tail 0\.1"):
         prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte", split="hash 1e-9"))
     with pytest.raises(DataError, match="for training"):
@@ -314,20 +169,20 @@ def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
     "options",
     [{"max_documents": 0}, {"max_bytes": -1}, {"split": "half"}, {"on_bad_row": "ignore"}],
 )
-def test_values_that_cannot_be_meant_are_refused_before_reading(tmp_path, options):
+def test_invalid_options_are_refused_before_reading(tmp_path, options):
     with pytest.raises(DataError, match=r"max-documents|max-bytes|split rule|on-bad-row"):
         prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(**options))
     with pytest.raises(DataError, match="--workers 0"):
         prepare_dataset([str(tmp_path / "missing.txt")], tmp_path / "out", Options(), workers=0)
 
 
-def test_a_packed_tokenizer_is_to_be_unpacked(book, tmp_path):
+def test_a_compressed_tokenizer_is_refused(book, tmp_path):
     with pytest.raises(DataError, match=r"x\.json\.gz is compressed") as raised:
         prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="x.json.gz"))
     assert raised.value.fix.startswith("Decompress it first")
 
 
-def test_a_row_left_out_of_a_file_whose_name_is_not_utf8_is_written_down(tmp_path):
+def test_skipped_rows_of_a_file_with_a_non_utf8_name_are_recorded(tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / os.fsdecode(b"b\xfc.txt")).write_text("")
     (tmp_path / "texts" / "a.txt").write_text("text")
@@ -335,12 +190,12 @@ def test_a_row_left_out_of_a_file_whose_name_is_not_utf8_is_written_down(tmp_pat
     assert [entry.first for entry in made.manifest.skipped] == [(f"{tmp_path}/texts/b\ufffd.txt",)]
 
 
-def test_a_disk_that_cannot_be_written_is_said(book, tmp_path):
+def test_an_unwritable_directory_is_named(book, tmp_path):
     with pytest.raises(DataError, match="Cannot write"):
         prepare_dataset([str(book)], tmp_path / "book.txt" / "out", Options(tokenizer="byte"))
 
 
-def test_a_disk_that_fills_up_leaves_nothing(rows, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(rows, tmp_path, monkeypatch):
     from flatout import files as disk
 
     def full(descriptor):
@@ -352,7 +207,7 @@ def test_a_disk_that_fills_up_leaves_nothing(rows, tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
+def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
     (tmp_path / "slow_source.py").write_text(
         "import time\nfrom flatout.sources import ReadTask\n"
         "def read(number):\n    yield f'document {number}'\n    time.sleep(600 if number > 1 else 0)\n"
@@ -366,8 +221,8 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
         "from flatout.data.prepare.pipeline import Options, prepare_dataset\n"
         "from flatout.data.prepare.workers.local import LocalWorkers\n"
         "pack = LocalWorkers.pack\n"
-        "def told(crew, ranges, setup, tell):\n"
-        "    for item in pack(crew, ranges, setup, tell):\n"
+        "def told(crew, ranges, setup, report):\n"
+        "    for item in pack(crew, ranges, setup, report):\n"
         "        print('pids', *[worker.process.pid for worker in crew._workers], flush=True)\n"
         "        yield item\n"
         "LocalWorkers.pack = told\n"
@@ -382,9 +237,9 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)
     assert "KeyboardInterrupt" in errors
-    assert errors.count("Traceback") == 1, "workers say nothing"
+    assert errors.count("Traceback") == 1, "workers print nothing"
     assert [path.name for path in (tmp_path / "out_parent").iterdir()] == [".out.part"], (
-        "what is done stays"
+        "finished ranges stay"
     )
     assert sorted(path.name for path in tmp_path.glob("out_parent/.out.part/ranges/*.json"))[
         :1
@@ -395,7 +250,7 @@ def test_ctrl_c_keeps_what_is_done_and_leaves_no_process(tmp_path):
             os.kill(pid, 0)
 
 
-def test_what_a_killed_prepare_left_does_not_disturb_the_next(book, tmp_path):
+def test_leftovers_of_a_killed_prepare_do_no_harm(book, tmp_path):
     (tmp_path / ".out.part").mkdir()
     (tmp_path / ".out.part" / "train-00000.bin").write_bytes(b"torn")
     made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
@@ -403,7 +258,7 @@ def test_what_a_killed_prepare_left_does_not_disturb_the_next(book, tmp_path):
     assert not (tmp_path / ".out.part").exists()
 
 
-def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch):
+def test_long_steps_report_progress_to_the_end(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
     listener = Listener()
@@ -420,7 +275,7 @@ def test_long_steps_are_said_and_counted_to_the_end(rows, tmp_path, monkeypatch)
     assert listener.done["Tokenising"] == pytest.approx(rows.stat().st_size / 1e6)
 
 
-def test_little_text_is_not_worth_a_process(rows, monkeypatch):
+def test_little_text_uses_one_process(rows, monkeypatch):
     monkeypatch.setattr(stage, "usable_cores", lambda: 64)
     monkeypatch.setattr(stage, "cgroup_limits", lambda: (None, None))
     assert stage.default_workers(files.files(str(rows))) == 1
@@ -437,7 +292,7 @@ def test_tokens_are_stored_in_16_bits_when_they_fit(book, tmp_path):
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "train:300"])
-def test_a_tokenizer_is_made_from_prompts_too(tmp_path, tokenizer):
+def test_a_tokenizer_is_trained_on_prompts_too(tmp_path, tokenizer):
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(
@@ -454,18 +309,18 @@ def test_a_tokenizer_is_made_from_prompts_too(tmp_path, tokenizer):
     assert documents(made.path, "train")[0].startswith("QUESTION 0?answer 0")
     known = Dataset.open(made.path).tokenizer
     if tokenizer != "char":
-        assert len(known.encode("QUESTION")) < len("QUESTION"), "prompts have merges of their own"
+        assert len(known.encode("QUESTION")) < len("QUESTION"), "merges are learned from prompts"
     plain = prepare_dataset(
         [str(path)], tmp_path / "plain", Options(tokenizer=tokenizer, split="tail 0.5"), workers=1
     )
     assert "Q" not in getattr(Dataset.open(plain.path).tokenizer, "characters", "")
     if tokenizer != "char":
         assert len(Dataset.open(plain.path).tokenizer.encode("QUESTION")) == len("QUESTION"), (
-            "what is not packed is not learned"
+            "text that is not packed is not learned"
         )
 
 
-def test_a_mask_field_is_packed_and_not_learned_from(tmp_path):
+def test_a_mask_field_is_packed_and_masked(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(
         "".join(

@@ -26,7 +26,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_folder_holds_what_was_written(tmp_path, stub_tokenizer):
+def test_the_dataset_contains_what_was_written(tmp_path, stub_tokenizer):
     skipped = [SkippedEntry(reason="not UTF-8", count=2, first=("a.txt", "b.txt"))]
     with DatasetWriter(tmp_path / "a" / "b", vocab_size=300) as writer:
         writer.train.append(np.arange(5), [2, 5], text_bytes=11)
@@ -53,7 +53,7 @@ def test_the_folder_holds_what_was_written(tmp_path, stub_tokenizer):
     assert contents(dataset.path)["train-documents.bin"] == np.array([2, 5], "<i8").tobytes()
 
 
-def test_how_the_tokens_are_handed_over_does_not_matter(tmp_path, stub_tokenizer):
+def test_the_number_of_calls_does_not_matter(tmp_path, stub_tokenizer):
     tokens, mask = RNG.integers(0, 300, 1000), RNG.integers(0, 2, 1000)
     ends = np.array([100, 350, 351, 999])
     for name, cuts in {"whole": [0, 1000], "pieces": [0, 1, 100, 100, 350, 700, 1000]}.items():
@@ -88,7 +88,7 @@ def test_each_block_has_its_own_checksum(tmp_path, stub_tokenizer):
     assert entry.block_crc32 == tuple(zlib.crc32(block) for block in blocks)
 
 
-def test_an_error_leaves_nothing(tmp_path):
+def test_an_error_leaves_no_files(tmp_path):
     def interrupted():
         with DatasetWriter(tmp_path / "set", vocab_size=300) as writer:
             writer.train.append(np.arange(5), [5], text_bytes=5)
@@ -99,7 +99,7 @@ def test_an_error_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_is_absent_until_it_is_whole(tmp_path, stub_tokenizer, monkeypatch):
+def test_the_directory_appears_only_when_complete(tmp_path, stub_tokenizer, monkeypatch):
     out = tmp_path / "set"
     seen = []
     original = joining.write_whole
@@ -114,7 +114,7 @@ def test_the_folder_is_absent_until_it_is_whole(tmp_path, stub_tokenizer, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-def test_what_a_killed_process_left_is_cleared(tmp_path, stub_tokenizer):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path, stub_tokenizer):
     killed = tmp_path / ".set.part"
     killed.mkdir()
     (killed / "train-00007.bin").write_bytes(b"old")
@@ -123,7 +123,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path, stub_tokenizer):
     assert "train-00007.bin" not in contents(tmp_path / "set")
 
 
-def test_two_writers_of_one_folder(tmp_path):
+def test_two_writers_of_one_directory_are_refused(tmp_path):
     (tmp_path / ".set.part").mkdir()
     other = os.open(tmp_path / ".set.part", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -134,7 +134,7 @@ def test_two_writers_of_one_folder(tmp_path):
         os.close(other)
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path, stub_tokenizer):
+def test_an_occupied_directory_is_left_alone(tmp_path, stub_tokenizer):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "mine.txt").write_text("mine")
     with pytest.raises(DataError, match="not an empty directory"):
@@ -142,7 +142,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path, stub_tokenizer):
     assert contents(tmp_path / "set") == {"mine.txt": b"mine"}
 
 
-def test_an_empty_folder_is_filled(tmp_path, stub_tokenizer, monkeypatch):
+def test_an_empty_directory_is_filled(tmp_path, stub_tokenizer, monkeypatch):
     (tmp_path / "set").mkdir()
     monkeypatch.chdir(tmp_path / "set")
     with DatasetWriter(".", vocab_size=300) as writer:
@@ -150,13 +150,13 @@ def test_an_empty_folder_is_filled(tmp_path, stub_tokenizer, monkeypatch):
     assert Dataset.open(tmp_path / "set").manifest.tokens == 0
 
 
-def test_a_disk_that_refuses(tmp_path):
+def test_an_unwritable_disk_is_an_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"Cannot write .*--out"):
         DatasetWriter(tmp_path / "file" / "set", vocab_size=300)
 
 
-def test_a_full_disk(tmp_path, stub_tokenizer, monkeypatch):
+def test_a_full_disk_is_an_error(tmp_path, stub_tokenizer, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
@@ -169,7 +169,7 @@ def test_a_full_disk(tmp_path, stub_tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("token", [300, -1])
-def test_an_id_outside_the_vocabulary(tmp_path, token):
+def test_an_id_outside_the_vocabulary_is_refused(tmp_path, token):
     with (
         pytest.raises(DataError, match="states a vocabulary of 300"),
         DatasetWriter(tmp_path / "set", vocab_size=300) as writer,

@@ -1,6 +1,4 @@
-"""A file of torch.save takes no more memory than it has bytes, and whatever is wrong with it has a
-name.
-"""
+"""Reading a file of torch.save needs no more memory than its size, and any damage gives a named error."""
 
 import os
 import pickle
@@ -27,7 +25,7 @@ def saved(path, what=TOKENS, **options):
     [TOKENS, TOKENS[3:20], TOKENS[::2], TOKENS.float(), torch.nn.Parameter(TOKENS.double())],
     ids=str,
 )
-def test_a_tensor_comes_back(tmp_path, zipped, tensor):
+def test_a_tensor_is_read_back(tmp_path, zipped, tensor):
     assert load_tensor(
         saved(tmp_path / "a.pt", tensor, _use_new_zipfile_serialization=zipped)
     ).equal(tensor)
@@ -65,7 +63,7 @@ class Calls:
     [(bytearray, 1 << 40), (torch.LongTensor, 1 << 40), (set, (1,)), (os.system, "true")],
     ids=lambda call: call[0].__name__,
 )
-def test_nothing_is_called_that_allocates_by_a_number_in_the_file(tmp_path, zipped, call):
+def test_functions_that_allocate_by_a_number_in_the_file_are_never_called(tmp_path, zipped, call):
     path = saved(tmp_path / "a.pt", [Calls(*call)], _use_new_zipfile_serialization=zipped)
     with pytest.raises(
         DataError,
@@ -75,7 +73,7 @@ def test_nothing_is_called_that_allocates_by_a_number_in_the_file(tmp_path, zipp
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_an_expanded_tensor_is_not_written_out(tmp_path, zipped):
+def test_an_expanded_tensor_is_refused(tmp_path, zipped):
     path = saved(
         tmp_path / "a.pt",
         torch.zeros(1, dtype=torch.int64).expand(1 << 44),
@@ -89,9 +87,7 @@ def test_an_expanded_tensor_is_not_written_out(tmp_path, zipped):
 
 
 def rewritten(path, change):
-    """Write the archive anew, entry by entry, as `change` makes each: its content and how it is
-    packed.
-    """
+    """Rewrite the archive; `change` returns the content and compression of each entry."""
     with zipfile.ZipFile(path) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w") as archive:
@@ -100,7 +96,7 @@ def rewritten(path, change):
     return path
 
 
-def test_a_packed_archive_is_not_unpacked(tmp_path):
+def test_a_compressed_archive_is_refused(tmp_path):
     path = saved(tmp_path / "a.pt", torch.zeros(1_000_000, dtype=torch.int64))
     rewritten(path, lambda _, content: (content, zipfile.ZIP_DEFLATED))
     assert path.stat().st_size < 20_000
@@ -108,7 +104,7 @@ def test_a_packed_archive_is_not_unpacked(tmp_path):
         load_tensor(path)
 
 
-def test_a_pickle_that_is_larger_than_a_tensors_is_not_loaded(tmp_path):
+def test_a_pickle_too_large_for_a_tensor_is_refused(tmp_path):
     path = saved(tmp_path / "a.pt")
     rewritten(
         path,
@@ -122,7 +118,7 @@ def test_a_pickle_that_is_larger_than_a_tensors_is_not_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
+def test_special_files_are_refused_without_waiting(tmp_path, kind):
     path = tmp_path / "chunk_000000.pt"
     os.mkfifo(path) if kind == "fifo" else path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
@@ -132,7 +128,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, kind):
     assert find_chunks(tmp_path) == [path]
 
 
-def test_metadata_that_is_no_file_is_not_waited_for(tmp_path):
+def test_special_files_as_metadata_are_refused_without_waiting(tmp_path):
     saved(tmp_path / "chunk_000000.pt")
     os.mkfifo(tmp_path / METADATA)
     with pytest.raises(DataError, match=r"metadata\.json is not a regular file"):

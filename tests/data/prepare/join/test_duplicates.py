@@ -43,7 +43,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize("at_once", [7, 1 << 20], ids=["many files", "one file"])
 @pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
-def test_of_equal_documents_the_first_stays(tmp_path, small, monkeypatch, at_once, split):
+def test_the_first_of_equal_documents_stays(tmp_path, small, monkeypatch, at_once, split):
     monkeypatch.setattr(dedup, "SORTED_AT_ONCE", at_once)
     draw = random.Random(0)
     texts = [f"text {draw.randint(0, 150)} " * draw.randint(1, 2) for _ in range(400)]
@@ -69,7 +69,7 @@ def test_of_equal_documents_the_first_stays(tmp_path, small, monkeypatch, at_onc
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("split", ["hash 0.3", "tail 0.4"])
-def test_the_first_that_are_dropped_are_named_by_file_and_line(tmp_path, small, split, workers):
+def test_the_first_dropped_documents_are_named_by_file_and_line(tmp_path, small, split, workers):
     texts = [f"text {number}" for number in range(300)]
     for number in (13, *range(200, 214)):
         texts[number] = "text 3"
@@ -85,7 +85,7 @@ def test_the_first_that_are_dropped_are_named_by_file_and_line(tmp_path, small, 
     assert entry.first == tuple(f"{path}, line {number + 1}" for number in (13, *range(200, 209)))
 
 
-def test_a_range_whose_documents_cannot_be_counted_off_names_none(tmp_path, small):
+def test_a_range_with_untokenisable_documents_names_none(tmp_path, small):
     texts = ["\ud800", "a", "b", "a", *(f"text {number}" for number in range(200)), "text 199"]
     path = write(tmp_path / "rows.jsonl", texts)
     options = Options(tokenizer="byte", split="hash 0.3", duplicates="drop", on_bad_row="skip")
@@ -95,7 +95,7 @@ def test_a_range_whose_documents_cannot_be_counted_off_names_none(tmp_path, smal
     assert made.manifest.documents == len(texts) - 3
 
 
-def test_a_prompt_is_part_of_a_document(tmp_path):
+def test_prompts_distinguish_documents(tmp_path):
     path = write(
         tmp_path / "rows.jsonl", ["yes"] * 4 + ["not"] * 4, ["a", "b", "a", "c", "a", "b", "b", "d"]
     )
@@ -120,7 +120,7 @@ def test_a_prompt_is_part_of_a_document(tmp_path):
     assert mask.tolist() == [False, True, True, True, True] * 3
 
 
-def test_where_a_prompt_ends_tells_documents_apart(tmp_path):
+def test_the_end_of_a_prompt_distinguishes_documents(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["b", "\0b", "c" * 40], ["a\0", "a", ""])
     made = prepare_dataset(
         [path],
@@ -130,7 +130,7 @@ def test_where_a_prompt_ends_tells_documents_apart(tmp_path):
     assert sum(entry.count for entry in made.manifest.skipped) == 0
 
 
-def test_flags_take_their_room_where_the_system_cannot_allocate_it(tmp_path, monkeypatch):
+def test_flags_are_allocated_without_posix_fallocate(tmp_path, monkeypatch):
     """macOS has no posix_fallocate."""
     monkeypatch.delattr(os, "posix_fallocate")
     path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
@@ -142,7 +142,7 @@ def test_flags_take_their_room_where_the_system_cannot_allocate_it(tmp_path, mon
     )
 
 
-def test_a_disk_that_is_full_when_duplicates_are_flagged_keeps_what_is_done(tmp_path, monkeypatch):
+def test_a_full_disk_during_deduplication_keeps_finished_ranges(tmp_path, monkeypatch):
     path = write(tmp_path / "rows.jsonl", [f"text {number % 80}" for number in range(100)])
     options = Options(tokenizer="byte", split="tail 0.4", duplicates="drop")
     allocate = os.posix_fallocate
@@ -161,7 +161,7 @@ def test_a_disk_that_is_full_when_duplicates_are_flagged_keeps_what_is_done(tmp_
     assert prepare_dataset([path], tmp_path / "out", options).manifest.documents == 80
 
 
-def test_a_validation_of_duplicates_alone_is_refused(tmp_path):
+def test_validation_text_of_duplicates_alone_is_refused(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["same text"] * 20)
     with pytest.raises(DataError, match="for validation"):
         prepare_dataset(
@@ -171,7 +171,9 @@ def test_a_validation_of_duplicates_alone_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_validation_text_of_its_own_stays_and_training_loses_what_it_has(tmp_path, small, workers):
+def test_separate_validation_text_stays_and_training_drops_shared_documents(
+    tmp_path, small, workers
+):
     train = [f"text {number % 200}" for number in range(300)]
     val = ["text 3", "only here", "text 7", "only here", "text 3"]
     options = Options(
@@ -188,7 +190,7 @@ def test_validation_text_of_its_own_stays_and_training_loses_what_it_has(tmp_pat
     assert entry.first[:3] == tuple(f"{path}, line {number + 1}" for number in (3, 7, 200))
 
 
-def test_the_same_text_on_both_sides_leaves_nothing_to_train_on(tmp_path):
+def test_the_same_text_in_both_splits_leaves_nothing_to_train_on(tmp_path):
     path = write(tmp_path / "rows.jsonl", ["same", "text"])
     with pytest.raises(DataError, match=r"rows.jsonl is both training and validation text"):
         prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", val=(path,)))
@@ -201,7 +203,7 @@ def test_the_same_text_on_both_sides_leaves_nothing_to_train_on(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_it_is_another_data_set(tmp_path):
+def test_dropping_duplicates_makes_a_different_dataset(tmp_path):
     path = write(tmp_path / "rows.jsonl", [f"text {number % 15}" for number in range(20)])
     prepare_dataset([path], tmp_path / "out", Options(tokenizer="byte", split="tail 0.5"))
     with pytest.raises(DataError, match="duplicates is None, and 'drop' is requested"):
@@ -223,6 +225,6 @@ def test_it_is_another_data_set(tmp_path):
         ([1, 0, 1], [(2, 5)]),
     ],
 )
-def test_what_stays_is_copied_in_runs(drops, wanted):
+def test_kept_documents_are_copied_in_runs(drops, wanted):
     assert runs(np.array([2, 5, 9]), np.array(drops, bool)) == wanted
     assert runs(np.empty(0, int), np.empty(0, bool)) == []

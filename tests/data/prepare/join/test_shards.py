@@ -24,7 +24,7 @@ def work(tmp_path):
 
 
 def write_ranges(work, cuts, mask=None):
-    """The tokens in ranges that end at the cuts; the last hundred again as validation."""
+    """Write the tokens in ranges that end at the cuts, and the last hundred again as validation."""
     records = []
     for number, (first, last) in enumerate(zip([0, *cuts], cuts, strict=False)):
         writer = RangeWriter(work.ranges, number, vocab_size=300)
@@ -54,7 +54,7 @@ def joined(work, records, tokenizer):
 
 
 @pytest.mark.parametrize("mask", [None, MASK], ids=["plain", "masked"])
-def test_the_bytes_do_not_depend_on_the_ranges(tmp_path, stub_tokenizer, mask):
+def test_bytes_do_not_depend_on_the_ranges(tmp_path, stub_tokenizer, mask):
     made = []
     for name, cuts in {
         "one": [1000],
@@ -73,7 +73,7 @@ def test_the_bytes_do_not_depend_on_the_ranges(tmp_path, stub_tokenizer, mask):
         assert np.array_equal(dataset.split("train").read_mask_range(0, 1000), mask)
 
 
-def test_a_join_that_is_stopped_goes_on_and_makes_the_same(
+def test_an_interrupted_join_resumes_with_the_same_result(
     work, stub_tokenizer, monkeypatch, tmp_path
 ):
     cuts = [100, 351, 999, 1000]
@@ -101,13 +101,13 @@ def test_a_join_that_is_stopped_goes_on_and_makes_the_same(
             break
         times += 1
         assert not work.target.exists()
-        assert not list(work.joined.glob("*.part")), "nothing is torn"
+        assert not list(work.joined.glob("*.part")), "no unfinished files"
     assert times >= 3
     assert contents(work.target) == wanted
     assert not work.path.exists()
 
 
-def test_ranges_go_as_soon_as_their_tokens_are_in_shards(work, stub_tokenizer, monkeypatch):
+def test_ranges_are_removed_once_their_tokens_are_in_shards(work, stub_tokenizer, monkeypatch):
     records = write_ranges(work, [100, 351, 999, 1000])
     left = []
     copied = joining._SplitJoiner._write_shard
@@ -121,7 +121,7 @@ def test_ranges_go_as_soon_as_their_tokens_are_in_shards(work, stub_tokenizer, m
     assert left[:8] == [4, 3, 3, 2, 2, 2, 2, 2]
 
 
-def test_a_damaged_range_is_done_again(work, stub_tokenizer):
+def test_a_damaged_range_is_packed_again(work, stub_tokenizer):
     records = write_ranges(work, [100, 351, 999, 1000])
     check_files(work, records)
     with (work.ranges / "000001.train.bin").open("r+b") as file:
@@ -134,7 +134,7 @@ def test_a_damaged_range_is_done_again(work, stub_tokenizer):
 @pytest.mark.parametrize(
     "spoil", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:50])]
 )
-def test_a_range_that_is_gone_is_done_again(work, stub_tokenizer, spoil):
+def test_a_missing_range_is_packed_again(work, stub_tokenizer, spoil):
     records = write_ranges(work, [100, 351, 999, 1000])
     spoil(work.ranges / "000001.train.bin")
     with pytest.raises(Unfinished, match=r"000001\.train\.bin was damaged"):

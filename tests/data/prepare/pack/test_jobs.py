@@ -8,7 +8,7 @@ from flatout.errors import DataError
 from flatout.sources import RowLocation
 
 
-def test_where_rows_are_survives_the_disk_whatever_the_file_is_called(tmp_path):
+def test_row_locations_survive_json_for_any_file_name(tmp_path):
     odd = os.fsdecode(b"/text/caf\xe9 100%41, a.jsonl")
     places = (RowLocation(odd, 7), RowLocation("é.parquet, row 3"))
     record = RangeRecord(
@@ -24,13 +24,13 @@ def test_where_rows_are_survives_the_disk_whatever_the_file_is_called(tmp_path):
     assert read_records(tmp_path) == {0: record}
 
 
-def test_a_secret_in_an_address_is_not_written_down():
+def test_secrets_in_urls_are_not_stored():
     secret = RowLocation("https://me:word@host/a.jsonl?key=1", 7)
     record = RangeRecord(number=0, num_bytes=9, splits={}, first_bad=(secret, "is bad"))
     assert record.model_dump()["first_bad"] == (("https://host/a.jsonl", 7), "is bad")
 
 
-def test_a_record_of_another_flatout_is_named(tmp_path):
+def test_a_record_of_another_version_is_named(tmp_path):
     path = tmp_path / ".out.part" / "ranges" / "000000.json"
     path.parent.mkdir(parents=True)
     path.write_text('{"number": 0, "num_bytes": 1, "splits": {}, "first_bad": "row 7 is bad"}')

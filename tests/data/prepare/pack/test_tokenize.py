@@ -37,7 +37,7 @@ class ListSink:
 
 
 class Packed:
-    """What some jobs pack to, by split, and what is left out of them."""
+    """The tokens of some jobs by split, and the rows left out."""
 
     def __init__(self, jobs, packing, report=lambda _: None):
         sinks = {name: ListSink() for name in SPLITS}
@@ -56,7 +56,7 @@ def counts(packed):
 
 
 def byte_tokens(packed, name):
-    """The split as text, end-of-text shown as |."""
+    """Return a split as text, with | for end-of-text."""
     return "".join("|" if token == 256 else chr(token) for token in packed.tokens[name])
 
 
@@ -65,7 +65,7 @@ def tokenizer():
     return make_tokenizer("byte", lambda limit: ())
 
 
-def test_end_of_text_follows_every_document_and_nothing_else_is_added(tokenizer):
+def test_only_end_of_text_is_added_after_each_document(tokenizer):
     packed = pack(job("ab", "c", "def"), tokenizer, ByPosition(2, 0), "raise")
     assert byte_tokens(packed, "train") == "ab|c|"
     assert byte_tokens(packed, "val") == "def|"
@@ -73,23 +73,23 @@ def test_end_of_text_follows_every_document_and_nothing_else_is_added(tokenizer)
     assert packed.text_bytes == {"train": 3, "val": 3}
 
 
-def test_text_bytes_are_bytes_of_utf8(tokenizer):
+def test_text_bytes_count_utf8(tokenizer):
     packed = pack(job("é🙂"), tokenizer, ByPosition(1, 0), "raise")
     assert packed.text_bytes["train"] == 6
 
 
-def test_ordinals_go_on_from_the_part_before(tokenizer):
+def test_document_indices_continue_from_the_previous_job(tokenizer):
     packed = pack(job("ab", "c", first=9), tokenizer, ByPosition(10, 0), "raise")
     assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("ab|", "c|")
 
 
-def test_a_job_may_state_where_its_documents_go(tokenizer):
+def test_a_job_may_have_its_own_split(tokenizer):
     packed = pack(job("ab", "c", assignment=Whole("val")), tokenizer, Whole("train"), "raise")
     assert (byte_tokens(packed, "train"), byte_tokens(packed, "val")) == ("", "ab|c|")
     assert byte_tokens(pack(job("ab", "c"), tokenizer, Whole("train"), "raise"), "train") == "ab|c|"
 
 
-def test_a_single_document_is_cut_by_characters(tokenizer):
+def test_tail_cuts_a_document_by_characters(tokenizer):
     packed = pack(job("abcdé"), tokenizer, ByPosition(0, 3), "raise")
     assert byte_tokens(packed, "train") == "abc|"
     assert packed.tokens["val"] == [ord("d"), 0xC3, 0xA9, 256]
@@ -105,11 +105,11 @@ def test_the_hash_split_depends_on_the_text_alone(tokenizer):
     assert byte_tokens(again, "val").split("|")[:-1] == val[::-1]
 
 
-def test_the_hash_never_changes_silently():
+def test_the_hash_of_a_text_is_fixed():
     assert hash_fraction("flatout") == pytest.approx(0.7773977660767666, rel=1e-12)
 
 
-def test_an_empty_part_packs_to_nothing(tokenizer):
+def test_an_empty_job_packs_nothing(tokenizer):
     packed = pack(job(), tokenizer, ByHash(0.5), "raise")
     assert packed.calls == 0
 
@@ -126,10 +126,10 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
         (RowLocation("row 7"),),
         (RowLocation("row 8"),),
     ]
-    assert packed.skipped.bad == 1, "what a source leaves out is not bad"
+    assert packed.skipped.bad == 1, "rows left out by a source are not bad"
 
 
-def test_what_cannot_be_tokenised_names_the_document_and_leaves_nothing_behind():
+def test_an_untokenisable_document_is_named_and_leaves_no_tokens():
     tokenizer = make_tokenizer("char", lambda limit: ["ab"])
     with pytest.raises(DataError, match=r"^book\.txt cannot be tokenised: Character 1, 'x'"):
         pack(job(Document("ax", "book.txt")), tokenizer, ByPosition(9, 0), "raise")
@@ -138,7 +138,7 @@ def test_what_cannot_be_tokenised_names_the_document_and_leaves_nothing_behind()
     assert counts(packed) == {"cannot be tokenised": 2}
 
 
-def test_a_job_takes_only_so_many_documents_and_reads_no_further(tokenizer):
+def test_a_job_stops_reading_at_its_limit(tokenizer):
     def endless():
         yield "a"
         yield BAD
@@ -150,7 +150,7 @@ def test_a_job_takes_only_so_many_documents_and_reads_no_further(tokenizer):
     assert list(Job(ReadTask(endless, (), "x"), take=0).rows()) == []
 
 
-def test_a_document_that_is_cut_keeps_its_prompt():
+def test_a_cut_document_keeps_its_prompt():
     (cut,) = job(Document("text", "x", 7, prompt="ask"), take=1, last_bytes=2).rows()
     assert cut == Document("te", "x", 7, prompt="ask")
 
@@ -163,7 +163,7 @@ def test_text_is_cut_between_characters(text, limit, kept):
     assert cut_to_bytes(text, limit) == kept
 
 
-def test_the_first_rows_left_out_are_named_in_order():
+def test_the_first_skipped_rows_are_named_in_order():
     whole = Skipped()
     for part in range(3):
         whole.add("bad", [RowLocation(f"{part}.{row}") for row in range(7)], 7)
@@ -172,7 +172,7 @@ def test_the_first_rows_left_out_are_named_in_order():
     assert entry.first == tuple(f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED))
 
 
-def test_what_is_held_is_bounded_and_a_document_is_never_split_from_its_end(tokenizer, monkeypatch):
+def test_held_tokens_are_bounded(tokenizer, monkeypatch):
     whole = pack(job("abc", "de", "f" * 9, "g"), tokenizer, ByPosition(9, 0), "raise")
     monkeypatch.setattr(stage, "HELD_TOKENS", 5)
     pieces = pack(job("abc", "de", "f" * 9, "g"), tokenizer, ByPosition(9, 0), "raise")
@@ -184,7 +184,7 @@ def test_what_is_held_is_bounded_and_a_document_is_never_split_from_its_end(toke
     )
 
 
-def test_what_is_done_is_told_job_by_job(tokenizer):
+def test_progress_is_reported_per_job(tokenizer):
     told = []
     Packed(
         [job("ab", "c"), job("def")],
@@ -210,7 +210,7 @@ def test_prompts_are_packed_before_the_text_and_masked(tokenizer, monkeypatch, h
         "val": [1] * 3,
     }
     assert masked.text_bytes == {"train": 10, "val": 2}, (
-        "what is not learned from has no bits per byte"
+        "masked text does not count for bits per byte"
     )
     assert masked.ends == {"train": [7, 13, 18], "val": [3]}
     plain = Packed([job(*rows)], Packing(tokenizer, ByPosition(9, 0), "raise"))

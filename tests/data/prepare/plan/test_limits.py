@@ -28,7 +28,7 @@ def free(monkeypatch):
     return set_free
 
 
-def test_room_is_counted_before_the_start(tmp_path, free, stub_tokenizer):
+def test_disk_space_is_checked_before_the_start(tmp_path, free, stub_tokenizer):
     byte = make_tokenizer("byte", lambda _: ())
     free(4_000_000)
     check_space(tmp_path / "a" / "b", [500_000, 500_000], byte)
@@ -43,7 +43,7 @@ def test_room_is_counted_before_the_start(tmp_path, free, stub_tokenizer):
         check_space(tmp_path, [10**9 * 3 // 2], stub_tokenizer)
 
 
-def test_a_disk_without_room_is_left_as_it_was(tmp_path, free):
+def test_too_little_disk_space_leaves_no_files(tmp_path, free):
     (tmp_path / "book.txt").write_text("It was a dark night. " * 100)
     free(8_000)
     with pytest.raises(DataError, match="Free space there"):
@@ -69,7 +69,7 @@ def record(documents, bad, left_out=0, first="row"):
 
 
 @pytest.mark.parametrize(("most", "enough"), [(None, limits.BAD_ROWS), (0, 0), (7, 7)])
-def test_too_many_bad_rows_stop_it(most, enough):
+def test_too_many_bad_rows_stop_prepare(most, enough):
     count = BadRowLimit(most, 1)
     count.add(record(50, enough, left_out=500, first="book, line 3"))
     with pytest.raises(
@@ -80,14 +80,14 @@ def test_too_many_bad_rows_stop_it(most, enough):
     assert f"--max-bad-rows {10 * (enough + 1)}" in caught.value.fix
 
 
-def test_one_in_a_hundred_may_be_bad():
+def test_one_row_in_a_hundred_may_be_bad():
     count = BadRowLimit(None, 1)
     count.add(record(99_000, 1_000))
     with pytest.raises(Unfinished):
         count.add(record(0, 1))
 
 
-def test_a_higher_limit_goes_on_from_what_is_done(tmp_path):
+def test_a_higher_limit_resumes_the_work(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"text": f"row {number}"}) + "\n{\n" for number in range(30))
@@ -104,14 +104,14 @@ def test_a_higher_limit_goes_on_from_what_is_done(tmp_path):
         ("not JSON", 30, 10)
     ]
     assert prepare_dataset([str(rows)], tmp_path / "out", Options(**asked)).existed, (
-        "the limit is no part of a data set"
+        "the limit is not part of the description"
     )
 
 
 @pytest.mark.parametrize(
     "options", [{"max_bad_rows": 5}, {"max_bad_rows": -1, "on_bad_row": "skip"}]
 )
-def test_a_limit_that_cannot_be_meant_is_refused(tmp_path, options):
+def test_an_invalid_limit_of_bad_rows_is_refused(tmp_path, options):
     with pytest.raises(DataError, match="--max-bad-rows"):
         prepare_dataset(["missing.txt"], tmp_path / "out", Options(**options))
 
@@ -128,7 +128,7 @@ def cut_archive(path):
 
 
 @pytest.mark.parametrize("most", [None, 1, 10**6])
-def test_a_damaged_file_is_no_small_loss_however_many_rows_may_be_bad(tmp_path, most):
+def test_a_damaged_file_stops_prepare_for_any_limit_of_bad_rows(tmp_path, most):
     cut_archive(tmp_path / "rows.jsonl.gz")
     with pytest.raises(
         DataError,
@@ -140,11 +140,11 @@ def test_a_damaged_file_is_no_small_loss_however_many_rows_may_be_bad(tmp_path, 
             Options(**SKIPPING, max_bad_rows=most),
         )
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl.gz"], (
-        "whatever mends it makes it another text"
+        "a repaired file is different text"
     )
 
 
-def test_a_little_damage_may_be_left_out_and_counts_as_a_row(tmp_path):
+def test_little_damage_is_skipped_and_counts_as_one_row(tmp_path):
     cut_archive(tmp_path / "rows.jsonl.gz")
     (tmp_path / "book.txt").write_text("word " * 200_000)
     made = prepare_dataset([str(tmp_path)], tmp_path / "out", Options(**SKIPPING))
@@ -157,7 +157,7 @@ def test_a_little_damage_may_be_left_out_and_counts_as_a_row(tmp_path):
         prepare_dataset([str(tmp_path)], tmp_path / "other", Options(**SKIPPING, max_bad_rows=0))
 
 
-def test_no_more_rows_are_looked_up_than_are_named(tmp_path, monkeypatch):
+def test_only_named_rows_are_looked_up_by_line(tmp_path, monkeypatch):
     counts = []
     count = sources.line_number
     monkeypatch.setattr(

@@ -17,7 +17,7 @@ def read(rows):
 
 
 def jobs(*groups):
-    """Jobs of the given rows; a number stands for so many documents."""
+    """Return jobs with the given rows; a number stands for that many documents."""
     made, count = [], 0
     for group in groups:
         rows = (
@@ -38,7 +38,7 @@ def draw_texts(seed, count=300, longest=400):
     ]
 
 
-def test_all_of_the_sample_is_all_of_the_corpus():
+def test_a_sample_without_limit_is_the_corpus():
     corpus = jobs(3, ["", BAD, "x", LeftOut("dull", "y")], ["z"])
     wanted = ["document 0", "document 1", "document 2", "x", "z"]
     assert list(sample_texts(corpus, None)) == wanted
@@ -46,7 +46,7 @@ def test_all_of_the_sample_is_all_of_the_corpus():
     assert sorted(texts_by_hash(corpus, 10**6)) == sorted(wanted)
 
 
-def test_a_bounded_sample_comes_from_all_over():
+def test_a_bounded_sample_is_spread_over_the_corpus():
     corpus = jobs(*[[chr(0x100 + part) * 10] * 100 for part in range(200)])
     found = list(sample_texts(corpus, 6400))
     size = sum(map(len, found))
@@ -58,15 +58,15 @@ def test_a_bounded_sample_comes_from_all_over():
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_parts_without_text_leave_enough_of_a_sample(every):
-    """A row that is longer than a part leaves the parts that it goes on in empty."""
+def test_empty_jobs_leave_enough_of_a_sample(every):
+    """A row longer than a read task leaves the tasks it extends into empty."""
     corpus = jobs(*[["x" * 12_000] if number % every == 0 else [] for number in range(45)])
     assert 4_000 < sum(map(len, sample_texts(corpus, 8_000))) < 8_800
 
 
 @pytest.mark.parametrize("choose", [sample_texts, texts_by_hash])
 @pytest.mark.parametrize("held", [True, False])
-def test_a_bounded_sample_of_one_long_text_comes_from_all_over(tmp_path, monkeypatch, choose, held):
+def test_a_bounded_sample_is_spread_over_one_long_text(tmp_path, monkeypatch, choose, held):
     monkeypatch.setattr(files, "LONG_BYTES", 1 << 30 if held else 4)
     text = "".join(chr(0x100 + place // 1000) for place in range(100_000))
     (tmp_path / "a.txt").write_text(text)
@@ -77,7 +77,7 @@ def test_a_bounded_sample_of_one_long_text_comes_from_all_over(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("limit", [4_000, 5_000, 20_000, 10**6])
-def test_documents_are_chosen_by_their_hash_whatever_their_order_and_parts(limit):
+def test_documents_are_chosen_by_hash_regardless_of_order_and_jobs(limit):
     texts = draw_texts(0)
     wanted = list(texts_by_hash(jobs(texts), limit))
     for seed in range(5):
@@ -90,7 +90,7 @@ def test_documents_are_chosen_by_their_hash_whatever_their_order_and_parts(limit
         assert list(texts_by_hash(jobs(*groups), limit)) == wanted
 
 
-def test_the_chosen_documents_are_those_below_a_hash_and_whole():
+def test_the_documents_with_the_lowest_hashes_are_chosen_whole():
     texts = draw_texts(1)
     chosen = list(texts_by_hash(jobs(texts), 10_000))
     bound = max(map(hash_fraction, chosen))
@@ -98,14 +98,14 @@ def test_the_chosen_documents_are_those_below_a_hash_and_whole():
     assert 10_000 <= sum(map(len, chosen)) < 10_400
 
 
-def test_a_document_stays_chosen_when_others_come_or_go():
+def test_a_document_stays_chosen_when_others_are_added_or_removed():
     texts = draw_texts(2)
     more = draw_texts(3, count=30)
     before, after = (set(texts_by_hash(jobs(group), 10_000)) for group in (texts, texts + more))
     assert len(before & after) > 0.7 * len(before)
 
 
-def test_one_huge_document_does_not_take_the_place_of_the_others():
+def test_one_huge_document_does_not_displace_the_others():
     small = draw_texts(4, count=30)
     total = sum(map(len, small))
     chosen = list(texts_by_hash(jobs(["huge " * 100_000, *small]), 2 * total))
@@ -113,7 +113,7 @@ def test_one_huge_document_does_not_take_the_place_of_the_others():
     assert abs(sum(map(len, chosen)) - 2 * total) < 20
 
 
-def test_several_long_documents_share_alike():
+def test_long_documents_get_equal_shares():
     chosen = list(texts_by_hash(jobs([letter * 10_000 for letter in "abcdefghijkl"]), 8_000))
     assert len(chosen) == 8
     assert {len(text) for text in chosen} <= set(range(990, 1_012))
@@ -126,7 +126,7 @@ def test_a_sample_is_never_empty(texts, limit):
     assert list(texts_by_hash(jobs([""]), limit)) == []
 
 
-def test_so_much_is_read_and_no_more_and_it_is_from_all_over(monkeypatch):
+def test_a_bounded_amount_is_read_from_all_over_the_corpus(monkeypatch):
     monkeypatch.setattr(sample, "READ_PER_BYTE", 4)
     seen = []
 

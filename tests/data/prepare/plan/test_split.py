@@ -18,7 +18,7 @@ def read(rows):
 
 
 def parts(*groups):
-    """Parts of the given rows; a number stands for so many documents."""
+    """Return read tasks with the given rows; a number stands for that many documents."""
     made, count = [], 0
     for group in groups:
         rows = (
@@ -39,7 +39,7 @@ def parts(*groups):
 
 
 def make_plan(tasks, validation=None, *, split=None, **options):
-    """The work plan of a corpus of these read tasks."""
+    """Return the work plan of a corpus of these read tasks."""
     held_out = None if validation is None else Corpus(("validation",), tuple(validation))
     return stage.make_plan(Corpus(("text",), tuple(tasks), split, held_out), Options(**options))
 
@@ -60,11 +60,11 @@ def texts(plan):
         (5000, "hash 0.01"),
     ],
 )
-def test_the_usual_rule_follows_the_number_of_documents(count, rule):
+def test_the_default_rule_follows_the_number_of_documents(count, rule):
     assert make_plan(parts(count // 2, count - count // 2), split=None).rule == rule
 
 
-def test_a_hash_that_would_leave_validation_empty_is_not_the_usual_rule():
+def test_the_default_rule_never_leaves_validation_empty():
     same = [f"text {number}" for number in range(3000) if hash_fraction(f"text {number}") >= 0.05][
         :200
     ]
@@ -72,12 +72,12 @@ def test_a_hash_that_would_leave_validation_empty_is_not_the_usual_rule():
 
 
 @pytest.mark.parametrize("length", [2, 9, 10, 11, 1000, 1_115_394])
-def test_the_tail_of_one_document_is_measured_as_everybody_does(length):
+def test_the_tail_of_one_document_begins_at_int_n_times_0_9(length):
     plan = make_plan(parts(["x" * length]), split="tail 0.1")
     assert plan.assignment == ByPosition(0, int(length * 0.9))
 
 
-def test_characters_are_not_bytes():
+def test_the_tail_counts_characters():
     assert make_plan(parts(["é" * 100]), split="tail 0.1").assignment == ByPosition(0, 90)
 
 
@@ -101,7 +101,7 @@ def test_characters_are_not_bytes():
         ([1] * 500 + [9_500], ByPosition(500, 8_500)),
     ],
 )
-def test_the_tail_of_several_documents_is_the_last_of_their_text(lengths, place):
+def test_the_tail_of_several_documents_is_the_end_of_their_text(lengths, place):
     assert (
         make_plan(
             parts([chr(0x100 + number) * length for number, length in enumerate(lengths)]),
@@ -113,7 +113,7 @@ def test_the_tail_of_several_documents_is_the_last_of_their_text(lengths, place)
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("fraction", [0.02, 0.1, 0.5, 0.9])
-def test_the_tail_has_the_share_that_was_asked_for(seed, fraction):
+def test_the_tail_has_the_requested_share(seed, fraction):
     draw = random.Random(seed)
     texts = ["x" * int(draw.paretovariate(0.7) * 10) for _ in range(draw.choice([2, 5, 50, 400]))]
     place = make_plan(parts(texts[:1], texts[1:]), split=f"tail {fraction}").assignment
@@ -129,7 +129,7 @@ def test_the_tail_has_the_share_that_was_asked_for(seed, fraction):
     ("limits", "count"),
     [({}, 5), ({"max_documents": 3}, 3), ({"max_bytes": 15}, 2), ({"max_documents": 99}, 5)],
 )
-def test_validation_text_of_its_own_is_taken_whole_and_comes_first(limits, count):
+def test_separate_validation_text_is_taken_whole_and_comes_first(limits, count):
     plan = make_plan(parts(2, 3), parts(["v" * 100, "w"], ["x"]), **limits)
     assert plan.rule == "named"
     assert texts(plan)[:3] == ["v" * 100, "w", "x"]
@@ -139,7 +139,7 @@ def test_validation_text_of_its_own_is_taken_whole_and_comes_first(limits, count
     assert sides == [Whole("val")] * 2 + [Whole("train")] * len(plan.training_jobs)
 
 
-def test_without_limits_no_text_is_read_to_plan_a_named_split():
+def test_a_named_split_without_limits_is_planned_without_reading():
     def explode():
         raise AssertionError("read")
 
@@ -147,18 +147,16 @@ def test_without_limits_no_text_is_read_to_plan_a_named_split():
     assert [job.read_task.fingerprint for job in plan.jobs] == ["y", "x"]
 
 
-def test_ordinals_run_through_the_parts_and_count_documents_only():
+def test_document_indices_count_documents_only():
     plan = make_plan(
         parts(3, ["", BAD, "x"], [LeftOut("dull", "y")], 2), split="tail 0.3", on_bad_row="skip"
     )
     assert [job.first for job in plan.jobs] == [0, 3, 4, 4]
     assert plan.assignment == ByPosition(4, 4)
-    assert [job.take for job in plan.jobs] == [None] * 4, (
-        "rows left out at the end are still counted"
-    )
+    assert [job.take for job in plan.jobs] == [None] * 4, "rows left out at the end are still read"
 
 
-def test_a_hash_rule_needs_no_first_look():
+def test_a_hash_rule_is_planned_without_reading():
     def explode():
         raise AssertionError("read")
 
@@ -166,7 +164,7 @@ def test_a_hash_rule_needs_no_first_look():
     assert (plan.rule, plan.assignment) == ("hash 0.3", ByHash(0.3))
 
 
-def test_a_first_look_goes_no_further_than_it_must():
+def test_the_survey_reads_no_more_than_it_needs():
     def endless():
         number = 0
         while True:
@@ -192,14 +190,14 @@ def test_documents_are_taken_in_order_up_to_the_limit(limit):
 
 
 @pytest.mark.parametrize("limit", range(1, 14))
-def test_text_is_taken_up_to_the_byte(limit):
+def test_text_is_taken_up_to_the_byte_limit(limit):
     plan = make_plan(parts(["abc", "é"], ["defg", "hi"]), split="hash 0.5", max_bytes=limit)
     whole = b"".join(text.encode() for text in texts(plan))
     full = "abcédefghi".encode()
     assert whole == full[:limit] or (limit == 4 and whole == b"abc")
 
 
-def test_limits_work_together_and_the_tail_is_of_what_is_taken():
+def test_the_tail_is_of_the_documents_within_the_limits():
     plan = make_plan(parts(10), split="tail 0.5", max_documents=4, max_bytes=10_000)
     assert plan.assignment == ByPosition(2, 0)
     cut = make_plan(parts(["x" * 100, "y"]), split="tail 0.5", max_bytes=50)
@@ -208,7 +206,7 @@ def test_limits_work_together_and_the_tail_is_of_what_is_taken():
 
 
 @pytest.mark.parametrize("groups", [[["x"]], [["ab"]]])
-def test_a_text_too_short_to_split_is_said(groups):
+def test_a_text_too_short_to_split_is_refused(groups):
     with pytest.raises(DataError, match="cannot be split"):
         make_plan(parts(*groups), split="tail 0.9")
 
@@ -229,17 +227,17 @@ def test_a_text_too_short_to_split_is_said(groups):
         "tail nan",
     ],
 )
-def test_what_is_no_rule_is_refused(text):
+def test_an_invalid_rule_is_refused(text):
     with pytest.raises(DataError, match="is not a split rule"):
         parse_rule(text)
 
 
 @pytest.mark.parametrize("text", ["tail 0.1", "tail:0.1", "tail=0.1", " tail  1e-1 "])
-def test_a_rule_may_be_written_in_a_few_ways(text):
+def test_a_rule_has_several_spellings(text):
     assert parse_rule(text) == ("tail", 0.1)
 
 
-def test_a_bad_row_is_raised_at_the_first_look_unless_skipped():
+def test_a_bad_row_is_raised_by_the_survey_unless_skipped():
     with pytest.raises(DataError, match="row is bad"):
         make_plan(parts(["a", BAD]), split=None)
     assert make_plan(
@@ -247,5 +245,5 @@ def test_a_bad_row_is_raised_at_the_first_look_unless_skipped():
     ).assignment == ByPosition(1, 0)
 
 
-def test_a_corpus_without_documents_has_a_plan_too():
+def test_a_corpus_without_documents_has_a_plan():
     assert texts(make_plan(parts([""]), split=None)) == []

@@ -30,7 +30,7 @@ def parts():
 
 
 def stored(parts, tokenizer, *, split="tail 0.3", validation=(), **limits):
-    """A plan, and what is stored of it."""
+    """Return a plan and its plan file."""
     held_out = Corpus(("val",), tuple(validation)) if validation else None
     corpus = Corpus(("x",), tuple(parts), split, held_out, "mtimes")
     request = Request(corpus, Options(**limits), {"fingerprint": "x"}, None, SILENT)
@@ -42,9 +42,7 @@ def stored(parts, tokenizer, *, split="tail 0.3", validation=(), **limits):
     "limits",
     [{}, {"split": "hash 0.5"}, {"max_documents": 3}, {"max_bytes": 9}, {"max_documents": 1}],
 )
-def test_a_plan_that_is_read_back_is_the_plan_that_was_written(
-    tmp_path, parts, stub_tokenizer, limits
-):
+def test_a_plan_is_restored_as_written(tmp_path, parts, stub_tokenizer, limits):
     plan, wanted = stored(parts, stub_tokenizer, **limits)
     with WorkDir(tmp_path / "out") as work:
         assert work.plan() is None
@@ -59,9 +57,7 @@ def test_a_plan_that_is_read_back_is_the_plan_that_was_written(
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_documents": 1}, {"max_bytes": 2}])
-def test_a_plan_with_validation_text_of_its_own_is_read_back_too(
-    tmp_path, parts, stub_tokenizer, limits
-):
+def test_a_plan_with_separate_validation_text_is_restored(tmp_path, parts, stub_tokenizer, limits):
     plan, wanted = stored(parts[:2], stub_tokenizer, validation=parts[2:], **limits)
     with WorkDir(tmp_path / "out") as work:
         work.begin(wanted, stub_tokenizer)
@@ -70,14 +66,14 @@ def test_a_plan_with_validation_text_of_its_own_is_read_back_too(
     assert (found.assignment, found.validation_jobs) == (Whole("train"), 1)
 
 
-def test_a_plan_of_before_validation_text_had_its_own_is_followed(tmp_path, parts, stub_tokenizer):
+def test_a_plan_older_than_separate_validation_text_is_restored(tmp_path, parts, stub_tokenizer):
     plan, wanted = stored(parts, stub_tokenizer)
     older = wanted.model_dump(mode="json", by_alias=True)
     del older["validation_jobs"], older["moment"]
     assert PlanFile.model_validate(older).restore(parts) == plan
 
 
-def test_what_is_not_worth_going_on_from_goes(tmp_path, parts, stub_tokenizer):
+def test_a_work_directory_without_records_is_removed(tmp_path, parts, stub_tokenizer):
     _, wanted = stored(parts, stub_tokenizer)
     with WorkDir(tmp_path / "out") as work:
         work.begin(wanted, stub_tokenizer)
@@ -85,7 +81,7 @@ def test_what_is_not_worth_going_on_from_goes(tmp_path, parts, stub_tokenizer):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_half_written_goes_and_what_is_recorded_stays(tmp_path, parts, stub_tokenizer):
+def test_unfinished_files_are_removed_and_records_stay(tmp_path, parts, stub_tokenizer):
     _, wanted = stored(parts, stub_tokenizer)
     with WorkDir(tmp_path / "out") as work:
         work.begin(wanted, stub_tokenizer)
@@ -96,7 +92,7 @@ def test_what_is_half_written_goes_and_what_is_recorded_stays(tmp_path, parts, s
     ]
 
 
-def test_a_folder_that_another_process_owns_is_refused(tmp_path):
+def test_a_work_directory_of_another_process_is_refused(tmp_path):
     (tmp_path / ".out.part").mkdir()
     other = os.open(tmp_path / ".out.part", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
@@ -111,7 +107,7 @@ def test_a_folder_that_another_process_owns_is_refused(tmp_path):
     assert (tmp_path / ".out.part").exists()
 
 
-def test_a_folder_that_its_owner_removes_meanwhile_is_not_owned(tmp_path, monkeypatch):
+def test_a_work_directory_that_its_owner_removes_is_made_again(tmp_path, monkeypatch):
     path = tmp_path / ".out.part"
     path.mkdir()
     lock = fcntl.flock
@@ -123,7 +119,7 @@ def test_a_folder_that_its_owner_removes_meanwhile_is_not_owned(tmp_path, monkey
 
     monkeypatch.setattr(fcntl, "flock", late)
     with WorkDir(tmp_path / "out") as work:
-        assert not path.exists(), "as when it is not there"
+        assert not path.exists(), "treated as absent"
         path.mkdir()
         monkeypatch.setattr(fcntl, "flock", late)
         work.claim()
@@ -136,7 +132,7 @@ def test_a_folder_that_its_owner_removes_meanwhile_is_not_owned(tmp_path, monkey
     assert not path.exists()
 
 
-def test_a_plan_that_cannot_be_read_is_said(tmp_path, parts, stub_tokenizer):
+def test_a_damaged_plan_is_named(tmp_path, parts, stub_tokenizer):
     _, wanted = stored(parts, stub_tokenizer)
     with WorkDir(tmp_path / "out") as work:
         work.begin(wanted, stub_tokenizer)
@@ -156,27 +152,25 @@ def test_parts_cover_every_range_once():
             WorkPart.parse(wrong)
 
 
-def test_parts_work_side_by_side_each_alone(tmp_path, parts, stub_tokenizer):
+def test_parts_share_a_work_directory(tmp_path, parts, stub_tokenizer):
     _, wanted = stored(parts, stub_tokenizer)
     out = tmp_path / "out"
     with WorkDir(out, WorkPart(1, 2)) as first, WorkDir(out, WorkPart(2, 2)) as second:
         assert first.begin(wanted, stub_tokenizer) == wanted
         other = wanted.model_copy(update={"rule": "another"})
-        assert second.begin(other, stub_tokenizer) == wanted, (
-            "the plan of the one who was first stays"
-        )
+        assert second.begin(other, stub_tokenizer) == wanted, "the first plan stays"
         with pytest.raises(DataError, match="Another process"), WorkDir(out, WorkPart(2, 2)):
             pass
         with pytest.raises(DataError, match="Another process"), WorkDir(out):
             pass
         first.clear()
-        assert first.path.exists(), "others work in it"
+        assert first.path.exists(), "other processes work in it"
         assert second.parts_of([1, 3]) == ": part 2/2"
     with WorkDir(out) as work:
         assert work.plan() == wanted
 
 
-def test_parts_of_another_count_are_refused(tmp_path, parts, stub_tokenizer):
+def test_a_part_with_another_count_is_refused(tmp_path, parts, stub_tokenizer):
     _, wanted = stored(parts, stub_tokenizer)
     out = tmp_path / "out"
     with WorkDir(out, WorkPart(1, 2)) as work:

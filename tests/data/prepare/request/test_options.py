@@ -29,7 +29,7 @@ def rows(tmp_path):
 
 
 @pytest.mark.parametrize("older", [{}, {"text_field": None, "split": "tail  0.20"}])
-def test_the_same_in_other_words_is_the_same_data_set(rows, tmp_path, older):
+def test_equivalent_options_mean_the_same_dataset(rows, tmp_path, older):
     made = prepare_dataset(
         [str(rows)], tmp_path / "out", Options(tokenizer="byte", split="tail 0.20")
     )
@@ -50,7 +50,7 @@ def test_the_same_in_other_words_is_the_same_data_set(rows, tmp_path, older):
         prepare_dataset([str(rows)], made.path, Options(tokenizer="byte", split="tail 0.2000001"))
 
 
-def test_a_home_folder_is_written_out(book, tmp_path, monkeypatch):
+def test_a_home_directory_is_expanded(book, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     made = prepare_dataset([str(book)], "~/sets/one", Options(tokenizer="byte"))

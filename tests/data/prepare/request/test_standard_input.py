@@ -38,7 +38,7 @@ ROWS = b'{"text": "one"}\n'
         (b"<htmlish>", ".txt"),
     ],
 )
-def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
+def test_the_suffix_follows_from_the_first_bytes(tmp_path, data, ending):
     path, sha256 = spool_standard_input(tmp_path, stream=io.BytesIO(data))
     assert path.read_bytes() == data
     assert sha256 == hashlib.sha256(data).hexdigest()
@@ -47,14 +47,14 @@ def test_what_it_holds_is_told_by_how_it_begins(tmp_path, data, ending):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_it_is_looked_at_in_its_encoding(tmp_path):
+def test_the_first_bytes_are_decoded(tmp_path):
     path, _ = spool_standard_input(
         tmp_path, stream=io.BytesIO(ROWS.decode().encode("utf-16")), encoding="utf-16"
     )
     assert path.suffix == ".jsonl"
 
 
-def test_it_is_said_what_it_is_read_as(tmp_path):
+def test_the_kind_of_text_is_reported(tmp_path):
     said = []
 
     class Listener(type(stdin.SILENT)):
@@ -67,7 +67,7 @@ def test_it_is_said_what_it_is_read_as(tmp_path):
     assert said[1].endswith("bytes, read as one text, compressed.")
 
 
-def test_it_is_gone_when_the_process_ends(tmp_path):
+def test_the_file_is_removed_when_the_process_ends(tmp_path):
     program = "import sys\nfrom pathlib import Path\nfrom flatout.data.prepare.request.standard_input import spool_standard_input\n"
     program += "print(spool_standard_input(Path(sys.argv[1]))[0].read_bytes())"
     done = subprocess.run(
@@ -82,7 +82,7 @@ def test_it_is_gone_when_the_process_ends(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_same_text_twice_is_two_files(tmp_path):
+def test_equal_texts_get_separate_files(tmp_path):
     (one, mark), (two, same) = (
         spool_standard_input(tmp_path, stream=io.BytesIO(ROWS)) for _ in range(2)
     )
@@ -103,7 +103,7 @@ Path(sys.argv[2]).open().read()
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_a_killed_process_left_is_removed_and_that_of_a_living_one_is_not(tmp_path, whole):
+def test_only_files_of_dead_processes_are_removed(tmp_path, whole):
     folder = tmp_path / "folder"
     folder.mkdir()
     os.mkfifo(tmp_path / "wait")
@@ -130,7 +130,7 @@ def test_what_a_killed_process_left_is_removed_and_that_of_a_living_one_is_not(t
     assert sorted(folder.iterdir()) == sorted([mine, again])
 
 
-def test_no_room_is_said_and_nothing_stays(tmp_path):
+def test_a_full_disk_is_reported_and_nothing_stays(tmp_path):
     class Full(io.RawIOBase):
         def read(self, count=-1):
             raise OSError(28, "No space left on device")

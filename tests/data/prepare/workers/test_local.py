@@ -50,7 +50,7 @@ def sleeps():
 
 @pytest.fixture
 def source(tmp_path, monkeypatch):
-    """A module that workers can import, as a user's own would be."""
+    """A module that workers can import, like a user's source."""
     (tmp_path / "worker_source.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     import worker_source
@@ -68,7 +68,7 @@ def setup(tmp_path):
 
 
 def ranges(*parts):
-    """A range a part: a function of the source, and its arguments."""
+    """Return one range for each function of the source and its arguments."""
     return [
         Range(number, (Job(ReadTask(read, arguments, "x")),))
         for number, (read, *arguments) in enumerate(parts)
@@ -81,7 +81,7 @@ def pack(work, setup, count, tell=lambda _: None):
 
 
 def content(work, setup, count):
-    """What the files hold, which are removed."""
+    """Return the contents of all files, and remove them."""
     assert [record.number for record in pack(work, setup, count)] == list(range(len(work)))
     held = {path.name: path.read_bytes() for path in setup.folder.iterdir()}
     for path in setup.folder.iterdir():
@@ -99,7 +99,7 @@ def test_any_number_of_workers_writes_the_same_files(source, setup):
     assert content(work, setup, 5) == alone
 
 
-def test_the_work_is_done_in_other_processes(source, setup):
+def test_ranges_are_packed_in_other_processes(source, setup):
     pack(ranges(*[(source.tells_process,)] * 6), setup, 2)
     said = {path.read_bytes() for path in setup.folder.glob("*.bin")}
     mine = b"".join(bytes([digit, 0]) for digit in str(os.getpid()).encode())
@@ -107,7 +107,7 @@ def test_the_work_is_done_in_other_processes(source, setup):
     assert not any(tokens.startswith(mine) for tokens in said)
 
 
-def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(source, setup):
+def test_the_first_bad_row_in_range_order_is_raised(source, setup):
     work = ranges((source.bad, "late", 0.3), (source.bad, "early", 0.0))
     for count in (1, 2):
         with pytest.raises(DataError, match="late is bad") as caught:
@@ -116,7 +116,7 @@ def test_the_first_bad_row_in_the_order_of_the_ranges_is_the_one_raised(source, 
     assert list(setup.folder.iterdir()) == []
 
 
-def test_what_is_done_before_a_bad_row_is_recorded(source, setup):
+def test_ranges_before_a_bad_row_are_recorded(source, setup):
     with pytest.raises(DataError, match="row is bad"):
         pack(
             ranges((source.numbered, 0, 3, 0.2), (source.bad, "row", 0.0), (source.numbered, 0, 3)),
@@ -126,7 +126,7 @@ def test_what_is_done_before_a_bad_row_is_recorded(source, setup):
     assert read_records(setup.folder)[0].documents == 3
 
 
-def test_a_worker_that_is_killed_is_said(source, setup):
+def test_a_killed_worker_is_reported(source, setup):
     work = ranges((source.numbered, 0, 3), (source.dies,), (source.numbered, 0, 3))
     with pytest.raises(
         RunFailed, match=r"killed by signal 9.*it continues where it stopped.*--workers"
@@ -138,17 +138,17 @@ def test_an_error_in_a_users_source_is_shown_with_its_traceback(source, setup):
     with pytest.raises(RunFailed, match="broken source") as caught:
         pack(ranges((source.breaks,), (source.breaks,)), setup, 2)
     assert "worker_source.py" in "".join(caught.value.__notes__)
-    assert list(setup.folder.iterdir()) == [], "nothing half written stays"
+    assert list(setup.folder.iterdir()) == [], "no unfinished files"
 
 
-def test_a_disk_that_refuses_is_said_by_a_worker_as_by_this_process(source, setup):
+def test_an_unwritable_disk_is_reported_alike_by_any_process(source, setup):
     gone = Setup(setup.packing, setup.folder / "gone")
     for count in (1, 2):
         with pytest.raises(DataError, match=r"Cannot write .*: No such file"):
             pack(ranges((source.numbered, 0, 3), (source.numbered, 0, 3)), gone, count)
 
 
-def test_what_is_given_out_ahead_is_bounded(source, setup, monkeypatch):
+def test_the_queue_of_each_worker_is_bounded(source, setup, monkeypatch):
     held = []
     send = local_workers._Worker.send
     monkeypatch.setattr(
@@ -170,7 +170,7 @@ def test_no_process_is_left_when_the_caller_stops_early(source, setup):
     assert not started & {child.pid for child in psutil.Process().children()}
 
 
-def test_one_worker_is_this_process():
+def test_one_worker_packs_in_this_process():
     before = {child.pid for child in psutil.Process().children()}
     with LocalWorkers(1):
         assert {child.pid for child in psutil.Process().children()} == before
@@ -205,7 +205,7 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
     assert not alive
 
 
-def test_bad_rows_and_what_is_done_travel(source, setup):
+def test_bad_rows_and_progress_reach_the_caller(source, setup):
     skipping = Setup(Packing(setup.packing.tokenizer, ByHash(0.3), "skip"), setup.folder)
     told = []
     records = pack(

@@ -1,5 +1,5 @@
-"""The order and the bounds of ranges on Ray, and what a node can answer, with a stand-in for Ray;
-test_workers_ray_cluster.py has the real one.
+"""Order and limits of ranges on Ray, and answers of nodes, with a stand-in for the package ray;
+`test_workers_ray_cluster.py` uses a real cluster.
 """
 
 import itertools
@@ -29,8 +29,8 @@ NUMBERS = itertools.count()
 
 
 class StandIn:
-    """As much of the package ray as is used: a task runs when its result is asked for, and `ends`
-    says whose is next.
+    """The part of the package ray that is used: a task runs when its result is requested, and `ends`
+    chooses which of the running tasks ends next.
     """
 
     def __init__(self, cpus, address):
@@ -152,7 +152,7 @@ def pack(work, setup, limit=None):
         return list(crew.pack(work, setup))
 
 
-def test_records_come_in_order_and_the_files_are_those_of_local_workers(ray, setup):
+def test_records_come_in_order_and_files_equal_those_of_local_workers(ray, setup):
     ray.ends = lambda references: references[-1]
     work = ranges(*[(numbered, index) for index in range(20)])
     assert [record.number for record in pack(work, setup)] == list(range(20))
@@ -163,12 +163,12 @@ def test_records_come_in_order_and_the_files_are_those_of_local_workers(ray, set
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 2 * ray_workers.QUEUED), (3, 3), (1, 1)])
-def test_what_is_given_out_is_bounded_by_the_cluster_or_by_the_limit(ray, setup, limit, most):
+def test_submitted_ranges_are_bounded_by_the_cluster_or_the_limit(ray, setup, limit, most):
     pack(ranges(*[(numbered, index) for index in range(20)]), setup, limit)
     assert ray.most == most
 
 
-def test_what_is_told_is_what_was_done(ray, setup):
+def test_progress_reports_what_was_done(ray, setup):
     told = []
     with RayWorkers() as crew:
         records = list(crew.pack(ranges((numbered, 0), (numbered, 3)), setup, told.append))
@@ -177,7 +177,7 @@ def test_what_is_told_is_what_was_done(ray, setup):
     ]
 
 
-def test_the_first_bad_row_in_the_order_of_the_ranges_is_raised_and_the_rest_cancelled(ray, setup):
+def test_the_first_bad_row_in_range_order_is_raised_and_the_rest_cancelled(ray, setup):
     ray.ends = lambda references: references[-1]
     with pytest.raises(DataError, match="late is bad"):
         pack(ranges((numbered, 0), (bad, "late"), (bad, "early"), (numbered, 0)), setup)
@@ -192,7 +192,7 @@ def test_the_first_bad_row_in_the_order_of_the_ranges_is_raised_and_the_rest_can
     assert not list(setup.folder.glob("*.part"))
 
 
-def test_what_a_node_alone_cannot_do_is_its_own_fault(ray, setup, tmp_path):
+def test_an_error_of_one_node_alone_is_reported_as_its_own(ray, setup, tmp_path):
     with pytest.raises(
         RunFailed,
         match=r"The node .* cannot do what this machine can: here is bad\. Fix: Name sources that every node can read",
@@ -214,7 +214,7 @@ def test_errors_on_a_node_are_named_with_it(ray, setup):
         pack(ranges((fills,)), setup)
 
 
-def test_what_ray_gives_up_is_said(ray, setup):
+def test_ray_failures_are_explained(ray, setup):
     for name, words in {
         "WorkerCrashedError": r"packed range 0 died 4 times: Gone\..*it continues where it stopped.*fewer --workers",
         "RayTaskError": r"could not run prepare's task",
@@ -232,7 +232,7 @@ def raised(kind):
     raise kind("Gone.\nMore.")
 
 
-def test_another_flatout_on_a_node_is_said(ray, setup, monkeypatch):
+def test_another_version_on_a_node_is_reported(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_tasks, "_version", lambda: "9.9")
     with pytest.raises(
         RunFailed,
@@ -241,7 +241,7 @@ def test_another_flatout_on_a_node_is_said(ray, setup, monkeypatch):
         pack(ranges((numbered, 0)), setup)
 
 
-def test_a_node_without_flatout_is_said(ray, setup, monkeypatch):
+def test_a_node_without_flatout_is_reported(ray, setup, monkeypatch):
     remote = ray.remote
 
     def forgetful(**options):
@@ -260,7 +260,7 @@ def test_a_node_without_flatout_is_said(ray, setup, monkeypatch):
         pack(ranges((numbered, 0)), setup)
 
 
-def test_a_node_that_does_not_see_the_work_folder_is_said(ray, setup, monkeypatch):
+def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
     with pytest.raises(
         RunFailed,
@@ -270,7 +270,7 @@ def test_a_node_that_does_not_see_the_work_folder_is_said(ray, setup, monkeypatc
     assert not list(setup.folder.iterdir())
 
 
-def test_a_cluster_that_is_gone_is_given_up_after_a_while(ray, setup, monkeypatch):
+def test_a_lost_cluster_is_given_up_after_a_while(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_workers, "WAIT_S", 0.01)
     ray.cpus = [0]
     monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 0.05)
@@ -288,7 +288,7 @@ def test_a_cluster_that_is_gone_is_given_up_after_a_while(ray, setup, monkeypatc
         pack(ranges((numbered, 0)), setup)
 
 
-def test_a_node_at_fault_does_not_take_what_is_done_with_it(ray, tmp_path, monkeypatch):
+def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(50)))
     (tmp_path / "valid.txt").write_text("held out")
@@ -308,7 +308,7 @@ def test_a_node_at_fault_does_not_take_what_is_done_with_it(ray, tmp_path, monke
     ).read_bytes()
 
 
-def test_of_what_ray_prints_the_first_sentence_is_said(capsys):
+def test_messages_by_ray_are_cut_to_a_sentence(capsys):
     said = []
     output = ray_workers._WithoutDumps(sys.stdout, SimpleNamespace(say=said.append))
     print("\x1b[33m(raylet)\x1b[0m A worker died. See the log.\n    [state-dump] much", file=output)
@@ -318,7 +318,7 @@ def test_of_what_ray_prints_the_first_sentence_is_said(capsys):
     assert capsys.readouterr().out == "A source prints this.\n"
 
 
-def test_without_ray_its_install_line_is_given(monkeypatch):
+def test_a_missing_ray_is_reported_with_its_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(
         MissingPackage, match=r'needs the package ray.*pip install "flatout\[ray\]"'
@@ -333,7 +333,7 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name():
         engine_named("rey")
 
 
-def test_ray_that_cannot_be_reached_and_a_signal_meanwhile_are_said(ray, monkeypatch):
+def test_an_unreachable_cluster_and_a_signal_are_reported(ray, monkeypatch):
     shut = []
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: shut.append(True), raising=False)

@@ -1,0 +1,112 @@
+import pytest
+from prepared import Listener, content, write_rows
+
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.errors import DataError
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("".join(f"Sentence {number} of the book. " for number in range(400)))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_rows(
+        tmp_path / "rows.jsonl", [f"row {number} " * (number % 5 + 1) for number in range(300)]
+    )
+
+
+def test_preparing_again_reports_that_nothing_is_to_do(book, tmp_path):
+    first = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    before = {path: path.stat().st_mtime_ns for path in first.path.iterdir()}
+    listener = Listener()
+    again = prepare_dataset(
+        [str(book)], tmp_path / "out", Options(tokenizer="byte"), progress=listener
+    )
+    assert again.existed
+    assert again.manifest == first.manifest
+    assert {path: path.stat().st_mtime_ns for path in first.path.iterdir()} == before
+    assert "already contains this dataset" in listener.said[0]
+    assert listener.tasks == []
+
+
+def test_moved_text_is_the_same_dataset(book, tmp_path):
+    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    (tmp_path / "moved").mkdir()
+    moved = book.rename(tmp_path / "moved" / "book.txt")
+    os.utime(moved, (0, 0))
+    assert prepare_dataset([str(moved)], tmp_path / "out", Options(tokenizer="byte")).existed
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokenizer": "char"}, "tokenizer is 'byte', and 'char' is requested"),
+        ({"split": "tail 0.5"}, "split is None, and 'tail 0.5' is requested"),
+        ({"max_documents": 5}, "max_documents is None, and 5 is requested"),
+        ({"text_field": "body"}, "text_field is 'text', and 'body' is requested"),
+    ],
+)
+def test_a_different_dataset_is_refused_and_kept(tmp_path, changed, said):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one two three", "body": "two"}\n' * 20)
+    prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
+    before = content(tmp_path / "out")
+    with pytest.raises(DataError, match=said):
+        prepare_dataset([str(rows)], tmp_path / "out", Options(**{"tokenizer": "byte", **changed}))
+    assert content(tmp_path / "out") == before
+
+
+def test_changed_text_is_a_different_dataset(book, tmp_path):
+    prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    book.write_text(book.read_text().replace("Sentence 7 ", "Sentence X "))
+    with pytest.raises(DataError, match="the text has changed"):
+        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    with pytest.raises(DataError, match=r"its text is .*book\.txt, and synthetic is requested"):
+        prepare_dataset(["synthetic"], tmp_path / "out", Options(tokenizer="byte"))
+
+
+def test_a_tokenizer_file_is_identified_by_its_content(book, tmp_path):
+    first = prepare_dataset([str(book)], tmp_path / "first", Options(tokenizer="train:300"))
+    options = Options(tokenizer=str(first.path / "tokenizer.json"))
+    second = prepare_dataset([str(book)], tmp_path / "second", options)
+    assert content(first.path)["train-00000.bin"] == content(second.path)["train-00000.bin"]
+    assert content(first.path)["tokenizer.json"] == content(second.path)["tokenizer.json"]
+    assert prepare_dataset(
+        [str(book)], tmp_path / "second", Options(tokenizer=str(first.path))
+    ).existed
+    other = prepare_dataset(
+        ["synthetic:documents=20"], tmp_path / "other", Options(tokenizer="train:300")
+    )
+    with pytest.raises(DataError, match="tokenizer is 'sha256:"):
+        prepare_dataset([str(book)], tmp_path / "second", Options(tokenizer=str(other.path)))
+
+
+def test_an_occupied_directory_is_refused_before_any_work(book, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    listener = Listener()
+    with pytest.raises(DataError, match="is not an empty directory"):
+        prepare_dataset([str(book)], tmp_path / "out", Options(), progress=listener)
+    assert content(tmp_path / "out") == {"thesis.txt": b"precious"}
+    assert listener.tasks == []
+    with pytest.raises(DataError, match="is not an empty"):
+        prepare_dataset([str(book)], book, Options())
+    (tmp_path / "empty").mkdir()
+    assert (
+        prepare_dataset(
+            [str(book)], tmp_path / "empty", Options(tokenizer="byte")
+        ).manifest.documents
+        == 1
+    )
+
+
+def test_a_damaged_dataset_is_named(book, tmp_path):
+    made = prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
+    with (made.path / "train-00000.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(DataError, match=r"train-00000\.bin"):
+        prepare_dataset([str(book)], tmp_path / "out", Options(tokenizer="byte"))
