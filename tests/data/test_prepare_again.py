@@ -35,8 +35,9 @@ def rows(tmp_path):
 
 
 def stopping_source(folder, monkeypatch):
-    """A source of six read tasks of two documents each that logs reads; task 4 kills its process once
-    a range is recorded and the file `stop` exists.
+    """A source of six read tasks of two documents each that logs reads.
+
+    Task 4 kills its process once a range is recorded and the file `stop` exists.
     """
     (folder / "stopping_source.py").write_text(
         "import os, signal, time\nfrom pathlib import Path\nfrom flatout.sources import ReadTask\n"
@@ -47,7 +48,8 @@ def stopping_source(folder, monkeypatch):
         "        while not any(folder.rglob('ranges/*.json')):\n            time.sleep(0.01)\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    yield f'document {number}'\n    yield f'and {number}'\n"
-        "def stopping(more=''):\n    return [ReadTask(read, (number,), f'{number}{more}') for number in range(6)]\n"
+        "def stopping(more=''):\n    return [ReadTask(read, (number,), f'{number}{more}') for "
+        "number in range(6)]\n"
     )
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "stopping_source", raising=False)
@@ -56,12 +58,15 @@ def stopping_source(folder, monkeypatch):
 @pytest.mark.parametrize("error", [Unreachable, NotHandedOut], ids=lambda error: error.__name__)
 def test_finished_ranges_survive_a_refusal_by_a_server_or_the_system(tmp_path, monkeypatch, error):
     (tmp_path / "failing_source.py").write_text(
-        f"from pathlib import Path\nfrom flatout.sources import ReadTask\nfrom {error.__module__} import {error.__name__} as Refused\n"
+        f"from pathlib import Path\nfrom flatout.sources import ReadTask\nfrom "
+        f"{error.__module__} import {error.__name__} as Refused\n"
         f"down = Path({str(tmp_path / 'down')!r})\n"
         "def read(number):\n"
-        "    if number == 4 and down.exists():\n        raise Refused('The server does not answer.', fix='Ask again.')\n"
+        "    if number == 4 and down.exists():\n        raise Refused('The server does not "
+        "answer.', fix='Ask again.')\n"
         "    yield f'document {number}'\n    yield f'and {number}'\n"
-        "def failing():\n    return [ReadTask(read, (number,), f'{number}') for number in range(6)]\n"
+        "def failing():\n    return [ReadTask(read, (number,), f'{number}') for number in "
+        "range(6)]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "failing_source", raising=False)
@@ -252,7 +257,8 @@ def test_rewritten_text_is_detected_by_its_mtime(rows, tmp_path, monkeypatch, ol
     for call in calls[: 0 if older else 3]:
         with pytest.raises(
             DataError,
-            match=rf"The text has changed since the work in {work} started.*remove the directory {work}",
+            match=rf"The text has changed since the work in {work} started.*remove the "
+            rf"directory {work}",
         ):
             call()
     os.utime(rows, ns=(before.st_atime_ns, before.st_mtime_ns + older))

@@ -43,7 +43,7 @@ def replace_with_its_time(path):
 
 
 def once_packed(change):
-    """Return an engine that calls `change` when all ranges are packed and nothing is read any more."""
+    """Return an engine that calls `change` when all ranges are packed: reading has ended."""
 
     class Changing(LocalWorkers):
         def pack(self, *arguments):

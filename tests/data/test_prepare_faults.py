@@ -73,7 +73,7 @@ def records(out):
 
 
 def kill_and_go_on(rows, tmp_path, kills, seed):
-    """Kill the parent or a worker of a resuming prepare at random moments; return the number of kills."""
+    """Kill the parent or a worker of a resuming prepare at random moments; return how often."""
     assert finish(start(rows, tmp_path / "whole")) == (0, "")
     out = tmp_path / "out"
     draw = random.Random(seed)

@@ -222,7 +222,8 @@ def test_a_word_of_3_mib_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a" * (3 << 20))
     with pytest.raises(
         DataError,
-        match=r"a\.txt cannot be tokenised: Nowhere in the 1,048,576 characters from 0 on may text be cut",
+        match=r"a\.txt cannot be tokenised: Nowhere in the 1,048,576 characters from 0 on may "
+        r"text be cut",
     ):
         prepare_dataset(
             [str(tmp_path / "a.txt")],
@@ -290,7 +291,8 @@ import json, re, resource, sys
 from pathlib import Path
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 prepare_dataset([sys.argv[1]], Path(sys.argv[2]), Options(**json.loads(sys.argv[3])), workers=2)
-own = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # ru_maxrss counts what started this process too
+# ru_maxrss would count the process that started this one too
+own = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 print(json.dumps([own / 1024, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))
 """
 

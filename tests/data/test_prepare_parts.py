@@ -65,7 +65,8 @@ def test_a_replaced_tokenizer_in_the_work_directory_is_refused(rows, tmp_path):
     shutil.copy(tmp_path / ".other.part/tokenizer.json", work)
     with pytest.raises(
         DataError,
-        match=rf"{work}/tokenizer\.json is not the tokenizer that this work started with.*Remove the directory {work}",
+        match=rf"{work}/tokenizer\.json is not the tokenizer that this work started "
+        rf"with.*Remove the directory {work}",
     ):
         prepare_part([rows], tmp_path / "out", OPTIONS, WorkPart(2, 2))
 
@@ -86,7 +87,8 @@ def test_parts_of_a_different_dataset_are_refused(rows, tmp_path):
     ):
         with pytest.raises(
             DataError,
-            match=r"an unfinished, different dataset: tokenizer is 'train:300', and 'byte' is requested",
+            match=r"an unfinished, different dataset: tokenizer is 'train:300', and 'byte' is "
+            r"requested",
         ):
             call()
 
@@ -98,7 +100,8 @@ def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, t
     for workers in (1, 2):
         with pytest.raises(
             DataError,
-            match=rf"rows\.jsonl.*151.*Other text or options make it a different dataset: remove the directory {work}, .* run every part again\.",
+            match=rf"rows\.jsonl.*151.*Other text or options make it a different dataset: "
+            rf"remove the directory {work}, .* run every part again\.",
         ):
             prepare_part([rows], out, OPTIONS, part_of(rows, 150), workers=workers)
     assert (
@@ -109,7 +112,8 @@ def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, t
     skipping = replace(OPTIONS, on_bad_row="skip")
     with pytest.raises(
         DataError,
-        match=rf"an unfinished, different dataset: on_bad_row is 'raise', and 'skip' is requested.*remove the directory {work}",
+        match=rf"an unfinished, different dataset: on_bad_row is 'raise', and 'skip' is "
+        rf"requested.*remove the directory {work}",
     ):
         prepare_part([rows], out, skipping, WorkPart(1, 3))
     Path(rows).write_text(good)
@@ -119,7 +123,8 @@ def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, t
     ):
         with pytest.raises(
             DataError,
-            match=rf"an unfinished, different dataset: the text has changed.*remove the directory {work}",
+            match=rf"an unfinished, different dataset: the text has changed.*remove the "
+            rf"directory {work}",
         ):
             call()
     assert not out.exists()

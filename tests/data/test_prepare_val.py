@@ -138,7 +138,8 @@ def test_an_existing_dataset_is_kept_and_other_validation_text_refused(train, va
         ),
         (
             Options(tokenizer="byte"),
-            f"split is 'named', and None is requested; its validation text is {val}, and nothing is requested",
+            f"split is 'named', and None is requested; its validation text is {val}, and "
+            f"nothing is requested",
         ),
     ):
         with pytest.raises(DataError, match=said):
@@ -206,7 +207,8 @@ def test_joined_parts_give_the_same_bytes(train, val, tmp_path):
     other = write(tmp_path / "other.jsonl", ["other"])
     with pytest.raises(
         DataError,
-        match=f"an unfinished, different dataset: its validation text is {val}, and {other} is requested",
+        match=f"an unfinished, different dataset: its validation text is {val}, and {other} is "
+        f"requested",
     ):
         join_parts(
             [train],

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -168,7 +169,7 @@ def kill(cluster, node, processes):
 
 
 def once_held(folder, by, count, act):
-    """Start a thread that calls `act(process ids)` once `count` processes of the node `by` have a range."""
+    """Call `act(process ids)` in a thread once `count` processes of the node `by` have a range."""
 
     def run():
         until = time.monotonic() + 120
@@ -274,7 +275,7 @@ def test_a_node_without_the_source_is_distinguished_from_bad_text(other, source,
 
 
 def test_a_node_that_does_not_see_the_work_directory_is_reported(other, source, setup, monkeypatch):
-    monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
+    monkeypatch.setattr(Path, "touch", lambda path: None)
     with pytest.raises(
         RunFailed,
         match=r"does not see the directory .*ranges.*--out on a disk that every node sees",

@@ -1,4 +1,4 @@
-"""Importing the tokens of another pipeline: a folder of `chunk_NNNNNN.pt` files of one tensor each."""
+"""Imports tokens of another pipeline: a folder of `chunk_NNNNNN.pt` files of one tensor each."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def _tail_fraction(split: str) -> float:
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
-    """Return each chunk's size, mtime, ctime and inode, one of which changes when it is rewritten."""
+    """Return each chunk's size, mtime, ctime and inode: one of them changes if it is rewritten."""
     return [
         (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
         for found in map(Path.stat, files)

@@ -137,7 +137,7 @@ def prepare_part(
     workers: int | None = None,
     **access: Unpack[Access],
 ) -> PreparedPart:
-    """Do one part of the work for the dataset `out`, while other processes, on any machine, do others.
+    """Do one part of the work for the dataset `out`, while other processes do the others.
 
     Raises: DataError as `prepare_dataset` does, and when another process does this part.
     """
@@ -217,7 +217,7 @@ def default_workers(tasks: Sequence[ReadTask]) -> int:
 
 
 def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
-    """Return the manifest of an existing dataset; None once this process owns the work directory."""
+    """Return the manifest of an existing dataset, or claim the work directory and return None."""
     manifest = existing_dataset(work.out, request.source, request.progress)
     if manifest is None:
         work.claim()  # another process may have finished the dataset until now

@@ -210,7 +210,8 @@ def test_a_full_disk_leaves_nothing(rows, tmp_path, monkeypatch):
 def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
     (tmp_path / "slow_source.py").write_text(
         "import time\nfrom flatout.sources import ReadTask\n"
-        "def read(number):\n    yield f'document {number}'\n    time.sleep(600 if number > 1 else 0)\n"
+        "def read(number):\n    yield f'document {number}'\n    time.sleep(600 if number > 1 "
+        "else 0)\n"
         "def slow():\n    return [ReadTask(read, (number,), str(number)) for number in range(6)]\n"
     )
     (tmp_path / "out_parent").mkdir()
@@ -227,7 +228,8 @@ def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
         "        yield item\n"
         "LocalWorkers.pack = told\n"
         f"out = Path({str(tmp_path / 'out_parent' / 'out')!r})\n"
-        "prepare_dataset(['slow_source:slow'], out, Options(tokenizer='byte', split='hash 0.1'), workers=2)\n"
+        "prepare_dataset(['slow_source:slow'], out, Options(tokenizer='byte', split='hash "
+        "0.1'), workers=2)\n"
     )
     with subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PICKLE_BYTES = 1 << 20
 """Maximum size of the pickle that describes a tensor, which takes a few hundred bytes."""
 LEGACY_PICKLES = 5
-"""Before zip files, torch.save wrote this many pickles, one after the other, and then the numbers."""
+"""Before zip files, torch.save wrote this many pickles in a row, and then the numbers."""
 _CALLED = re.compile(
     r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage"
     r"|torch \w*\d\w*|collections OrderedDict"

@@ -1,8 +1,9 @@
 """Duplicate documents, found by a hash of their text in bounded memory.
 
 A range packed with `--duplicates drop` has marks: a hash and a size for each document. Marks are
-distributed to files by their hash, about a million each, and each file is sorted alone. The first of
-equal documents stays, training before validation, so that no validation document was trained on.
+distributed to files by their hash, about a million each, and each file is sorted alone.
+
+Of equal documents the first stays, training before validation, so that no validation document was trained on.
 Separate validation text stays complete, and training loses the documents it shares with it.
 """
 

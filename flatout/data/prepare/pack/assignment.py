@@ -27,7 +27,7 @@ class ByHash:
 
 @dataclass(frozen=True)
 class ByPosition:
-    """`tail F`: validation begins at one character of one document; both sides of it are documents."""
+    """`tail F`: validation begins at a character of a document; both of its sides are documents."""
 
     document: int
     character: int

@@ -58,7 +58,7 @@ class Range:
 
 
 def make_ranges(jobs: Sequence[Job]) -> tuple[Range, ...]:
-    """Return the jobs in ranges of about `RANGE_BYTES`; a job of unknown size gets its own range."""
+    """Return the jobs in ranges of about `RANGE_BYTES`; a job of unknown size is its own range."""
     groups: list[list[Job]] = []
     room = 0
     for job in jobs:

@@ -25,7 +25,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class SplitWriter:
-    """Writes the files of one split of a range, which are created when there is something in them."""
+    """Writes the files of one split of a range; a file is created when it has content."""
 
     def __init__(self, folder: Path, stem: str, vocab_size: int) -> None:
         self._folder = folder

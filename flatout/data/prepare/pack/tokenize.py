@@ -27,7 +27,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 HELD_TOKENS = 1 << 20
 """Maximum tokens of a split held in memory before they are written."""
 HELD_CHARACTERS = 1 << 20
-"""Texts up to this length are tokenised before any of them is packed; longer ones piece by piece."""
+"""Texts up to this length are tokenised before any of them is packed; longer ones in pieces."""
 PIECES_PER_REPORT = 32
 """Pieces of a text between two progress reports."""
 

@@ -26,7 +26,7 @@ from flatout.sources import Document, LeftOut
 
 
 def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
-    """Return the plan in the work directory, made and written now if there is none, and how to pack.
+    """Return the plan in the work directory, or make and write one; and how to pack it.
 
     Raises: DataError when it is the plan of a different dataset, naming the difference, or none can
             be made.

@@ -14,9 +14,9 @@ from flatout.sources.long import Text, chunks_of
 SPREAD_JOBS = 64
 """Maximum jobs that a bounded sample is taken from."""
 STRIPES = 8
-"""Stripes taken of a long document; also the minimum number of documents in a sample of long ones."""
+"""Stripes taken of a long document; also how many long documents a sample has at least."""
 READ_PER_BYTE = 16
-"""Bytes read at most for each byte chosen by hash: choosing from all of a corpus means reading it."""
+"""Bytes read at most for each byte chosen by hash, since choosing from all means reading all."""
 
 
 Reading = Callable[[Job], Iterator[Text]]
@@ -85,7 +85,7 @@ def _read(jobs: Sequence[Job], limit: int, chosen: _LowestHashes, read: Reading)
 
 
 class _LowestHashes:
-    """The documents with the lowest hashes that fill the limit, none counting more than its share."""
+    """The documents with the lowest hashes that fill the limit, each counting up to its share."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -114,7 +114,7 @@ class _LowestHashes:
         return min(len(candidate[1]), self._share)
 
     def shares(self) -> Iterator[str]:
-        """Yield each document's share, shortest first: what they leave unused goes to longer ones."""
+        """Yield each document's share, shortest first: longer ones get what they leave unused."""
         room = self._limit
         texts = sorted((text for _, text in self._held), key=lambda text: (len(text), text))
         for left, text in zip(range(len(texts), 0, -1), texts, strict=True):

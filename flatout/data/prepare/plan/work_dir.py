@@ -34,7 +34,7 @@ _PARTS = "parts"
 
 @dataclass(frozen=True)
 class WorkPart:
-    """The ranges that one of several processes packs: every `count`-th, from the `index`-th, from 1."""
+    """The share of one of several processes: every `count`-th range from the `index`-th on."""
 
     index: int
     count: int
@@ -94,7 +94,7 @@ class WorkDir:
         self.close()
 
     def claim(self) -> None:
-        """Create the directory if needed and own it, so that no other process does the same work."""
+        """Own the directory, which is created if needed, so that no work is done twice."""
         with writing(self.out):
             while not self._locks:
                 missing = [parent for parent in self.path.parents if not parent.exists()]

@@ -113,7 +113,7 @@ def _check_names(
     if from_file is not None and len(cards) != 1:
         raise DataError(
             "--from gives the file of one dataset card.",
-            fix=f"Name one of {', '.join(DATASETS.names())}, or name the file itself as the source.",
+            fix=f"Name one of {', '.join(DATASETS.names())}, or name the file as the source.",
         )
     for name in val:
         if name in DATASETS.names():

@@ -50,7 +50,7 @@ def spool_standard_input(
     encoding: str | None = None,
     progress: Progress = SILENT,
 ) -> tuple[Path, str]:
-    """Save standard input to a file in `directory` until the process ends; return it and its SHA-256.
+    """Save standard input to a file until the process ends, and return it with its SHA-256.
 
     The file's suffix follows from its first bytes: Parquet, JSONL, JSON or HTML, compressed or not,
     else one text. `encoding` is that of text that is not UTF-8. Files that killed processes left in

@@ -185,7 +185,7 @@ class RayWorkers:
         return True
 
     def _stop(self) -> None:
-        """Cancel running tasks and wait for their processes to end, so that none writes any more."""
+        """Cancel running tasks and wait until their processes end, so that none writes any more."""
         if self._running and self._ray.is_initialized():
             for reference in self._running:
                 self._ray.cancel(reference, force=True)

@@ -73,7 +73,7 @@ class RayTasks:
         return self._explained(result, node, work) if isinstance(result, Failure) else result
 
     def _explained(self, failure: Failure, node: str, work: Range) -> Failure:
-        """Return a node's failure as this machine's if packing here fails too, else as the node's."""
+        """Return a node's failure as this machine's if packing fails here too, else as its own."""
         if failure.kind is None:
             return replace(
                 failure,

@@ -1,4 +1,4 @@
-"""Reading a file of torch.save needs no more memory than its size, and any damage gives a named error."""
+"""Reading a file of torch.save is bounded by its size, and any damage gives a named error."""
 
 import os
 import pickle
@@ -67,7 +67,8 @@ def test_functions_that_allocate_by_a_number_in_the_file_are_never_called(tmp_pa
     path = saved(tmp_path / "a.pt", [Calls(*call)], _use_new_zipfile_serialization=zipped)
     with pytest.raises(
         DataError,
-        match=rf"contains more than a tensor: it names \w+\.{call[0].__name__}, and code in a file is never run",
+        match=rf"contains more than a tensor: it names \w+\.{call[0].__name__}, and code in a "
+        rf"file is never run",
     ):
         load_tensor(path)
 

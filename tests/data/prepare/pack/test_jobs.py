@@ -36,6 +36,7 @@ def test_a_record_of_another_version_is_named(tmp_path):
     path.write_text('{"number": 0, "num_bytes": 1, "splits": {}, "first_bad": "row 7 is bad"}')
     with pytest.raises(
         DataError,
-        match=r"000000\.json is damaged or was not written by this version of flatout.*Remove the directory .*\.out\.part to",
+        match=r"000000\.json is damaged or was not written by this version of flatout.*Remove "
+        r"the directory .*\.out\.part to",
     ):
         read_records(path.parent)

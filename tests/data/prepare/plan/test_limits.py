@@ -74,7 +74,8 @@ def test_too_many_bad_rows_stop_prepare(most, enough):
     count.add(record(50, enough, left_out=500, first="book, line 3"))
     with pytest.raises(
         Unfinished,
-        match=rf"{enough + 1} of the first {551 + enough} rows .* {enough} may be skipped. The first: .*bad",
+        match=rf"{enough + 1} of the first {551 + enough} rows .* {enough} may be skipped. The "
+        rf"first: .*bad",
     ) as caught:
         count.add(record(0, 1, first="line 9"))
     assert f"--max-bad-rows {10 * (enough + 1)}" in caught.value.fix
@@ -95,7 +96,8 @@ def test_a_higher_limit_resumes_the_work(tmp_path):
     asked = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}
     with pytest.raises(
         Unfinished,
-        match=r"30 of the first 60 rows .* 5 may be skipped. The first: .*rows\.jsonl, line 2 is not JSON",
+        match=r"30 of the first 60 rows .* 5 may be skipped. The first: .*rows\.jsonl, line 2 "
+        r"is not JSON",
     ):
         prepare_dataset([str(rows)], tmp_path / "out", Options(**asked, max_bad_rows=5))
     assert (tmp_path / ".out.part" / "ranges" / "000000.json").is_file()
@@ -132,7 +134,8 @@ def test_a_damaged_file_stops_prepare_for_any_limit_of_bad_rows(tmp_path, most):
     cut_archive(tmp_path / "rows.jsonl.gz")
     with pytest.raises(
         DataError,
-        match=r"100\.0% of the text is in damaged files, .* and at most 1% may be: .*rows\.jsonl\.gz\. Fix: Download",
+        match=r"100\.0% of the text is in damaged files, .* and at most 1% may be: "
+        r".*rows\.jsonl\.gz\. Fix: Download",
     ):
         prepare_dataset(
             [str(tmp_path / "rows.jsonl.gz")],

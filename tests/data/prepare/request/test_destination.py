@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from prepared import Listener, content, write_rows
 

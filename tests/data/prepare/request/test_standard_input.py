@@ -68,7 +68,10 @@ def test_the_kind_of_text_is_reported(tmp_path):
 
 
 def test_the_file_is_removed_when_the_process_ends(tmp_path):
-    program = "import sys\nfrom pathlib import Path\nfrom flatout.data.prepare.request.standard_input import spool_standard_input\n"
+    program = (
+        "import sys\nfrom pathlib import Path\n"
+        "from flatout.data.prepare.request.standard_input import spool_standard_input\n"
+    )
     program += "print(spool_standard_input(Path(sys.argv[1]))[0].read_bytes())"
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

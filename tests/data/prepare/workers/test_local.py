@@ -190,8 +190,10 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
         "from flatout.data.prepare.workers.protocol import Setup\n"
         "from flatout.sources import ReadTask\n"
         "packing = Packing(make_tokenizer('byte', lambda limit: ()), ByHash(0.3), 'raise')\n"
-        "ranges = [Range(number, (Job(ReadTask(source.numbered, (0, 1), 'x')),)) for number in range(4)]\n"
-        f"next(LocalWorkers(2).pack(ranges, Setup(packing, Path({str(setup.folder)!r})))); print('ready', flush=True)\n"
+        "ranges = [Range(number, (Job(ReadTask(source.numbered, (0, 1), 'x')),)) for number in "
+        "range(4)]\n"
+        f"next(LocalWorkers(2).pack(ranges, Setup(packing, Path({str(setup.folder)!r})))); "
+        f"print('ready', flush=True)\n"
         "import time; time.sleep(600)\n"
     )
     with subprocess.Popen(

@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,8 +30,9 @@ NUMBERS = itertools.count()
 
 
 class StandIn:
-    """The part of the package ray that is used: a task runs when its result is requested, and `ends`
-    chooses which of the running tasks ends next.
+    """The part of the package ray that is used: a task runs when its result is requested.
+
+    `ends` chooses which of the running tasks ends next.
     """
 
     def __init__(self, cpus, address):
@@ -195,7 +197,8 @@ def test_the_first_bad_row_in_range_order_is_raised_and_the_rest_cancelled(ray, 
 def test_an_error_of_one_node_alone_is_reported_as_its_own(ray, setup, tmp_path):
     with pytest.raises(
         RunFailed,
-        match=r"The node .* cannot do what this machine can: here is bad\. Fix: Name sources that every node can read",
+        match=r"The node .* cannot do what this machine can: here is bad\. Fix: Name sources "
+        r"that every node can read",
     ):
         pack(ranges((bad_the_first_time, str(tmp_path / "tries"))), setup)
 
@@ -216,7 +219,8 @@ def test_errors_on_a_node_are_named_with_it(ray, setup):
 
 def test_ray_failures_are_explained(ray, setup):
     for name, words in {
-        "WorkerCrashedError": r"packed range 0 died 4 times: Gone\..*it continues where it stopped.*fewer --workers",
+        "WorkerCrashedError": r"packed range 0 died 4 times: Gone\..*it continues where it "
+        r"stopped.*fewer --workers",
         "RayTaskError": r"could not run prepare's task",
         "RayError": r"gave up on range 0: Gone\. Fix: Run the same",
     }.items():
@@ -236,7 +240,8 @@ def test_another_version_on_a_node_is_reported(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_tasks, "_version", lambda: "9.9")
     with pytest.raises(
         RunFailed,
-        match=r"The node .* has flatout .*, and this machine 9\.9.*Install flatout 9\.9 on every node",
+        match=r"The node .* has flatout .*, and this machine 9\.9.*Install flatout 9\.9 on "
+        r"every node",
     ):
         pack(ranges((numbered, 0)), setup)
 
@@ -261,10 +266,11 @@ def test_a_node_without_flatout_is_reported(ray, setup, monkeypatch):
 
 
 def test_a_node_that_does_not_see_the_work_directory_is_reported(ray, setup, monkeypatch):
-    monkeypatch.setattr(ray_workers.Path, "touch", lambda path: None)
+    monkeypatch.setattr(Path, "touch", lambda path: None)
     with pytest.raises(
         RunFailed,
-        match=r"On the node .*: It does not see the directory .*ranges.*--out on a disk that every node sees",
+        match=r"On the node .*: It does not see the directory .*ranges.*--out on a disk that "
+        r"every node sees",
     ):
         pack(ranges((numbered, 0)), setup)
     assert not list(setup.folder.iterdir())
@@ -276,7 +282,8 @@ def test_a_lost_cluster_is_given_up_after_a_while(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 0.05)
     with pytest.raises(
         RunFailed,
-        match=r"No node of the Ray cluster has a CPU any more\. Fix: Start nodes\. .*it continues where it stopped",
+        match=r"No node of the Ray cluster has a CPU any more\. Fix: Start nodes\. .*it "
+        r"continues where it stopped",
     ):
         pack(ranges((numbered, 0)), setup)
     monkeypatch.setattr(ray_workers.RayWorkers, "_head_answers", lambda crew: False)
