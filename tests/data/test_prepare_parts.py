@@ -156,7 +156,7 @@ def test_a_join_without_parts_is_refused(rows, tmp_path):
 def test_the_command_reports_remaining_parts(rows, tmp_path):
     first = prepare([rows], tmp_path / "out", tokenizer="byte", part="1/2")
     assert "part 1/2 done in" in first.summary()
-    assert "are left to other parts" in first.summary()
+    assert "are left for other parts" in first.summary()
     second = prepare([rows], tmp_path / "out", tokenizer="byte", part="2/2")
     assert "all parts are done: join them with --join" in second.summary()
     made = prepare([rows], tmp_path / "out", tokenizer="byte", join=True)
