@@ -1,4 +1,4 @@
-"""The estimate against tensors that exist. Letters: B rows, T tokens, D width."""
+"""The memory estimate equals what real tensors take. Letters: B rows, T tokens, D width."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -43,7 +43,7 @@ def real(work, rows):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_activations_are_what_autograd_keeps(shape, ops, autocast, document_mask):
+def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_mask):
     """Within 1%: whole model, real tensors, every saved storage once."""
     work = workload(ops, autocast=autocast, document_mask=document_mask, **SHAPES[shape])
     model, tokens_BT, _ = real(work, 4)
@@ -63,7 +63,7 @@ def test_activations_are_what_autograd_keeps(shape, ops, autocast, document_mask
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
-def test_what_is_computed_again_is_not_kept(name):
+def test_recomputed_activations_are_not_counted(name):
     """Of a full checkpoint a block's input alone stays; a selective one keeps less than all, and
     what it keeps is foreseen.
     """
@@ -87,7 +87,7 @@ def test_what_is_computed_again_is_not_kept(name):
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("vocab_size", [16, 3000])
-def test_the_fullest_moment_is_that_of_a_real_step(ops, vocab_size):
+def test_the_peak_is_that_of_a_real_step(ops, vocab_size):
     """Within 15%: from the first block's forward to the last gradient, real tensors; whichever of
     head and blocks is larger.
     """
@@ -101,7 +101,7 @@ def test_the_fullest_moment_is_that_of_a_real_step(ops, vocab_size):
     assert found.activations + found.logits + found.workspace == pytest.approx(live.peak, rel=0.15)
 
 
-def test_the_fused_ops_mask_of_documents_is_counted():
+def test_the_document_mask_of_fused_attention_is_counted():
     """A square of T x T for every block, in the type of the weights."""
     masked, crossing = (
         estimate(workload(seq_len=2048, document_mask=mask), 4) for mask in (True, False)
@@ -113,7 +113,7 @@ def test_the_fused_ops_mask_of_documents_is_counted():
 
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_attention_that_skips_what_is_masked_keeps_no_mask(name, monkeypatch):
+def test_attention_that_skips_masked_blocks_keeps_no_mask(name, monkeypatch):
     """On the GPU that it is for; what is counted is what the kernel keeps there, not what stands in
     for it on a CPU.
     """
@@ -132,7 +132,7 @@ def test_attention_that_skips_what_is_masked_keeps_no_mask(name, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_weights_gradients_and_optimizer_exactly(shape):
+def test_weights_gradients_and_optimizer_are_exact(shape):
     work = workload(**SHAPES[shape])
     model, tokens_BT, targets_BT = real(work, 2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -178,7 +178,7 @@ def test_shards_split_weights_gradients_and_optimizer():
     ("kind", "ops"),
     [("transformer", {"attention": attention.fused}), ("eigenstate", {"scan": scan.chunked})],
 )
-def test_what_a_window_needs_grows_in_proportion_to_its_length(kind, ops):
+def test_memory_grows_in_proportion_to_seq_len(kind, ops):
     """docs/models.md says so of both models."""
     model = MODELS.get(kind)
 
@@ -192,7 +192,7 @@ def test_what_a_window_needs_grows_in_proportion_to_its_length(kind, ops):
     assert bytes_a_token(16_384) == pytest.approx(bytes_a_token(1024), rel=0.03)
 
 
-def test_more_of_anything_needs_more():
+def test_larger_models_and_batches_need_more():
     least = estimate(workload(), 2)
     for larger in (
         estimate(workload(), 3),
@@ -204,7 +204,7 @@ def test_more_of_anything_needs_more():
     assert estimate(workload(autocast=torch.bfloat16), 64).total < estimate(workload(), 64).total
 
 
-def test_a_model_too_large_for_this_machine_is_estimated_all_the_same():
+def test_a_model_too_large_for_this_machine_can_be_estimated():
     """GPT-2 124M, fp32, plain ops, T = 1024: 3.4 GiB at one row and 16.7 GiB at eight were measured
     on a GPU.
     """
@@ -222,7 +222,7 @@ def test_a_model_too_large_for_this_machine_is_estimated_all_the_same():
     assert estimate(workload(seq_len=32_768, **own, autocast=torch.bfloat16), 64).total > 100 * GIB
 
 
-def test_rows_that_fit_are_the_most():
+def test_rows_that_fit_returns_the_most_rows():
     work = workload()
     for rows in (1, 2, 3, 7, 16):
         assert rows_that_fit(work, estimate(work, rows).total) == rows
@@ -231,7 +231,7 @@ def test_rows_that_fit_are_the_most():
         rows_that_fit(work, estimate(work, 1).total - 1)
 
 
-def test_an_estimate_draws_no_random_numbers():
+def test_an_estimate_leaves_the_random_generator_unchanged():
     before = torch.get_rng_state()
     estimate(workload(dropout=0.2), 5)
     assert torch.equal(torch.get_rng_state(), before)

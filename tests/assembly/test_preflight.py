@@ -17,17 +17,17 @@ from flatout.errors import ConfigError, DataError, HardwareError
         ("data.path", None, ConfigError, "data.path is not set"),
     ],
 )
-def test_what_is_wrong_is_told(tiny_config, key, value, error, said):
+def test_invalid_settings_are_reported(tiny_config, key, value, error, said):
     check(tiny_config())
     with pytest.raises(error, match=said):
         check(tiny_config(**{key.replace(".", "__"): value}))
 
 
-def test_a_reference_is_left_to_the_import(tiny_config):
+def test_references_are_checked_when_imported(tiny_config):
     check(tiny_config(model__kind="nowhere:Model", optim__kind="nowhere:optimizer"))
 
 
-def test_each_set_of_a_mix_has_a_window(write_tiny, tmp_path):
+def test_each_dataset_of_a_mix_holds_a_sequence(write_tiny, tmp_path):
     large, small = write_tiny(tmp_path / "large"), write_tiny(tmp_path / "small", num_documents=1)
     tokens = (
         open_dataset(load_config(None, [f"data.path={small}", "data.seq_len=8"]))

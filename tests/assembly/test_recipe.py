@@ -53,7 +53,7 @@ def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speed
         (1_024, 512, 0, 1),
     ],
 )
-def test_the_plain_micro_batch_is_what_people_write_and_the_memory_holds(
+def test_the_plain_micro_batch_is_common_and_fits(
     monkeypatch, seq_len, rows_per_rank, fitting, rows
 ):
     monkeypatch.setattr(MicroBatchPlan, "fits", lambda self, rows: rows <= fitting)
@@ -114,7 +114,7 @@ def test_a_slot_that_does_not_exist_is_refused():
         speedup("a", "nowhere")
 
 
-def test_transforms_wrap_in_the_one_right_order_however_they_were_added():
+def test_transforms_are_ordered_by_stage_however_they_were_added():
     recipe = baseline()
     for stage in reversed(STAGES):
         recipe = recipe.with_speedup(
@@ -123,7 +123,7 @@ def test_transforms_wrap_in_the_one_right_order_however_they_were_added():
     assert [t.stage for t in recipe.ordered_transforms()] == list(STAGES)
 
 
-def test_promises():
+def test_exact_and_rounding_promises_are_checked_step_by_step():
     assert Promise.exact().holds([1.0, 2.0], [1.0, 2.0])
     assert not Promise.exact().holds([1.0, 2.0000001], [1.0, 2.0])
     assert Promise.rounding(rtol=0.1).holds([1.05], [1.0])
@@ -132,13 +132,13 @@ def test_promises():
     assert not Promise.rounding(rtol=0.1).holds([1.0], [1.0, 1.0])
 
 
-def test_the_device_a_run_will_use_is_known_before_torch_is():
+def test_the_device_of_a_run_is_known_without_torch():
     assert not uses_gpu(CPU, load_config())
     assert uses_gpu(TURING, load_config())
     assert not uses_gpu(TURING, load_config(None, ["train.device=cpu"]))
 
 
-def test_a_gpu_that_is_too_old_is_named_with_what_it_has():
+def test_a_gpu_that_is_too_old_is_named_with_its_capability():
     assert (
         gpu_below(TURING, (8, 0), "bfloat16")
         == "bfloat16 needs compute capability 8.0; the a T4 has 7.5."
@@ -146,7 +146,7 @@ def test_a_gpu_that_is_too_old_is_named_with_what_it_has():
     assert gpu_below(TURING, (7, 0), "float16") is None
 
 
-def test_plain_logging_reads_every_step_and_keeps_those_due():
+def test_plain_readback_reads_every_step_and_keeps_those_due():
     readback = ImmediateReadback()
     readback.push(1, {"loss": 3.0}, due=False)
     readback.push(2, {"loss": 2.0}, due=True)

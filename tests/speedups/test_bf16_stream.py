@@ -41,7 +41,7 @@ def test_blocks_add_to_bfloat16_and_weights_stay_fp32(build_run, tiny_config, ki
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
-def test_it_is_compiled_with_the_model(build_run, tiny_config):
+def test_the_narrowing_is_compiled_with_the_model(build_run, tiny_config):
     run = build_run(
         tiny_config(
             train__precision="auto", speedups="bf16,bf16-stream,compile", model__num_layers=1

@@ -1,6 +1,4 @@
-"""bf16 weights with the fp32 update: equal in every bit to fp32 weights under autocast that are
-moved off the same ties.
-"""
+"""bf16 weights with an fp32 update equal fp32 weights under autocast, bit for bit, off ties."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ def assert_equal_states(one, other):
 @pytest.mark.parametrize("speedups", ["bf16", "bf16,fused-adamw,chunked-ce"])
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
-def test_every_bit_of_a_run_is_that_of_fp32_weights(
+def test_a_run_equals_one_with_fp32_weights_bit_for_bit(
     kind, optim, speedups, build_run, tiny_config, ragged_set
 ):
     """Losses, norms, weights and moments; with clipping, accumulation and masked targets.
@@ -92,7 +90,7 @@ def test_every_bit_of_a_run_is_that_of_fp32_weights(
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_five_and_five_steps_are_ten(optim, build_run, tiny_config, tmp_path):
+def test_resuming_after_five_steps_equals_ten_steps(optim, build_run, tiny_config, tmp_path):
     config = tiny_config(
         optim__kind=optim,
         train__steps=10,
@@ -139,7 +137,7 @@ def test_a_checkpoint_holds_fp32_weights_and_fits_both_ways(build_run, tiny_conf
 
 
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
-def test_the_memory_estimate_knows_that_no_rounded_copy_is_kept(kind, build_run, tiny_config):
+def test_the_memory_estimate_counts_no_rounded_copy(kind, build_run, tiny_config):
     config = tiny_config(model__kind=kind, train__precision="auto", speedups=f"bf16,{SPLIT}")
     run = build_run(config)
     recipe = baseline().with_speedup(speedup_named("bf16"))
@@ -173,7 +171,7 @@ def test_the_memory_estimate_knows_that_no_rounded_copy_is_kept(kind, build_run,
     assert fast.activations == pytest.approx(kept, rel=0.01)
 
 
-def test_sharded_weights_are_refused_with_what_to_set(tiny_config):
+def test_sharded_weights_are_refused_with_a_fix(tiny_config):
     refused = speedup_named(SPLIT).why_not(None, tiny_config(parallel__shard=2))
     assert "parallel.shard=1" in refused
     assert speedup_named(SPLIT).why_not(None, tiny_config()) is None

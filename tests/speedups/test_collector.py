@@ -1,6 +1,4 @@
-"""Python collects at fixed steps while the loop runs, and as before when it has ended, however it
-ends.
-"""
+"""Python collects at fixed steps during the loop, and as before once it has ended in any way."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from flatout.training.run import run_training
 
 
 class Node:
-    """What holds itself."""
+    """Refers to itself."""
 
     def __init__(self):
         self.itself = self
@@ -51,7 +49,7 @@ def test_a_run_collects_at_fixed_steps_only_and_leaves_the_process_as_it_was(tin
     assert gc.get_freeze_count() == 0
 
 
-def test_a_run_that_fails_gives_the_collector_back(tiny_config, tmp_path):
+def test_a_failing_run_restores_the_collector(tiny_config, tmp_path):
     with pytest.raises(ValueError, match="an observer fails"):
         run_training(
             tiny_config(speedups="auto,-compile,+collector"), tmp_path / "run", observers=[Broken()]
@@ -60,13 +58,13 @@ def test_a_run_that_fails_gives_the_collector_back(tiny_config, tmp_path):
     assert gc.get_freeze_count() == 0
 
 
-def test_plainly_python_collects_as_it_likes(tiny_config, tmp_path):
+def test_without_the_speedup_collection_is_automatic(tiny_config, tmp_path):
     watch = Watch()
     run_training(tiny_config(speedups="none"), tmp_path / "run", observers=[watch])
     assert all(watch.automatic)
 
 
-def test_what_was_off_or_frozen_stays_so():
+def test_a_disabled_collector_and_frozen_objects_stay_so():
     gc.disable()
     gc.freeze()
     try:

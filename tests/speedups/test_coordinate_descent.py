@@ -1,4 +1,4 @@
-"""The compiler is asked for it with the model, forward and backward, and with nothing else."""
+"""The compiler gets the option with the model, for forward and backward, and for nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEEDUP = speedup_named("coordinate-descent")
 
 @pytest.fixture
 def asked(build_run, tiny_config, monkeypatch):
-    """What torch.compile is asked for, after the transforms of the named speedups."""
+    """The options that torch.compile gets after the transforms of the named speedups."""
 
     def after(*names):
         model, given = build_run(tiny_config()).core, []
@@ -35,11 +35,11 @@ def asked(build_run, tiny_config, monkeypatch):
     return after
 
 
-def test_torch_knows_the_option():
+def test_torch_has_the_option():
     assert OPTION in torch._inductor.list_options()
 
 
-def test_whatever_compiles_the_model_hands_it_on(asked):
+def test_every_speedup_that_compiles_the_model_passes_the_option(asked):
     assert asked("compile") == [{"dynamic": False, "options": None}]
     assert asked("coordinate-descent", "compile") == [{"dynamic": False, "options": {OPTION: True}}]
     assert asked("coordinate-descent", "compile", "cuda-graphs")[-1]["options"] == {
@@ -51,12 +51,12 @@ def test_whatever_compiles_the_model_hands_it_on(asked):
     assert all(options == {"dynamic": False, "options": {OPTION: True}} for options in by_block)
 
 
-def test_a_compiler_that_has_no_such_option_is_not_asked(asked, monkeypatch):
+def test_a_compiler_without_the_option_is_not_given_it(asked, monkeypatch):
     monkeypatch.setattr(torch._inductor, "list_options", list)
     assert asked("coordinate-descent", "compile") == [{"dynamic": False, "options": None}]
 
 
-def test_where_it_cannot_be(tiny_config):
+def test_why_not(tiny_config):
     assert "makes C++" in SPEEDUP.reason_against(GPU, tiny_config())
     assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
     assert "train.deterministic" in SPEEDUP.reason_against(
@@ -75,7 +75,7 @@ def test_where_it_cannot_be(tiny_config):
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
-def test_forward_and_backward_are_tuned_and_nothing_after(monkeypatch):
+def test_only_forward_and_backward_are_tuned(monkeypatch):
     """Backward runs in a thread of its own, as on a GPU, where settings of the process do not hold
     in every torch.
     """

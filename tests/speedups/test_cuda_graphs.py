@@ -1,4 +1,4 @@
-"""CUDA graphs are recorded around the whole model; gradients lie in memory that no graph owns."""
+"""CUDA graphs are recorded around the whole model; no graph owns the memory of gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
 SPEEDUP = speedup_named("cuda-graphs")
 
 
-def test_it_says_where_it_cannot_be(tiny_config):
+def test_why_not(tiny_config):
     assert "on a CPU" in SPEEDUP.reason_against(GPU, tiny_config())
     assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
     assert "parallel.shard" in SPEEDUP.reason_against(
@@ -30,12 +30,12 @@ def test_it_says_where_it_cannot_be(tiny_config):
     )
 
 
-def test_it_needs_the_whole_model_compiled(tiny_config):
+def test_it_needs_compile(tiny_config):
     with pytest.raises(ConfigError, match="'cuda-graphs' needs 'compile', which is off"):
         select(tiny_config(train__device="cuda", speedups=["cuda-graphs"]), GPU, device="cuda")
 
 
-def test_each_call_of_the_model_is_a_step_of_its_graphs(monkeypatch):
+def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
     said = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: said.append("step"))
     monkeypatch.setattr(torch, "compile", lambda call, **options: said.append(options) or call)
@@ -50,7 +50,7 @@ def test_each_call_of_the_model_is_a_step_of_its_graphs(monkeypatch):
 
 
 def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
-    """As on a GPU, but for the graphs: the losses are those of gradients that are dropped."""
+    """As on a GPU, except for the graphs: the losses equal those with dropped gradients."""
     plain, kept = build_run(tiny_config()), build_run(tiny_config())
     kept.zero_grad = zero_in_place
     zero_in_place(kept.core.parameters())
@@ -62,7 +62,7 @@ def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
         assert not any(p.grad.any() for p in kept.core.parameters())
 
 
-def test_what_is_not_trained_gets_no_gradient():
+def test_frozen_parameters_get_no_gradient():
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     zero_in_place([frozen])
     assert frozen.grad is None
@@ -70,7 +70,7 @@ def test_what_is_not_trained_gets_no_gradient():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_losses_are_those_of_compile_alone(tiny_config, tmp_path, precision):
+def test_losses_equal_those_of_compile(tiny_config, tmp_path, precision):
     """Two micro-batches a step, evaluation in between: what overwrites a gradient or a loss shows
     here.
     """

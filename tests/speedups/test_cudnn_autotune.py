@@ -1,4 +1,4 @@
-"""cuDNN's choice is a setting of the process: it holds in the loop, and is as before afterwards."""
+"""cuDNN's benchmark mode is a process setting: it is on in the loop and restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_it_holds_inside_alone_even_when_the_loop_fails(monkeypatch, before):
+def test_it_is_enabled_only_inside_even_when_the_loop_fails(monkeypatch, before):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", before)
     seen = []
 
@@ -28,7 +28,7 @@ def test_it_holds_inside_alone_even_when_the_loop_fails(monkeypatch, before):
     assert torch.backends.cudnn.benchmark == before
 
 
-def test_it_is_for_gpus_and_not_for_runs_that_must_repeat(tiny_config):
+def test_it_is_for_gpus_and_not_for_deterministic_runs(tiny_config):
     speedup = speedup_named("cudnn-autotune")
     assert "on a CPU" in speedup.reason_against(GPU, tiny_config())
     assert speedup.reason_against(GPU, tiny_config(train__device="cuda")) is None

@@ -1,4 +1,4 @@
-"""Where FlashAttention 4 is taken, and what is said where it is not."""
+"""Where FlashAttention 4 is used, and the reason where it is not."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(flash_attention_4, "version", lambda name: "4.0.0b36")
 
 
-def test_it_is_for_causal_attention_alone_on_hopper_and_later():
+def test_it_is_for_plain_causal_attention_on_hopper_and_later():
     assert uses_gpu(gpu((9, 0)), load_config(None, ["train.device=auto"]))
     assert reason(gpu((9, 0))) is None
     assert reason(gpu((10, 0)), "model.window=1024") is None
@@ -41,7 +41,7 @@ def test_it_is_for_causal_attention_alone_on_hopper_and_later():
     assert "on a CPU" in reason(CPU)
 
 
-def test_without_the_package_it_says_what_to_install_and_under_which_licence(monkeypatch):
+def test_without_the_package_it_names_the_install_line_and_the_licence(monkeypatch):
     monkeypatch.setattr(flash_attention_4, "version", missing)
     said = reason(gpu((9, 0)))
     assert 'pip install "flatout[flash-attention-4]"' in said

@@ -1,4 +1,4 @@
-"""Freed memory is used again: counted in pages that the system had to provide."""
+"""Freed memory is reused: counted in page faults."""
 
 import platform
 import subprocess
@@ -28,7 +28,7 @@ print(pages(10))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a setting of glibc's allocator")
-def test_memory_that_was_freed_is_not_asked_for_again():
+def test_freed_memory_is_reused():
     def pages(how):
         return int(
             subprocess.run(

@@ -1,4 +1,4 @@
-"""Where the packed gradient of heads is taken, and what is said where it is not."""
+"""Where packed-heads is used, and the reason where it is not."""
 
 import pytest
 
@@ -23,21 +23,21 @@ def installed(monkeypatch):
     monkeypatch.setattr(conditions, "find_spec", lambda name: object())
 
 
-def test_it_is_for_heads_that_are_normalised_or_turned():
+def test_it_is_for_heads_that_are_normalised_or_rotated():
     assert reason(gpu((9, 0))) is None
     assert reason(gpu((9, 0)), "model.positions=learned", "model.qk_norm=true") is None
     assert "neither normalised nor rotated" in reason(gpu((9, 0)), "model.positions=learned")
     assert "makes no use of ops.heads" in reason(gpu((9, 0)), "model.kind=eigenstate")
 
 
-def test_it_says_what_is_missing(monkeypatch):
+def test_it_names_what_is_missing(monkeypatch):
     assert "on a CPU; fused-heads runs there" in reason(CPU)
     assert "needs compute capability 8.0" in reason(gpu((7, 5)))
     monkeypatch.setattr(conditions, "find_spec", lambda name: None)
     assert "pip install triton" in reason(gpu((9, 0)))
 
 
-def test_its_gain_is_predicted_before_it_is_measured():
+def test_its_gain_is_predicted():
     read, written = 302 + 201, 302
     assert 1818 - (read + written) == 1013
     assert SPEEDUP.predicted.startswith(f"{1013e6 * 12 / 4.3e12 * 1e3:.1f} ms")

@@ -1,6 +1,4 @@
-"""Every speedup keeps the promise it makes, found through the registry: a new file is tested with
-no new test code.
-"""
+"""Every speedup in the registry keeps its promise; a new one needs no new test code."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from flatout.training.warmup import warm_up
 
 STEPS = 20
 WINDOWS = 16
-"""Two micro-batches of 8 rows in the plain way, one of 16 with `micro-batch`."""
+"""Two micro-batches of 8 rows in the baseline, one of 16 with `micro-batch`."""
 
 
 class NoLog:
-    """Takes events and keeps them."""
+    """Records events."""
 
     progress = SILENT
 
@@ -84,6 +82,6 @@ def test_speedup_keeps_its_promise(speedup, kind, build_run, tiny_config, plain_
 
 
 @pytest.mark.parametrize("speedup", all_speedups(), ids=lambda s: s.name)
-def test_speedup_says_what_it_saves_and_changes_something(speedup):
+def test_a_speedup_states_what_it_saves_and_changes_something(speedup):
     assert speedup.saves
     assert speedup.fills or speedup.transform

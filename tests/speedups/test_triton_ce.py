@@ -1,4 +1,4 @@
-"""Where the loss by Triton's kernel is taken, and what is said where it is not."""
+"""Where triton-ce is used, and the reason where it is not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(conditions, "find_spec", lambda name: object())
 
 
-def test_it_states_its_gain_before_it_is_measured_and_is_off_until_then():
+def test_it_predicts_its_gain_and_is_off_until_it_is_measured():
     found = decided(gpu((9, 0)))
     assert found["chunked-ce"][0]
     assert not found["triton-ce"][0]
@@ -54,20 +54,20 @@ def test_named_on_a_gpu_it_takes_the_place_of_chunked_ce():
     assert not found["chunked-ce"][0]
 
 
-def test_a_cpu_is_told_that_it_is_for_gpus():
+def test_on_a_cpu_it_is_refused():
     assert "needs an NVIDIA GPU" in decided(CPU, device="cpu")["triton-ce"][1]
     with pytest.raises(HardwareError, match="chunked-ce runs there"):
         decided(CPU, "speedups=triton-ce", device="cpu")
 
 
-def test_a_gpu_that_triton_does_not_know_is_named():
+def test_a_gpu_too_old_for_triton_is_named():
     assert (
         "Triton needs compute capability 7.0; the a GPU has 6.1"
         in decided(gpu((6, 1)))["triton-ce"][1]
     )
 
 
-def test_without_triton_the_install_line_is_said(monkeypatch):
+def test_without_triton_it_names_the_install_line(monkeypatch):
     monkeypatch.setattr(conditions, "find_spec", lambda name: None)
     with pytest.raises(HardwareError, match="pip install triton"):
         decided(gpu((9, 0)), "speedups=triton-ce")

@@ -1,4 +1,4 @@
-"""Where the recurrence in Triton is taken, and what is said where it is not."""
+"""Where triton-scan is used, and the reason where it is not."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def installed(monkeypatch):
     monkeypatch.setattr(conditions, "find_spec", lambda name: object())
 
 
-def test_auto_takes_it_on_a_gpu_in_the_place_of_fast_scan():
+def test_auto_prefers_it_to_fast_scan_on_a_gpu():
     found = decided(gpu((9, 0)))
     assert found["triton-scan"][0]
     assert found["fast-scan"] == (False, "triton-scan is on and does the same, better")
@@ -48,14 +48,14 @@ def test_on_a_cpu_fast_scan_stays():
     assert "needs an NVIDIA GPU of compute capability 7.0" in found["triton-scan"][1]
 
 
-def test_a_gpu_that_triton_does_not_know_is_named():
+def test_a_gpu_too_old_for_triton_is_named():
     assert decided(gpu((6, 1)))["triton-scan"] == (
         False,
         "Triton needs compute capability 7.0; the a GPU has 6.1.",
     )
 
 
-def test_without_triton_the_install_line_is_said_and_fast_scan_stays(monkeypatch):
+def test_without_triton_it_names_the_install_line_and_fast_scan_stays(monkeypatch):
     monkeypatch.setattr(conditions, "find_spec", lambda name: None)
     found = decided(gpu((9, 0)))
     assert "pip install triton" in found["triton-scan"][1]
@@ -64,7 +64,7 @@ def test_without_triton_the_install_line_is_said_and_fast_scan_stays(monkeypatch
         decided(gpu((9, 0)), "speedups=triton-scan")
 
 
-def test_narrow_states_take_its_place_when_they_are_named():
+def test_named_bf16_states_take_its_place():
     assert decided(gpu((9, 0)), "speedups=auto,+bf16-states,+folded-weights") == {
         "triton-scan": (False, "bf16-states, which was named, takes its place"),
         "fast-scan": (False, "bf16-states, which was named, takes its place"),
@@ -75,7 +75,7 @@ def test_narrow_states_take_its_place_when_they_are_named():
         decided(gpu((6, 1)), "speedups=auto,+bf16-states,+folded-weights")
 
 
-def test_a_transformer_has_none():
+def test_a_transformer_does_not_use_it():
     assert (
         "makes no use of ops.scan"
         in decided(gpu((9, 0)), "model.kind=transformer")["triton-scan"][1]

@@ -1,6 +1,4 @@
-"""The copy of the state: what waits for what on a GPU, told by a driver that only notes it; the
-values themselves where there is one.
-"""
+"""The host copy of the state: the order of waits with a recording CUDA driver, values on a GPU."""
 
 from __future__ import annotations
 
@@ -62,7 +60,7 @@ def notes(monkeypatch):
     return notes
 
 
-def test_the_next_forward_pass_waits_for_buffers_alone(tmp_path, notes):
+def test_the_next_forward_pass_waits_for_buffers_only(tmp_path, notes):
     run = build(tmp_path / "run")
     train(run, 1)
     snapshot = take(run, {})

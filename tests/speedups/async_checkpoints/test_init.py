@@ -1,4 +1,4 @@
-"""Whole runs that save beside training: the same course, the same checkpoints, the same ends."""
+"""Whole runs with background saves: the same losses, the same checkpoints, the same endings."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def digests(folder):
 
 
 @pytest.mark.parametrize("besides", ["", ",+bf16,+bf16-weights"])
-def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(
+def test_a_run_leaves_the_files_of_one_that_saves_in_the_loop(
     tiny_config, tmp_path, slow_disk, besides
 ):
     settings = {"train__precision": "auto"} | {
@@ -114,7 +114,7 @@ def test_a_run_leaves_what_one_that_saves_in_the_loop_leaves(
     )
 
 
-def test_the_first_save_finds_its_room_made_before_the_first_step(
+def test_memory_for_the_first_save_is_reserved_before_the_first_step(
     tiny_config, tmp_path, monkeypatch
 ):
     made, make_room = [], HostCopy.make_room
@@ -135,7 +135,7 @@ def test_the_first_save_finds_its_room_made_before_the_first_step(
     assert all("blocked_ms" in event for event in events if event["event"] == "save")
 
 
-def test_a_checkpoint_is_told_when_it_is_whole_and_old_ones_go_then(
+def test_a_checkpoint_is_reported_when_complete_and_old_ones_are_deleted_then(
     tiny_config, tmp_path, slow_disk
 ):
     """Saves at 2, 4 and 6 of 7 steps: each is whole when the next one waits for it."""
@@ -172,7 +172,7 @@ def test_a_checkpoint_is_told_when_it_is_whole_and_old_ones_go_then(
 
 
 @pytest.mark.parametrize("stop", [3, 4, 5])
-def test_a_stop_ends_when_the_checkpoint_is_whole_and_goes_on_in_every_bit(
+def test_a_stop_waits_for_the_checkpoint_and_resumes_bit_for_bit(
     tiny_config, tmp_path, slow_disk, stop
 ):
     settings = {
@@ -196,7 +196,7 @@ def test_a_stop_ends_when_the_checkpoint_is_whole_and_goes_on_in_every_bit(
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_an_error_of_the_run_leaves_the_checkpoint_whole_and_told(tiny_config, tmp_path, slow_disk):
+def test_a_failing_run_completes_and_reports_the_checkpoint(tiny_config, tmp_path, slow_disk):
     class Broken(Quiet):
         def on_tick(self, step, last_step):
             if step == 3:
@@ -212,7 +212,7 @@ def test_an_error_of_the_run_leaves_the_checkpoint_whole_and_told(tiny_config, t
     assert [event["step"] for event in saves(tmp_path / "run")] == [2]
 
 
-def test_a_full_disk_ends_the_run_with_its_fix_and_the_next_one_goes_on(
+def test_a_full_disk_ends_the_run_with_a_fix_and_the_next_one_resumes(
     tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(
@@ -239,7 +239,9 @@ def test_a_full_disk_ends_the_run_with_its_fix_and_the_next_one_goes_on(
     assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
-def test_the_last_steps_are_whole_before_the_last_evaluation(tiny_config, tmp_path, monkeypatch):
+def test_the_last_checkpoint_is_complete_before_the_final_evaluation(
+    tiny_config, tmp_path, monkeypatch
+):
     class Killed(Exception):
         pass
 

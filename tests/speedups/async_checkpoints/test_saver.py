@@ -1,4 +1,4 @@
-"""Saving in the loop and beside it: the same files, one at a time, and no error that goes unheard."""
+"""Saves in the loop and in the background write the same files and report every error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def save(saver, run, keep=9):
     saver.save(run, environment=ENVIRONMENT, keep=keep)
 
 
-def test_what_is_written_while_training_goes_on_is_what_a_save_at_that_step_writes(tmp_path, gate):
+def test_a_background_save_writes_the_files_of_a_save_in_the_loop(tmp_path, gate):
     run, saver = build(tmp_path / "beside"), BackgroundSaver()
     train(run, 3)
     wanted = saved_in_the_loop(run, tmp_path / "loop")
@@ -89,7 +89,7 @@ def test_what_is_written_while_training_goes_on_is_what_a_save_at_that_step_writ
     assert 0 < saved.blocked_s <= saved.seconds
 
 
-def test_training_goes_on_as_if_nobody_saved(tmp_path):
+def test_saving_does_not_change_training(tmp_path):
     plain = build(tmp_path / "plain")
     train(plain, 6)
     unbroken = outcome(plain, 3)
@@ -106,7 +106,7 @@ def test_training_goes_on_as_if_nobody_saved(tmp_path):
 
 
 @pytest.mark.parametrize("make", [InTheLoop, BackgroundSaver])
-def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
+def test_a_complete_save_is_reported_once_and_then_old_ones_are_deleted(tmp_path, make):
     run, saver = build(tmp_path / "run"), make()
     told = []
     for _ in range(5):
@@ -122,7 +122,7 @@ def test_a_save_is_told_once_and_old_ones_go_when_it_is_whole(tmp_path, make):
 
 
 @pytest.mark.parametrize("make", [InTheLoop, BackgroundSaver])
-def test_an_old_checkpoint_that_cannot_be_deleted_is_an_error_with_a_fix_and_the_new_one_is_whole(
+def test_failing_to_delete_an_old_checkpoint_is_an_error_and_keeps_the_new_one(
     tmp_path, monkeypatch, make
 ):
     run, saver = build(tmp_path / "run"), make()
@@ -154,7 +154,7 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
     assert [saved.step for saved in saver.finished()] == [1, 2]
 
 
-def test_a_best_that_is_not_on_the_disk_yet_does_not_cost_the_one_before(tmp_path, gate):
+def test_a_best_step_not_on_disk_yet_does_not_delete_the_previous_best(tmp_path, gate):
     run, saver = build(tmp_path / "run"), BackgroundSaver()
     for run.step in (1, 2):
         read_write.save(run)
@@ -182,7 +182,7 @@ def once_more(run, saver):
 
 
 @pytest.mark.parametrize("moment", [later, settled, once_more])
-def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(
+def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoints(
     tmp_path, monkeypatch, moment
 ):
     run, saver = build(tmp_path / "run"), BackgroundSaver()
@@ -201,7 +201,7 @@ def test_what_fails_in_the_thread_is_raised_in_the_loop_and_costs_nothing_older(
     assert saver.finished() == []
 
 
-def test_a_folder_that_is_gone_is_the_same_error(tmp_path, gate):
+def test_a_missing_run_directory_is_the_same_error(tmp_path, gate):
     run, saver = build(tmp_path / "run"), BackgroundSaver()
     path = read_write.save(run)
     train(run, 1)
@@ -214,7 +214,7 @@ def test_a_folder_that_is_gone_is_the_same_error(tmp_path, gate):
     assert catalog.latest(run.folder) == path
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused_in_the_loop(tmp_path):
+def test_a_state_that_cannot_be_saved_is_refused_in_the_loop(tmp_path):
     run, saver = build(tmp_path / "run"), BackgroundSaver()
     train(run, 1)
     run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
@@ -223,7 +223,7 @@ def test_what_a_checkpoint_cannot_hold_is_refused_in_the_loop(tmp_path):
     assert list((run.folder / "checkpoints").iterdir()) == []
 
 
-def test_a_run_that_ends_by_an_error_waits_for_the_checkpoint(tmp_path, gate):
+def test_a_run_that_fails_waits_for_the_checkpoint(tmp_path, gate):
     run, saver = build(tmp_path / "run"), BackgroundSaver()
     save(saver, run)
     gate.set()
@@ -233,7 +233,7 @@ def test_a_run_that_ends_by_an_error_waits_for_the_checkpoint(tmp_path, gate):
     saver.close()
 
 
-def test_a_failure_beside_the_error_that_ends_a_run_is_said(tmp_path, gate, monkeypatch):
+def test_a_failed_save_is_reported_when_another_error_ends_the_run(tmp_path, gate, monkeypatch):
     run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
     monkeypatch.setattr(tensors, "write", full)
     save(saver, run)
@@ -243,7 +243,7 @@ def test_a_failure_beside_the_error_that_ends_a_run_is_said(tmp_path, gate, monk
     assert saver.finished() == []
 
 
-def test_the_copy_is_made_in_the_same_memory_every_time(tmp_path):
+def test_every_copy_uses_the_same_memory(tmp_path):
     run, saver = build(tmp_path / "run"), BackgroundSaver()
     train(run, 1)
     blocks = set()
@@ -268,7 +268,7 @@ WITH_MOMENTS = {
 
 @pytest.mark.parametrize("changes", WITH_MOMENTS.values(), ids=WITH_MOMENTS)
 @pytest.mark.parametrize("rank", [None, 0, 1])
-def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(
+def test_the_reserved_bytes_equal_those_of_a_save(
     build_run, tiny_config, monkeypatch, changes, rank
 ):
     """Of two processes that hold the same weights each copies what it will write."""
@@ -290,7 +290,7 @@ def test_what_is_reserved_before_the_first_step_is_what_a_save_after_it_takes(
     )
 
 
-def test_where_sizes_or_memory_are_missing_nothing_is_reserved(
+def test_nothing_is_reserved_without_known_sizes_or_memory(
     tmp_path, build_run, tiny_config, monkeypatch
 ):
     assert BackgroundSaver().reserve(build(tmp_path / "run")) == 0, (
@@ -302,7 +302,7 @@ def test_where_sizes_or_memory_are_missing_nothing_is_reserved(
     assert BackgroundSaver().reserve(run) == 0
 
 
-def test_a_state_that_grows_finds_more_room(tmp_path):
+def test_a_growing_state_gets_more_memory(tmp_path):
     """Before the first step an optimizer has no moments."""
     run, saver = build(tmp_path / "run"), BackgroundSaver()
     save(saver, run)
@@ -315,7 +315,7 @@ def test_a_state_that_grows_finds_more_room(tmp_path):
     assert outcome(again, 3) == unbroken
 
 
-def test_without_memory_for_a_copy_the_loop_writes_the_state_itself(tmp_path, monkeypatch):
+def test_without_memory_for_a_copy_the_loop_writes_the_state(tmp_path, monkeypatch):
     run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(threading.Event())
     monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
     train(run, 1)
@@ -329,7 +329,7 @@ def test_without_memory_for_a_copy_the_loop_writes_the_state_itself(tmp_path, mo
     assert files(catalog.checkpoint_path(run.folder, 1)) == wanted
 
 
-def test_a_course_that_was_left_is_set_aside_and_said(tmp_path, gate):
+def test_checkpoints_of_an_abandoned_branch_are_set_aside_and_reported(tmp_path, gate):
     run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
     run.step = 7
     gate.set()

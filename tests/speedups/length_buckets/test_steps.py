@@ -63,7 +63,7 @@ WANTED = np.concatenate(
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 1000])
-def test_every_target_once_an_epoch_in_another_order(documents, shard_bytes):
+def test_every_target_is_read_once_per_epoch_in_a_new_order(documents, shard_bytes):
     reader = BucketedSteps(documents(LENGTHS, shard_bytes=shard_bytes), plan(), None)
     epochs = [targets_of(reader, epoch) for epoch in range(3)]
     for found in epochs:
@@ -76,7 +76,7 @@ def test_every_target_once_an_epoch_in_another_order(documents, shard_bytes):
     [[2], [1, 1, 2], [T + 1] * 9, [T + 2] * 3, [17] * 1000, [2, 500], [1, 33, 34, 65, 66, 129]],
 )
 @pytest.mark.parametrize("seq_len", [64, 20, 9])
-def test_every_target_once_whatever_the_lengths(documents, lengths, seq_len):
+def test_every_target_is_read_once_for_any_lengths(documents, lengths, seq_len):
     reader = BucketedSteps(documents(lengths), plan(seq_len=seq_len), None)
     wanted = np.concatenate(
         [
@@ -87,7 +87,7 @@ def test_every_target_once_whatever_the_lengths(documents, lengths, seq_len):
     assert np.array_equal(np.sort(targets_of(reader, 1)), wanted)
 
 
-def test_a_row_is_one_document_and_zeros_behind_it(documents):
+def test_a_row_is_one_document_padded_with_zeros(documents):
     lengths = RNG.integers(1, 200, 100)
     ends = np.cumsum(lengths)
     reader = BucketedSteps(documents(lengths), plan(), None)
@@ -103,7 +103,7 @@ def test_a_row_is_one_document_and_zeros_behind_it(documents):
                 assert first == last
 
 
-def test_few_shapes_all_of_one_size(documents):
+def test_there_are_few_shapes_with_equal_numbers_of_positions(documents):
     reader = BucketedSteps(documents(LENGTHS), plan(seq_len=128), None)
     assert reader.shapes == (Shape(2, 128), Shape(4, 64), Shape(8, 32), Shape(16, 16))
     seen = {reader.shape_at(position) for position in range(reader.num_steps)}
@@ -129,7 +129,7 @@ def test_short_documents_take_short_rows(documents):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_any_number_of_ranks_reads_the_same_rows_a_step(documents, world_size):
+def test_any_number_of_ranks_reads_the_same_rows_per_step(documents, world_size):
     split = documents(LENGTHS)
     alone = BucketedSteps(split, plan(accumulate=4), None)
     ranks = [
@@ -144,7 +144,7 @@ def test_any_number_of_ranks_reads_the_same_rows_a_step(documents, world_size):
         assert np.array_equal(np.sort(whole, axis=0), np.sort(shared, axis=0))
 
 
-def test_every_rank_says_what_all_of_them_read(documents):
+def test_every_rank_reports_what_all_ranks_read(documents):
     split = documents(LENGTHS, mask=RNG.integers(0, 2, LENGTHS.sum()))
     alone, *ranks = (
         BucketedSteps(
@@ -175,7 +175,7 @@ def test_the_plan_never_changes_silently(documents):
 
 
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
-def test_the_feed_takes_any_shape_and_can_seek(documents, feed_class):
+def test_the_feed_reads_any_shape_and_can_seek(documents, feed_class):
     mask = RNG.integers(0, 2, LENGTHS.sum())
     split = documents(LENGTHS, mask=mask)
     reader = BucketedSteps(split, plan(), None)
@@ -201,19 +201,19 @@ def test_the_feed_takes_any_shape_and_can_seek(documents, feed_class):
     assert all(micro.doc_ids_BT is None for micro in again.micro_batches())
 
 
-def test_rows_of_documents():
+def test_rows_of_documents_start_at_documents_and_are_cut_at_seq_len():
     starts, sizes = rows_of(np.array([1, 3, 10, 19]), 4)
     assert (starts.tolist(), sizes.tolist()) == ([1, 3, 7, 10, 14], [1, 4, 2, 4, 4])
 
 
-def test_lengths():
+def test_row_lengths_are_whole_halves_of_seq_len():
     assert row_lengths(1024) == [128, 256, 512, 1024]
     assert row_lengths(64) == [16, 32, 64]
     assert row_lengths(30) == [30]
     assert row_lengths(33) == [33]
 
 
-def test_nothing_to_read(train_split):
+def test_a_split_without_documents_of_two_tokens_is_refused(train_split):
     with pytest.raises(DataError, match="no document of two tokens"):
         BucketedSteps(train_split([1, 2], ends=[1, 2]), plan(), None)
 

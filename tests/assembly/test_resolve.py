@@ -1,4 +1,4 @@
-"""What `auto` and what is left out become, and which sizes contradict each other."""
+"""How open settings are resolved, and which sizes contradict each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
 @pytest.fixture
 def settle(tiny_config):
-    """Resolve a tiny configuration with nothing stated but what is given."""
+    """Resolve a tiny configuration that states only what is given."""
 
     def run(*, world_size=1, local_world_size=None, machine=MACHINE, **changes):
         blank = {
@@ -70,7 +70,7 @@ def settle(tiny_config):
         ),
     ],
 )
-def test_two_of_the_batch_sizes_give_the_third(settle, stated, world_size, expected):
+def test_two_of_the_batch_keys_give_the_third(settle, stated, world_size, expected):
     batch = settle(world_size=world_size, **stated).batch
     assert (batch.tokens_per_step, batch.rows_per_device, batch.accumulate) == expected
 
@@ -103,27 +103,25 @@ def test_two_of_the_batch_sizes_give_the_third(settle, stated, world_size, expec
         ({"schedule__kind": "cosin"}, 1, r"no schedule named 'cosin'.*cosine"),
     ],
 )
-def test_sizes_and_names_that_do_not_fit_are_refused_with_ones_that_do(
-    settle, stated, world_size, message
-):
+def test_invalid_sizes_and_names_are_refused_with_valid_ones(settle, stated, world_size, message):
     with pytest.raises(ConfigError, match=message):
         settle(world_size=world_size, **stated)
 
 
-def test_the_model_is_written_out_with_the_vocabulary_of_the_data(settle):
+def test_the_model_gets_the_vocabulary_of_the_data_and_its_defaults(settle):
     model = settle().model
     assert model.vocab_size == 257
     assert model.own()["max_seq_len"] == 16
     assert model.own()["norm"] == "layernorm"
 
 
-def test_chunks_chosen_by_device_stay_open_and_a_stated_number_stays(settle):
+def test_an_automatic_chunk_size_stays_open_and_a_stated_one_stays(settle):
     eigenstate = {"model__kind": "eigenstate", "model__num_layers": 1, "model__d_model": 8}
     assert settle(**eigenstate).model.own()["chunk_size"] == "auto"
     assert settle(**eigenstate, model__chunk_size=256).model.own()["chunk_size"] == 256
 
 
-def test_tokens_and_epochs_become_whole_steps(settle, tiny_config):
+def test_tokens_and_epochs_are_converted_to_whole_steps(settle, tiny_config):
     assert settle(train__steps=None, train__tokens=300, batch__tokens_per_step=128).train.steps == 3
     per_epoch = epoch_tokens(Dataset.open(tiny_config().data.path), 16)
     for epochs in (None, 2.0):
@@ -134,7 +132,7 @@ def test_tokens_and_epochs_become_whole_steps(settle, tiny_config):
 
 
 @pytest.mark.parametrize("share", [1.0, 2.5])
-def test_epochs_and_tokens_of_documents_a_row_become_the_steps_that_read_them(
+def test_with_length_buckets_epochs_and_tokens_become_the_steps_that_read_them(
     settle, build_run, tiny_config, share
 ):
     changes = {
@@ -154,7 +152,7 @@ def test_epochs_and_tokens_of_documents_a_row_become_the_steps_that_read_them(
     )
 
 
-def test_one_row_is_what_there_is_even_where_the_memory_seems_too_small(settle):
+def test_one_row_is_allowed_even_if_memory_seems_too_small(settle):
     nothing = Machine("a CPU", 2, 1e-4, (), "3.11")
     assert settle(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1
     assert (
@@ -163,7 +161,7 @@ def test_one_row_is_what_there_is_even_where_the_memory_seems_too_small(settle):
     )
 
 
-def test_little_memory_means_a_smaller_micro_batch(settle):
+def test_little_memory_gives_a_smaller_micro_batch(settle):
     roomy = settle(batch__tokens_per_step=64 * 1024).batch
     small = settle(
         batch__tokens_per_step=64 * 1024, machine=Machine("a CPU", 2, 0.008, (), "3.11")
@@ -172,7 +170,7 @@ def test_little_memory_means_a_smaller_micro_batch(settle):
     assert small.rows_per_device * small.accumulate == roomy.rows_per_device * roomy.accumulate
 
 
-def test_a_recurrence_is_counted_in_chunks_as_token_by_token_takes_minutes(settle):
+def test_a_recurrence_is_estimated_in_chunks(settle):
     workload = workload_of(settle(model__kind="eigenstate", speedups="none"), baseline())
     assert workload.ops.scan is scan.chunked
     in_chunks, by_token = (
@@ -182,7 +180,7 @@ def test_a_recurrence_is_counted_in_chunks_as_token_by_token_takes_minutes(settl
     assert in_chunks == pytest.approx(by_token, rel=0.1)
 
 
-def test_memory_is_shared_by_the_processes_of_one_machine_not_of_all(settle):
+def test_memory_is_divided_among_the_processes_of_one_machine(settle):
     assert memory_bytes(MACHINE, "cpu", 4) == 2 * 2**30
     machine = Machine("a CPU", 2, 0.032, (), "3.11")
     all_here, four_machines = (
@@ -200,7 +198,7 @@ def test_a_resolved_configuration_resolves_to_itself(settle):
     assert again == once
 
 
-def test_another_number_of_processes_cuts_the_same_step(settle):
+def test_another_number_of_processes_divides_the_same_step(settle):
     config = settle(batch__tokens_per_step=256, batch__rows_per_device=4)
     two = for_world_size(config, 2)
     assert (
@@ -213,7 +211,7 @@ def test_another_number_of_processes_cuts_the_same_step(settle):
         for_world_size(config, 3)
 
 
-def test_more_processes_than_the_micro_batch_allows_take_smaller_ones(settle):
+def test_too_many_processes_for_the_micro_batch_take_smaller_ones(settle):
     config = settle(batch__tokens_per_step=128, batch__rows_per_device=8)
     two = for_world_size(config, 2)
     assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate) == (
@@ -223,7 +221,7 @@ def test_more_processes_than_the_micro_batch_allows_take_smaller_ones(settle):
     )
 
 
-def test_a_gpu_machine_on_the_cpu_does_not_choose_gpu_speedups(settle):
+def test_a_run_on_the_cpu_of_a_gpu_machine_uses_no_gpu_speedups(settle):
     config = settle(
         machine=Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
     )
@@ -231,7 +229,7 @@ def test_a_gpu_machine_on_the_cpu_does_not_choose_gpu_speedups(settle):
     assert not {"bf16", "tf32"} & set(config.speedups)
 
 
-def test_a_model_that_no_memory_holds_is_refused_before_it_is_made(build_run, tiny_config):
+def test_a_model_larger_than_memory_is_refused_before_it_is_built(build_run, tiny_config):
     with pytest.raises(
         HardwareError, match=r"weights alone take [\d,.]+ GiB, and there are [\d,.]+ GiB"
     ) as refused:
