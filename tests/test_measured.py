@@ -75,7 +75,8 @@ def test_an_unreadable_file_counts_as_none(tmp_path, text):
 def test_the_hint_is_given_once_per_gpu(tmp_path):
     line = advice(H200, "gpt2-124m", tmp_path)
     assert line.startswith(
-        f"No speedup has been measured on this GPU ({H200}); `flatout bench gpt2-124m --minutes {MINUTES}`"
+        f"No speedup has been measured on this GPU ({H200}); "
+        f"`flatout bench gpt2-124m --minutes {MINUTES}`"
     )
     assert "\n" not in line
     assert advice(H200, "gpt2-124m", tmp_path) is None

@@ -160,7 +160,8 @@ def test_the_fix_leaves_out_what_cannot_run(request_, fix):
             "auto,+bf16-weights,+fp16",
             "auto",
             "fp16, which was named, takes",
-            "Put bf16 in its place: speedups=auto,+bf16-weights,+bf16, or leave bf16-weights out: speedups=auto,+fp16.",
+            "Put bf16 in its place: speedups=auto,+bf16-weights,+bf16, "
+            "or leave bf16-weights out: speedups=auto,+fp16.",
         ),
         (
             HOPPER,
@@ -174,14 +175,16 @@ def test_the_fix_leaves_out_what_cannot_run(request_, fix):
             "auto,+cuda-graphs,-compile",
             "auto",
             "left out",
-            "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto,-compile.",
+            "Add compile: speedups=auto,+cuda-graphs,+compile, "
+            "or leave cuda-graphs out: speedups=auto,-compile.",
         ),
         (
             HOPPER,
             "auto,+cuda-graphs",
             "auto",
             "how long the run takes is not known",
-            "Add compile: speedups=auto,+cuda-graphs,+compile, or leave cuda-graphs out: speedups=auto.",
+            "Add compile: speedups=auto,+cuda-graphs,+compile, "
+            "or leave cuda-graphs out: speedups=auto.",
         ),
         (
             HOPPER,
@@ -195,14 +198,16 @@ def test_the_fix_leaves_out_what_cannot_run(request_, fix):
             "auto,+bf16-weights",
             "auto",
             "autocast also narrows",
-            "Add bf16: speedups=auto,+bf16-weights,+bf16, or leave bf16-weights out: speedups=auto.",
+            "Add bf16: speedups=auto,+bf16-weights,+bf16, "
+            "or leave bf16-weights out: speedups=auto.",
         ),
         (
             NARROW,
             "bf16-weights,bf16-products",
             "bf16",
             "bf16-products, which was",
-            "Put bf16 in its place: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=bf16-products.",
+            "Put bf16 in its place: speedups=bf16-weights,bf16, "
+            "or leave bf16-weights out: speedups=bf16-products.",
         ),
         (
             TURING,
@@ -287,7 +292,8 @@ def test_stored_decisions_tell_a_stated_micro_batch_from_a_chosen_one(stated, re
 def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
     (tmp_path / "my_own.py").write_text(
         "from flatout.assembly.recipe import Promise, Speedup\n"
-        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), fills={"matmul": "high"})\n'
+        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact(), '
+        'fills={"matmul": "high"})\n'
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert on("my_own:FAST") == {"my_own:FAST"}

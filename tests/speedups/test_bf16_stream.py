@@ -1,6 +1,4 @@
-"""That the losses are kept is in test_promises.py; here what it narrows, and that a compiler takes
-it.
-"""
+"""What bf16-stream narrows, and that it compiles; test_promises.py checks the losses."""
 
 import pytest
 import torch

@@ -47,7 +47,7 @@ def losses(run, count=20):
 
 @pytest.mark.parametrize("weights", ["bf16", "bf16,bf16-weights"])
 @pytest.mark.parametrize("kind", ["transformer", "eigenstate"])
-def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(
+def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
     kind, weights, low, build_run, tiny_config, tmp_path
 ):
     config = tiny_config(
@@ -83,7 +83,8 @@ def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(
         (
             (8, 0),
             {},
-            "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. Use bf16 instead, which needs 8.0.",
+            "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. "
+            "Use bf16 instead, which needs 8.0.",
         ),
         (
             (9, 0),
@@ -93,7 +94,8 @@ def test_large_products_of_the_blocks_are_taken_and_the_model_learns_as_before(
         (
             (9, 0),
             {"model.d_model": 768},
-            "The largest product of a block has 2.4 million weights; fp8 pays from 4.2 (model.d_model=1024).",
+            "The largest product of a block has 2.4 million weights; "
+            "fp8 pays from 4.2 (model.d_model=1024).",
         ),
         ((8, 9), {"model.d_model": 1024}, None),
         ((9, 0), {"model.d_model": 768, "model.d_ff": 8_192}, None),
@@ -106,17 +108,17 @@ def test_why_not(capability, settings, said, monkeypatch):
     assert fp8.SPEEDUP.why_not(machine(capability), config) == said
 
 
-def test_a_gpu_too_old_for_bf16_is_told_what_to_use():
+def test_a_gpu_too_old_for_bf16_gets_a_fix():
     config = load_config().with_values({"train.device": "cuda"})
     said = speedup_named("bf16").why_not(machine((7, 5)), config)
-    assert (
-        said
-        == "bfloat16 needs compute capability 8.0; the NVIDIA Test has 7.5. Use fp16 instead: train.precision=fp16."
+    assert said == (
+        "bfloat16 needs compute capability 8.0; the NVIDIA Test has 7.5. "
+        "Use fp16 instead: train.precision=fp16."
     )
     assert speedup_named("bf16").why_not(machine((8, 0)), config) is None
 
 
-def test_torchao_that_is_absent_is_named_with_its_install_line(monkeypatch):
+def test_missing_torchao_is_reported_with_its_install_line(monkeypatch):
     monkeypatch.setattr(conditions, "find_spec", lambda _: None)
     config = load_config().with_values({"train.device": "cuda"})
     assert 'pip install "flatout[fp8]"' in fp8.SPEEDUP.why_not(machine((9, 0)), config)
