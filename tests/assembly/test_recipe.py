@@ -53,7 +53,7 @@ def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speed
         (1_024, 512, 0, 1),
     ],
 )
-def test_the_plain_micro_batch_is_common_and_fits(
+def test_the_plain_micro_batch_is_what_people_write_and_fits(
     monkeypatch, seq_len, rows_per_rank, fitting, rows
 ):
     monkeypatch.setattr(MicroBatchPlan, "fits", lambda self, rows: rows <= fitting)
