@@ -1,6 +1,4 @@
-"""Files that are complete or absent: durable writes, checksums, locks and links; and what to do when
-the disk refuses.
-"""
+"""Durable writes, checksums, locks and links, and what to do when the disk refuses."""
 
 from __future__ import annotations
 
@@ -365,7 +363,10 @@ def disk_fix(error: Exception) -> str:
             "or copy the run directory to another disk."
         )
     if number in _READ_ONLY:
-        return "Make it writable, then run the same command again; or choose another folder with --run-dir DIR."
+        return (
+            "Make it writable, then run the same command again; "
+            "or choose another folder with --run-dir DIR."
+        )
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return (
             "Keep the run directory where it is during training, and the same for all processes; "

@@ -86,13 +86,14 @@ def require_trusted(
         else ""
     )
     raise UntrustedCode(
-        f"{run_folder / CONFIG} names code of its own, which opening the run would execute: {', '.join(map(_with_file, unknown))}.{changed}",
+        f"{run_folder / CONFIG} names code of its own, which opening the run would execute: "
+        f"{', '.join(map(_with_file, unknown))}.{changed}",
         fix=f"Read that code.{stale} If you trust it, {BY_ARGUMENT}.",
     )
 
 
 def remember(run_folder: Path, references: Iterable[str]) -> bool:
-    """Trust a run directory, as it is now, to import these references; return whether it was stored.
+    """Trust a run directory in its present state; return whether that could be stored.
 
     Of several processes that do this at once, the last one wins. If it cannot be stored, the user
     is asked again next time.

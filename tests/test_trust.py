@@ -1,6 +1,4 @@
-"""Opening a run, a checkpoint, a data set or a recipe from elsewhere imports nothing that nobody
-here named or allowed.
-"""
+"""Opening a run, checkpoint, dataset or recipe from elsewhere imports only trusted code."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ WAYS = {
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """A home, a current folder and a search path of the test's own; nothing it imports stays."""
+    """Give the test its own home, working directory and search path; drop what it imports."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.setenv("HOME", str(home))
@@ -62,7 +60,7 @@ def home(tmp_path, monkeypatch):
 
 
 class Gift:
-    """A run from elsewhere, whose config.yaml names code that lies in its directory."""
+    """A run from elsewhere whose config.yaml names code in its directory."""
 
     def __init__(self, place: Path, fox: Path) -> None:
         self.place, self.marker = place, place.parents[1] / "imported"
@@ -70,9 +68,7 @@ class Gift:
         (place / "weights.py").write_text(CODE.format(marker=str(self.marker)))
 
     def names(self, layer: dict) -> Gift:
-        """Write a layer into config.yaml; asked.yaml stays as it was, so that what a user asks for
-        contradicts nothing.
-        """
+        """Merge a layer into config.yaml, but not into asked.yaml, which requests are compared to."""
         document = yaml.safe_load((self.place / "config.yaml").read_text())
         for key, value in layer.items():
             document[key] = document[key] | value if isinstance(value, dict) else value
@@ -81,7 +77,7 @@ class Gift:
 
     @property
     def asked(self) -> RunConfig:
-        """What a user would ask for who goes on with it, and who names no code."""
+        """The request of a user who resumes it without naming code."""
         config = layout.read_config(self.place)
         return config.with_values(
             {
@@ -104,9 +100,7 @@ def gift(tmp_path, fox_run):
 
 
 def the_program(*words, cwd):
-    """Run the program as its own process, as the console script does: without the current folder on
-    the search path.
-    """
+    """Run flatout in a process, like the console script without the current folder in sys.path."""
     program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"
     kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
     return subprocess.run(
@@ -143,14 +137,15 @@ def test_a_run_from_elsewhere_is_not_opened(gift, way, tmp_path):
     for call in calls:
         with pytest.raises(
             UntrustedCode,
-            match=r"runs\.gift\.weights:\w+' \(runs/gift/weights\.py\).*trust_code=True.*--trust-code",
+            match=r"runs\.gift\.weights:\w+' \(runs/gift/weights\.py\)"
+            r".*trust_code=True.*--trust-code",
         ):
             call()
     assert not gift.ran
     assert not (tmp_path / "home" / ".cache").exists()
 
 
-def test_what_only_looks_never_imports(gift, fox_run):
+def test_reading_a_run_never_imports_its_code(gift, fox_run):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     assert [item.state for item in flatout.runs().items] == ["finished"]
     flatout.inspect(fox_run[0] / "data")
@@ -159,7 +154,7 @@ def test_what_only_looks_never_imports(gift, fox_run):
     assert not gift.ran
 
 
-def test_going_on_from_its_checkpoint_or_its_weights_imports_nothing(gift, tmp_path):
+def test_resuming_from_a_checkpoint_or_its_weights_imports_nothing(gift, tmp_path):
     asked = gift.asked.with_values({"train.steps": 4, "speedups": "none"})
     gift.names(WAYS["an edit of auto"]("runs.gift.weights"))
     assert train_config(asked, run="runs/mine", resume=gift.place).steps == 4
@@ -172,7 +167,7 @@ def test_going_on_from_its_checkpoint_or_its_weights_imports_nothing(gift, tmp_p
     assert not gift.ran
 
 
-def test_another_model_s_reference_is_never_given_to_be_pasted(gift):
+def test_advice_never_repeats_a_reference_of_an_untrusted_run(gift):
     asked = gift.asked.with_values(
         {"train.init_from": str(gift.place), "model.d_model": 32, "speedups": "none"}
     )
@@ -183,7 +178,7 @@ def test_another_model_s_reference_is_never_given_to_be_pasted(gift):
     assert not gift.ran
 
 
-def test_a_demo_s_folder_that_names_code_is_no_demo(gift, tmp_path):
+def test_demo_refuses_a_run_directory_that_names_code(gift, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     gift.place.rename(tmp_path / "runs" / "demo")
     with pytest.raises(CheckpointError, match=r"names code of its own.*move it away"):
@@ -191,7 +186,7 @@ def test_a_demo_s_folder_that_names_code_is_no_demo(gift, tmp_path):
     assert not gift.ran
 
 
-def test_trust_is_given_once_and_remembered_outside(gift, home):
+def test_trust_is_given_once_and_stored_outside_the_run(gift, home):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     before = {path for path in gift.place.rglob("*") if "__pycache__" not in path.parts}
     load_run("gift", trust_code=True)
@@ -216,7 +211,7 @@ def test_trust_is_given_once_and_remembered_outside(gift, home):
         "replaced",
     ],
 )
-def test_trust_does_not_pass_to_what_has_changed(gift, change, tmp_path):
+def test_a_changed_run_is_not_trusted(gift, change, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     references = layout.read_config(gift.place).references()
     trust.require_trusted(gift.place, references, trust_code=True)
@@ -266,7 +261,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_damaged_memory_trusts_nothing_and_is_repaired(gift, how):
+def test_a_damaged_trust_file_counts_for_nothing_and_is_replaced(gift, how):
     references = {"runs.gift.weights:Model"}
     trust.require_trusted(gift.place, references, trust_code=True)
     (kept,) = trust.MEMORY.expanduser().iterdir()
@@ -287,7 +282,7 @@ def test_a_damaged_memory_trusts_nothing_and_is_repaired(gift, how):
         "a link for the folder",
     ],
 )
-def test_a_memory_that_others_could_have_written_trusts_nothing(gift, spoil, tmp_path):
+def test_a_trust_file_that_others_may_write_counts_for_nothing(gift, spoil, tmp_path):
     references = {"runs.gift.weights:Model"}
     trust.require_trusted(gift.place, references, trust_code=True)
     memory = trust.MEMORY.expanduser()
@@ -307,7 +302,7 @@ def test_a_memory_that_others_could_have_written_trusts_nothing(gift, spoil, tmp
         trust.require_trusted(gift.place, references)
 
 
-def test_a_home_that_cannot_be_written_costs_the_flag_each_time(gift, home, monkeypatch):
+def test_without_a_writable_home_the_flag_is_needed_each_time(gift, home, monkeypatch):
     (home / ".cache").write_text("a file")
     trust.require_trusted(gift.place, {"a.b:C"}, trust_code=True)
     with pytest.raises(UntrustedCode, match="not found here"):
@@ -315,7 +310,7 @@ def test_a_home_that_cannot_be_written_costs_the_flag_each_time(gift, home, monk
     assert not trust.remember(gift.place, {"a.b:C"})
 
 
-def test_writers_at_once_leave_one_whole_word(gift):
+def test_concurrent_writers_leave_one_valid_file(gift):
     references = [{"a.b:C", f"a.b:D{number}"} for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda some: trust.remember(gift.place, some), references * 4))
@@ -324,7 +319,7 @@ def test_writers_at_once_leave_one_whole_word(gift):
     trust.require_trusted(gift.place, {"a.b:C"})
 
 
-def test_a_run_of_one_s_own_needs_no_flag_here(tmp_path, tiny_config, home):
+def test_a_users_own_run_needs_no_flag(tmp_path, tiny_config, home):
     (tmp_path / "weights.py").write_text(CODE.format(marker=str(tmp_path / "imported")))
     config = tiny_config(
         model__kind="weights:Model",
@@ -344,7 +339,7 @@ def test_a_run_of_one_s_own_needs_no_flag_here(tmp_path, tiny_config, home):
     load_run("mine")
 
 
-def test_the_flag_lets_a_run_train_on(gift):
+def test_the_flag_lets_a_run_resume(gift):
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
     with pytest.raises(UntrustedCode):
         train_config(gift.asked, run=gift.place)
@@ -353,7 +348,7 @@ def test_the_flag_lets_a_run_train_on(gift):
     train_config(gift.asked, run=gift.place)
 
 
-def test_a_recipe_of_one_s_own_may_name_code(tmp_path):
+def test_a_users_own_recipe_may_name_code(tmp_path):
     (tmp_path / "my.yaml").write_text("model: {kind: 'weights:Model'}\n")
     (tmp_path / "config.yaml").write_text("model: {kind: 'weights:Model'}\n")
     assert (
@@ -363,7 +358,7 @@ def test_a_recipe_of_one_s_own_may_name_code(tmp_path):
     )
 
 
-def test_a_reference_on_the_command_line_is_named(gift):
+def test_a_reference_on_the_command_line_is_trusted(gift):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     assert load_config(
         gift.place / "config.yaml", ["model.kind=runs.gift.weights:Model"]
@@ -373,7 +368,7 @@ def test_a_reference_on_the_command_line_is_named(gift):
         load_config(gift.place / "config.yaml", ["optim.kind=runs.gift.weights:Optimizer"])
 
 
-def test_compiled_code_beside_the_source_is_pointed_at(gift):
+def test_advice_mentions_compiled_code_beside_the_source(gift):
     (gift.place / "__pycache__").mkdir()
     (gift.place / "__pycache__" / "weights.cpython-312.pyc").write_bytes(b"")
     with pytest.raises(UntrustedCode, match="Delete the __pycache__"):
@@ -391,7 +386,7 @@ def test_compiled_code_beside_the_source_is_pointed_at(gift):
         ("..weights:X", None),
     ],
 )
-def test_the_file_is_found_without_importing(reference, file, tmp_path):
+def test_the_file_of_a_reference_is_found_without_importing(reference, file, tmp_path):
     for name in ("weights.py", "pack/__init__.py", "pack/inner.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
@@ -400,7 +395,7 @@ def test_the_file_is_found_without_importing(reference, file, tmp_path):
     assert not (tmp_path / "imported").exists()
 
 
-def test_what_a_reference_says_cannot_steer_the_terminal(gift):
+def test_control_characters_in_a_reference_are_escaped(gift):
     with pytest.raises(UntrustedCode) as refused:
         trust.require_trusted(gift.place, {"a:\x1b[2J\nFix: all is well"})
     assert refused.value.what.isprintable()
@@ -415,7 +410,7 @@ def test_what_a_reference_says_cannot_steer_the_terminal(gift):
         "train runs/gift/config.yaml",
     ],
 )
-def test_the_command_line_names_the_very_command(gift, command, tmp_path):
+def test_the_error_names_the_full_command(gift, command, tmp_path):
     (tmp_path / "my.yaml").write_text(
         yaml.safe_dump(gift.asked.to_dict() | {"batch": {"tokens_per_step": 128}})
     )
@@ -443,7 +438,7 @@ def test_commands_without_the_flag_do_not_offer_it(gift, tmp_path):
     assert not gift.ran
 
 
-def test_several_ranks_import_nothing_either(gift, tmp_path):
+def test_several_ranks_import_nothing(gift, tmp_path):
     config = gift.asked.to_dict() | {"batch": {"tokens_per_step": 128}}
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
@@ -476,12 +471,12 @@ def test_several_ranks_import_nothing_either(gift, tmp_path):
     assert not gift.ran
 
 
-def test_the_memory_lies_in_the_cache():
+def test_trust_files_are_in_the_cache():
     assert trust.MEMORY.parent == CACHE
 
 
-def test_every_key_that_can_name_code_is_looked_at():
-    """The help of such a key says so; a new one has to be added to trust.REFERENCES."""
+def test_every_key_that_can_name_code_is_checked():
+    """The help of such a key says so; a new key must be added to trust.REFERENCES."""
     fields = {("speedups",)}
     for section, field in RunConfig.model_fields.items():
         inner = getattr(field.annotation, "model_fields", {})
@@ -493,10 +488,8 @@ def test_every_key_that_can_name_code_is_looked_at():
     assert fields == set(trust.REFERENCES)
 
 
-def test_who_reads_a_stored_configuration_is_known():
-    """Whatever uses one has to go through `trusted_config`, or ask `require_trusted`; the others
-    look and import nothing.
-    """
+def test_all_readers_of_a_stored_configuration_are_known():
+    """Users of one must call `trusted_config` or `require_trusted`; the others import nothing."""
     wanted = re.compile(r"(?:^|\.)(?:read_config|config_to_resume|load_reference)$")
     found = set()
     for path in (ROOT / "flatout").rglob("*.py"):

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from flatout.parallel.rendezvous import Ranks
 
 SHARED_WAIT_S = 10.0
-SHARED_FIX = "Start all processes in one directory that they share, or give --run-dir an absolute path on a disk that all machines mount."
+SHARED_FIX = (
+    "Start all processes in one directory that they share, "
+    "or give --run-dir an absolute path on a disk that all machines mount."
+)
 WRITING, READING = "cannot write", "cannot read"
 
 
@@ -78,7 +81,8 @@ def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -
     dist.all_gather_object(found, seen)
     if not seen:
         raise RunFailed(
-            f"Process {ranks.rank} on {socket.gethostname()} does not find the run directory of the main process, {main_folder} on {host}: "
+            f"Process {ranks.rank} on {socket.gethostname()} does not find the run directory of "
+            f"the main process, {main_folder} on {host}: "
             f"its own is {run_folder}.",
             fix=SHARED_FIX,
         )

@@ -14,9 +14,7 @@ from flatout.errors import CheckpointError, DataError
 
 @pytest.fixture
 def done(monkeypatch):
-    """What the disk was told, in order: sync, rename or unlink, and the name that the file is to
-    have.
-    """
+    """Record every sync, rename and unlink in order, with the final name of the file."""
     told = []
     fsync, replace, unlink = os.fsync, Path.replace, Path.unlink
 
@@ -40,13 +38,13 @@ def done(monkeypatch):
 
 
 def in_order(done, *wanted):
-    """Say whether these are among what was done, one after another."""
+    """Return whether these operations were done, in this order."""
     left = iter(done)
     return all(item in left for item in wanted)
 
 
 @pytest.mark.parametrize("write", [files.write_whole, files.write_text])
-def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch, write):
+def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch, write):
     write(tmp_path / "f", "old")
     write(tmp_path / "f", "new")
     monkeypatch.setattr(
@@ -57,14 +55,14 @@ def test_a_small_file_is_whole_or_as_it_was(tmp_path, monkeypatch, write):
     assert (tmp_path / "f").read_text() == "new"
 
 
-def test_only_one_of_the_two_is_there_for_certain(tmp_path, done):
+def test_write_text_syncs_the_folder_and_write_whole_does_not(tmp_path, done):
     files.write_whole(tmp_path / "f", "text")
     assert done == [("sync", "f"), ("rename", "f")]
     files.write_text(tmp_path / "f", "text")
     assert done[2:] == [*done[:2], ("sync", tmp_path.name)]
 
 
-def test_a_record_that_outlives_a_power_cut_finds_its_files(tmp_path, done):
+def test_the_files_of_a_range_are_synced_before_its_record(tmp_path, done):
     writer = RangeWriter(tmp_path, 3, vocab_size=10)
     writer.splits["train"].append(np.arange(10), [4, 10], text_bytes=5)
     writer.finish()
@@ -83,14 +81,14 @@ def test_a_record_that_outlives_a_power_cut_finds_its_files(tmp_path, done):
     )
 
 
-def test_a_shard_is_there_for_certain_before_its_ranges_go(done, write_set):
+def test_a_shard_is_synced_before_its_ranges_are_deleted(done, write_set):
     write_set(np.arange(10))
     shard = [("sync", "train-00000.bin"), ("rename", "train-00000.bin"), ("sync", "joined")]
     record = [("sync", "train-00000.json"), ("rename", "train-00000.json"), ("sync", ".set.part")]
     assert in_order(done, *shard, *record, ("unlink", "000000.train.bin"))
 
 
-def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_set):
+def test_a_dataset_is_synced_before_it_is_renamed(tmp_path, done, write_set):
     write_set(np.arange(10))
     manifest = [("sync", "manifest.json"), ("rename", "manifest.json"), ("sync", "joined")]
     assert in_order(
@@ -106,13 +104,13 @@ def test_a_data_set_is_on_the_disk_before_it_has_its_name(tmp_path, done, write_
         (errno.EACCES, "may write to"),
     ],
 )
-def test_what_a_disk_refuses_is_answered_by_what_it_says(number, fix):
+def test_the_fix_of_a_failed_write_depends_on_the_error(number, fix):
     with pytest.raises(DataError, match=fix) as refused, files.writing("out"):
         raise OSError(number, os.strerror(number))
     assert ("Free space there" in refused.value.fix) == (number == errno.ENOSPC)
 
 
-def test_reading_the_tail_of_a_file_leaves_out_the_line_it_cuts(tmp_path):
+def test_reading_the_tail_of_a_file_skips_the_line_it_cuts(tmp_path):
     path = tmp_path / "lines"
     for number in range(100):
         json_io.append_line(path, {"n": number})
@@ -121,7 +119,7 @@ def test_reading_the_tail_of_a_file_leaves_out_the_line_it_cuts(tmp_path):
     assert 0 < len(tail) < 10
 
 
-def test_a_line_after_a_torn_one_stands_alone(tmp_path):
+def test_a_line_after_an_unfinished_one_is_separate(tmp_path):
     path = tmp_path / "lines"
     path.write_text('{"n": 1}\n{"n":')
     json_io.append_line(path, {"n": 2})
@@ -131,12 +129,12 @@ def test_a_line_after_a_torn_one_stands_alone(tmp_path):
 
 
 @pytest.mark.parametrize("value", [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0])
-def test_floats_come_back_in_every_bit(tmp_path, value):
+def test_floats_read_back_bit_for_bit(tmp_path, value):
     json_io.write_json(tmp_path / "f", {"x": value})
     assert json_io.read_json(tmp_path / "f")["x"].hex() == value.hex()
 
 
-def test_nothing_but_the_file_is_left_behind(tmp_path):
+def test_a_write_leaves_no_temporary_file(tmp_path):
     json_io.write_json(tmp_path / "f", [1])
     json_io.write_json(tmp_path / "f", [2])
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
@@ -164,5 +162,5 @@ def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
         (errno.ENAMETOOLONG, "Choose a shorter path"),
     ],
 )
-def test_the_way_out_is_that_of_the_disks_own_reason(number, fix):
+def test_the_fix_in_a_run_directory_depends_on_the_error(number, fix):
     assert files.disk_fix(OSError(number, "")).startswith(fix)

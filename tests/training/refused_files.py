@@ -1,8 +1,8 @@
-"""Runs a command once for each file operation that it does, each time with another one refused by
-the disk, and then on a sound disk.
+"""Run a command once per file operation that it does, each time with another one refused by the
+disk, and then once more without a refusal.
 
-python refused_files.py FOLDER ERRNO START STRIDE WORDS..., with refusing_disk.so preloaded. What
-the command writes is in FOLDER.
+python refused_files.py FOLDER ERRNO START STRIDE WORDS..., with refusing_disk.so preloaded. The
+command writes into FOLDER.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 
 import psutil
-import torch  # noqa: F401  # loaded once, not in every child
+import torch  # noqa: F401  # imported once, not in every child
 
 from flatout import cli, hardware
 
@@ -27,8 +27,9 @@ NOBODY = 1 << 30
 
 
 def ended(words, place, number, error):
-    """Run a command in a child, its operation of that number refused; return its exit code, output
-    and operations, and which was refused.
+    """Run a command in a child with one operation refused.
+
+    Returns: its exit code, output and operations, and the refused one.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -60,9 +61,7 @@ def ended(words, place, number, error):
 
 
 def result_of(run, place):
-    """Return what must not depend on the disk: of a run its weights and losses, of a dataset its
-    files.
-    """
+    """Return what must not depend on the disk: a run's weights and losses, a dataset's files."""
     result = json.loads(run["out"].splitlines()[-1])
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in place.glob("data/*")
@@ -75,7 +74,7 @@ def result_of(run, place):
 
 
 def problems(first, codes, error):
-    """Yield what is wrong with how a command ended of which the disk refused a file."""
+    """Yield what is wrong with the end of a command that had an operation refused."""
     if first["code"] not in (0, 1, 2) or "Traceback" in first["err"]:
         yield f"ended in {first['code']}: {first['err'][-2000:]}"
     elif first["code"] and "\nFix: " not in first["err"]:
@@ -91,7 +90,7 @@ def problems(first, codes, error):
 def main():
     place, error, start, stride, *words = sys.argv[1:]
     place, error = Path(place), int(error)
-    hardware._roof = lambda *_: (0.1, 512)  # what this machine could do is not asked here
+    hardware._roof = lambda *_: (0.1, 512)  # the hardware is not probed here
     psutil.cpu_percent = lambda **_: 0.0
 
     def fresh():
@@ -116,7 +115,8 @@ def main():
         found = list(problems(first, codes, error))
         if then["code"] or result_of(then, place) != wanted:
             found.append(
-                f"the same command afterwards ended in {then['code']}, with another result: {then['err'][-2000:]}"
+                f"the same command afterwards ended in {then['code']}, "
+                f"with another result: {then['err'][-2000:]}"
             )
         failed += bool(found)
         for problem in found:

@@ -1,4 +1,4 @@
-"""Kills processes while they save, in the loop or beside it, and checks what they leave.
+"""Kill processes while they save, in the loop or in the background, and check what they leave.
 
 python saver.py FOLDER loop|beside random KILLS SEED | every STRIDE START | full
 """
@@ -24,7 +24,7 @@ SAVERS = {"loop": InTheLoop, "beside": BackgroundSaver}
 
 
 def resumed(place):
-    """Return a run that goes on from what lies in `place`, as a second `train` would."""
+    """Return a run resumed from the directory `place`, as a second `train` would."""
     run = build(place, seed=1)
     path = resume_from(place)
     if path is not None:
@@ -33,20 +33,20 @@ def resumed(place):
 
 
 def warm_up(place):
-    """Load here what torch loads at first use, so that the children begin at once."""
+    """Load here what torch loads at first use, so that the children start at once."""
     run = build(place, seed=1)
     train(run, 1)
     read_write.load(resumed(place), read_write.save(run))
 
 
 def tell(saver, pipe):
-    """Say which steps are saved."""
+    """Report the saved steps."""
     for saved in saver.finished():
         os.write(pipe, f"{saved.step}\n".encode())
 
 
 def forked(work):
-    """Run `work(pipe)` in a child, and return its pid and the reading end of its pipe."""
+    """Run `work(pipe)` in a child, and return its pid and the read end of its pipe."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -59,14 +59,14 @@ def forked(work):
 
 
 def reported(reading):
-    """Return the last step that the child said was saved; each is one line."""
+    """Return the last step that the child reported as saved, one per line."""
     with os.fdopen(reading, "rb") as pipe:
         lines = pipe.read().splitlines()
     return int(lines[-1]) if lines else None
 
 
 def check(place, saved_step):
-    """Nothing that was saved is lost, what counts is whole, what does not is swept up."""
+    """Check that no saved step is lost, checkpoints are complete, and leftovers are deleted."""
     newest = resume_from(place)
     if newest is None:
         assert saved_step is None, f"step {saved_step} was saved and nothing is left"
@@ -85,7 +85,7 @@ def check(place, saved_step):
 
 
 def same_as_never_killed(place, step):
-    """The survivor of all kills goes on like a run that nobody killed, in every bit."""
+    """Check that the survivor of all kills continues bit for bit like a run without kills."""
     survivor = outcome(resumed(place), 3)
     run = build(place, seed=1)
     train(run, step)
@@ -118,9 +118,7 @@ def at_random(place, make_saver, kills, seed):
 
 
 def everywhere(place, make_saver, stride, start):
-    """Kill a save, a save over it, and a deletion at every `stride`-th thing they do to the file
-    system.
-    """
+    """Kill a save, a second save of that step, and a deletion at every `stride`-th operation."""
     moment, done, saved_step = start, False, None
     while not done:
 
@@ -157,7 +155,7 @@ FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil
 
 
 def full(place, make_saver):
-    """A file system that takes no more than a few bytes a file."""
+    """Save on a file system that takes only a few bytes per file."""
     run, saver = resumed(place), make_saver()
     path = read_write.save(run)
     train(run, 1)

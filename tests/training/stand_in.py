@@ -1,4 +1,4 @@
-"""A small run with everything a resume needs, for the tests of the state: no data set, no recipe."""
+"""A small run with everything a resume needs, without dataset and recipe, to test the state."""
 
 import random
 from pathlib import Path
@@ -16,7 +16,7 @@ ALONE = Mesh(0, 1, 0, 1, 1, torch.device("cpu"))
 
 
 class Feed:
-    """Draws batches from its position alone."""
+    """Draws batches from its position only."""
 
     def __init__(self):
         self.position = 0
@@ -42,9 +42,7 @@ class Block(nn.Module):
 
 
 class Core(nn.Module):
-    """Embedding and head share their weight; a buffer counts the calls; sizes that two ranks cannot
-    share evenly.
-    """
+    """Embedding and head share a weight, a buffer counts calls, sizes are odd for two ranks."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +63,7 @@ class Core(nn.Module):
 
 
 def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> SimpleNamespace:
-    """Return a fresh run at step 0: two optimizers of different kinds, several parameter groups."""
+    """Return a new run at step 0: two optimizers of different kinds, several parameter groups."""
     torch.manual_seed(seed)
     core = Core().to(mesh.device)
     if shard is not None:
@@ -125,8 +123,9 @@ def train(run, num_steps) -> list[float]:
 
 
 def outcome(run, num_steps) -> dict:
-    """Return what a continued run comes to, with no help of state.py: all of it must be equal in
-    every bit after a resume.
+    """Return the outcome of further training, which must be equal bit for bit after a resume.
+
+    It is read without state.py.
     """
     losses = train(run, num_steps)
     return {

@@ -1,4 +1,4 @@
-"""Work that all ranks do or none, and votes; with several ranks in test_ranks.py."""
+"""Work that succeeds on all ranks or on none, and votes; test_ranks.py runs several ranks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from flatout.training.agreement import READING, WRITING, Vote, together
 
 
 class Pair(Mesh):
-    """One of two ranks; the other one says the opposite."""
+    """One of two ranks; the other one votes the opposite."""
 
     def sum(self, *tensors):
         return tuple(tensor + (1 - tensor) for tensor in tensors)
@@ -29,25 +29,25 @@ def fail(error):
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")]
 )
-def test_what_the_disk_refuses_is_an_error_with_a_fix(error):
+def test_a_disk_error_becomes_an_error_with_a_fix(error):
     with pytest.raises(RunFailed, match=r"cannot write its files: .*No space left") as failed:
         together(ALONE, lambda: fail(error), WRITING)
     assert failed.value.fix.startswith("Free space")
     assert failed.value.__cause__ is error
 
 
-def test_an_error_of_ours_stays_what_it_is():
+def test_other_errors_pass_unchanged():
     with pytest.raises(CheckpointError, match="torn"):
         together(PAIR, lambda: fail(CheckpointError("torn", fix="Take another.")), READING)
 
 
-def test_a_failure_elsewhere_is_ones_own():
+def test_a_failure_on_another_rank_fails_this_one():
     with pytest.raises(RunFailed, match="Another process"):
         together(PAIR, lambda: None, WRITING)
 
 
 class Told(Pair):
-    """Notes what the other rank is told."""
+    """Records what the other rank is told."""
 
     def sum(self, *tensors):
         TOLD.append([float(tensor) for tensor in tensors])
@@ -55,7 +55,7 @@ class Told(Pair):
 
 
 class Broken(Pair):
-    """A device that answers no more."""
+    """A device that no longer responds."""
 
     def sum(self, *tensors):
         raise RuntimeError("the device is gone")
@@ -73,8 +73,8 @@ TOLD: list[list[float]] = []
     ],
     ids=repr,
 )
-def test_whatever_fails_here_is_told_elsewhere(error):
-    """The other rank would wait for this one for ever."""
+def test_a_failure_here_is_reported_to_other_ranks(error):
+    """Otherwise the other rank would wait forever."""
     TOLD.clear()
     with pytest.raises(type(error)) as failed:
         together(Told(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(error), READING)
@@ -82,7 +82,7 @@ def test_whatever_fails_here_is_told_elsewhere(error):
     assert TOLD == [[1.0]]
 
 
-def test_an_error_is_not_lost_when_it_can_no_longer_be_told():
+def test_an_error_is_not_lost_when_reporting_it_fails():
     error = RuntimeError("an illegal address")
     with pytest.raises(RuntimeError, match="illegal address"):
         together(Broken(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(error), WRITING)
@@ -97,9 +97,7 @@ def test_votes_are_counted_over_all_ranks():
 
 @pytest.fixture
 def two(tmp_path, monkeypatch):
-    """Return what require_shared says on a process whose main one runs in tmp_path, where the
-    processes' answers are as given.
-    """
+    """Return a check of require_shared with the main process in tmp_path and the given answers."""
     (tmp_path / "lock").write_text("process 7")
 
     def check(rank, folder, answers):
@@ -116,21 +114,22 @@ def two(tmp_path, monkeypatch):
     return check
 
 
-def test_a_process_in_another_folder_is_told_so_and_the_main_one_too(tmp_path, two):
+def test_processes_in_different_folders_are_an_error_on_each(tmp_path, two):
     for place in (tmp_path / "elsewhere", tmp_path / "copy"):
         (tmp_path / "copy").mkdir(exist_ok=True)
         (tmp_path / "copy" / "lock").write_text("process 6 of another day")
         with pytest.raises(
             RunFailed,
-            match=f"Process 1 .* does not find the run directory of the main process, {tmp_path} on a-host.*{place.name}",
+            match=f"Process 1 .* does not find the run directory of the main process, {tmp_path} "
+            f"on a-host.*{place.name}",
         ):
             two(1, place, [True, False])
     with pytest.raises(RunFailed, match="not the run directory of all processes: not of 1"):
         two(0, tmp_path, [True, False])
 
 
-def test_processes_in_one_folder_go_on(tmp_path, two):
+def test_processes_in_one_folder_continue(tmp_path, two):
     two(0, tmp_path, [True, True])
     two(1, tmp_path, [True, True])
-    (tmp_path / "lock").write_text("")  # another machine's text may come late
+    (tmp_path / "lock").write_text("")  # the content may arrive late from another machine
     two(1, tmp_path, [True, True])

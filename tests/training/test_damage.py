@@ -1,6 +1,4 @@
-"""Each key of each JSON and YAML file of a run is deleted, renamed and retyped: what follows is an
-answer, never a traceback.
-"""
+"""Delete, rename and retype every key of every JSON and YAML file of a run: never a traceback."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def paths_of(document, prefix=()):
 
 
 def damaged(document, most_keys):
-    """Yield the document with one thing wrong, and what that is; `most_keys` of its keys are tried."""
+    """Yield damaged documents, and what the damage is; at most `most_keys` keys are tried."""
     yield "empty", {}
     yield "a list", []
     yield "a number", 7
@@ -63,9 +61,7 @@ def damaged(document, most_keys):
 
 
 def answered(call):
-    """Call, and return whether it worked or was refused by an error of ours; anything else is
-    raised.
-    """
+    """Return whether the call worked or raised an error of ours; other errors pass."""
     try:
         call()
     except FlatoutError:
@@ -75,9 +71,7 @@ def answered(call):
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, tiny_set, tiny):
-    """A run with a checkpoint of each step that began from another one's, with checkpoints on
-    another disk.
-    """
+    """A run with a checkpoint per step, started from another run, with checkpoint.dir set."""
     root = tmp_path_factory.mktemp("damage")
     small = {
         "data.path": str(tiny_set),
@@ -110,7 +104,7 @@ FILES = {
 
 @pytest.mark.parametrize("most_keys", [FEW_KEYS, pytest.param(MANY_KEYS, marks=pytest.mark.faults)])
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_is_answered(name, most_keys, finished_run, tmp_path):
+def test_every_damaged_key_is_handled_or_an_error_of_ours(name, most_keys, finished_run, tmp_path):
     root, config = finished_run
     run, file = root / "run", root / name
     kept = tmp_path / "kept"
@@ -153,7 +147,7 @@ def test_a_damaged_file_is_answered(name, most_keys, finished_run, tmp_path):
         ('"step"', '"rtep"'),
     ],
 )
-def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_checkpoint_before(
+def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_previous_checkpoint(
     old, new, finished_run, tmp_path
 ):
     root, _ = finished_run
@@ -167,7 +161,7 @@ def test_a_flipped_bit_in_the_newest_manifest_falls_back_to_the_checkpoint_befor
     assert catalog.latest(tmp_path / "run").name == "step-3"
 
 
-def test_a_manifest_that_names_no_file_of_the_index_is_not_whole(finished_run, tmp_path):
+def test_a_manifest_that_lacks_a_file_of_the_index_is_incomplete(finished_run, tmp_path):
     root, _ = finished_run
     path = shutil.copytree(root / "disk" / "run" / "step-4", tmp_path / "step-4")
     manifest = json.loads((path / "manifest.json").read_text())
@@ -179,7 +173,7 @@ def test_a_manifest_that_names_no_file_of_the_index_is_not_whole(finished_run, t
         catalog.require_complete(path)
 
 
-def test_a_date_that_is_none_in_a_yaml_file_is_named(tmp_path):
+def test_an_invalid_date_in_a_yaml_file_is_named(tmp_path):
     (tmp_path / "recipe.yaml").write_text("name: 2026-13-01\n")
     with pytest.raises(FlatoutError, match="recipe"):
         load_config(tmp_path / "recipe.yaml")

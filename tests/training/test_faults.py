@@ -1,4 +1,4 @@
-"""Processes that die while they save. A few here; many more behind the marker `faults`."""
+"""Processes killed while they save: a few here, many more behind the marker `faults`."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def test_kills_between_any_two_file_operations_lose_nothing(tmp_path, way):
 
 
 @WAYS
-def test_a_disk_that_takes_no_more_keeps_what_it_has(tmp_path, way):
+def test_a_full_disk_keeps_existing_checkpoints(tmp_path, way):
     assert "Free space" in saver(tmp_path, way, "full")
 
 

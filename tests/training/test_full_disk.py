@@ -1,6 +1,4 @@
-"""A disk that refuses a run's small files ends it with a sentence; the marker of its end alone
-never does.
-"""
+"""A disk that refuses a run's small files ends it with a message, except for exit_code."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ def refusing(error):
     return refuse
 
 
-def test_a_finished_run_whose_exit_code_cannot_be_written_is_finished(
-    tiny_config, tmp_path, monkeypatch
-):
+def test_a_run_whose_exit_code_cannot_be_written_still_finishes(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setattr(
         layout,
         "write_text",
@@ -44,7 +40,7 @@ def test_a_finished_run_whose_exit_code_cannot_be_written_is_finished(
     ids=["full", "broken"],
 )
 @pytest.mark.parametrize("name", ["append_line", "write_json"])
-def test_a_disk_that_refuses_a_record_or_the_summary_is_named_and_the_same_command_completes_the_run(
+def test_a_refused_record_or_summary_is_named_and_the_same_command_completes_the_run(
     name, error, fix, tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(train__steps=2)
@@ -56,7 +52,7 @@ def test_a_disk_that_refuses_a_record_or_the_summary_is_named_and_the_same_comma
     assert run_training(config, tmp_path / "run")["steps"] == 2
 
 
-def test_a_full_disk_under_the_lock_is_named_and_leaves_nothing(tiny_config, tmp_path, monkeypatch):
+def test_a_full_disk_while_locking_is_named_and_leaves_nothing(tiny_config, tmp_path, monkeypatch):
     config = tiny_config(train__steps=2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", refusing(errno.ENOSPC))
@@ -90,7 +86,7 @@ SMALL = [
 
 @pytest.fixture(scope="session")
 def refusing_disk(tmp_path_factory):
-    """A library that refuses one operation on a file, to be preloaded."""
+    """Path of a library to preload that refuses one file operation."""
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("disk") / "refusing_disk.so"
@@ -137,7 +133,7 @@ def with_each_refused(library, place, error, start, stride, *words):
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("share", range(4))
-def test_a_run_ends_well_whichever_of_its_file_operations_is_refused(
+def test_a_run_ends_well_whichever_file_operation_is_refused(
     error, share, refusing_disk, tiny_set, tmp_path
 ):
     place = tmp_path / "disk"
@@ -155,9 +151,7 @@ def test_a_run_ends_well_whichever_of_its_file_operations_is_refused(
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_a_prepare_ends_well_whichever_of_its_file_operations_is_refused(
-    error, refusing_disk, tmp_path
-):
+def test_a_prepare_ends_well_whichever_file_operation_is_refused(error, refusing_disk, tmp_path):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
     place = tmp_path / "disk"
     words = [

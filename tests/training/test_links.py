@@ -1,5 +1,5 @@
-"""A run does not write through links: a run directory that came from elsewhere must not change
-files in other places.
+"""A run does not write through links, so that a run directory from elsewhere cannot change other
+files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_a_checkpoint_that_is_a_link_is_refused(tiny_config, tmp_path):
         pass
 
 
-def test_a_link_that_appears_after_the_check_is_not_followed_either(tmp_path, monkeypatch):
+def test_a_link_created_after_the_check_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "refuse_links", list)
     (tmp_path / "elsewhere").write_text(ELSEWHERE)
     (tmp_path / "run").mkdir()
@@ -71,7 +71,7 @@ def test_metrics_are_not_appended_through_a_link(tiny_config, build_run, tmp_pat
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path):
+def test_a_pipe_instead_of_a_file_is_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(CheckpointError, match="not a regular file"):
         append_line(tmp_path / "events.jsonl", {})
@@ -89,7 +89,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-def test_a_pipe_in_place_of_a_file_is_not_read(read, tmp_path):
+def test_a_pipe_instead_of_a_file_is_not_read(read, tmp_path):
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(
         FlatoutError, match=r"Cannot read .*manifest\.json: it is not a regular file\."
@@ -97,9 +97,7 @@ def test_a_pipe_in_place_of_a_file_is_not_read(read, tmp_path):
         read(tmp_path / "manifest.json")
 
 
-def test_a_pipe_in_place_of_the_exit_code_or_the_metrics_does_not_stop_the_list_of_runs(
-    tiny_config, tmp_path
-):
+def test_runs_are_listed_despite_pipes_instead_of_their_files(tiny_config, tmp_path):
     layout.write_config(tmp_path, tiny_config())
     for name in (layout.EXIT_CODE, layout.METRICS):
         os.mkfifo(tmp_path / name)
@@ -120,7 +118,7 @@ def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
     assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
 
 
-def test_files_that_are_replaced_may_have_a_second_hard_link(tiny_config, build_run, tmp_path):
+def test_replaced_files_may_have_a_second_hard_link(tiny_config, build_run, tmp_path):
     (tmp_path / "elsewhere").write_text('{"step": 1}\n')
     run = build_run(tiny_config())
     run.folder.mkdir()
@@ -133,7 +131,7 @@ def test_files_that_are_replaced_may_have_a_second_hard_link(tiny_config, build_
 
 
 @pytest.mark.parametrize("part", [None, WorkPart(1, 2)], ids=["alone", "in-parts"])
-def test_work_on_a_dataset_is_not_written_through_a_link(part, tmp_path):
+def test_prepare_does_not_write_through_a_link(part, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "mine.part").write_text(ELSEWHERE)
     (tmp_path / ".set.part").symlink_to(tmp_path / "elsewhere")

@@ -1,6 +1,4 @@
-"""What a start leaves behind that comes to nothing, and what another start that waited for its lock
-then holds.
-"""
+"""What a failed start leaves, and the lock of another start that waited for it."""
 
 import threading
 import time
@@ -12,13 +10,13 @@ from flatout.training.run_dir import layout, lock
 from flatout.training.run_dir.lock import hold_lock, is_locked
 
 
-def test_a_start_that_came_to_nothing_leaves_nothing(tmp_path):
+def test_a_failed_start_leaves_nothing(tmp_path):
     with hold_lock(tmp_path / "runs" / "new"):
         (tmp_path / "runs" / "new" / layout.ORIGIN).write_text("{}")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_there_before_stays(tmp_path):
+def test_a_failed_start_keeps_existing_files(tmp_path):
     (tmp_path / "mine").mkdir()
     with hold_lock(tmp_path / "mine" / "run"):
         pass
@@ -37,7 +35,7 @@ def test_a_run_keeps_its_lock(tmp_path):
     ]
 
 
-def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp_path, monkeypatch):
+def test_a_lock_file_deleted_while_another_process_waits_is_created_again(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "LOCK_WAIT_S", 30.0)
     held, done = threading.Event(), threading.Event()
 
@@ -49,7 +47,7 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
     other = threading.Thread(target=wait_for_it)
     with hold_lock(tmp_path / "run"):
         other.start()
-        time.sleep(0.2)  # it now waits for the lock that goes
+        time.sleep(0.2)  # it now waits for the lock file that is deleted
     assert held.wait(60)
     monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.1)
     try:
@@ -65,7 +63,7 @@ def test_a_lock_that_was_taken_away_while_another_waited_for_it_is_made_anew(tmp
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000])
-def test_a_name_that_no_disk_takes_is_named(tmp_path, name):
+def test_a_path_too_long_for_the_disk_is_named(tmp_path, name):
     with (
         pytest.raises(CheckpointError, match="cannot be written: File name too long"),
         hold_lock(tmp_path / name),

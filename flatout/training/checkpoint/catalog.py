@@ -1,8 +1,8 @@
 """The checkpoints of a run: which exist, and which are complete. No torch, so that listing is fast.
 
-A checkpoint is a folder `step-N`. A folder that is being written or deleted has `.tmp-` in its name,
-one from an abandoned branch of the run has `.aside-`; neither counts as a checkpoint. Functions take
-the run directory, and find the checkpoints in `location.checkpoints_folder`.
+A checkpoint is a folder `step-N`. Folders being written or deleted have `.tmp-` in their names,
+those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint. Functions
+take the run directory, and find the checkpoints in `location.checkpoints_folder`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise CheckpointError(
-            f"{checkpoint} has format_version {version}; this flatout reads up to {FORMAT_VERSION}.",
+            f"{checkpoint} has format_version {version}; this flatout reads up to "
+            f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
         )
     manifest = read_model(path, Manifest, fix="Use another checkpoint.")

@@ -1,4 +1,4 @@
-"""The stages of saving a checkpoint: taken in the loop, written by each rank, merged by the main one.
+"""The stages of a save: taken in the loop, written by each rank, merged by the main one.
 
 All ranks agree between stages, in the loop. Whether a stage runs in the loop or in a thread is up
 to the caller.

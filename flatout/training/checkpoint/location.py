@@ -128,7 +128,8 @@ def _require_same_owner(run_folder: Path, folder: Path) -> None:
     owner = read_model(theirs, Owner)
     if not mine.exists() or read_model(mine, Owner).id != owner.id:
         raise CheckpointError(
-            f"{folder} holds the checkpoints of another run, {owner.run}, not those of {run_folder}.",
+            f"{folder} holds the checkpoints of another run, {owner.run}, not those of "
+            f"{run_folder}.",
             fix="Choose a run directory with another name with --run-dir DIR, set another "
             "checkpoint.dir, or delete that folder.",
         )

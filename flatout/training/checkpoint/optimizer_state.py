@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the optimizers: tensors and numbers per parameter, numbers per group."""
+"""The state of optimizers in a checkpoint: per parameter tensors and numbers, per group numbers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def optimizer_value(run: Run) -> dict[str, Any]:
             scalars[key] = value
         else:
             raise CheckpointError(
-                f"The optimizer keeps {field} of {name} as {type(value).__name__}, which a checkpoint cannot hold.",
+                f"The optimizer keeps {field} of {name} as {type(value).__name__}, which a "
+                "checkpoint cannot hold.",
                 fix="Keep tensors, numbers or text in optimizer.state.",
             )
     groups = [
@@ -156,7 +157,8 @@ def _target_of(key: str, parameters: list[dict[str, Tensor]]) -> Target:
     name, _, field = rest.rpartition("/")
     if int(number) >= len(parameters) or name not in parameters[int(number)]:
         raise CheckpointError(
-            f"The checkpoint has {field} of {name} in optimizer {number}; this run's optimizer {number} does not update {name}.",
+            f"The checkpoint has {field} of {name} in optimizer {number}; this run's optimizer "
+            f"{number} does not update {name}.",
             fix=f"Resume with the model and the optimizer that wrote it, {WEIGHTS_ALONE}.",
         )
     return int(number), parameters[int(number)][name], field
@@ -175,7 +177,8 @@ def _require_same_moments(run: Run, targets: list[Target]) -> None:
         stored, kept = stored_as(found), kept_by(run.optimizers[number], parameter)
         if kept is not None and kept != stored:
             raise CheckpointError(
-                f"For {parameter_names(run)[parameter]} the checkpoint has {stored.what}; this run keeps {kept.what}.",
+                f"For {parameter_names(run)[parameter]} the checkpoint has {stored.what}; this run "
+                f"keeps {kept.what}.",
                 fix=f"Resume {way_to_go_on(stored, kept)}, {WEIGHTS_ALONE}.",
             )
 
@@ -220,7 +223,8 @@ def restore_groups(run: Run, value: Mapping[str, Any]) -> None:
             members = frozenset(names[p] for p in group["params"])
             if members not in stored:
                 raise CheckpointError(
-                    f"Optimizer {number} does not group {', '.join(sorted(members)[:3])}, ... as the checkpoint does.",
+                    f"Optimizer {number} does not group {', '.join(sorted(members)[:3])}, ... as "
+                    "the checkpoint does.",
                     fix="Resume with the optimizer that wrote it.",
                 )
             for key, saved in stored[members].items():

@@ -4,7 +4,7 @@ checkpoints/step-N/
 ├── model-RRRRR.safetensors       rank R's slices of the weights
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
 ├── index.json                    dtype, shape and slices of every tensor
-├── state.json                    the other values of state.STATE, some per rank, and the environment
+├── state.json                    the other items of state.STATE, some per rank; the environment
 └── manifest.json                 size and SHA-256 of every file, written last; then the folder is
                                   renamed to its final name
 
@@ -263,7 +263,8 @@ def _differences(
             for n in (state["world_size"], run.mesh.world_size)
         )
         lines.append(
-            f"The checkpoint was written by {saved} and is read by {here}: dropout and the last bits of sums will differ."
+            f"The checkpoint was written by {saved} and is read by {here}: dropout and the last "
+            "bits of sums will differ."
         )
     stored, used = _stored_items(state), {item.name for item in STATE if item.used(run)}
     lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]
@@ -277,13 +278,15 @@ def _differences(
             key for key in sorted({*old, *environment}) if old.get(key) != environment.get(key)
         ]
         lines += [
-            f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of results may differ."
+            f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of "
+            "results may differ."
             for key in changed
             if key not in {"data", "validation", "tokenizer"}
         ]
         if "data" in changed:
             lines.append(
-                "The dataset has other tokens than when the checkpoint was written: the run continues on different text."
+                "The dataset has other tokens than when the checkpoint was written: the run "
+                "continues on different text."
             )
     return lines
 
@@ -296,5 +299,6 @@ def _forget_best(run: Run, state: Mapping[str, Any], environment: Mapping[str, A
     best = f"{run.best_val_loss:.4f} at step {run.best_step}"
     run.best_val_loss = run.best_step = None
     return [
-        f"The validation tokens have changed: losses do not compare with the best before ({best}). The best, and train.patience, start anew."
+        f"The validation tokens have changed: losses do not compare with the best before ({best}). "
+        "The best, and train.patience, start anew."
     ]

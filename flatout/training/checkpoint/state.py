@@ -162,4 +162,4 @@ STATE: tuple[StateItem, ...] = (
         reseed=_reseed_cuda,
     ),
 )
-"""In the order of restoring: generators last, so that nothing restored before can draw from them."""
+"""In the order of restoring: generators last, so that restoring other items cannot draw from them."""

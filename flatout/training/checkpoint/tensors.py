@@ -191,7 +191,8 @@ def check_fits(
         entry = index[name]
         if (entry.shape, entry.dtype) != (tuple(target.shape), _dtype_name(target)):
             raise CheckpointError(
-                f"{name} is {entry.dtype} {list(entry.shape)} in {source} and {_dtype_name(target)} {list(target.shape)} in this run.",
+                f"{name} is {entry.dtype} {list(entry.shape)} in {source} and "
+                f"{_dtype_name(target)} {list(target.shape)} in this run.",
                 fix=fix,
             )
 

@@ -66,7 +66,8 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
         raise ConfigError(
             f"{refused}: {'; '.join(changed.values())}.",
             fix=f"Restore it with `{_restore_command(path)}`. "
-            f"To change settings on purpose, restore it and start another run: --resume {in_shell(path.parent)} --run-dir DIR {settings}",
+            "To change settings on purpose, restore it and start another run: --resume "
+            f"{in_shell(path.parent)} --run-dir DIR {settings}",
         )
 
 
@@ -78,7 +79,10 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
     Raises: ConfigError with the changed settings, and how to use the model with them on purpose.
     """
     edits = _edits(path, config)
-    on_purpose = f"To use the model with the file as it is, delete {COPY} beside it and the last line of {path.name}, which is a digest."
+    on_purpose = (
+        f"To use the model with the file as it is, delete {COPY} beside it "
+        f"and the last line of {path.name}, which is a digest."
+    )
     if edits is None:
         raise ConfigError(
             f"{path} was changed after the run had started, {_LOST_COPY}",
@@ -87,7 +91,8 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
     changed = [line for key, line in edits.items() if key.startswith(OF_THE_MODEL)]
     if changed:
         raise ConfigError(
-            f"{path} was changed after the run had started: {'; '.join(changed)}. The weights were trained with the earlier settings.",
+            f"{path} was changed after the run had started: {'; '.join(changed)}. The weights were "
+            "trained with the earlier settings.",
             fix=f"Restore it with `{_restore_command(path)}`. {on_purpose}",
         )
 

@@ -131,6 +131,7 @@ def require_tokenizer(
         )
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
-            f"{data.origin} was prepared with another tokenizer than {run_folder} was trained with: its tokens would mean something else.",
+            f"{data.origin} was prepared with another tokenizer than {run_folder} was trained "
+            "with: its tokens would mean something else.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )

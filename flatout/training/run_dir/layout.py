@@ -232,7 +232,8 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     if free < needed_bytes:
         fix = "Free space there, or lower checkpoint.keep"
         raise HardwareError(
-            f"The checkpoints of this run need {_size(needed_bytes)} more; the disk of {disk} has {_size(free)} free.",
+            f"The checkpoints of this run need {_size(needed_bytes)} more; the disk of {disk} has "
+            f"{_size(free)} free.",
             fix=f"{fix}." if existing else f"{fix}, or set checkpoint.dir to a larger disk.",
         )
 

@@ -82,7 +82,8 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
             raise in_use(folder) from None
         except LocksUnsupported:
             progress.say(
-                "This file system has no locks: nothing stops a second process from training in the same run directory."
+                "This file system has no locks: nothing stops a second process from training in "
+                "the same run directory."
             )
         if is_open_at(folder / LOCK, file.fileno()):
             return file
@@ -108,5 +109,6 @@ def in_use(folder: Path) -> CheckpointError:
         who, stop = "another process", "kill it"
     return CheckpointError(
         f"{folder} is in use by {who}.",
-        fix=f"Wait until it has finished, stop it ({stop}), or choose another folder with --run-dir DIR.",
+        fix=f"Wait until it has finished, stop it ({stop}), or choose another folder with "
+        "--run-dir DIR.",
     )

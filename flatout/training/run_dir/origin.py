@@ -54,10 +54,12 @@ def origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path:
     if not path.is_dir():
         raise CheckpointError(
             f"{folder} started from {path}, which no longer exists, and has saved nothing since.",
-            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to start without one.",
+            fix=f"Name another with --resume PATH, or delete {folder / ORIGIN} to start without "
+            "one.",
         )
     progress.say(
-        f"Resuming from {path}, where this run started. To start without it, delete {folder / ORIGIN}."
+        f"Resuming from {path}, where this run started. To start without it, delete "
+        f"{folder / ORIGIN}."
     )
     catalog.require_complete(path, progress=progress)
     return path

@@ -64,7 +64,8 @@ def config_to_resume(
     if contradictions:
         raise ConfigError(
             f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
-            fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} --run-dir DIR` starts it from this one.",
+            fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} "
+            "--run-dir DIR` starts it from this one.",
         )
     values = {
         key: value
@@ -116,7 +117,8 @@ def _require_empty(folder: Path) -> None:
     if found:
         raise CheckpointError(
             f"--resume never would write over {folder}, which holds {', '.join(found[:4])}.",
-            fix="Choose another folder with --run-dir DIR, delete this one, or resume with --resume auto.",
+            fix="Choose another folder with --run-dir DIR, delete this one, or resume with "
+            "--resume auto.",
         )
 
 

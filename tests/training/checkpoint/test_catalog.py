@@ -8,7 +8,7 @@ from flatout.training.checkpoint import catalog
 
 
 def make(run, step, *, best=None):
-    """Make a checkpoint that is whole as far as files go."""
+    """Create a checkpoint whose files match its manifest."""
     path = run / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
     (path / "model-00000.safetensors").write_bytes(b"weights")
@@ -47,7 +47,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     assert catalog.steps(tmp_path / "none") == []
 
 
-def test_verify_names_every_file_that_is_wrong(tmp_path):
+def test_verify_names_every_damaged_file(tmp_path):
     path = make(tmp_path, 3)
     assert catalog.verify(path) == []
     (path / "model-00000.safetensors").write_bytes(b"weighty")
@@ -59,7 +59,7 @@ def test_verify_names_every_file_that_is_wrong(tmp_path):
     assert "missing" in problems[1]
 
 
-def test_best_is_what_the_newest_checkpoint_says(tmp_path):
+def test_best_is_read_from_the_newest_checkpoint(tmp_path):
     assert catalog.best(tmp_path) is None
     make(tmp_path, 5)
     assert catalog.best(tmp_path) is None
@@ -68,7 +68,7 @@ def test_best_is_what_the_newest_checkpoint_says(tmp_path):
     assert catalog.best(tmp_path).name == "step-10"
 
 
-def test_best_that_is_gone_or_damaged_is_none(tmp_path):
+def test_best_is_none_when_it_is_deleted_or_damaged(tmp_path):
     first = make(tmp_path, 5)
     make(tmp_path, 10, best=5)
     (first / "model-00000.safetensors").write_bytes(b"")
@@ -81,7 +81,7 @@ def test_best_that_is_gone_or_damaged_is_none(tmp_path):
     ("keep", "best", "left"),
     [(1, None, [4]), (2, None, [3, 4]), (1, 1, [1, 4]), (2, 4, [3, 4]), (9, None, [1, 2, 3, 4])],
 )
-def test_prune(tmp_path, keep, best, left):
+def test_prune_deletes_all_but_the_newest_and_the_best(tmp_path, keep, best, left):
     for step in (1, 2, 3, 4):
         make(tmp_path, step)
     deleted = catalog.prune(tmp_path, keep, best)
@@ -90,7 +90,7 @@ def test_prune(tmp_path, keep, best, left):
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
-def test_setting_aside_deletes_nothing(tmp_path):
+def test_set_aside_deletes_nothing(tmp_path):
     for step in (1, 2, 3):
         make(tmp_path, step)
     moved = catalog.set_aside(tmp_path, after=1)
@@ -101,7 +101,7 @@ def test_setting_aside_deletes_nothing(tmp_path):
     assert all(path.exists() for path in moved)
 
 
-def test_an_old_checkpoint_goes_when_its_replacement_came(tmp_path):
+def test_a_replaced_checkpoint_is_deleted(tmp_path):
     make(tmp_path, 5).rename(tmp_path / "checkpoints" / "step-5.tmp-old-aa")
     make(tmp_path, 5)
     assert catalog.remove_leftovers(tmp_path) == ["step-5.tmp-old-aa"]

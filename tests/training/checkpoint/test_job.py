@@ -1,5 +1,5 @@
-"""One checkpoint on its way: work done at once or in a thread, and what is left when it fails;
-whole saves in test_savers.py.
+"""The stages of one checkpoint, at once or in a thread, and what a failure leaves; test_savers.py
+tests complete saves.
 """
 
 import threading
@@ -18,7 +18,7 @@ def fail():
 
 
 @pytest.mark.parametrize("start", [AtOnce, InThread])
-def test_work_is_done_and_its_error_is_raised_where_it_is_waited_for(start):
+def test_result_raises_the_error_of_the_work(start):
     done = []
     job = start(lambda: done.append(threading.current_thread() is threading.main_thread()))
     job.result()
@@ -30,7 +30,7 @@ def test_work_is_done_and_its_error_is_raised_where_it_is_waited_for(start):
     assert failed.is_done()
 
 
-def test_a_thread_is_done_when_its_work_is():
+def test_a_thread_is_done_when_its_work_is_done():
     gate = threading.Event()
     job = InThread(lambda: gate.wait(60))
     assert not job.is_done()
@@ -39,7 +39,7 @@ def test_a_thread_is_done_when_its_work_is():
     assert job.is_done()
 
 
-def test_a_checkpoint_is_whole_when_its_last_stage_is_done_and_something_follows_it(tmp_path):
+def test_afterwards_runs_once_the_checkpoint_is_complete(tmp_path):
     run, followed = build(tmp_path / "run"), []
     train(run, 2)
     made = Saving(
@@ -53,7 +53,7 @@ def test_a_checkpoint_is_whole_when_its_last_stage_is_done_and_something_follows
 
 
 @pytest.mark.parametrize("start", [AtOnce, InThread])
-def test_an_error_of_any_kind_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch, start):
+def test_an_error_leaves_no_partial_checkpoint(tmp_path, monkeypatch, start):
     run = build(tmp_path / "run")
     monkeypatch.setattr(saving, "complete", lambda *_: fail())
     made = Saving(run, {}, start=start)

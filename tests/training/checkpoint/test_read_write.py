@@ -22,7 +22,7 @@ def saved(tmp_path, *, steps=5, name="run", **kwargs):
     return run, read_write.save(run)
 
 
-def test_save_and_load_go_on_in_every_bit(tmp_path):
+def test_a_loaded_run_continues_bit_for_bit(tmp_path):
     run, path = saved(tmp_path)
     unbroken = outcome(run, 5)
     again = build(tmp_path / "run", seed=99)
@@ -30,7 +30,7 @@ def test_save_and_load_go_on_in_every_bit(tmp_path):
     assert outcome(again, 5) == unbroken
 
 
-def test_saving_changes_nothing(tmp_path):
+def test_saving_does_not_change_the_run(tmp_path):
     plain = build(tmp_path / "plain")
     train(plain, 5)
     unbroken = outcome(plain, 3)
@@ -46,7 +46,7 @@ def test_a_run_before_its_first_step_can_be_saved(tmp_path):
     assert outcome(again, 3) == unbroken
 
 
-def test_loading_replaces_what_the_run_had_begun(tmp_path):
+def test_loading_replaces_the_state_of_a_run_that_trained(tmp_path):
     run, path = saved(tmp_path)
     unbroken = outcome(run, 5)
     again = build(tmp_path / "run", seed=7)
@@ -70,7 +70,7 @@ def test_no_file_is_a_pickle_and_every_file_is_in_the_manifest(tmp_path):
     }
 
 
-def test_tensor_names_are_those_of_the_model(tmp_path):
+def test_tensors_have_the_names_of_the_model(tmp_path):
     _, path = saved(tmp_path)
     tensors = json.loads((path / "index.json").read_text())["tensors"]
     assert "model/blocks.0.matrix.weight" in tensors
@@ -79,7 +79,7 @@ def test_tensor_names_are_those_of_the_model(tmp_path):
     assert "model/cache" not in tensors
 
 
-def test_optimizer_state_is_found_by_name_not_by_order(tmp_path):
+def test_optimizer_state_is_matched_by_name_not_by_order(tmp_path):
     run, path = saved(tmp_path)
     again = build(tmp_path / "run", seed=3)
     again.optimizers[0].param_groups.reverse()
@@ -96,14 +96,14 @@ def test_optimizer_state_is_found_by_name_not_by_order(tmp_path):
     assert again.optimizers[0].param_groups[1]["weight_decay"] == 0.1
 
 
-def test_a_compiled_core_keeps_its_authors_names(tmp_path):
+def test_a_compiled_model_keeps_its_parameter_names(tmp_path):
     run = build(tmp_path / "run")
     run.core.blocks[0] = torch.compile(run.core.blocks[0], backend="eager")
     path = read_write.save(run)
     assert "blocks.0.matrix.weight" in read_write.read_weights(path)
 
 
-def test_read_weights_fills_a_model_strictly_with_tied_names(tmp_path):
+def test_read_weights_returns_tied_weights_under_all_names(tmp_path):
     run, path = saved(tmp_path)
     weights = read_write.read_weights(path)
     model = Core()
@@ -121,7 +121,7 @@ def test_read_weights_does_not_need_the_optimizer_files(tmp_path):
     assert "calls" in read_write.read_weights(path)
 
 
-def test_weights_sha256_follows_the_weights_alone(tmp_path):
+def test_weights_sha256_depends_only_on_the_weights(tmp_path):
     run, path = saved(tmp_path)
     digest = read_write.weights_sha256(path)
     run.step += 1
@@ -135,7 +135,7 @@ def test_weights_sha256_follows_the_weights_alone(tmp_path):
     "name", ["model-00000.safetensors", "optimizer-00000.safetensors", "index.json", "state.json"]
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
-def test_a_damaged_file_is_refused_by_name_before_anything_changes(tmp_path, name, damage):
+def test_load_refuses_a_damaged_file_before_anything_changes(tmp_path, name, damage):
     _, path = saved(tmp_path)
     file = path / name
     content = bytearray(file.read_bytes())
@@ -154,9 +154,7 @@ def test_a_damaged_file_is_refused_by_name_before_anything_changes(tmp_path, nam
     assert any(name in problem for problem in catalog.verify(path))
 
 
-def test_what_was_just_verified_is_not_read_twice_and_its_sizes_are_still_checked(
-    tmp_path, monkeypatch
-):
+def test_check_size_reads_no_content_but_checks_sizes(tmp_path, monkeypatch):
     run, path = saved(tmp_path)
     unbroken = outcome(run, 2)
     again = build(tmp_path / "run", seed=5)
@@ -171,7 +169,7 @@ def test_what_was_just_verified_is_not_read_twice_and_its_sizes_are_still_checke
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"files": 3}', "[1]"])
-def test_a_damaged_manifest_is_refused(tmp_path, text):
+def test_load_refuses_a_damaged_manifest(tmp_path, text):
     _, path = saved(tmp_path)
     (path / "manifest.json").write_text(text)
     assert any("manifest.json" in problem for problem in catalog.verify(path))
@@ -179,7 +177,7 @@ def test_a_damaged_manifest_is_refused(tmp_path, text):
         read_write.load(build(tmp_path / "run"), path)
 
 
-def test_a_newer_format_is_refused_with_what_to_do(tmp_path):
+def test_load_refuses_a_newer_format(tmp_path):
     _, path = saved(tmp_path)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 99}))
@@ -187,7 +185,7 @@ def test_a_newer_format_is_refused_with_what_to_do(tmp_path):
         read_write.load(build(tmp_path / "run"), path)
 
 
-def test_another_model_is_refused_by_the_tensors_name(tmp_path):
+def test_load_refuses_another_model_and_names_the_tensor(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.core.blocks[1].matrix.extra = torch.nn.Parameter(torch.zeros(2))
@@ -195,7 +193,7 @@ def test_another_model_is_refused_by_the_tensors_name(tmp_path):
         read_write.load(again, path)
 
 
-def test_another_shape_is_refused_with_both_shapes(tmp_path):
+def test_load_refuses_another_shape_and_names_both(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.core.blocks[0].matrix.weight = torch.nn.Parameter(torch.zeros(8, 9))
@@ -204,7 +202,7 @@ def test_another_shape_is_refused_with_both_shapes(tmp_path):
         read_write.load(again, path)
 
 
-def test_another_precision_of_the_weights_is_refused(tmp_path):
+def test_load_refuses_another_dtype_of_the_weights(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.core.blocks[0].norm.bfloat16()
@@ -212,7 +210,7 @@ def test_another_precision_of_the_weights_is_refused(tmp_path):
         read_write.load(again, path)
 
 
-def test_another_grouping_of_parameters_is_refused(tmp_path):
+def test_load_refuses_other_parameter_groups(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     first, second = again.optimizers[0].param_groups
@@ -221,7 +219,7 @@ def test_another_grouping_of_parameters_is_refused(tmp_path):
         read_write.load(again, path)
 
 
-def test_another_division_between_optimizers_is_refused(tmp_path):
+def test_load_refuses_another_assignment_to_optimizers(tmp_path):
     _, path = saved(tmp_path)
     again = build(tmp_path / "run")
     again.optimizers = (again.optimizers[1], again.optimizers[0])
@@ -229,7 +227,7 @@ def test_another_division_between_optimizers_is_refused(tmp_path):
         read_write.load(again, path)
 
 
-def test_differences_of_the_machine_are_said(tmp_path):
+def test_load_reports_differences_of_the_machine(tmp_path):
     run = build(tmp_path / "run")
     path = read_write.save(run, environment={"torch": "2.11", "threads": 2})
     assert (
@@ -242,7 +240,7 @@ def test_differences_of_the_machine_are_said(tmp_path):
     assert "torch has changed from 2.11 to 2.13" in said
 
 
-def test_a_scaler_that_came_or_went_is_told(tmp_path):
+def test_load_reports_an_added_or_removed_scaler(tmp_path):
     _, path = saved(tmp_path)
     (said,) = read_write.load(build(tmp_path / "run", scaler=False), path)
     assert "scaler" in said
@@ -251,7 +249,7 @@ def test_a_scaler_that_came_or_went_is_told(tmp_path):
         read_write.load(build(tmp_path / "other"), path)
 
 
-def test_tensor_hyperparameters_and_plain_numbers_of_optimizers_come_back(tmp_path):
+def test_tensor_hyperparameters_and_scalars_of_optimizers_are_restored(tmp_path):
     def with_tensor_lr(folder):
         run = build(folder)
         weight = run.core.embedding.weight
@@ -272,7 +270,7 @@ def test_tensor_hyperparameters_and_plain_numbers_of_optimizers_come_back(tmp_pa
     assert again.optimizers[1].state[again.core.embedding.weight]["note"] == 7
 
 
-def test_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path):
+def test_save_refuses_state_that_a_checkpoint_cannot_hold(tmp_path):
     run = build(tmp_path / "run")
     train(run, 1)
     run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
@@ -284,7 +282,7 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused_at_the_save(tmp_path):
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int16, torch.bool, torch.uint8]
 )
-def test_every_dtype_survives(tmp_path, dtype):
+def test_every_dtype_is_restored(tmp_path, dtype):
     run = build(tmp_path / "run")
     values = torch.arange(-6, 6).reshape(3, 4).to(dtype)
     run.core.register_buffer("odd", values.clone())
@@ -292,7 +290,7 @@ def test_every_dtype_survives(tmp_path, dtype):
     assert torch.equal(read_write.read_weights(path)["odd"], values)
 
 
-def test_tensors_of_no_elements_and_strided_ones_survive(tmp_path):
+def test_empty_and_strided_tensors_are_restored(tmp_path):
     run = build(tmp_path / "run")
     run.core.register_buffer("none", torch.zeros(0, 3))
     run.core.register_buffer("turned", torch.arange(12.0).reshape(3, 4).T)
@@ -302,7 +300,7 @@ def test_tensors_of_no_elements_and_strided_ones_survive(tmp_path):
     assert torch.equal(weights["turned"], torch.arange(12.0).reshape(3, 4).T)
 
 
-def test_saving_the_same_step_again_replaces_it(tmp_path):
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     run, path = saved(tmp_path)
     run.best_val_loss = -1.0
     assert read_write.save(run) == path
@@ -312,7 +310,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["step-5"]
 
 
-def test_later_steps_of_a_course_that_was_left_are_set_aside(tmp_path):
+def test_later_steps_of_an_abandoned_branch_are_set_aside(tmp_path):
     run, path = saved(tmp_path)
     train(run, 5)
     read_write.save(run)
@@ -325,7 +323,7 @@ def test_later_steps_of_a_course_that_was_left_are_set_aside(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["tensors", "json"])
-def test_a_full_disk_is_an_error_that_leaves_the_checkpoints_before(tmp_path, monkeypatch, kind):
+def test_a_full_disk_leaves_earlier_checkpoints_untouched(tmp_path, monkeypatch, kind):
     run, path = saved(tmp_path)
     train(run, 1)
 
@@ -341,7 +339,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_checkpoints_before(tmp_path, mo
     assert catalog.latest(tmp_path / "run") == path
 
 
-def test_checkpoint_dir_is_followed(tmp_path):
+def test_checkpoints_are_saved_in_checkpoint_dir(tmp_path):
     run = build(tmp_path / "run")
     run.folder.mkdir()
     (run.folder / "config.yaml").write_text(f"checkpoint:\n  dir: {tmp_path / 'big'}\n")
@@ -355,7 +353,7 @@ def with_dir(folder, directory, **kwargs):
     return run
 
 
-def test_runs_of_one_name_that_share_a_folder_do_not_touch_each_others_checkpoints(tmp_path):
+def test_runs_of_one_name_cannot_share_a_folder_of_checkpoints(tmp_path):
     path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
     with pytest.raises(
         CheckpointError, match=r"big/run holds .* of another run, .*/a/run, not those of .*/b/run"
@@ -371,7 +369,7 @@ def test_runs_of_one_name_that_share_a_folder_do_not_touch_each_others_checkpoin
     assert catalog.verify(path) == []
 
 
-def test_a_run_with_checkpoints_elsewhere_can_be_moved_and_a_lost_disk_does_not_start_it_over(
+def test_a_run_with_checkpoint_dir_can_be_moved_and_does_not_start_over_without_its_disk(
     tmp_path,
 ):
     path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
@@ -382,7 +380,7 @@ def test_a_run_with_checkpoints_elsewhere_can_be_moved_and_a_lost_disk_does_not_
         resume_from(tmp_path / "c" / "run")
 
 
-def test_a_checkpoint_moved_elsewhere_is_whole(tmp_path):
+def test_a_moved_checkpoint_is_complete(tmp_path):
     run, path = saved(tmp_path)
     unbroken = outcome(run, 2)
     moved = tmp_path / "elsewhere" / "step-5"
@@ -392,7 +390,7 @@ def test_a_checkpoint_moved_elsewhere_is_whole(tmp_path):
     assert outcome(again, 2) == unbroken
 
 
-def test_float_values_come_back_in_every_bit(tmp_path):
+def test_float_values_are_restored_bit_for_bit(tmp_path):
     run = build(tmp_path / "run")
     run.elapsed_s, run.best_val_loss = 0.1 + 0.2, float(np.float32(1.1))
     path = read_write.save(run)
@@ -401,7 +399,7 @@ def test_float_values_come_back_in_every_bit(tmp_path):
     assert (again.elapsed_s, again.best_val_loss) == (0.1 + 0.2, float(np.float32(1.1)))
 
 
-def test_half_used_gaussian_pairs_of_the_generators_come_back(tmp_path):
+def test_the_cached_gaussians_of_generators_are_restored(tmp_path):
     run = build(tmp_path / "run")
     random.gauss(0, 1)
     np.random.randn()
@@ -411,7 +409,7 @@ def test_half_used_gaussian_pairs_of_the_generators_come_back(tmp_path):
     assert (random.gauss(0, 1), np.random.randn()) == wanted
 
 
-def test_index_that_does_not_cover_a_tensor_is_refused(tmp_path):
+def test_load_refuses_an_index_that_does_not_cover_a_tensor(tmp_path):
     _, path = saved(tmp_path)
     index = json.loads((path / "index.json").read_text())
     index["tensors"]["model/blocks.0.matrix.weight"]["slices"] = []

@@ -1,6 +1,4 @@
-"""What is taken from a run, and that it is enough: a snapshot becomes a checkpoint with no further
-look at the run.
-"""
+"""A snapshot is complete: it becomes a checkpoint without reading the run again."""
 
 from dataclasses import replace
 
@@ -10,7 +8,7 @@ from flatout.training.checkpoint import read_write
 from flatout.training.checkpoint.snapshot import complete, take, write_share
 
 
-def test_a_snapshot_is_the_runs_own_memory_and_knows_what_a_forward_pass_may_change(tmp_path):
+def test_a_snapshot_shares_the_runs_memory_and_lists_its_buffers(tmp_path):
     run = build(tmp_path / "run")
     train(run, 1)
     snapshot = take(run, {"torch": "2.13"})
@@ -24,7 +22,7 @@ def test_a_snapshot_is_the_runs_own_memory_and_knows_what_a_forward_pass_may_cha
     assert snapshot.aliases == {"model/head.weight": "model/embedding.weight"}
 
 
-def test_with_copied_tensors_it_is_written_as_the_run_was(tmp_path):
+def test_a_snapshot_with_copied_tensors_writes_the_earlier_state(tmp_path):
     run = build(tmp_path / "run")
     train(run, 3)
     taken = take(run, {})

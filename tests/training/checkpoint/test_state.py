@@ -1,6 +1,4 @@
-"""Every name of STATE must matter: replaced on disk by another run's, it must change what the
-resumed run comes to.
-"""
+"""Every item of STATE matters: replaced on disk by another run's, it changes the resumed run."""
 
 import json
 import random
@@ -29,7 +27,7 @@ GPU = Mesh(0, 1, 0, 1, 1, torch.device("cuda", 0)) if ON_GPU else None
 
 
 def transplant(part, donor, path):
-    """Replace one name of the checkpoint `path` by the donor's, and set the manifest right again."""
+    """Replace one item of the checkpoint `path` by the donor's, and update the manifest."""
     index, facts = (json.loads((path / name).read_text()) for name in ("index.json", "state.json"))
     donor_index, donor_facts = (
         json.loads((donor / name).read_text()) for name in ("index.json", "state.json")
@@ -61,9 +59,7 @@ def set_manifest_right(path):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A run's checkpoint, what the run comes to from there, and the checkpoint of another run that
-    differs in every name.
-    """
+    """A checkpoint, the outcome of its run, and a checkpoint that differs in every item."""
     made = {}
     for kind, mesh in {"cpu": None, "gpu": GPU}.items():
         if kind == "gpu" and mesh is None:
@@ -79,7 +75,7 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.mark.parametrize("part", STATE, ids=lambda part: part.name)
-def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
+def test_every_item_changes_the_resumed_run(part, checkpoints, tmp_path):
     if part.name == "rng_cuda" and not ON_GPU:
         pytest.skip("a CPU run has no generator on a GPU")
     path, unbroken, donor, options = checkpoints["gpu" if part.name == "rng_cuda" else "cpu"]
@@ -95,9 +91,7 @@ def test_every_name_changes_the_resumed_run(part, checkpoints, tmp_path):
 
 
 def real_outcome(run, num_steps):
-    """Return what a real run comes to: losses, weights, optimizers, counters, and what its
-    generators draw next.
-    """
+    """Return the outcome of a real run: losses, weights, optimizers, counters, random numbers."""
     losses = real_train(run, num_steps)
     groups = [
         (optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups
@@ -133,10 +127,8 @@ def real_train(run, num_steps):
     return losses
 
 
-def test_every_name_changes_a_resumed_run_of_the_product(build_run, tiny_config, tmp_path):
-    """Muon, AdamW and dropout over a real data set. The stand-in has what one such run never has at
-    once.
-    """
+def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path):
+    """Muon, AdamW and dropout on a real dataset; the stand-in combines what no real run does."""
 
     def fresh(seed):
         return build_run(
@@ -166,7 +158,7 @@ def test_every_name_changes_a_resumed_run_of_the_product(build_run, tiny_config,
     assert came_out_equal == ["unchanged"]
 
 
-def test_a_checkpoint_holds_exactly_the_names_of_the_list(checkpoints):
+def test_a_checkpoint_holds_exactly_the_items_of_state(checkpoints):
     stored = json.loads((checkpoints["cpu"][0] / "state.json").read_text())
     assert {*stored["values"], *stored["ranks"][0]} == {part.name for part in STATE} - {"rng_cuda"}
 
@@ -176,7 +168,7 @@ def test_a_checkpoint_holds_exactly_the_names_of_the_list(checkpoints):
     [part for part in STATE if part.name not in {"rng_cuda", "scaler"}],
     ids=lambda part: part.name,
 )
-def test_a_checkpoint_without_a_name_is_refused(part, checkpoints, tmp_path):
+def test_load_refuses_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_path):
     copy = tmp_path / "step-5"
     shutil.copytree(checkpoints["cpu"][0], copy)
     facts = json.loads((copy / "state.json").read_text())
@@ -188,7 +180,7 @@ def test_a_checkpoint_without_a_name_is_refused(part, checkpoints, tmp_path):
         read_write.load(build(tmp_path), copy)
 
 
-def test_a_newer_state_is_refused(checkpoints, tmp_path):
+def test_load_refuses_a_newer_state(checkpoints, tmp_path):
     copy = tmp_path / "step-5"
     shutil.copytree(checkpoints["cpu"][0], copy)
     facts = json.loads((copy / "state.json").read_text())
@@ -207,7 +199,7 @@ def test_extra_state_of_a_model_is_refused():
         weights.weights_and_aliases(torch.nn.Sequential(Odd()))
 
 
-def test_an_optimizer_of_foreign_tensors_is_refused(tmp_path):
+def test_an_optimizer_of_other_tensors_is_refused(tmp_path):
     run = build(tmp_path)
     run.optimizers = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1),)
     with pytest.raises(CheckpointError, match="not a parameter of the model"):
@@ -215,7 +207,7 @@ def test_an_optimizer_of_foreign_tensors_is_refused(tmp_path):
 
 
 def test_switches_of_an_optimizer_are_not_state(tmp_path):
-    """A run saved with one implementation of AdamW must not force it on another build."""
+    """A run saved with one implementation of AdamW may resume with another."""
     run = build(tmp_path)
     train(run, 1)
     path = read_write.save(run)
@@ -227,10 +219,10 @@ def test_switches_of_an_optimizer_are_not_state(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_what_the_configuration_states_of_an_optimizer_is_not_state(
+def test_optimizer_settings_in_the_configuration_are_not_state(
     kind, build_run, tiny_config, tmp_path
 ):
-    """A run that goes on from another's checkpoint learns at its own rate, with its own decay."""
+    """A run that resumes from another's checkpoint uses its own learning rate and weight decay."""
     stated = {"lr": 1e-4, "weight_decay": 0.3, "betas": (0.7, 0.8), "eps": 1e-5, "momentum": 0.5}
     run = build_run(tiny_config(optim__kind=kind), tmp_path / "first")
     real_train(run, 2)
@@ -253,8 +245,8 @@ def test_what_the_configuration_states_of_an_optimizer_is_not_state(
     assert {group["lr"] for group in groups} == {result.learning_rate}
 
 
-def test_numbers_that_no_configuration_states_come_back(tmp_path):
-    """An optimizer may count in its groups."""
+def test_other_numbers_of_a_group_are_restored(tmp_path):
+    """An optimizer may keep counters in its groups."""
     run = build(tmp_path)
     run.optimizers[0].param_groups[0]["num_restarts"] = 3
     path = read_write.save(run)
@@ -274,10 +266,8 @@ def test_numbers_that_no_configuration_states_come_back(tmp_path):
         ("exp_avg", {"fused": False}, None),
     ],
 )
-def test_the_step_lies_where_this_runs_kernels_read_it(field, switches, device, saved_on_cpu):
-    """A fused AdamW reads it on the device, the loop over parameters on the host, whichever of them
-    saved it. None: as it was saved.
-    """
+def test_the_step_is_on_the_device_where_the_kernels_read_it(field, switches, device, saved_on_cpu):
+    """Fused AdamW reads it on the device, the loop over parameters on the host; None: as saved."""
     found = optimizer_state.device_of(
         field, switches, torch.empty(2, device="meta"), saved_on_cpu=saved_on_cpu
     )

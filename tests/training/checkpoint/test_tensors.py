@@ -16,13 +16,13 @@ def fill(target, index, folder):
 
 
 def stored(path, tensor):
-    """Write one tensor, and return the index."""
+    """Write one tensor and return the index."""
     slices.write(path, {"x": tensor})
     return slices.entries(path.name, {"x": tensor})
 
 
 def written(folder, whole, boxes):
-    """Write `whole` as boxes in files of their own, and return the index."""
+    """Write `whole` as boxes, one file per box, and return the index."""
     parts = []
     for number, box in enumerate(boxes):
         piece = whole[tuple(slice(low, high) for low, high in box)]
@@ -48,13 +48,13 @@ def written(folder, whole, boxes):
         [((0, 5), (4, 7)), ((0, 2), (0, 4)), ((2, 5), (0, 4))],
     ],
 )
-def test_any_boxes_that_cover_a_tensor_make_it_whole(tmp_path, boxes):
+def test_any_boxes_that_cover_a_tensor_restore_it(tmp_path, boxes):
     whole = torch.arange(35.0).reshape(5, 7)
     index = written(tmp_path, whole, boxes)
     assert torch.equal(fill(torch.full((5, 7), torch.nan), index, tmp_path), whole)
 
 
-def test_a_box_that_is_missing_is_told(tmp_path):
+def test_a_missing_box_is_an_error(tmp_path):
     whole = torch.arange(35.0).reshape(5, 7)
     index = written(tmp_path, whole, [((0, 2), (0, 7)), ((3, 5), (0, 7))])
     with pytest.raises(CheckpointError, match="do not cover"):
@@ -73,7 +73,7 @@ def test_only_overlapping_files_are_needed(tmp_path, monkeypatch):
     assert torch.equal(fill(part, index, tmp_path), whole[1:3])
 
 
-def test_a_disk_that_refuses_to_open_a_file_of_tensors_is_named(tmp_path, monkeypatch):
+def test_a_tensor_file_that_cannot_be_opened_is_named(tmp_path, monkeypatch):
     def refused(path, **_):
         raise RuntimeError(
             f"unable to open file <{path}> in read-only mode: Input/output error (5)"
@@ -92,7 +92,7 @@ def test_a_scalar_and_an_empty_tensor(tmp_path):
     assert fill(torch.zeros(0, 4), index, tmp_path).shape == (0, 4)
 
 
-def test_filling_is_in_place_and_keeps_the_gradient_flag(tmp_path):
+def test_fill_works_in_place_and_keeps_requires_grad(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(3))
     place = parameter.data_ptr()
     fill(parameter, stored(tmp_path / "f", torch.ones(3)), tmp_path)
@@ -101,7 +101,7 @@ def test_filling_is_in_place_and_keeps_the_gradient_flag(tmp_path):
     assert parameter.tolist() == [1, 1, 1]
 
 
-def test_whole_tensors_are_dealt_out_once_and_evenly():
+def test_whole_tensors_are_distributed_once_and_evenly():
     tensors = {f"t{size}": torch.zeros(size) for size in (100, 60, 50, 10, 0)} | {
         "scalar": torch.zeros(())
     }
@@ -110,12 +110,12 @@ def test_whole_tensors_are_dealt_out_once_and_evenly():
     assert [sum(t.numel() for t in share.values()) for share in shares] == [100, 61, 60]
 
 
-def test_an_entry_survives_json():
+def test_an_entry_round_trips_through_json():
     entry = Entry("bfloat16", (4, 2), (Slice("a", (0, 0), (2, 2)), Slice("b", (2, 0), (2, 2))))
     assert Entry.from_dict(entry.to_dict()) == entry
 
 
-def test_a_dtype_of_the_future_is_refused():
+def test_an_unknown_dtype_is_refused():
     with pytest.raises(CheckpointError, match="float2"):
         slices.dtype_of(Entry("float2", (), ()))
     with pytest.raises(CheckpointError, match="nn"):

@@ -1,6 +1,4 @@
-"""An edited config.yaml: resume refuses it with the difference, and says how to change a setting on
-purpose.
-"""
+"""Resume refuses an edited config.yaml, names the difference, and says how to change a setting."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ from flatout.training.run_dir.config_seal import COPY
 
 @pytest.fixture
 def stopped(tiny_config, tmp_path, stop_at):
-    """Return the folder of a run of six steps that was stopped after the second."""
+    """Return the directory of a run of six steps that was stopped after the second."""
     with pytest.raises(Stopped):
         run_training(tiny_config(), tmp_path / "run", observers=[stop_at(2)])
     return tmp_path / "run"
 
 
 def edit(folder, key, value):
-    """Change one setting as an editor would, and leave all other lines alone."""
+    """Change one setting as an editor would, and no other line."""
     path, (section, name) = folder / "config.yaml", key.split(".")
     document = yaml.safe_load(path.read_text())
     before = f"{name}: {yaml.safe_dump(document[section][name]).splitlines()[0]}"
@@ -47,7 +45,7 @@ def edit(folder, key, value):
         ("data.seq_len", 32),
     ],
 )
-def test_an_edited_setting_is_refused_with_the_difference_and_the_way_to_change_it(
+def test_resume_refuses_an_edited_setting_and_says_how_to_change_it(
     tiny_config, stopped, key, value
 ):
     written = yaml.safe_load((stopped / "config.yaml").read_text())
@@ -62,7 +60,7 @@ def test_an_edited_setting_is_refused_with_the_difference_and_the_way_to_change_
 
 
 @pytest.mark.parametrize("key", ["lr", "steps"])
-def test_a_setting_that_was_removed_is_refused(tiny_config, stopped, key):
+def test_resume_refuses_a_removed_setting(tiny_config, stopped, key):
     path = stopped / "config.yaml"
     path.write_text(
         "".join(
@@ -75,7 +73,7 @@ def test_a_setting_that_was_removed_is_refused(tiny_config, stopped, key):
         run_training(tiny_config(), stopped)
 
 
-def test_the_setting_can_be_changed_on_purpose_as_the_message_says(tiny_config, stopped, tmp_path):
+def test_a_setting_can_be_changed_as_the_message_says(tiny_config, stopped, tmp_path):
     summary = run_training(tiny_config(optim__lr=0.02), tmp_path / "other", resume=str(stopped))
     assert summary["steps"] == 6
 
@@ -88,7 +86,7 @@ def test_comments_order_and_free_settings_may_change(tiny_config, stopped):
     assert run_training(tiny_config(), stopped)["steps"] == 6
 
 
-def test_a_damaged_digest_alone_is_harmless(tiny_config, stopped):
+def test_a_damaged_digest_with_an_intact_copy_is_accepted(tiny_config, stopped):
     path = stopped / "config.yaml"
     text = path.read_text()
     path.write_text(text[:-2] + ("0" if text[-2] != "0" else "1") + "\n")

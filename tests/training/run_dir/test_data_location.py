@@ -1,6 +1,4 @@
-"""A run on a mix: the same course whatever stops it, moves its data or shares it; another mix is
-another run.
-"""
+"""A run on a mix continues the same after stops and moved data; another mix is another run."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from flatout.training.run_dir.resume import config_to_resume
 
 @pytest.fixture
 def mix(tiny_set, ragged_set):
-    """Three windows of the plain set for one of the set with a loss mask."""
+    """Three sequences of the plain dataset for one of the dataset with a loss mask."""
     return {str(tiny_set): 3, str(ragged_set): 1}
 
 
@@ -44,7 +42,7 @@ def train_losses(folder):
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
-def test_ten_steps_of_a_mix_equal_five_and_five_in_every_bit(
+def test_ten_steps_on_a_mix_equal_five_and_five_bit_for_bit(
     mixed_config, tmp_path, stop_at, document_mask
 ):
     config = mixed_config(train__steps=10, data__document_mask=document_mask, train__eval_every=5)
@@ -64,7 +62,7 @@ def test_the_micro_batch_the_prefetch_and_the_baseline_read_the_same_mix(mixed_c
         assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-5), changes
 
 
-def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_said(
+def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_reported(
     mixed_config, tiny_set, ragged_set, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tiny_set.parent)
@@ -83,7 +81,7 @@ def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_said(
         )
 
 
-def test_an_epoch_of_a_mix_is_as_many_tokens_as_all_its_sets_have(mixed_config, mix, tmp_path):
+def test_an_epoch_of_a_mix_has_the_tokens_of_all_its_datasets(mixed_config, mix, tmp_path):
     summary = run_training(mixed_config(train__steps=None, train__epochs=0.5), tmp_path / "run")
     tokens = sum(
         part.dataset.split("train").num_sequences(16) * 16
@@ -92,10 +90,8 @@ def test_an_epoch_of_a_mix_is_as_many_tokens_as_all_its_sets_have(mixed_config, 
     assert summary["steps"] == -(-tokens // 2 // 128)
 
 
-def test_sets_may_be_named_in_any_order_and_move(mixed_config, mix, tmp_path, stop_at):
-    """The order of the sets belongs to what is read: it stays the stored one. Weights may be
-    written otherwise, not be others.
-    """
+def test_datasets_may_be_given_in_any_order_and_move(mixed_config, mix, tmp_path, stop_at):
+    """The stored order of the datasets is kept; weights may be scaled, but not change."""
     whole = run_training(mixed_config(), tmp_path / "whole")
     moved = {
         str(shutil.copytree(path, tmp_path / "before" / path.rpartition("/")[2])): weight
@@ -114,7 +110,7 @@ def test_sets_may_be_named_in_any_order_and_move(mixed_config, mix, tmp_path, st
     assert not [event for event in read_events(tmp_path / "run") if event["event"] == "difference"]
 
 
-def test_another_mix_in_the_same_folder_is_refused_with_the_difference(
+def test_resume_refuses_another_mix_and_names_the_difference(
     mixed_config, tiny_config, mix, tmp_path
 ):
     run_training(mixed_config(), tmp_path / "run")
@@ -145,11 +141,11 @@ def test_bad_mixes_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_place_without_a_run_has_no_stored_configuration(tmp_path):
+def test_a_folder_without_a_run_has_no_stored_configuration(tmp_path):
     assert config_to_resume(tmp_path, RunConfig()) is None
 
 
-def test_another_tokenizer_is_refused_and_none_kept_passes(mixed_config, tmp_path):
+def test_resume_refuses_another_tokenizer_and_accepts_a_missing_copy(mixed_config, tmp_path):
     dataset = open_data(mixed_config().data)
     require_tokenizer(tmp_path, dataset)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -164,10 +160,8 @@ def test_the_order_of_a_mix_survives_its_file(mixed_config, tmp_path):
     ) == list(mixed_config().data.mix)
 
 
-def test_data_may_lie_at_an_address_and_move_there(
-    tiny_config, tiny_set, tmp_path, stop_at, monkeypatch
-):
-    """The stored configuration keeps the address, from whatever folder the run was begun."""
+def test_data_may_be_at_a_url_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):
+    """The stored configuration keeps the URL, wherever the run was started."""
     monkeypatch.setenv("HOME", str(tmp_path))
     address = "memory://runs/tiny"
     store = fsspec.filesystem("memory")

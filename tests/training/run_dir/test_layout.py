@@ -37,7 +37,7 @@ while True:
 
 
 class Ear:
-    """Remembers what was said."""
+    """Records messages."""
 
     def __init__(self):
         self.lines = []
@@ -52,7 +52,7 @@ class Ear:
 
 
 def fake_checkpoint(run, step, content=b"x", *, inside="checkpoints"):
-    """Make a checkpoint that is whole as far as files go."""
+    """Create a checkpoint whose files match its manifest."""
     path = run / inside / f"step-{step}"
     path.mkdir(parents=True)
     (path / "state.json").write_bytes(content)
@@ -86,16 +86,16 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
         "train.sample_prompt=hi",
     ],
 )
-def test_free_keys_do_not_rename_a_run(override):
+def test_free_keys_do_not_change_the_name_of_a_run(override):
     assert layout.run_name(load_config(None, [override])) == layout.run_name(RunConfig())
 
 
 @pytest.mark.parametrize(("name", "stem"), [("a/b c", "a-b-c-"), ("../x", "x-"), ("...", "run-")])
-def test_a_name_that_is_no_folder_name_is_made_one(name, stem):
+def test_a_recipe_name_becomes_a_valid_folder_name(name, stem):
     assert layout.run_name(RunConfig(name=name)).startswith(stem)
 
 
-def test_the_stored_configuration_comes_back_equal(tmp_path):
+def test_the_stored_configuration_reads_back_equal(tmp_path):
     config = load_config(
         None,
         [
@@ -109,14 +109,14 @@ def test_the_stored_configuration_comes_back_equal(tmp_path):
     assert layout.read_config(tmp_path / "run") == config
 
 
-def test_a_contradiction_is_refused_and_named(tmp_path):
+def test_resume_refuses_and_names_a_contradiction(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.001"]))
     fake_checkpoint(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run-dir"):
         config_to_resume(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.01"]))
 
 
-def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_stored(tmp_path):
+def test_free_keys_come_from_the_request_and_the_rest_from_the_stored_configuration(tmp_path):
     stored = load_config(
         None,
         ["train.steps=10", "checkpoint.every_minutes=5", "batch.rows_per_device=4", "name=old"],
@@ -136,13 +136,13 @@ def test_free_keys_are_taken_from_what_is_wanted_and_the_rest_from_what_is_store
     assert config.name == "old"
 
 
-def test_what_is_left_open_keeps_the_stored_cadence(tmp_path):
+def test_keys_left_open_keep_their_stored_values(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["checkpoint.every_steps=3"]))
     fake_checkpoint(tmp_path, 5)
     assert config_to_resume(tmp_path, RunConfig()).checkpoint.every_steps == 3
 
 
-def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
+def test_a_repeated_request_does_not_contradict_what_auto_chose(tmp_path):
     asked = load_config(None, ["train.epochs=2", "speedups=auto,-compile"])
     resolved = asked.with_values({"train.steps": 40, "speedups": ["bf16"]})
     layout.write_config(tmp_path, resolved, asked=asked)
@@ -155,7 +155,7 @@ def test_the_same_question_is_no_contradiction_to_its_own_answer(tmp_path):
         config_to_resume(tmp_path, asked.with_values({"speedups": "none"}))
 
 
-def test_the_place_of_the_checkpoints_cannot_change(tmp_path):
+def test_checkpoint_dir_cannot_change(tmp_path):
     layout.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
     fake_checkpoint(tmp_path / "one" / "run", 5, inside="")
     with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*/one -> .*/two"):
@@ -173,7 +173,7 @@ def test_the_place_of_the_checkpoints_cannot_change(tmp_path):
         (["parallel.shard=2", "parallel.replicate=3"], (2, 3)),
     ],
 )
-def test_a_run_may_go_on_over_another_number_of_processes(tmp_path, asked, wanted):
+def test_a_run_may_resume_with_another_number_of_processes(tmp_path, asked, wanted):
     layout.write_config(tmp_path, load_config(None, ["parallel.shard=2", "parallel.replicate=2"]))
     fake_checkpoint(tmp_path, 5)
     parallel = config_to_resume(tmp_path, load_config(None, asked)).parallel
@@ -185,7 +185,7 @@ def test_an_empty_folder_has_no_stored_configuration(tmp_path):
     assert layout.read_config(tmp_path) is None
 
 
-def test_a_start_that_never_saved_does_not_bind_the_next(tmp_path):
+def test_a_start_that_never_saved_does_not_bind_the_next_one(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     (tmp_path / "checkpoints" / "step-5.tmp-aa").mkdir(parents=True)
@@ -193,21 +193,21 @@ def test_a_start_that_never_saved_does_not_bind_the_next(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["step-5", "step-5.tmp-old-aa", "step-5.aside-aa"])
-def test_whatever_a_run_has_saved_binds_it(tmp_path, left):
+def test_a_run_that_has_saved_keeps_its_configuration(tmp_path, left):
     layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
     (tmp_path / "checkpoints" / left).mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"optim\.lr"):
         config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"]))
 
 
-def test_a_summary_binds_a_run_whose_checkpoints_were_deleted(tmp_path):
+def test_a_finished_run_without_checkpoints_keeps_its_configuration(tmp_path):
     layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
     layout.write_summary(tmp_path, {})
     with pytest.raises(ConfigError, match=r"optim\.lr"):
         config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"]))
 
 
-def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
+def test_a_second_process_is_refused_and_the_first_one_named(tmp_path):
     run = tmp_path / "run"
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True
@@ -228,7 +228,7 @@ def test_a_second_process_is_refused_with_the_first_ones_pid(tmp_path):
     assert not is_locked(run)
 
 
-def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
+def test_testing_the_lock_does_not_stop_a_run_from_starting(tmp_path):
     with hold_lock(tmp_path):
         pass
     looking = subprocess.Popen(
@@ -245,12 +245,12 @@ def test_looking_at_a_run_does_not_keep_it_from_starting(tmp_path):
         looking.stdout.close()
 
 
-def test_a_folder_nobody_trained_in_is_not_locked(tmp_path):
+def test_a_folder_without_a_run_is_not_locked(tmp_path):
     assert not is_locked(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_resume_auto_takes_the_newest_whole_checkpoint_and_says_what_it_passed_over(tmp_path):
+def test_resume_auto_takes_the_newest_complete_checkpoint_and_reports_skipped_ones(tmp_path):
     first = fake_checkpoint(tmp_path, 5)
     second = fake_checkpoint(tmp_path, 12)
     ear = Ear()
@@ -262,7 +262,7 @@ def test_resume_auto_takes_the_newest_whole_checkpoint_and_says_what_it_passed_o
     assert "state.json is damaged" in ear.lines[0]
 
 
-def test_resume_auto_begins_where_there_is_nothing(tmp_path):
+def test_resume_auto_starts_in_an_empty_folder(tmp_path):
     assert resume_from(tmp_path / "none") is None
     assert resume_from(tmp_path) is None
 
@@ -275,7 +275,7 @@ def test_resume_auto_never_starts_over_on_its_own(tmp_path):
         resume_from(tmp_path)
 
 
-def test_resume_auto_cleans_up_after_killed_saves(tmp_path):
+def test_resume_auto_deletes_what_killed_saves_left(tmp_path):
     whole = fake_checkpoint(tmp_path, 5)
     (tmp_path / "checkpoints" / "step-7.tmp-ab12").mkdir()
     (tmp_path / "checkpoints" / "step-7.tmp-ab12" / "model").write_text("half")
@@ -285,7 +285,7 @@ def test_resume_auto_cleans_up_after_killed_saves(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
-def test_a_checkpoint_caught_while_being_replaced_is_put_back(tmp_path):
+def test_a_checkpoint_whose_replacement_was_killed_is_restored(tmp_path):
     whole = fake_checkpoint(tmp_path, 5)
     whole.rename(whole.with_name("step-5.tmp-old-aa"))
     (tmp_path / "checkpoints" / "step-5.tmp-bb").mkdir()
@@ -293,7 +293,7 @@ def test_a_checkpoint_caught_while_being_replaced_is_put_back(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
-def test_resume_never_refuses_a_folder_in_which_something_lies(tmp_path):
+def test_resume_never_refuses_a_folder_that_is_not_empty(tmp_path):
     with hold_lock(tmp_path):
         assert resume_from(tmp_path, "never") is None
     assert resume_from(tmp_path / "none", "never") is None
@@ -312,7 +312,7 @@ def test_resume_from_a_path_takes_a_checkpoint_or_a_run(tmp_path):
 
 
 @pytest.mark.parametrize("asked", ["old", "old/checkpoints/step-10"])
-def test_the_same_resume_from_elsewhere_goes_on_from_what_came_of_it(tmp_path, asked):
+def test_the_same_resume_from_elsewhere_continues_the_run_it_started(tmp_path, asked):
     origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Ear()
     new.mkdir()
     for _ in range(2):
@@ -326,7 +326,7 @@ def test_the_same_resume_from_elsewhere_goes_on_from_what_came_of_it(tmp_path, a
     assert resume_from(new) == own
 
 
-def test_another_origin_is_another_course(tmp_path):
+def test_another_origin_starts_another_branch(tmp_path):
     new = tmp_path / "new"
     first, second = (
         fake_checkpoint(tmp_path / "one", 10),
@@ -344,7 +344,7 @@ def test_another_origin_is_another_course(tmp_path):
     assert resume_from(new, str(second)) == came
 
 
-def test_a_run_begun_elsewhere_and_killed_before_its_first_save_does_not_begin_from_nothing(
+def test_a_run_killed_before_its_first_save_resumes_from_its_origin(
     tmp_path,
 ):
     origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Ear()
@@ -362,14 +362,14 @@ def test_a_run_begun_elsewhere_and_killed_before_its_first_save_does_not_begin_f
     assert resume_from(new) is None
 
 
-def test_a_runs_own_earlier_checkpoint_is_no_origin(tmp_path):
+def test_a_runs_own_earlier_checkpoint_is_not_an_origin(tmp_path):
     early, late = fake_checkpoint(tmp_path, 5), fake_checkpoint(tmp_path, 10)
     assert resume_from(tmp_path, str(early)) == early
     assert resume_from(tmp_path, str(tmp_path)) == late
     assert not (tmp_path / "origin.json").exists()
 
 
-def test_resume_from_a_path_that_is_none_says_so(tmp_path):
+def test_resume_from_a_path_without_a_checkpoint_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="There is no checkpoint"):
         resume_from(tmp_path, str(tmp_path / "missing"))
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
@@ -379,7 +379,7 @@ def test_resume_from_a_path_that_is_none_says_so(tmp_path):
         resume_from(tmp_path, str(tmp_path / "bare"))
 
 
-def test_events_are_lines_and_a_torn_one_spoils_no_other(tmp_path):
+def test_events_are_lines_and_an_unfinished_one_spoils_no_other(tmp_path):
     layout.append_event(tmp_path, "start", world_size=2)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "sav')
@@ -388,7 +388,7 @@ def test_events_are_lines_and_a_torn_one_spoils_no_other(tmp_path):
     assert layout.read_events(tmp_path)[0]["world_size"] == 2
 
 
-def test_json_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_json_is_replaced_atomically(tmp_path, monkeypatch):
     layout.write_summary(tmp_path, {"val_loss": 0.1 + 0.2})
     monkeypatch.setattr(
         files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
@@ -404,7 +404,7 @@ def test_damaged_json_is_named(tmp_path):
         layout.read_summary(tmp_path)
 
 
-def test_the_exit_code_is_kept_and_cleared(tmp_path):
+def test_the_exit_code_is_stored_and_cleared(tmp_path):
     assert layout.read_exit_code(tmp_path) is None
     layout.write_exit_code(tmp_path, 75)
     assert layout.read_exit_code(tmp_path) == 75
@@ -413,7 +413,7 @@ def test_the_exit_code_is_kept_and_cleared(tmp_path):
     assert layout.read_exit_code(tmp_path) is None
 
 
-def test_too_small_a_disk_is_said_before_the_run(tmp_path):
+def test_too_small_a_disk_is_an_error_before_the_run(tmp_path):
     layout.require_free_disk(tmp_path / "runs" / "not-yet", 1)
     with pytest.raises(
         HardwareError, match=r"need 1073741824\.0 GiB more.*Fix: Free space.*checkpoint\.dir"
@@ -421,14 +421,15 @@ def test_too_small_a_disk_is_said_before_the_run(tmp_path):
         layout.require_free_disk(tmp_path, 2**60)
 
 
-def test_checkpoints_that_are_there_already_are_room_for_those_to_come(tmp_path, monkeypatch):
+def test_existing_checkpoints_count_as_free_space(tmp_path, monkeypatch):
     monkeypatch.setattr(layout.shutil, "disk_usage", lambda _: SimpleNamespace(free=600 * 1024))
     step = fake_checkpoint(tmp_path, 5, bytes(2**20))
     size = files.folder_bytes(step)
     layout.require_free_disk(tmp_path, size + 600 * 1024)
     with pytest.raises(
         HardwareError,
-        match=r"need 1\.5 MiB more; .* has 600\.0 KiB free.*Fix: Free space there, or lower checkpoint\.keep\.$",
+        match=r"need 1\.5 MiB more; .* has 600\.0 KiB free"
+        r".*Fix: Free space there, or lower checkpoint\.keep\.$",
     ):
         layout.require_free_disk(tmp_path, size + 1536 * 1024)
     step.rename(tmp_path / "checkpoints" / "step-5.aside-a")
@@ -436,7 +437,7 @@ def test_checkpoints_that_are_there_already_are_room_for_those_to_come(tmp_path,
         layout.require_free_disk(tmp_path, size + 600 * 1024)
 
 
-def test_runs_are_listed_oldest_first_and_nothing_else(tmp_path):
+def test_only_runs_are_listed_oldest_first(tmp_path):
     for age, name in enumerate(["new", "group/old"]):
         layout.write_config(tmp_path / name, RunConfig())
         stamp = time.time() - 1000 * age
@@ -448,7 +449,7 @@ def test_runs_are_listed_oldest_first_and_nothing_else(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["file.txt", "file.txt/run"])
-def test_a_place_that_cannot_be_a_run_folder_is_named(tmp_path, place):
+def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, place):
     (tmp_path / "file.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="cannot be written"), hold_lock(tmp_path / place):
         pass

@@ -1,4 +1,4 @@
-"""Runs and checkpoints by name, and what is said of names that are none."""
+"""Runs and checkpoints by name, and the errors for unknown names."""
 
 import os
 from pathlib import Path
@@ -23,14 +23,14 @@ def test_checkpoints_by_name(fox_run):
         find_checkpoint(run, "newest")
 
 
-def test_runs_are_found_by_name_and_mistyped_names_answered(fox_run, monkeypatch):
+def test_runs_are_found_by_name_and_typos_get_a_suggestion(fox_run, monkeypatch):
     monkeypatch.chdir(fox_run[0])
     assert find_run("fox").resolve() == fox_run[0] / "runs" / "fox"
     with pytest.raises(CheckpointError, match="Did you mean runs/fox"):
         find_run("foxx")
 
 
-def test_no_name_is_no_run_even_inside_one(fox_run, monkeypatch):
+def test_an_empty_name_is_not_a_run_even_inside_one(fox_run, monkeypatch):
     monkeypatch.chdir(fox_run[0] / "runs" / "fox")
     assert find_run(".").resolve() == fox_run[0] / "runs" / "fox"
     with pytest.raises(CheckpointError, match="is not a run directory"):
@@ -44,7 +44,7 @@ def test_a_checkpoint_is_not_taken_for_a_run(fox_run):
     assert "--checkpoint 2" in error.value.fix
 
 
-def test_resuming_takes_a_run_by_its_name(fox_run, monkeypatch):
+def test_resume_accepts_the_name_of_a_run(fox_run, monkeypatch):
     monkeypatch.chdir(fox_run[0])
     assert resume_path("fox") == "runs/fox"
     assert [resume_path(given) for given in ("auto", "never", "gone/run", "runs")] == [
@@ -58,7 +58,7 @@ def test_resuming_takes_a_run_by_its_name(fox_run, monkeypatch):
 
 
 class Ear:
-    """Progress that keeps what was said."""
+    """A progress that records messages."""
 
     def __init__(self):
         self.lines = []
@@ -67,7 +67,7 @@ class Ear:
         self.lines.append(line)
 
 
-def test_without_a_name_the_newest_run_with_a_checkpoint_is_taken(tmp_path, monkeypatch):
+def test_without_a_name_the_newest_run_with_a_checkpoint_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for age, name in enumerate(("new", "damaged", "newest", "older", "oldest")):
         layout.write_config(Path("runs", name), RunConfig())
@@ -82,9 +82,7 @@ def test_without_a_name_the_newest_run_with_a_checkpoint_is_taken(tmp_path, monk
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["no runs", "none saved"])
-def test_without_a_name_and_without_a_run_the_fix_says_how_to_get_one(
-    tmp_path, monkeypatch, trained
-):
+def test_without_a_name_or_a_run_the_fix_says_how_to_make_one(tmp_path, monkeypatch, trained):
     monkeypatch.chdir(tmp_path)
     if trained:
         layout.write_config(Path("runs/a"), RunConfig())
