@@ -162,4 +162,4 @@ STATE: tuple[StateItem, ...] = (
         reseed=_reseed_cuda,
     ),
 )
-"""In the order of restoring: generators last, so that restoring other items cannot draw from them."""
+"""In the order of restoring: generators last, so that no other item can draw from them."""

@@ -1,30 +1,16 @@
 import json
 
 import pytest
+from fakes import fake_checkpoint
 
-from flatout import files
 from flatout.errors import CheckpointError
 from flatout.training.checkpoint import catalog
 
 
 def make(run, step, *, best=None):
-    """Create a checkpoint whose files match its manifest."""
-    path = run / "checkpoints" / f"step-{step}"
-    path.mkdir(parents=True)
-    (path / "model-00000.safetensors").write_bytes(b"weights")
-    (path / "state.json").write_text(
-        json.dumps({"values": {"best": {"val_loss": 1.0, "step": best}}})
-    )
-    (path / "index.json").write_text('{"tensors": {}, "aliases": {}}')
-    names = ("model-00000.safetensors", "state.json", "index.json")
-    listed = {
-        name: {"bytes": (path / name).stat().st_size, "sha256": files.sha256(path / name)}
-        for name in names
-    }
-    (path / "manifest.json").write_text(
-        json.dumps({"format_version": 1, "step": step, "files": listed})
-    )
-    return path
+    """Create a checkpoint that names the best step."""
+    state = json.dumps({"values": {"best": {"val_loss": 1.0, "step": best}}}).encode()
+    return fake_checkpoint(run, step, state, **{"model-00000": b"weights"})
 
 
 @pytest.mark.parametrize(

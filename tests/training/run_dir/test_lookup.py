@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from fakes import Recorder
 
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError, ConfigError
@@ -57,16 +58,6 @@ def test_resume_accepts_the_name_of_a_run(fox_run, monkeypatch):
         resume_path("foxx")
 
 
-class Ear:
-    """A progress that records messages."""
-
-    def __init__(self):
-        self.lines = []
-
-    def say(self, line):
-        self.lines.append(line)
-
-
 def test_without_a_name_the_newest_run_with_a_checkpoint_is_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for age, name in enumerate(("new", "damaged", "newest", "older", "oldest")):
@@ -75,7 +66,7 @@ def test_without_a_name_the_newest_run_with_a_checkpoint_is_used(tmp_path, monke
         if name != "new":
             Path("runs", name, "checkpoints", "step-3").mkdir(parents=True)
     Path("runs/damaged/config.yaml").write_text("checkpoint: [")
-    ear = Ear()
+    ear = Recorder()
     assert run_or_newest(None, progress=ear) == Path("runs/newest")
     assert ear.lines == ["The newest run: runs/newest"]
     assert run_or_newest("older") == Path("runs/older")

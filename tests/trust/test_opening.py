@@ -3,114 +3,23 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import yaml
+from gifts import CODE, ROOT, WAYS, the_program
 
 import flatout
 from flatout import trust
-from flatout.cache import CACHE
 from flatout.commands.train import train_config
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import CheckpointError, ConfigError, UntrustedCode
 from flatout.inference.load import load_run
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.config_seal import write_sealed
-
-ROOT = Path(__file__).parents[1]
-CODE = """\
-from pathlib import Path
-Path({marker!r}).touch()
-from flatout.models.transformer import MODEL as Model
-from flatout.optimizers.adamw import OPTIMIZER as Optimizer
-from flatout.assembly.recipe import Promise, Speedup as Kind
-Speedup = Kind(name="gift", saves="nothing", promise=Promise.exact())
-"""
-WAYS = {
-    "model.kind": lambda name: {"model": {"kind": f"{name}:Model"}},
-    "optim.kind": lambda name: {"optim": {"kind": f"{name}:Optimizer"}},
-    "a list of speedups": lambda name: {"speedups": ["tf32", f"{name}:Speedup"]},
-    "one speedup": lambda name: {"speedups": f"{name}:Speedup"},
-    "an edit of auto": lambda name: {"speedups": f"auto, +{name}:Speedup"},
-}
-"""How a stored configuration names something to import."""
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    """Give the test its own home, working directory and search path; drop what it imports."""
-    home = tmp_path / "home"
-    home.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    before = {*sys.modules}
-    yield home
-    for name in {*sys.modules} - before:
-        if name.split(".")[0] in {"runs", "weights"}:
-            del sys.modules[name]
-
-
-class Gift:
-    """A run from elsewhere whose config.yaml names code in its directory."""
-
-    def __init__(self, place: Path, fox: Path) -> None:
-        self.place, self.marker = place, place.parents[1] / "imported"
-        shutil.copytree(fox, place)
-        (place / "weights.py").write_text(CODE.format(marker=str(self.marker)))
-
-    def names(self, layer: dict) -> Gift:
-        """Merge a layer into config.yaml, but not into asked.yaml, which requests are compared to."""
-        document = yaml.safe_load((self.place / "config.yaml").read_text())
-        for key, value in layer.items():
-            document[key] = document[key] | value if isinstance(value, dict) else value
-        write_sealed(self.place / "config.yaml", yaml.safe_dump(document))
-        return self
-
-    @property
-    def asked(self) -> RunConfig:
-        """The request of a user who resumes it without naming code."""
-        config = layout.read_config(self.place)
-        return config.with_values(
-            {
-                "model.kind": "transformer",
-                "optim.kind": "adamw",
-                "speedups": "auto",
-                "train.device": "cpu",
-            }
-        )
-
-    @property
-    def ran(self) -> bool:
-        """Whether its code was imported."""
-        return self.marker.exists()
-
-
-@pytest.fixture
-def gift(tmp_path, fox_run):
-    return Gift(tmp_path / "runs" / "gift", fox_run[0] / "runs" / "fox")
-
-
-def the_program(*words, cwd):
-    """Run flatout in a process, like the console script without the current folder in sys.path."""
-    program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"
-    kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
-    return subprocess.run(
-        [sys.executable, "-c", program, *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=kept,
-    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -184,139 +93,6 @@ def test_demo_refuses_a_run_directory_that_names_code(gift, tmp_path):
     with pytest.raises(CheckpointError, match=r"names code of its own.*move it away"):
         flatout.demo()
     assert not gift.ran
-
-
-def test_trust_is_given_once_and_stored_outside_the_run(gift, home):
-    gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    before = {path for path in gift.place.rglob("*") if "__pycache__" not in path.parts}
-    load_run("gift", trust_code=True)
-    assert gift.ran
-    assert {path for path in gift.place.rglob("*") if "__pycache__" not in path.parts} == before
-    load_run("gift")
-    (kept,) = trust.MEMORY.expanduser().iterdir()
-    assert kept.is_relative_to(home)
-    assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        "a copy",
-        "moved",
-        "another reference",
-        "another setting",
-        "other code",
-        "new code",
-        "a link to a folder",
-        "replaced",
-    ],
-)
-def test_a_changed_run_is_not_trusted(gift, change, tmp_path):
-    gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    references = layout.read_config(gift.place).references()
-    trust.require_trusted(gift.place, references, trust_code=True)
-    trust.require_trusted(gift.place, references)
-    place = gift.place
-    if change == "a copy":
-        place = shutil.copytree(place, tmp_path / "runs" / "copy")
-    elif change == "moved":
-        place = place.rename(tmp_path / "runs" / "moved")
-    elif change == "another reference":
-        gift.names({"optim": {"kind": "runs.gift.weights:Optimizer"}})
-    elif change == "another setting":
-        gift.names({"train": {"seed": 5}})
-    elif change == "other code":
-        (place / "weights.py").write_text("import os\n")
-    elif change == "new code":
-        (place / "torch.so").write_bytes(b"")
-    elif change == "a link to a folder":
-        (place / "helpers").symlink_to(tmp_path)
-    elif change == "replaced":
-        shutil.rmtree(place)
-        shutil.copytree(tmp_path / "home", place)
-        (place / "config.yaml").write_text("model: {kind: 'runs.gift.weights:Model'}\n")
-    with pytest.raises(UntrustedCode) as refused:
-        layout.trusted_config(place)
-    assert ("was trusted before" in refused.value.what) == (change not in {"a copy", "moved"})
-
-
-def test_a_link_to_a_trusted_run_is_that_run(gift, tmp_path):
-    trust.require_trusted(gift.place, {"runs.gift.weights:Model"}, trust_code=True)
-    (tmp_path / "link").symlink_to(gift.place)
-    trust.require_trusted(tmp_path / "link", {"runs.gift.weights:Model"})
-
-
-SPOILED = {
-    "empty": "",
-    "not JSON": "{",
-    "not UTF-8": b"\xff\xfe",
-    "a list": "[]",
-    "deep": "[" * 100_000,
-    "no references": '{"format_version": 1}',
-    "references that are none": '{"format_version": 1, "references": "runs.gift.weights:Model"}',
-    "numbers": '{"format_version": 1, "references": [1]}',
-    "a newer format": '{"format_version": 2, "references": ["runs.gift.weights:Model"]}',
-    "no digests": '{"format_version": 1, "references": ["runs.gift.weights:Model"]}',
-}
-
-
-@pytest.mark.parametrize("how", SPOILED)
-def test_a_damaged_trust_file_counts_for_nothing_and_is_replaced(gift, how):
-    references = {"runs.gift.weights:Model"}
-    trust.require_trusted(gift.place, references, trust_code=True)
-    (kept,) = trust.MEMORY.expanduser().iterdir()
-    kept.write_bytes(SPOILED[how] if isinstance(SPOILED[how], bytes) else SPOILED[how].encode())
-    with pytest.raises(UntrustedCode):
-        trust.require_trusted(gift.place, references)
-    trust.require_trusted(gift.place, references, trust_code=True)
-    trust.require_trusted(gift.place, references)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        "others may write it",
-        "others may write the folder",
-        "a link",
-        "a pipe",
-        "a link for the folder",
-    ],
-)
-def test_a_trust_file_that_others_may_write_counts_for_nothing(gift, spoil, tmp_path):
-    references = {"runs.gift.weights:Model"}
-    trust.require_trusted(gift.place, references, trust_code=True)
-    memory = trust.MEMORY.expanduser()
-    (kept,) = memory.iterdir()
-    if spoil == "others may write it":
-        kept.chmod(0o666)
-    elif spoil == "others may write the folder":
-        memory.chmod(0o777)
-    elif spoil == "a link":
-        kept.symlink_to(kept.rename(tmp_path / "elsewhere"))
-    elif spoil == "a pipe":
-        kept.unlink()
-        os.mkfifo(kept)
-    else:
-        memory.symlink_to(memory.rename(tmp_path / "elsewhere"))
-    with pytest.raises(UntrustedCode):
-        trust.require_trusted(gift.place, references)
-
-
-def test_without_a_writable_home_the_flag_is_needed_each_time(gift, home, monkeypatch):
-    (home / ".cache").write_text("a file")
-    trust.require_trusted(gift.place, {"a.b:C"}, trust_code=True)
-    with pytest.raises(UntrustedCode, match="not found here"):
-        trust.require_trusted(gift.place, {"a.b:C"})
-    assert not trust.remember(gift.place, {"a.b:C"})
-
-
-def test_concurrent_writers_leave_one_valid_file(gift):
-    references = [{"a.b:C", f"a.b:D{number}"} for number in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(lambda some: trust.remember(gift.place, some), references * 4))
-    (kept,) = trust.MEMORY.expanduser().iterdir()
-    assert set(json.loads(kept.read_text())["references"]) in references
-    trust.require_trusted(gift.place, {"a.b:C"})
 
 
 def test_a_users_own_run_needs_no_flag(tmp_path, tiny_config, home):
@@ -469,10 +245,6 @@ def test_several_ranks_import_nothing(gift, tmp_path):
     assert done.returncode != 0
     assert "names code of its own" in done.stderr
     assert not gift.ran
-
-
-def test_trust_files_are_in_the_cache():
-    assert trust.MEMORY.parent == CACHE
 
 
 def test_every_key_that_can_name_code_is_checked():

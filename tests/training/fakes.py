@@ -1,0 +1,35 @@
+"""Fakes for the tests of run directories and checkpoints."""
+
+import json
+
+from flatout import files
+from flatout.progress import SILENT
+
+
+class Recorder:
+    """A progress that records messages."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+    def task(self, *args, **kwargs):
+        return SILENT.task(*args, **kwargs)
+
+
+def fake_checkpoint(run, step, state=b"x", *, inside="checkpoints", **more):
+    """Create a checkpoint whose files match its manifest; `more` maps stems of files to content."""
+    path = run / inside / f"step-{step}"
+    path.mkdir(parents=True)
+    content = {f"{stem}.safetensors": data for stem, data in more.items()}
+    content |= {"state.json": state, "index.json": b'{"tensors": {}, "aliases": {}}'}
+    facts = {}
+    for name, data in content.items():
+        (path / name).write_bytes(data)
+        facts[name] = {"bytes": len(data), "sha256": files.sha256(path / name)}
+    (path / "manifest.json").write_text(
+        json.dumps({"format_version": 1, "step": step, "files": facts})
+    )
+    return path

@@ -1,0 +1,147 @@
+"""The lock of a run directory, and what a failed start leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flatout.errors import CheckpointError
+from flatout.training.run_dir import layout, lock
+from flatout.training.run_dir.lock import hold_lock, is_locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from flatout.training.run_dir.lock import hold_lock
+with hold_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+LOOK = """
+import sys, time
+from pathlib import Path
+from flatout.training.run_dir.lock import is_locked
+print("looking", flush=True)
+while True:
+    is_locked(Path(sys.argv[1]))
+    time.sleep(0.001)
+"""
+
+
+def test_a_second_process_is_refused_and_the_first_one_named(tmp_path):
+    run = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert is_locked(run)
+        with pytest.raises(CheckpointError, match=f"process {holder.pid} on "), hold_lock(run):
+            pass
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        holder.stdout.close()
+    assert not is_locked(run)
+    with hold_lock(run):
+        assert is_locked(run)
+        assert json.loads((run / "lock").read_text())["pid"] == os.getpid()
+    assert not is_locked(run)
+
+
+def test_testing_the_lock_does_not_stop_a_run_from_starting(tmp_path):
+    with hold_lock(tmp_path):
+        pass
+    looking = subprocess.Popen(
+        [sys.executable, "-c", LOOK, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert looking.stdout.readline() == "looking\n"
+        for _ in range(50):
+            with hold_lock(tmp_path):
+                pass
+    finally:
+        looking.kill()
+        looking.wait()
+        looking.stdout.close()
+
+
+def test_a_folder_without_a_run_is_not_locked(tmp_path):
+    assert not is_locked(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["file.txt", "file.txt/run"])
+def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, place):
+    (tmp_path / "file.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="cannot be written"), hold_lock(tmp_path / place):
+        pass
+    assert (tmp_path / "file.txt").read_text() == "mine"
+
+
+def test_a_failed_start_leaves_nothing(tmp_path):
+    with hold_lock(tmp_path / "runs" / "new"):
+        (tmp_path / "runs" / "new" / layout.ORIGIN).write_text("{}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_start_keeps_existing_files(tmp_path):
+    (tmp_path / "mine").mkdir()
+    with hold_lock(tmp_path / "mine" / "run"):
+        pass
+    (tmp_path / "mine" / "a.txt").write_text("a")
+    with hold_lock(tmp_path / "mine"):
+        assert is_locked(tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["a.txt"]
+
+
+def test_a_run_keeps_its_lock(tmp_path):
+    with hold_lock(tmp_path / "run"):
+        (tmp_path / "run" / layout.CONFIG).write_text("")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        layout.CONFIG,
+        layout.LOCK,
+    ]
+
+
+def test_a_lock_file_deleted_while_another_process_waits_is_created_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 30.0)
+    held, done = threading.Event(), threading.Event()
+
+    def wait_for_it():
+        with hold_lock(tmp_path / "run"):
+            held.set()
+            done.wait(60)
+
+    other = threading.Thread(target=wait_for_it)
+    with hold_lock(tmp_path / "run"):
+        other.start()
+        time.sleep(0.2)  # it now waits for the lock file that is deleted
+    assert held.wait(60)
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.1)
+    try:
+        with (
+            pytest.raises(CheckpointError, match="is in use by process"),
+            hold_lock(tmp_path / "run"),
+        ):
+            pass
+    finally:
+        done.set()
+        other.join()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "d/" * 3000])
+def test_a_path_too_long_for_the_disk_is_named(tmp_path, name):
+    with (
+        pytest.raises(CheckpointError, match="cannot be written: File name too long"),
+        hold_lock(tmp_path / name),
+    ):
+        pass

@@ -1,0 +1,239 @@
+"""How a run resumes: its configuration, its checkpoint and its origin."""
+
+import shutil
+
+import pytest
+from fakes import Recorder, fake_checkpoint
+
+from flatout.config.schema import RunConfig, load_config
+from flatout.errors import CheckpointError, ConfigError
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.lock import hold_lock
+from flatout.training.run_dir.resume import config_to_resume, resume_from
+
+
+def test_resume_refuses_and_names_a_contradiction(tmp_path):
+    layout.write_config(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.001"]))
+    fake_checkpoint(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"optim\.lr: 0\.001 -> 0\.01.*Fix.*--run-dir"):
+        config_to_resume(tmp_path, load_config(None, ["train.steps=10", "optim.lr=0.01"]))
+
+
+def test_free_keys_come_from_the_request_and_the_rest_from_the_stored_configuration(tmp_path):
+    stored = load_config(
+        None,
+        ["train.steps=10", "checkpoint.every_minutes=5", "batch.rows_per_device=4", "name=old"],
+    )
+    layout.write_config(tmp_path, stored)
+    fake_checkpoint(tmp_path, 5)
+    config = config_to_resume(
+        tmp_path,
+        load_config(
+            None, ["train.steps=10", "checkpoint.every_steps=3", "log.every=2", "name=new"]
+        ),
+    )
+    assert config.checkpoint.every_steps == 3
+    assert config.checkpoint.every_minutes is None
+    assert config.log.every == 2
+    assert config.batch.rows_per_device == 4
+    assert config.name == "old"
+
+
+def test_keys_left_open_keep_their_stored_values(tmp_path):
+    layout.write_config(tmp_path, load_config(None, ["checkpoint.every_steps=3"]))
+    fake_checkpoint(tmp_path, 5)
+    assert config_to_resume(tmp_path, RunConfig()).checkpoint.every_steps == 3
+
+
+def test_a_repeated_request_does_not_contradict_what_auto_chose(tmp_path):
+    asked = load_config(None, ["train.epochs=2", "speedups=auto,-compile"])
+    resolved = asked.with_values({"train.steps": 40, "speedups": ["bf16"]})
+    layout.write_config(tmp_path, resolved, asked=asked)
+    fake_checkpoint(tmp_path, 5)
+    assert config_to_resume(tmp_path, asked) == resolved
+    assert (
+        config_to_resume(tmp_path, asked.with_values({"train.epochs": 3})) == resolved
+    )  # a length is compared with the data at hand
+    with pytest.raises(ConfigError, match=r"speedups"):
+        config_to_resume(tmp_path, asked.with_values({"speedups": "none"}))
+
+
+def test_checkpoint_dir_cannot_change(tmp_path):
+    layout.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
+    fake_checkpoint(tmp_path / "one" / "run", 5, inside="")
+    with pytest.raises(ConfigError, match=r"checkpoint\.dir: .*/one -> .*/two"):
+        config_to_resume(
+            tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'two'}"])
+        )
+    assert config_to_resume(tmp_path / "run", RunConfig()).checkpoint.dir == str(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ([], (1, "auto")),
+        (["parallel.shard=4"], (4, "auto")),
+        (["parallel.shard=2", "parallel.replicate=3"], (2, 3)),
+    ],
+)
+def test_a_run_may_resume_with_another_number_of_processes(tmp_path, asked, wanted):
+    layout.write_config(tmp_path, load_config(None, ["parallel.shard=2", "parallel.replicate=2"]))
+    fake_checkpoint(tmp_path, 5)
+    parallel = config_to_resume(tmp_path, load_config(None, asked)).parallel
+    assert (parallel.shard, parallel.replicate) == wanted
+
+
+def test_an_empty_folder_has_no_stored_configuration(tmp_path):
+    assert config_to_resume(tmp_path, RunConfig()) is None
+    assert layout.read_config(tmp_path) is None
+
+
+def test_a_start_that_never_saved_does_not_bind_the_next_one(tmp_path):
+    layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "checkpoints" / "step-5.tmp-aa").mkdir(parents=True)
+    assert config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"])) is None
+
+
+@pytest.mark.parametrize("left", ["step-5", "step-5.tmp-old-aa", "step-5.aside-aa"])
+def test_a_run_that_has_saved_keeps_its_configuration(tmp_path, left):
+    layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
+    (tmp_path / "checkpoints" / left).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"]))
+
+
+def test_a_finished_run_without_checkpoints_keeps_its_configuration(tmp_path):
+    layout.write_config(tmp_path, load_config(None, ["optim.lr=0.001"]))
+    layout.write_summary(tmp_path, {})
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        config_to_resume(tmp_path, load_config(None, ["optim.lr=0.01"]))
+
+
+def test_resume_auto_takes_the_newest_complete_checkpoint_and_reports_skipped_ones(tmp_path):
+    first = fake_checkpoint(tmp_path, 5)
+    second = fake_checkpoint(tmp_path, 12)
+    ear = Recorder()
+    assert resume_from(tmp_path, "auto", progress=ear) == second
+    assert ear.lines == []
+    (second / "state.json").write_bytes(b"y")
+    assert resume_from(tmp_path, "auto", progress=ear) == first
+    assert "step-12" in ear.lines[0]
+    assert "state.json is damaged" in ear.lines[0]
+
+
+def test_resume_auto_starts_in_an_empty_folder(tmp_path):
+    assert resume_from(tmp_path / "none") is None
+    assert resume_from(tmp_path) is None
+
+
+def test_resume_auto_never_starts_over_on_its_own(tmp_path):
+    (fake_checkpoint(tmp_path, 5) / "state.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"No checkpoint .* is complete.*state\.json is missing"
+    ):
+        resume_from(tmp_path)
+
+
+def test_resume_auto_deletes_what_killed_saves_left(tmp_path):
+    whole = fake_checkpoint(tmp_path, 5)
+    (tmp_path / "checkpoints" / "step-7.tmp-ab12").mkdir()
+    (tmp_path / "checkpoints" / "step-7.tmp-ab12" / "model").write_text("half")
+    ear = Recorder()
+    assert resume_from(tmp_path, progress=ear) == whole
+    assert ear.lines == ["Removed step-7.tmp-ab12, left by a save that was killed."]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+
+
+def test_a_checkpoint_whose_replacement_was_killed_is_restored(tmp_path):
+    whole = fake_checkpoint(tmp_path, 5)
+    whole.rename(whole.with_name("step-5.tmp-old-aa"))
+    (tmp_path / "checkpoints" / "step-5.tmp-bb").mkdir()
+    assert resume_from(tmp_path) == whole
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
+
+
+def test_resume_never_refuses_a_folder_that_is_not_empty(tmp_path):
+    with hold_lock(tmp_path):
+        assert resume_from(tmp_path, "never") is None
+    assert resume_from(tmp_path / "none", "never") is None
+    layout.write_config(tmp_path, RunConfig())
+    with pytest.raises(CheckpointError, match=r"config\.yaml"):
+        resume_from(tmp_path, "never")
+
+
+def test_resume_from_a_path_takes_a_checkpoint_or_a_run(tmp_path):
+    path = fake_checkpoint(tmp_path / "other", 5)
+    assert resume_from(tmp_path / "new", str(path)) == path
+    assert resume_from(tmp_path / "new", str(tmp_path / "other")) == path
+    (path / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        resume_from(tmp_path / "new", str(path))
+
+
+@pytest.mark.parametrize("asked", ["old", "old/checkpoints/step-10"])
+def test_the_same_resume_from_elsewhere_continues_the_run_it_started(tmp_path, asked):
+    origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Recorder()
+    new.mkdir()
+    for _ in range(2):
+        assert resume_from(new, str(tmp_path / asked), progress=ear) == origin
+    own = fake_checkpoint(new, 25)
+    assert ear.lines == []
+    assert resume_from(new, str(tmp_path / asked), progress=ear) == own
+    assert "Resuming from step-25" in ear.lines[0]
+    shutil.rmtree(tmp_path / "old")
+    assert resume_from(new, str(tmp_path / asked)) == own
+    assert resume_from(new) == own
+
+
+def test_another_origin_starts_another_branch(tmp_path):
+    new = tmp_path / "new"
+    first, second = (
+        fake_checkpoint(tmp_path / "one", 10),
+        fake_checkpoint(tmp_path / "two", 12, b"2"),
+    )
+    assert resume_from(new, str(first)) == first
+    fake_checkpoint(new, 25)
+    for _ in range(2):
+        assert resume_from(new, str(second)) == second
+    ear = Recorder()
+    assert resume_from(new, progress=ear) == second
+    assert "where this run started" in ear.lines[0]
+    shutil.rmtree(new / "checkpoints")
+    came = fake_checkpoint(new, 25, b"of another course")
+    assert resume_from(new, str(second)) == came
+
+
+def test_a_run_killed_before_its_first_save_resumes_from_its_origin(
+    tmp_path,
+):
+    origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Recorder()
+    resume_from(new, str(tmp_path / "old"))
+    fake_checkpoint(tmp_path / "old", 20)
+    assert resume_from(new, progress=ear) == origin
+    assert str(new / "origin.json") in ear.lines[0]
+    shutil.rmtree(origin)
+    with pytest.raises(
+        CheckpointError,
+        match=r"started from .*step-10, which no longer exists.*delete .*origin\.json",
+    ):
+        resume_from(new)
+    (new / "origin.json").unlink()
+    assert resume_from(new) is None
+
+
+def test_a_runs_own_earlier_checkpoint_is_not_an_origin(tmp_path):
+    early, late = fake_checkpoint(tmp_path, 5), fake_checkpoint(tmp_path, 10)
+    assert resume_from(tmp_path, str(early)) == early
+    assert resume_from(tmp_path, str(tmp_path)) == late
+    assert not (tmp_path / "origin.json").exists()
+
+
+def test_resume_from_a_path_without_a_checkpoint_is_an_error(tmp_path):
+    with pytest.raises(CheckpointError, match="There is no checkpoint"):
+        resume_from(tmp_path, str(tmp_path / "missing"))
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        resume_from(tmp_path, str(tmp_path))
+    (tmp_path / "bare" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        resume_from(tmp_path, str(tmp_path / "bare"))

@@ -1,0 +1,88 @@
+"""Runs from elsewhere that name code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from flatout.config.schema import RunConfig
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import write_sealed
+
+ROOT = Path(__file__).parents[2]
+
+
+CODE = """\
+from pathlib import Path
+Path({marker!r}).touch()
+from flatout.models.transformer import MODEL as Model
+from flatout.optimizers.adamw import OPTIMIZER as Optimizer
+from flatout.assembly.recipe import Promise, Speedup as Kind
+Speedup = Kind(name="gift", saves="nothing", promise=Promise.exact())
+"""
+
+
+WAYS = {
+    "model.kind": lambda name: {"model": {"kind": f"{name}:Model"}},
+    "optim.kind": lambda name: {"optim": {"kind": f"{name}:Optimizer"}},
+    "a list of speedups": lambda name: {"speedups": ["tf32", f"{name}:Speedup"]},
+    "one speedup": lambda name: {"speedups": f"{name}:Speedup"},
+    "an edit of auto": lambda name: {"speedups": f"auto, +{name}:Speedup"},
+}
+
+
+"""How a stored configuration names something to import."""
+
+
+class Gift:
+    """A run from elsewhere whose config.yaml names code in its directory."""
+
+    def __init__(self, place: Path, fox: Path) -> None:
+        self.place, self.marker = place, place.parents[1] / "imported"
+        shutil.copytree(fox, place)
+        (place / "weights.py").write_text(CODE.format(marker=str(self.marker)))
+
+    def names(self, layer: dict) -> Gift:
+        """Merge a layer into config.yaml, but not into asked.yaml, which a request is compared to."""
+        document = yaml.safe_load((self.place / "config.yaml").read_text())
+        for key, value in layer.items():
+            document[key] = document[key] | value if isinstance(value, dict) else value
+        write_sealed(self.place / "config.yaml", yaml.safe_dump(document))
+        return self
+
+    @property
+    def asked(self) -> RunConfig:
+        """The request of a user who resumes it without naming code."""
+        config = layout.read_config(self.place)
+        return config.with_values(
+            {
+                "model.kind": "transformer",
+                "optim.kind": "adamw",
+                "speedups": "auto",
+                "train.device": "cpu",
+            }
+        )
+
+    @property
+    def ran(self) -> bool:
+        """Whether its code was imported."""
+        return self.marker.exists()
+
+
+def the_program(*words, cwd):
+    """Run flatout in a process, like the console script without the current folder in sys.path."""
+    program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"
+    kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=kept,
+    )
