@@ -48,7 +48,7 @@ class Gift:
         (place / "weights.py").write_text(CODE.format(marker=str(self.marker)))
 
     def names(self, layer: dict) -> Gift:
-        """Merge a layer into config.yaml, but not into asked.yaml, which a request is compared to."""
+        """Merge a layer into config.yaml, not into asked.yaml, to which requests are compared."""
         document = yaml.safe_load((self.place / "config.yaml").read_text())
         for key, value in layer.items():
             document[key] = document[key] | value if isinstance(value, dict) else value
