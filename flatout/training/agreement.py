@@ -81,8 +81,8 @@ def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -
     dist.all_gather_object(found, seen)
     if not seen:
         raise RunFailed(
-            f"Process {ranks.rank} on {socket.gethostname()} does not find the run directory of "
-            f"the main process, {main_folder} on {host}: "
+            f"Process {ranks.rank} on {socket.gethostname()} "
+            f"does not find the run directory of the main process, {main_folder} on {host}: "
             f"its own is {run_folder}.",
             fix=SHARED_FIX,
         )
