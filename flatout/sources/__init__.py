@@ -1,9 +1,9 @@
-"""Where text comes from: one file a source.
+"""Where text comes from: one source per file.
 
-A source is a function of keyword parameters, held by its file as `SOURCE`. It either yields
-documents (or plain strings), or returns a list of `ReadTask`s, so that several processes can read it.
-Parts come in a fixed order, and a part read twice yields the same documents: the order of documents
-is part of a data set.
+A source is a function of keyword parameters that its file holds as `SOURCE`. It yields documents
+(or plain strings), or returns a list of `ReadTask`s, so that several processes can read it. Tasks
+come in a fixed order, and a task that is read twice yields the same documents: the order of
+documents is part of a dataset.
 """
 
 from __future__ import annotations
@@ -21,34 +21,29 @@ from flatout.sources.packed import open_bytes
 from flatout.transfer.urls import is_url
 
 FIRST_NAMED = 10
-"""Of the rows left out for one reason, so many are named."""
+"""Of the rows left out for one reason, this many are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """Where a row is. To name it by its line its file is read again: only where a person is told."""
+    """Where a row is. Finding its line number reads the file again: done for messages only."""
 
     name: str
-    """The file, or whatever names the row in a message."""
+    """The file, or another name of the row for messages."""
     offset: int | None = None
-    """First byte of the row, when it is one row of the file `name`."""
+    """First byte of the row, if it is a row of the file `name`."""
 
     def where(self) -> str:
-        """Return the location for a message; a row is named by its line."""
+        """Return the location for a message: `FILE, line N` for a row."""
         return self.name if self.offset is None else row_location(self.name, self.offset)
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One text, and where it is from."""
+class _Located:
+    """A row with a name and, inside a file, an offset."""
 
-    text: Text
+    __slots__ = ()
     name: str
-    """The file, or whatever names the document in a message."""
-    offset: int | None = None
-    """First byte of the row, when the document is one row of the file `name`."""
-    prompt: str = ""
-    """What comes before the text and is not learned from."""
+    offset: int | None
 
     @property
     def location(self) -> RowLocation:
@@ -57,25 +52,34 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class BadRow:
-    """A row that should have been a document; `prepare --on-bad-row` says whether it raises or is
-    skipped and counted.
-    """
+class Document(_Located):
+    """One text, and where it came from."""
+
+    text: Text
+    name: str
+    """The file, or another name of the document for messages."""
+    offset: int | None = None
+    """First byte of the row, if the document is a row of the file `name`."""
+    prompt: str = ""
+    """Text before the document that is not learned."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow(_Located):
+    """A row that should have been a document; `--on-bad-row` raises it, or skips and counts it."""
 
     what: str
-    """What is wrong with it, as a sentence goes on that begins with where it is: `is not JSON`."""
+    """What is wrong, as the end of a sentence that begins with the location: `is not JSON`."""
     fix: str
     """What to do about it."""
     reason: str
     """A few words under which such rows are counted."""
     name: str
-    """The file, or whatever names the row in a message."""
+    """The file, or another name of the row for messages."""
     offset: int | None = None
-    """First byte of the row, when it is one row of the file `name`."""
+    """First byte of the row, if it is a row of the file `name`."""
     unread_bytes: int = 0
-    """About how much text is lost with it, of that which its part holds: where it stands for the
-    rest of something that is damaged.
-    """
+    """Approximate text lost with it, when it stands for the rest of a damaged piece."""
 
     @classmethod
     def of(
@@ -87,37 +91,27 @@ class BadRow:
         *,
         unread_bytes: int = 0,
     ) -> Self:
-        """Return the bad row for an error that begins with `name`."""
+        """Return the bad row for an error whose message begins with `name`."""
         what = error.what.removeprefix(without_secrets(name)).strip().removesuffix(".")
         return cls(what, error.fix, reason, name, offset, unread_bytes)
 
     @property
-    def location(self) -> RowLocation:
-        """Where it is."""
-        return RowLocation(self.name, self.offset)
-
-    @property
     def error(self) -> DataError:
-        """What to raise."""
+        """The error to raise."""
         return DataError(f"{self.location.where()} {self.what}.", fix=self.fix)
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class LeftOut(_Located):
     """A document that a source leaves out by its own rule: counted, never an error."""
 
     reason: str
     name: str
-    """The file, or whatever names the document in a message."""
+    """The file, or another name of the document for messages."""
     offset: int | None = None
-    """First byte of the row, when the document is one row of the file `name`."""
+    """First byte of the row, if the document is a row of the file `name`."""
     count: int = 1
-    """How many like it are left out with it, itself included."""
-
-    @property
-    def location(self) -> RowLocation:
-        """Where it is."""
-        return RowLocation(self.name, self.offset)
+    """How many like it are left out, itself included."""
 
 
 Row = Document | BadRow | LeftOut
@@ -150,8 +144,7 @@ Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
 
 
 def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list[ReadTask]:
-    """Return the parts of a source called with `parameters`; one that yields documents is a single
-    part.
+    """Return the tasks of a source called with `parameters`; a source of documents is one task.
 
     Raises: DataError when the source does not take these parameters.
     """
@@ -164,7 +157,7 @@ def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list
         ) from error
     if not inspect.isgeneratorfunction(source):
         made = source(**parameters)
-        if isinstance(made, (list, tuple)) and all(isinstance(part, ReadTask) for part in made):
+        if isinstance(made, (list, tuple)) and all(isinstance(task, ReadTask) for task in made):
             return list(made)
     return [
         ReadTask(_call, (source, parameters), fingerprint=f"{name} {sorted(parameters.items())}")
@@ -172,13 +165,11 @@ def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list
 
 
 def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
-    return source(**parameters)  # type: ignore[return-value]  # not a list of parts: read_tasks_of looked
+    return source(**parameters)  # type: ignore[return-value]  # not a list of tasks: read_tasks_of checked
 
 
 def row_location(name: str, offset: int) -> str:
-    """Return `FILE, line N` for the row that begins at byte `offset`; `FILE, byte N` where the file
-    is remote or gone.
-    """
+    """Return `FILE, line N` for the row at byte `offset`; `FILE, byte N` for a remote or lost file."""
     try:
         return (
             f"{name}, byte {offset}"

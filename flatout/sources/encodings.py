@@ -1,6 +1,4 @@
-"""Text in another encoding than UTF-8: read as the one that is stated, and which one it probably is
-where none was.
-"""
+"""Text in encodings other than UTF-8: reads a named encoding, and guesses that of other text."""
 
 from __future__ import annotations
 
@@ -8,27 +6,25 @@ import codecs
 import io
 from encodings import aliases
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from flatout.errors import DataError
 from flatout.recognised import recognise
 from flatout.registry import nearest
-from flatout.sources.packed import Unread, open_bytes
+from flatout.sources.packed import ConvertedFile, Unread, open_bytes
 from flatout.transfer.urls import is_url
 
 SAMPLE_BYTES = 2048
-"""So much text around the first byte that is not UTF-8 is looked at: more takes longer and hardly
-tells more.
-"""
+"""How much text around the first byte that is not UTF-8 is examined; more hardly helps."""
 SHOWN_BYTES = 32
-"""So much of it a message shows."""
+"""How much of it a message shows."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-"""Byte order marks; that of UTF-32 begins with that of UTF-16."""
+"""Byte order marks; UTF-32's begins with UTF-16's."""
 _BLOCK = 1 << 18
 _USUAL = "CP1252"
 _NAMES = {
@@ -44,26 +40,22 @@ _NAMES = {
     "big5": "BIG5",
     "cp949": "CP949",
 }
-"""Encodings that are looked for, as Python and as people call them."""
+"""Encodings that are considered: Python's names and the usual ones."""
 _LATIN = {"cp1250", "cp1254"}
 FEW_BYTES = 16
-"""With fewer bytes beyond ASCII than this, the Latin encodings cannot be told apart, and the usual
-one is named.
-"""
+"""With fewer bytes beyond ASCII, the Latin encodings look alike, and the most common is named."""
 OR_SKIP = ", or skip such documents with --on-bad-row skip"
-"""What ends a fix where prepare's options are at hand."""
+"""Ends a fix where prepare's options apply."""
 
 
 def explain(path: str, offset: int) -> tuple[str, str]:
-    """Return what more is known of a file that is not UTF-8 from a byte on, `; it looks like
-    CP1252`, and the fix.
-    """
+    """Return what a file that is not UTF-8 seems to be, as `; it looks like CP1252`, and the fix."""
     known = None if is_url(path) else recognise(Path(path))
     if known is not None:
         return f"; it is {known.name}", known.fix
     encoding = None if is_url(path) else encoding_of(path, offset)
     if encoding == "binary":
-        return "; it looks like a binary file", f"Name files of text alone{OR_SKIP}."
+        return "; it looks like a binary file", f"Name only text files{OR_SKIP}."
     if encoding is None:
         return "", f"Name its encoding, --encoding NAME{OR_SKIP}."
     return (
@@ -73,9 +65,7 @@ def explain(path: str, offset: int) -> tuple[str, str]:
 
 
 def _as_read(path: str, offset: int, encoding: str) -> str:
-    """Return how the text around a byte reads in an encoding, so that a person sees whether it is
-    the right one; nothing for wide characters.
-    """
+    """Return how the text around a byte reads in an encoding; empty for UTF-16 and UTF-32."""
     if encoding.startswith("UTF"):
         return ""
     with open_bytes(path) as file:
@@ -89,9 +79,9 @@ def _as_read(path: str, offset: int, encoding: str) -> str:
 
 
 def codec_of(name: str | None) -> str | None:
-    """Return an encoding as Python calls it; None for UTF-8, which is read without being asked for.
+    """Return Python's name of an encoding; None for UTF-8, the default.
 
-    Raises: DataError when it is not known, with the nearest name.
+    Raises: DataError when it is unknown, with the nearest name.
     """
     if name is None:
         return None
@@ -109,17 +99,16 @@ def codec_of(name: str | None) -> str | None:
 
 
 class WrongEncoding(Unread):
-    """Text that is not in the encoding that was stated."""
+    """Text that is not in the stated encoding."""
 
     reason = "not in the encoding"
 
 
 def open_utf8(path: str, encoding: str | None) -> IO[bytes]:
-    """Open a file of text, packed or not, for reading as UTF-8: as it is without an encoding, else
-    as `encoding`, unless it is UTF-8 already.
+    """Open a text file, compressed or not, to be read as UTF-8, converted from `encoding` if given.
 
-    It is UTF-8 already when it is valid and holds more than ASCII. One that is not has no other
-    places to read from than its beginning.
+    A file that is valid UTF-8 and not pure ASCII is not converted. A converted file cannot be
+    sought.
 
     Raises: as open_bytes; reading raises WrongEncoding where the text is not in that encoding.
     """
@@ -143,35 +132,24 @@ def _is_utf8(path: str) -> bool:
     return not ascii_alone
 
 
-class _AsUtf8(io.RawIOBase):
+class _AsUtf8(ConvertedFile):
     """The content of a file in another encoding, as UTF-8."""
 
     def __init__(self, path: str, file: IO[bytes], encoding: str) -> None:
+        super().__init__(file)
         self._path = path
-        self._file = file
         self._encoding = encoding
         self._decoder = codecs.getincrementaldecoder(encoding)()
         self._offset = 0
-        self._held = memoryview(b"")
 
-    def readable(self) -> bool:
-        """Say that it can be read."""
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Put the next bytes into `buffer`; return how many, 0 at the end.
+    def next_piece(self) -> bytes | None:
+        """Return the next bytes, None at the end.
 
         Raises: WrongEncoding.
         """
-        while not self._held:
-            block = self._file.read(_BLOCK)
-            self._held = memoryview(self._converted(block))
-            if not block:
-                break
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
-        return count
+        block = self._file.read(_BLOCK)
+        piece = self._converted(block)
+        return piece if block or piece else None
 
     def _converted(self, block: bytes) -> bytes:
         held = self._decoder.getstate()[0]
@@ -186,21 +164,12 @@ class _AsUtf8(io.RawIOBase):
             )
             raise WrongEncoding(
                 f"{self._path} is not {self._encoding}: {where}.",
-                fix=f"Name another --encoding; without it, the error says which is likely{OR_SKIP}.",
+                fix=f"Name another --encoding; without it, the error names a likely one{OR_SKIP}.",
             ) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        try:
-            self._file.close()
-        finally:
-            super().close()
 
 
 def encoding_of(path: str, offset: int) -> str | None:
-    """Return the probable encoding of a file that is not UTF-8 from a byte on; `binary` for what is
-    no text, None for no idea.
-    """
+    """Return a file's probable encoding, `binary`, or None; it is not UTF-8 at byte `offset`."""
     try:
         with open_bytes(path) as file:
             head = file.read(4)

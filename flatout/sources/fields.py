@@ -1,4 +1,4 @@
-"""Which fields of a row make a document, and what is said of a row that lacks them."""
+"""The fields of a row that make a document, and the bad row for one that lacks them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Row, RowLocation
 
 ROW_BYTES = 8 << 20
-"""A row is held whole while it is read, several times over and in up to four bytes a character; a
-longer one is a bad row.
-"""
+"""A longer row is a bad row: a row is held several times, with up to four bytes per character."""
 _MISSING = object()
 _KINDS = {
     type(None): "null",
@@ -28,20 +26,19 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a row that are read. `a.b` is field `b` inside `a`, unless a field is called
-    `a.b`.
+    """The fields of a row that are read.
+
+    `a.b` is the field `b` inside `a`, unless a field is called `a.b`.
     """
 
     text: str = "text"
-    """Holds the text."""
+    """The field with the text."""
     prompt: str | None = None
-    """Holds what comes before the text and is not learned from; null and empty are no prompt."""
+    """The field with text before it that is not learned; null and empty mean no prompt."""
 
 
 def value_at(row: dict[str, Any], field: str) -> Any:
-    """Return the value of a field, None inside a null, or a mark of its own when there is no such
-    field.
-    """
+    """Return the value of a field: None inside a null, _MISSING when there is no such field."""
     if field in row:
         return row[field]
     value: Any = row
@@ -55,9 +52,7 @@ def value_at(row: dict[str, Any], field: str) -> Any:
 
 
 def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> Row:
-    """Return the document of the row of this name, or at this byte of this file; the bad row when a
-    field is not as it should be.
-    """
+    """Return the document of a row, or the bad row when a field is missing or not text."""
     if not isinstance(row, dict):
         return BadRow(
             "is not a JSON object",
@@ -77,32 +72,34 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
     return _unusable(row, prompt, RowLocation(name, offset), fields.prompt, "--mask-field")
 
 
-def no_field(place: RowLocation, field: str, names: list[str], option: str) -> BadRow:
-    """Return the bad row for a field that is not there; `names` are those that could be meant, the
-    likeliest first.
-    """
+def no_field(location: RowLocation, field: str, names: list[str], option: str) -> BadRow:
+    """Return the bad row for a missing field; `names` are the candidates, the likeliest first."""
     guess = nearest(field, names) or (names[0] if names else None)
     fix = (
         f"Did you mean {option} {in_shell(guess)}?"
         if guess
         else f"Name the field that holds the text with {option}."
     )
-    return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", place.name, place.offset)
+    return BadRow(
+        f"has no field {field!r}", fix, f"no field {field!r}", location.name, location.offset
+    )
 
 
-def too_long(place: RowLocation, limit: int) -> BadRow:
-    """Return the bad row for one that is longer than may be held."""
-    fix = "Write its text to a text file of its own, which may have any length, or skip such rows with --on-bad-row skip."
-    return BadRow(f"is longer than {limit >> 20} MiB", fix, "too long", place.name, place.offset)
+def too_long(location: RowLocation, limit: int) -> BadRow:
+    """Return the bad row for a row that is longer than `limit` bytes."""
+    fix = "Write its text to a separate text file, which may have any length, or skip such rows with --on-bad-row skip."
+    return BadRow(
+        f"is longer than {limit >> 20} MiB", fix, "too long", location.name, location.offset
+    )
 
 
 def _unusable(
-    row: dict[str, Any], value: Any, place: RowLocation, field: str, option: str
+    row: dict[str, Any], value: Any, location: RowLocation, field: str, option: str
 ) -> BadRow:
     if value is _MISSING:
         texts = dict(_texts(row))
         return no_field(
-            place, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option
+            location, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option
         )
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = f"Repair the row, name another field with {option}, or skip such rows with --on-bad-row skip."
@@ -110,8 +107,8 @@ def _unusable(
         f"has {field!r}, but it is {kind}, not text",
         fix,
         f"{field!r} is not text",
-        place.name,
-        place.offset,
+        location.name,
+        location.offset,
     )
 
 

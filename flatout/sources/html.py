@@ -1,24 +1,22 @@
-"""HTML: its text, without markup, scripts and styles, paragraphs and preformatted text kept; takes
-the package resiliparse.
+"""HTML: extracts the text of a page, without markup, scripts and styles, with resiliparse.
 
-Chosen because it is made for training corpora, keeps blocks apart, bounds the time that deeply
-nested pages take, and is Apache-2.0.
+That package was chosen because it is made for training corpora, keeps paragraphs and preformatted
+text apart, bounds the time that deeply nested pages take, and is under Apache-2.0.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from flatout.errors import MissingPackage
 from flatout.sources import Document, Row, RowLocation
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import too_long
 from flatout.sources.long import decoded
+from flatout.sources.packages import import_package
 
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 PAGE_BYTES = 32 << 20
-"""A page is parsed whole; a longer one is a bad row."""
+"""A page is parsed as a whole; a longer one is a bad row."""
 
 
 def read_html(path: str, encoding: str | None) -> Row:
@@ -31,7 +29,7 @@ def read_html(path: str, encoding: str | None) -> Row:
 
 
 def require_html(path: str) -> None:
-    """Do nothing when resiliparse is installed.
+    """Check that resiliparse is installed.
 
     Raises: MissingPackage with its install line.
     """
@@ -39,10 +37,4 @@ def require_html(path: str) -> None:
 
 
 def _package(path: str) -> Any:
-    try:
-        return importlib.import_module("resiliparse.extract.html2text")
-    except ImportError as error:
-        raise MissingPackage(
-            f"Reading {path} takes the package resiliparse, which is not installed.",
-            fix='Install it, `pip install "flatout[html]"`, or name files or patterns without it.',
-        ) from error
+    return import_package("resiliparse.extract.html2text", path, extra="html")

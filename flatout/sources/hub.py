@@ -1,20 +1,19 @@
-"""A Hugging Face data set by its name, streamed by the package datasets:
-`hub:ORG/NAME:config=...,split=...,revision=...`.
+"""A Hugging Face dataset by name, streamed by the package datasets.
+
+It is named as `hub:ORG/NAME:config=...,split=...,revision=...`.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from flatout.errors import DataError, MissingPackage, in_shell
+from flatout.errors import DataError, in_shell
 from flatout.registry import nearest
 from flatout.sources import ReadTask, Row
 from flatout.sources.fields import Fields, document
-
-_INSTALL = 'Install it: `pip install "flatout[hub]"`.'
+from flatout.sources.packages import import_package
 
 
 def hub(
@@ -25,9 +24,9 @@ def hub(
     text_field: str = "text",
     mask_field: str | None = None,
 ) -> list[ReadTask]:
-    """Return the parts of a data set, one a shard, all of the commit that `revision` is now.
+    """Return the tasks of a dataset, one per shard, all of the commit that `revision` is now.
 
-    Raises: DataError when there is no such data set, configuration, split or field, naming those
+    Raises: DataError when there is no such dataset, configuration, split or field, listing those
             there are; MissingPackage.
     """
     commit = _commit(name, revision)
@@ -51,7 +50,7 @@ def read_shard(
 ) -> Iterator[Row]:
     """Yield the documents of one shard.
 
-    Raises: DataError when it breaks off: what comes after is unknown, so it is no bad row.
+    Raises: DataError when reading fails: what follows is unknown, so it is not a bad row.
     """
     stream = _stream(name, config, split, commit)
     rows = iter(stream.shard(num_shards=stream.num_shards, index=shard))
@@ -61,73 +60,58 @@ def read_shard(
             row = next(rows)
         except StopIteration:
             return
-        except Exception as error:  # each of its readers has errors of its own
+        except Exception as error:  # every reader has its own family of errors
             said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise DataError(
-                f"{_place(name, split, shard)} breaks off after row {number}: {said}.",
+                f"{_shard_name(name, split, shard)} cannot be read after row {number}: {said}.",
                 fix="Run it again.",
             ) from error
         number += 1
-        where = f"{_place(name, split, shard)}, row {number}"
+        where = f"{_shard_name(name, split, shard)}, row {number}"
         yield document(row, fields, where)
 
 
-def _place(name: str, split: str, shard: int) -> str:
+def _shard_name(name: str, split: str, shard: int) -> str:
     return f"{name}, {split}, shard {shard}"
 
 
 def _commit(name: str, revision: str) -> str:
-    """Return the commit that a revision is now: a branch may move while its shards are read."""
-    huggingface_hub = _package("huggingface_hub", name)
+    """Return the commit of a revision: a branch may move while its shards are read."""
+    huggingface_hub = import_package("huggingface_hub", f"hub:{name}", extra="hub")
     try:
         return str(huggingface_hub.HfApi().dataset_info(name, revision=revision).sha)
-    except Exception as error:  # those of the network are the HTTP library's own
-        raise _absent(name, f"at revision {revision}", error) from error
+    except Exception as error:  # network errors are the HTTP library's own
+        raise _cannot_open(name, f"at revision {revision}", error) from error
 
 
 @cache
 def _stream(name: str, config: str | None, split: str, commit: str) -> Any:
-    datasets = _package("datasets", name)
-    options = {
-        "split": split,
-        "revision": commit,
-        "streaming": True,
-        "trust_remote_code": False,
-    }  # else a script in the repository may ask to run
+    datasets = import_package("datasets", f"hub:{name}", extra="hub")
+    options = {"split": split, "revision": commit, "streaming": True}
     try:
-        return datasets.load_dataset(name, config, **options)
-    except (
-        Exception
-    ) as error:  # ValueError for a configuration or a split, and what the network gives
-        raise _absent(
+        # Otherwise a script in the repository may ask to run.
+        return datasets.load_dataset(name, config, **options, trust_remote_code=False)
+    except Exception as error:  # ValueError for a configuration or a split; network errors
+        raise _cannot_open(
             name, f"with configuration {config or 'default'} and split {split}", error
         ) from error
 
 
-def _absent(name: str, which: str, error: Exception) -> DataError:
+def _cannot_open(name: str, which: str, error: Exception) -> DataError:
     said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return DataError(
-        f"The data set {name} {which} cannot be had: {said}.",
-        fix="Check the name; hub:ORG/NAME:config=...,split=...,revision=... says which.",
+        f"The dataset {name} {which} cannot be opened: {said}.",
+        fix="Check the name; write it as hub:ORG/NAME:config=...,split=...,revision=....",
     )
 
 
-def _check_fields(place: str, columns: list[str], fields: Fields) -> None:
-    """Refuse a field that no row has, where the columns are known before a row is read."""
+def _check_fields(dataset: str, columns: list[str], fields: Fields) -> None:
+    """Refuse a field that no row has, when the columns are known before a row is read."""
     for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
         if field is None or not columns or field in columns or field.partition(".")[0] in columns:
             continue
         guess = nearest(field, columns)
         hint = f"Did you mean {option} {in_shell(guess)}? " if guess else ""
         raise DataError(
-            f"{place} has no field {field!r}.", fix=f"{hint}Its fields are: {', '.join(columns)}."
+            f"{dataset} has no field {field!r}.", fix=f"{hint}Its fields are: {', '.join(columns)}."
         )
-
-
-def _package(package: str, name: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise MissingPackage(
-            f"Reading hub:{name} takes the package {package}, which is not installed.", fix=_INSTALL
-        ) from error

@@ -1,6 +1,4 @@
-"""JSON: the objects of an array, or one after the other, are rows; a file that holds one object is
-one row.
-"""
+"""JSON: the objects of an array, or a sequence of objects, are rows; a single object is one row."""
 
 from __future__ import annotations
 
@@ -18,13 +16,13 @@ from flatout.sources.packed import Unread
 
 JSON_SUFFIXES = frozenset({".json"})
 _BYTE_ORDER_MARK = "\ufeff"
-_FIX = "Repair the file; --on-bad-row skip leaves out what cannot be read."
+_FIX = "Repair the file; --on-bad-row skip leaves out the unreadable rest."
 
 
 def read_json(path: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
-    """Yield the rows of a JSON file, which is read in pieces whatever its length.
+    """Yield the rows of a JSON file of any length, read in pieces.
 
-    Raises: Unread when the rest cannot be read, WrongEncoding among them.
+    Raises: Unread when the rest cannot be read, including WrongEncoding.
     """
     with open_utf8(path, encoding) as file:
         for number, value in enumerate(_Json(path, file).values(), 1):
@@ -32,7 +30,7 @@ def read_json(path: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
 
 
 class _Json:
-    """Text of which as much is held as one value takes."""
+    """A JSON text, of which only as much as one value needs is in memory."""
 
     def __init__(self, path: str, file: IO[bytes]) -> None:
         self._path = path
@@ -40,25 +38,25 @@ class _Json:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._offset = 0
         self._text = ""
-        self._place = 0
+        self._start = 0
         """Where in the text the next value begins."""
         self._ended = False
 
     def values(self) -> Iterator[Any]:
-        """Yield what the array holds, or what the file does where it does not begin with one."""
+        """Yield the values of the array; without one, the values of the file."""
         if self._next() != "[":
             while self._next():
                 yield self._value()
             return
-        self._place += 1
+        self._start += 1
         if self._next() != "]":
             yield self._value()
             while self._next() == ",":
-                self._place += 1
+                self._start += 1
                 yield self._value()
         if self._next() != "]":
             raise self._broken("a value of the array is followed by neither ',' nor ']'")
-        self._place += 1
+        self._start += 1
         if self._next():
             raise self._broken("there is more after the array")
 
@@ -73,17 +71,17 @@ class _Json:
             raise not_utf8(
                 self._path, self._offset - len(held) + error.start, (held + block)[error.start]
             ) from error
-        self._text = self._text[self._place :] + read
+        self._text = self._text[self._start :] + read
         self._offset += len(block)
-        self._place = 0
+        self._start = 0
 
     def _next(self) -> str:
-        """Pass spaces, and return the character after them; nothing at the end."""
+        """Skip white space and return the next character, empty at the end."""
         while True:
             while (
-                character := self._text[self._place : self._place + 1]
+                character := self._text[self._start : self._start + 1]
             ).isspace() or character == _BYTE_ORDER_MARK:
-                self._place += 1
+                self._start += 1
             if character or self._ended:
                 return character
             self._more()
@@ -92,9 +90,9 @@ class _Json:
         self._next()
         while True:
             try:
-                value, end = json.JSONDecoder().raw_decode(self._text, self._place)
-                if self._ended or end < len(self._text):  # else a number may go on
-                    self._place = end
+                value, end = json.JSONDecoder().raw_decode(self._text, self._start)
+                if self._ended or end < len(self._text):  # otherwise a number may continue
+                    self._start = end
                     return value
             except RecursionError as error:
                 raise self._broken("it is nested too deeply") from error
@@ -103,9 +101,9 @@ class _Json:
                     raise self._broken(parser_says(error)) from error
                 if self._ended:
                     raise self._broken(error.msg) from error
-            if len(self._text) - self._place > ROW_BYTES:
+            if len(self._text) - self._start > ROW_BYTES:
                 raise self._broken(f"a value is longer than {ROW_BYTES >> 20} MiB, or does not end")
             self._more()
 
     def _broken(self, why: str) -> Unread:
-        return Unread(f"{self._path} cannot be read on as JSON: {why}.", fix=_FIX)
+        return Unread(f"{self._path} cannot be read further as JSON: {why}.", fix=_FIX)

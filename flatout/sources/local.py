@@ -1,6 +1,4 @@
-"""What a path of this machine stands for: a file, a folder, a glob. Nothing that is meant is passed
-over without a word.
-"""
+"""Finds the local files that a path stands for: a file, a folder or a glob; reports skipped files."""
 
 from __future__ import annotations
 
@@ -23,12 +21,12 @@ from flatout.transfer.urls import name_in
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which files of a folder are read."""
+    """The files of a folder that are read."""
 
     suffixes: frozenset[str]
-    """Endings of their names,"""
+    """Suffixes of their names."""
     include: tuple[str, ...] = ()
-    """and patterns of names that are taken besides."""
+    """Patterns of other names that are taken too."""
 
     def takes(self, name: str) -> bool:
         """Return whether a file of this name is read."""
@@ -41,85 +39,76 @@ class Search(NamedTuple):
     """What a path stands for."""
 
     files: list[tuple[Path, str]]
-    """The files to read, each with its name in the folder or pattern."""
-    passed_over: list[str]
-    """Files of the folders that were searched which are not of the names that are wanted; hidden
-    ones are not among them.
-    """
+    """The files to read, each with its name inside the folder or pattern."""
+    skipped: list[str]
+    """Other files of the searched folders, without hidden ones."""
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern such as `*.py` or `src/*.py` fits the end of a file's path, packed
-    or not.
+    """Return whether a pattern such as `*.py` or `src/*.py` matches the end of a path.
+
+    The suffix of a compression may be there or not.
     """
     return any(fnmatchcase(f"/{one}", f"*/{pattern}") for one in (name, unpacked_name(name)))
 
 
 def find_local(path: str, wanted: Wanted) -> Search:
-    """Return the files that a path stands for; folders are searched for those that are wanted.
+    """Return the files that a path stands for; folders are searched for wanted files.
 
-    Links are followed, to folders too; a folder is searched once, however many lead to it.
+    Links are followed, to folders too; a folder is searched once, even if several links lead to it.
 
-    Raises: DataError when there is none, or one that is meant, or a folder, is not handed out.
+    Raises: DataError when there is none, or a file or folder cannot be read.
     """
-    place = expanded(path)
+    target = expanded(path)
     try:
-        if place.is_file():
-            _require_text([place], wanted)
-            return Search([(place, place.name)], [])
-        if place.is_dir():
-            return _in_folder(place, wanted)
+        if target.is_file():
+            _require_text([target], wanted)
+            return Search([(target, target.name)], [])
+        if target.is_dir():
+            return _in_folder(target, wanted)
         if glob.has_magic(path):
-            return _matching(str(place), wanted)
-        if place.exists() or place.is_symlink():
-            raise _no_file(place)
-        raise missing(place)
+            return _matching(str(target), wanted)
+        if target.exists() or target.is_symlink():
+            raise _no_file(target)
+        raise missing(target)
     except OSError as error:
-        raise unreadable(str(error.filename or place), error) from error
+        raise unreadable(str(error.filename or target), error) from error
 
 
-def missing(place: Path) -> DataError:
-    """Return the error for a path where nothing is: the nearest name in that folder, or the folder
-    that is missing.
-    """
-    if not place.parent.is_dir():
-        return DataError(f"There is no folder {place.parent}.", fix="Check the path.")
-    guess = nearest(place.name, [entry.name for entry in place.parent.iterdir()])
+def missing(target: Path) -> DataError:
+    """Return the error for a path that does not exist, with the nearest name or the missing folder."""
+    if not target.parent.is_dir():
+        return DataError(f"There is no folder {target.parent}.", fix="Check the path.")
+    guess = nearest(target.name, [entry.name for entry in target.parent.iterdir()])
     return DataError(
-        f"There is no file {place}.",
-        fix=f"Did you mean {str(place.parent / guess)!r}?" if guess else "Check the path.",
+        f"There is no file {target}.",
+        fix=f"Did you mean {str(target.parent / guess)!r}?" if guess else "Check the path.",
     )
 
 
 def suffix_of(name: str) -> str:
-    """Return the ending of a file's name, in small letters and less the one that says how it is
-    packed.
-    """
+    """Return a file name's suffix in lower case, without that of its compression."""
     return Path(unpacked_name(name.lower())).suffix
 
 
 def full_suffix_of(name: str) -> str:
-    """Return the ending of a file's name in small letters, with the one that says how it is packed:
-    `.tar.gz`.
-    """
+    """Return a file name's suffix in lower case, with that of its compression: `.tar.gz`."""
     return suffix_of(name) + (Path(name_in(name).lower()).suffix if is_packed(name) else "")
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a file of this name is passed over in a folder: its own begins with a dot, or
-    that of a folder around it.
-    """
+    """Return whether a part of a path begins with a dot: folders skip such files."""
     return any(piece.startswith(".") for piece in name.split("/"))
 
 
-def _no_file(place: Path) -> DataError:
-    if not place.exists():
+def _no_file(target: Path) -> DataError:
+    if not target.exists():
         return DataError(
-            f"{place} is a link to {os.readlink(place)}, where nothing is.",
-            fix="Mend the link or remove it, or name the other files by a pattern.",
+            f"{target} is a link to {os.readlink(target)}, which does not exist.",
+            fix="Repair or remove the link, or name the other files by a pattern.",
         )
     return DataError(
-        f"{place} is not a regular file.", fix="Write the text to a file, and name that."
+        f"{target} is not a regular file.", fix="Write the text to a file, and name it."
     )
 
 
@@ -140,7 +129,7 @@ def _in_folder(folder: Path, wanted: Wanted) -> Search:
     if common:
         pattern = f"{folder}/**/*{common[0][0]}"
         raise DataError(
-            f"{folder} holds no file that ends in {endings}.",
+            f"{folder} contains no file that ends in {endings}.",
             fix=f"Name its files by a quoted pattern, for example {pattern!r}.",
         )
     raise DataError(
@@ -156,37 +145,39 @@ def _checked(file: Path, name: str) -> tuple[Path, str]:
 
 
 def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
-    """Yield what is no folder in a folder and those inside it, less what is hidden; links to
-    folders come last, so that they rename nothing.
+    """Yield the files of a folder and its subfolders, without hidden ones.
+
+    Links to folders come last, so that they do not rename files found directly.
     """
     inside, linked = [folder], list[Path]()
     while inside or linked:
-        place = inside.pop() if inside else linked.pop(0)
-        real = os.path.realpath(place)
+        target = inside.pop() if inside else linked.pop(0)
+        real = os.path.realpath(target)
         if real in searched:
             continue
         searched.add(real)
-        with os.scandir(place) as entries:
+        with os.scandir(target) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if is_hidden(entry.name):
                     continue
                 if not entry.is_dir():
-                    yield place / entry.name
+                    yield target / entry.name
                 else:
-                    (linked if entry.is_symlink() else inside).append(place / entry.name)
+                    (linked if entry.is_symlink() else inside).append(target / entry.name)
 
 
 def _matching(pattern: str, wanted: Wanted) -> Search:
-    """Return the files that match, whatever they are called, and of folders that do what these are
-    searched for; each once, by its shortest path.
+    """Return the files that match a pattern, and the wanted files of matching folders.
+
+    Each file is returned once, under its shortest path.
     """
-    _require_listed(pattern)
+    _require_listable(pattern)
     matching = sorted(
         (Path(name) for name in glob.glob(pattern, recursive=True)),
         key=lambda match: (len(match.parts), match),
     )
     found: dict[tuple[str, str], tuple[Path, str]] = {}
-    passed_over: dict[tuple[str, str], str] = {}
+    skipped: dict[tuple[str, str], str] = {}
     searched: set[str] = set()
     for match in matching:
         if not match.is_dir():
@@ -197,7 +188,7 @@ def _matching(pattern: str, wanted: Wanted) -> Search:
             if wanted.takes(name):
                 found.setdefault(_identity(file), _checked(file, name))
             else:
-                passed_over[_identity(file)] = str(file)
+                skipped[_identity(file)] = str(file)
     if not found:
         raise DataError(
             f"No file matches {pattern!r}.",
@@ -206,13 +197,14 @@ def _matching(pattern: str, wanted: Wanted) -> Search:
     _require_text([file for file, _ in found.values()], wanted)
     return Search(
         sorted(found.values()),
-        sorted(file for key, file in passed_over.items() if key not in found),
+        sorted(file for key, file in skipped.items() if key not in found),
     )
 
 
 def _require_text(files: list[Path], wanted: Wanted) -> None:
-    """Refuse files of which each one is known to be no text; some among others are bad documents,
-    which have a rule of their own.
+    """Refuse files that are all recognised as something other than text.
+
+    Among others, such a file is a bad document, which `--on-bad-row` decides.
 
     Raises: DataError naming the first and the command that takes it.
     """
@@ -230,9 +222,8 @@ def _identity(file: Path) -> tuple[str, str]:
     return os.path.realpath(file.parent), file.name
 
 
-def _require_listed(pattern: str) -> None:
-    """Do nothing when every folder that is searched for a pattern can be: glob takes one that
-    cannot for an empty one.
+def _require_listable(pattern: str) -> None:
+    """Check that every folder searched for a pattern can be listed: glob treats others as empty.
 
     Raises: OSError for the first that cannot.
     """

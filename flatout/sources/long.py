@@ -1,6 +1,4 @@
-"""Text that is too long to be held: it stays in its file, and is read in chunks whenever it is
-asked for.
-"""
+"""Text too long to hold in memory: it stays in its file, and is read in chunks on demand."""
 
 from __future__ import annotations
 
@@ -15,13 +13,11 @@ from flatout.sources.encodings import OR_SKIP, explain, open_utf8
 from flatout.sources.packed import Unread, unreadable
 
 CHUNK_BYTES = 1 << 20
-"""Read at a time; a chunk of text has at most so many characters."""
+"""Bytes read at a time; a chunk of text has at most this many characters."""
 _BYTE_ORDER_MARK = "\ufeff"
-
-
 _HEAD = 4096
 _TEXT_PER_NUL = 8
-"""What begins with at least one NUL in every eight characters is not read as UTF-8."""
+"""A beginning with at least one NUL per eight characters is not read as UTF-8."""
 
 
 class NotUtf8(Unread):
@@ -32,27 +28,28 @@ class NotUtf8(Unread):
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A stretch of a file's text. It has a length and slices as text has; a slice is measured by
-    reading it.
+    """A range of a file's text, with the length and the slices of a string.
+
+    A slice is measured by reading it.
     """
 
     path: str
     start: int
-    """Its first character in the file; a byte order mark is not counted."""
+    """Its first character in the file, not counting a byte order mark."""
     stop: int
-    """The one after its last."""
+    """The character after its last."""
     num_bytes: int
     """Its length as UTF-8."""
     sha256: bytes
-    """Of its UTF-8."""
+    """SHA-256 of its UTF-8."""
     encoding: str | None = None
-    """That of the file; None for UTF-8."""
+    """Encoding of the file; None for UTF-8."""
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __getitem__(self, place: slice) -> LongText:
-        start, stop, _ = place.indices(len(self))
+    def __getitem__(self, part: slice) -> LongText:
+        start, stop, _ = part.indices(len(self))
         start, stop = self.start + start, self.start + stop
         return _measured(
             self.path, start, _read_again(self.path, start, stop, self.encoding), self.encoding
@@ -70,9 +67,9 @@ class LongText:
         return self
 
     def chunks(self) -> Iterator[str]:
-        """Return the text, in order.
+        """Return the text in chunks, in order.
 
-        Raises: DataError when the file cannot be read on, or is no longer what was measured.
+        Raises: DataError when the file cannot be read, or has changed since it was measured.
         """
         return _read_again(self.path, self.start, self.stop, self.encoding)
 
@@ -81,7 +78,7 @@ Text = str | LongText
 
 
 def chunks_of(text: Text) -> Iterable[str]:
-    """Return the chunks of a text; one that is held and short is its own."""
+    """Return the chunks of a text; a short string is its own chunk."""
     if isinstance(text, LongText):
         return text.chunks()
     if len(text) <= CHUNK_BYTES:
@@ -90,7 +87,7 @@ def chunks_of(text: Text) -> Iterable[str]:
 
 
 def measure(path: str, encoding: str | None = None) -> LongText:
-    """Return the text of a file, read once to be measured.
+    """Return the text of a file, after reading it once to measure it.
 
     Raises: NotUtf8; WrongEncoding; OSError, EOFError or zlib.error when the file cannot be read.
     """
@@ -109,25 +106,25 @@ def _measured(path: str, start: int, chunks: Iterable[str], encoding: str | None
 
 
 def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Iterator[str]:
-    """Yield characters [start, stop) of a file that was measured."""
-    place = 0
+    """Yield the characters [start, stop) of a file that was measured."""
+    position = 0
     try:
         for chunk in _decoded(path, encoding):
-            if place >= stop:
+            if position >= stop:
                 return
-            yield chunk[max(start - place, 0) : stop - place]
-            place += len(chunk)
+            yield chunk[max(start - position, 0) : stop - position]
+            position += len(chunk)
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error) from error
-    if place < stop:
+    if position < stop:
         raise DataError(
-            f"{path} changed while it was read.",
-            fix="Let nothing write to it, and run the same command again.",
+            f"{path} changed while it was being read.",
+            fix="Stop whatever writes to it, and run the same command again.",
         )
 
 
 def _decoded(path: str, encoding: str | None) -> Iterator[str]:
-    """Yield the text of a file in chunks, less the byte order mark it may begin with."""
+    """Yield the text of a file in chunks, without its byte order mark."""
     held, offset, mark = b"", 0, _BYTE_ORDER_MARK
     with open_utf8(path, encoding) as file:
         while True:
@@ -148,7 +145,7 @@ def _decoded(path: str, encoding: str | None) -> Iterator[str]:
 
 
 def decoded(data: bytes, path: str) -> str:
-    """Return all the text of a file, less the byte order mark it may begin with.
+    """Return the text of a whole file, without its byte order mark.
 
     Raises: NotUtf8.
     """
@@ -161,8 +158,9 @@ def decoded(data: bytes, path: str) -> str:
 
 
 def _require_text(path: str, text: str) -> None:
-    """Check that a file does not begin as UTF-16 or UTF-32 without a byte order mark does: in ASCII
-    that is valid UTF-8, and full of NULs.
+    """Check that a file is not UTF-16 or UTF-32 without a byte order mark.
+
+    ASCII in those encodings is valid UTF-8, full of NULs.
 
     Raises: NotUtf8.
     """
@@ -177,8 +175,6 @@ def _require_text(path: str, text: str) -> None:
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
-    """Return the error for bytes that are not UTF-8, naming the first such byte of the file and
-    what the file seems to be.
-    """
+    """Return the error for bytes that are not UTF-8: the first such byte, and a likely encoding."""
     more, fix = explain(path, offset)
     return NotUtf8(f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}.", fix=fix)

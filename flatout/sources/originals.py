@@ -1,6 +1,4 @@
-"""Files that text is read from, as they were when a source listed them: whether they are still the
-same when all of it has been read.
-"""
+"""The files that text is read from, as they were when listed, to detect changes while preparing."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from flatout.sources.packed import unreadable
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """A file of this machine when it was listed, before anything was read of it."""
+    """A local file as it was listed, before it was read."""
 
     path: str
     size: int
@@ -25,10 +23,10 @@ class LocalFile:
     limit: int
 
     def has_changed(self) -> bool:
-        """Say whether the file has another size, modification time or content, or is gone.
+        """Return whether the file has another size, modification time or content, or is gone.
 
-        Its content is read again only where something has touched the file and put the modification
-        time back, or a copy has replaced it.
+        Its content is read again only if the file was touched and its modification time restored,
+        or it was replaced by a copy.
         """
         try:
             now = Path(self.path).stat()
@@ -43,23 +41,21 @@ class LocalFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file at an address, as its server described it when it was listed."""
+    """A remote file as its server described it when it was listed."""
 
-    address: str
+    url: str
     asked: str
-    """The address that was listed: the file's own, that of a folder, or a pattern."""
+    """The URL that was listed: the file's own, a folder's, or a pattern."""
     size: int
     mark: str
-    """Its checksum or date; empty where the server gives none."""
+    """Its checksum or date; empty when the server gives none."""
 
 
 Original = LocalFile | RemoteFile
 
 
 def fingerprint(file: Path, size: int, limit: int) -> str:
-    """Return a digest of the content; of a file over `limit` bytes, of sixteen blocks spread evenly
-    over it.
-    """
+    """Return a digest of a file; above `limit` bytes, of sixteen blocks spread evenly over it."""
     digest = hashlib.sha256()
     try:
         with file.open("rb") as stream:

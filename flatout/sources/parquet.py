@@ -1,6 +1,4 @@
-"""Parquet: a row a document, read by row groups and of the columns that are wanted alone; takes the
-package pyarrow.
-"""
+"""Parquet: one document per row, read by row group and by column, with the package pyarrow."""
 
 from __future__ import annotations
 
@@ -9,25 +7,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flatout.errors import MissingPackage
 from flatout.sources import BadRow, Row, RowLocation
 from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, too_long
+from flatout.sources.packages import import_package
 from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, open_bytes, unreadable
 from flatout.sources.parquet_pages import PAGE_BYTES, PAGE_RATIO, Page, pages_at
 
 PARQUET_SUFFIXES = {".parquet"}
 BATCH_ROWS = 256
 BATCH_BYTES = 4 << 20
-"""Rows are taken from a row group so many, or about so much, at a time."""
+"""Rows are read from a row group in batches of up to BATCH_ROWS rows and about this many bytes."""
 _PAGE_BYTES = 1 << 20
-"""A column is read so much at a time, not a row group at once."""
+"""A column is read this much at a time, instead of a row group at once."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Row groups [start, end) of a file, `end` None for all there are; one that cannot be read is
-    such a whole.
-    """
+    """Row groups [start, end) of a file; an unreadable file is one whole, with `end` None."""
 
     path: str
     start: int
@@ -38,10 +34,9 @@ class RowGroups:
 
 
 def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGroups]:
-    """Return a file's row groups, as many together as hold up to `limit` bytes of what is wanted;
-    at least one.
+    """Return a file's row groups, grouped up to `limit` bytes of the wanted columns; at least one.
 
-    A file that is damaged or lacks a column is left whole: reading it says what is wrong.
+    A file that is damaged or lacks a column is left whole: reading it reports the problem.
 
     Raises: MissingPackage without pyarrow.
     """
@@ -52,14 +47,14 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGro
             names = [described.schema.column(index).path for index in range(described.num_columns)]
     except _errors():
         return whole
-    asked = _asked(fields)
-    if not all(any(_inside(name, field) for name in names) for field in asked):
+    requested = _requested(fields)
+    if not all(any(_inside(name, field) for name in names) for field in requested):
         return whole
     found: list[RowGroups] = []
     rows = 0
     for number in range(described.num_row_groups):
         group = described.row_group(number)
-        num_bytes = _num_bytes(group, asked)
+        num_bytes = _num_bytes(group, requested)
         if found and found[-1].num_bytes + num_bytes <= limit:
             found[-1] = replace(
                 found[-1], end=number + 1, num_bytes=found[-1].num_bytes + num_bytes
@@ -70,24 +65,25 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGro
     return found or whole
 
 
-def _num_bytes(group: Any, asked: list[str]) -> int:
-    """Return how much there is in a row group of the fields that are asked for."""
-    return sum(column.total_uncompressed_size for column in _columns_of(group, asked))
+def _num_bytes(group: Any, requested: list[str]) -> int:
+    """Return the uncompressed bytes of the requested fields in a row group."""
+    return sum(column.total_uncompressed_size for column in _columns_of(group, requested))
 
 
-def _columns_of(group: Any, asked: list[str]) -> list[Any]:
-    """Return the column chunks of a row group that hold the fields that are asked for."""
+def _columns_of(group: Any, requested: list[str]) -> list[Any]:
+    """Return the column chunks of a row group that hold the requested fields."""
     columns = (group.column(index) for index in range(group.num_columns))
     return [
         column
         for column in columns
-        if any(_inside(column.path_in_schema, field) for field in asked)
+        if any(_inside(column.path_in_schema, field) for field in requested)
     ]
 
 
 def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
-    """Yield the rows of some row groups; where one cannot be read on, its rest is one bad row, and
-    so is a file that cannot be read at all.
+    """Yield the rows of some row groups.
+
+    The rest of an unreadable row group is one bad row, and so is an unreadable file.
     """
     try:
         with open_bytes(groups.path) as file:
@@ -111,11 +107,11 @@ def _read_row_group(
 ) -> Iterator[Row]:
     number = first_row
     described = parquet.metadata.row_group(group)
-    num_bytes = max(_num_bytes(described, _asked(fields)), 1)
+    num_bytes = max(_num_bytes(described, _requested(fields)), 1)
     try:
         pages = [
             page
-            for column in _columns_of(described, _asked(fields))
+            for column in _columns_of(described, _requested(fields))
             for page in pages_at(path, column)
         ]
         large = next((page for page in pages if page.is_too_large), None)
@@ -132,7 +128,7 @@ def _read_row_group(
             ]
         )
         for batch in parquet.iter_batches(
-            at_once, row_groups=[group], columns=_asked(fields), use_threads=False
+            at_once, row_groups=[group], columns=_requested(fields), use_threads=False
         ):
             for row in _dictionaries(batch):
                 number += 1
@@ -142,28 +138,26 @@ def _read_row_group(
 
 
 def _too_large(page: Page, where: str, num_bytes: int) -> BadRow:
-    """Return the bad row for rows of which a page is packed so small and unpacks so large that it
-    is not unpacked.
-    """
-    what = f"has a page that unpacks to {page.num_bytes / 1e6:,.0f} MB from {page.packed_bytes / 1e6:,.2f} MB"
-    limit = f"at most {PAGE_BYTES >> 20} MiB, or {PAGE_RATIO} times its packed size, is unpacked"
+    """Return the bad row for rows in a page that decompresses to far more than its compressed size."""
+    what = f"has a page that decompresses to {page.num_bytes / 1e6:,.0f} MB from {page.packed_bytes / 1e6:,.2f} MB"
+    limit = f"at most {PAGE_BYTES >> 20} MiB, or {PAGE_RATIO} times its compressed size, is decompressed"
     fix = "Write the file again with smaller pages or without compression, or skip these rows with --on-bad-row skip."
     return BadRow(f"{what}; {limit}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
 def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
-    """Return the bad row for what is damaged, and counts as lost whole.
+    """Return the bad row for a damaged part, all of which counts as lost.
 
-    Raises: DataError when the system does not hand the file out.
+    Raises: DataError when the system refuses the file.
     """
     if isinstance(unread := unreadable(path, error), NotHandedOut):
         raise unread from error
     said = " ".join(str(error).split()).rstrip(".")
-    fix = "Check that the file is whole; --on-bad-row skip leaves out what cannot be read."
+    fix = "Check that the file is complete; --on-bad-row skip leaves out the unreadable rest."
     return BadRow(f"cannot be read: {said}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
-def _asked(fields: Fields) -> list[str]:
+def _requested(fields: Fields) -> list[str]:
     return [field for field in (fields.text, fields.prompt) if field is not None]
 
 
@@ -181,9 +175,7 @@ def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where:
 
 
 def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | None]:
-    """Yield the rows of a batch; one whose bytes are not UTF-8 as the error, and None for one that
-    is too long.
-    """
+    """Yield the rows of a batch: an error for one that is not UTF-8, None for one too long."""
     failed: UnicodeDecodeError | None = None
     if batch.nbytes <= ROW_BYTES:
         try:
@@ -199,9 +191,7 @@ def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | 
 
 
 def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
-    """Return a field that the file has no column for, the columns that hold text, and the option
-    that names it.
-    """
+    """Return a field without a column, the columns that hold text, and its option; None if none."""
     names = list(_columns(schema))
     for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
         if field is not None and not any(_inside(name, field) for name, _ in names):
@@ -214,7 +204,7 @@ def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
 
 
 def _columns(fields: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield every column, those inside a structure by their dotted names, with its type."""
+    """Yield the name and type of every column, with dotted names inside structures."""
     for field in fields:
         yield f"{prefix}{field.name}", str(field.type)
         if str(field.type).startswith("struct<"):
@@ -232,12 +222,12 @@ def _opened(path: str, file: Any) -> Any:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """Return what pyarrow raises for a file that is not whole."""
+    """Return the errors that pyarrow raises for a damaged file."""
     return (importlib.import_module("pyarrow").ArrowException, OSError, EOFError)
 
 
 def require_parquet(path: str) -> None:
-    """Do nothing when pyarrow is installed.
+    """Check that pyarrow is installed.
 
     Raises: MissingPackage with its install line.
     """
@@ -245,10 +235,4 @@ def require_parquet(path: str) -> None:
 
 
 def _pyarrow(path: str, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingPackage(
-            f"Reading {path} takes the package pyarrow, which is not installed.",
-            fix='Install it: `pip install "flatout[parquet]"`.',
-        ) from error
+    return import_package(module, path, extra="parquet")

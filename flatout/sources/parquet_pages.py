@@ -1,8 +1,7 @@
-"""How large the pages of a Parquet column are when they are unpacked, read from their headers:
-pyarrow unpacks a page whole, whatever its size.
+"""The decompressed sizes of the pages of a Parquet column, read from their headers.
 
-A header is a struct in Thrift's compact encoding; the footer repeats none of it, so only the
-headers bound what reading takes.
+pyarrow decompresses a page as a whole, whatever its size. A header is a struct in Thrift's compact
+encoding; the footer does not repeat it, so only the headers bound the memory that reading takes.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from flatout.sources.packed import Damaged, is_packed
 from flatout.transfer.urls import is_url
 
 PAGE_BYTES = 64 << 20
-"""A page may unpack to this much whatever it is packed into,"""
+"""A page may always decompress to this size,"""
 PAGE_RATIO = 32
-"""and to this many times its packed size: text seldom packs to less than a tenth."""
+"""and to this multiple of its compressed size: text seldom compresses to less than a tenth."""
 _DICTIONARY = 2
 """The type of the page that holds a dictionary's values."""
 
@@ -27,7 +26,7 @@ class Page:
     """A page of a column, by its header."""
 
     num_bytes: int
-    """Its size when it is unpacked."""
+    """Its decompressed size."""
     packed_bytes: int
     """Its size in the file."""
     num_values: int
@@ -35,25 +34,23 @@ class Page:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether unpacking it would take far more memory than the file has bytes."""
+        """Whether decompressing it would take far more memory than the file has bytes."""
         return self.num_bytes > max(PAGE_BYTES, PAGE_RATIO * self.packed_bytes)
 
     @property
     def rows_in_bounds(self) -> int:
-        """How many rows of a batch may come from such pages without taking much more than
-        PAGE_BYTES.
-        """
-        values = (
-            1 if self.is_dictionary else self.num_values
-        )  # a dictionary's value may be as long as the dictionary, in every row
+        """Rows of a batch that may come from such pages without exceeding PAGE_BYTES by much."""
+        # A dictionary's value may be as long as the dictionary, in every row.
+        values = 1 if self.is_dictionary else self.num_values
         return max(PAGE_BYTES * values // max(self.num_bytes, 1), 1)
 
 
 def pages_at(path: str, column: Any) -> list[Page]:
-    """Return the pages of one column chunk of the file at a path; one page for all of it where
-    reading the headers would read everything twice.
+    """Return the pages of one column chunk of a file.
 
-    Raises: Damaged where the bytes are not page headers; OSError.
+    Where reading the headers would read everything twice, it is described as a single page.
+
+    Raises: Damaged when the bytes are not page headers; OSError.
     """
     if is_url(path) or is_packed(path):
         return [
@@ -72,9 +69,9 @@ def _pages_of(file: IO[bytes], column: Any) -> Iterator[Page]:
     start = column.data_page_offset
     if column.has_dictionary_page and column.dictionary_page_offset:
         start = min(start, column.dictionary_page_offset)
-    place, end = start, start + column.total_compressed_size
-    while place < end:
-        file.seek(place)
+    offset, end = start, start + column.total_compressed_size
+    while offset < end:
+        file.seek(offset)
         try:
             header = _struct(file)
             kind, num_bytes, packed_bytes = (int(header[field]) for field in (1, 2, 3))
@@ -83,11 +80,11 @@ def _pages_of(file: IO[bytes], column: Any) -> Iterator[Page]:
             )
             page = Page(num_bytes, packed_bytes, int(described.get(1, 0)), kind == _DICTIONARY)
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise Damaged(f"there is no page header at byte {place}") from error
+            raise Damaged(f"there is no page header at byte {offset}") from error
         if num_bytes < 0 or packed_bytes < 0:
-            raise Damaged(f"the page at byte {place} has a negative size")
+            raise Damaged(f"the page at byte {offset} has a negative size")
         yield page
-        place = file.tell() + packed_bytes
+        offset = file.tell() + packed_bytes
 
 
 def _struct(file: IO[bytes]) -> dict[int, Any]:
@@ -101,8 +98,9 @@ def _struct(file: IO[bytes]) -> dict[int, Any]:
 
 
 def _value(file: IO[bytes], kind: int, *, inside: bool = False) -> Any:
-    """Read a value of a type; true and false are types of fields, and bytes `inside` lists. What no
-    size is in is passed over.
+    """Read a value of a type, skipping those without sizes.
+
+    True and false are types of fields, and bytes `inside` lists.
     """
     if kind in (1, 2):
         return _byte(file) if inside else kind
@@ -119,13 +117,13 @@ def _value(file: IO[bytes], kind: int, *, inside: bool = False) -> Any:
         return None
     if kind == 12:
         return _struct(file)
-    raise Damaged(f"{kind} is no type of a page header's fields")
+    raise Damaged(f"{kind} is not a type of a page header's fields")
 
 
 def _byte(file: IO[bytes]) -> int:
     found = file.read(1)
     if not found:
-        raise EOFError("it is cut short")
+        raise EOFError("it is truncated")
     return found[0]
 
 

@@ -1,6 +1,4 @@
-"""The running Python's own standard library: about 12 MB of real code and prose that is on every
-machine.
-"""
+"""The running Python's standard library: about 12 MB of real code and prose on every machine."""
 
 from __future__ import annotations
 
@@ -16,42 +14,40 @@ from flatout.sources import Document, LeftOut, ReadTask, Row
 
 PART_BYTES = 1 << 20
 ENOUGH_BYTES = 12_000_000
-"""The library's tests are only taken, in order, until there is this much."""
+"""The library's tests are added, in order, only up to this size."""
 _OUTSIDE = {"site-packages", "dist-packages", "__pycache__"}
 _TESTS = {"test", "tests", "idle_test"}
 
 
 def python_stdlib() -> list[ReadTask]:
-    """Return the parts of the standard library, one document a module, in sorted order.
+    """Return the tasks of the standard library, one document per module, in sorted order.
 
-    Raises: DataError when this Python comes without its sources.
+    Raises: DataError when this Python has no library sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = choose(root)
     if not names:
         raise DataError(
-            f"{root} holds no Python sources.",
+            f"{root} contains no Python sources.",
             fix="Use a Python that comes with its standard library, or name a text file.",
         )
-    parts: list[ReadTask] = []
+    tasks: list[ReadTask] = []
     held: list[str] = []
     held_bytes = 0
     for name in names:
         held.append(name)
         held_bytes += _size(root, name)
         if held_bytes >= PART_BYTES:
-            parts.append(_part(root, held))
+            tasks.append(_task(root, held))
             held, held_bytes = [], 0
-    return [*parts, _part(root, held)] if held else parts
+    return [*tasks, _task(root, held)] if held else tasks
 
 
 SOURCE = python_stdlib
 
 
 def choose(root: Path) -> list[str]:
-    """Return the files to take, relative to `root`, sorted: the library, and tests only as far as
-    it is too small.
-    """
+    """Return the files to read, relative to `root`, sorted; tests only to fill up to ENOUGH_BYTES."""
     names = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in _OUTSIDE]
@@ -76,7 +72,7 @@ def _size(root: Path, name: str) -> int:
     return (root / name).stat().st_size
 
 
-def _part(root: Path, names: list[str]) -> ReadTask:
+def _task(root: Path, names: list[str]) -> ReadTask:
     digest = hashlib.sha256()
     for name in names:
         digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
@@ -89,9 +85,7 @@ def _part(root: Path, names: list[str]) -> ReadTask:
 
 
 def read_modules(root: str, names: tuple[str, ...]) -> Iterator[Row]:
-    """Yield modules as documents, in the encoding each declares; those that cannot be decoded are
-    left out.
-    """
+    """Yield modules as documents, in their declared encoding; undecodable ones are left out."""
     for name in names:
         try:
             with tokenize.open(str(Path(root, name))) as file:

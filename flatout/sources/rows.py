@@ -1,4 +1,4 @@
-"""JSONL: a row a document."""
+"""JSONL: one document per row."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from flatout.sources.packed import is_packed
 def read_rows(
     path: str, start: int, end: int, fields: Fields, encoding: str | None = None
 ) -> Iterator[Row]:
-    """Yield the rows of a JSONL file that begin in [start, end), all when it is packed or of
-    another encoding; blank lines are no rows.
+    """Yield the rows of a JSONL file that begin in [start, end); blank lines are skipped.
+
+    A compressed file, or one in another encoding, is read as a whole.
 
     Raises: WrongEncoding.
     """
@@ -40,7 +41,7 @@ def read_rows(
                 position += 0 if line.endswith(b"\n") else _pass_line(file)
             elif not line.isspace():
                 row = _row(line, path, position, fields)
-            if row is not None:  # an offset is one of the file only where that is UTF-8
+            if row is not None:  # offsets refer to the file only if it is UTF-8
                 yield (
                     row
                     if encoding is None
@@ -50,7 +51,7 @@ def read_rows(
 
 
 def _pass_line(file: IO[bytes]) -> int:
-    """Read up to the end of the line, and return how many bytes that was."""
+    """Read to the end of the line, and return the number of bytes."""
     size = 0
     while piece := file.readline(CHUNK_BYTES):
         size += len(piece)
@@ -80,9 +81,7 @@ def _not_json(what: str, path: str, offset: int) -> BadRow:
 
 
 def _complaint(error: ValueError) -> str:
-    """Return what the JSON parser says, with the place in the line alone: the line is named
-    already.
-    """
+    """Return the JSON parser's message with the column alone: the line is already named."""
     return (
         f"{error.msg} at column {error.pos + 1}"
         if isinstance(error, json.JSONDecodeError)

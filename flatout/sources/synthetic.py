@@ -1,6 +1,4 @@
-"""Made-up documents from a seed, `synthetic:documents=1000,words=200,seed=0`: for trials, where no
-text is at hand.
-"""
+"""Documents generated from a seed, for trials: `synthetic:documents=1000,words=200,seed=0`."""
 
 from __future__ import annotations
 
@@ -36,16 +34,15 @@ _ENDS = ["", "", "", "n", "r", "s", "l", "nd"]
 
 
 def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[ReadTask]:
-    """Return the parts of `documents` texts of about `words` words; equal parameters give equal
-    texts everywhere.
+    """Return the tasks of `documents` texts of about `words` words, determined by the parameters.
 
-    Raises: DataError when a parameter is not a whole number, or is out of range.
+    Raises: DataError when a parameter is not an integer, or is out of range.
     """
     for name, value, least in (("documents", documents, 1), ("words", words, 1), ("seed", seed, 0)):
         if type(value) is not int or value < least:
             raise DataError(
-                f"synthetic: {name}={value!r} cannot be used.",
-                fix=f"Give {name} a whole number from {least} up.",
+                f"synthetic: {name}={value!r} is not allowed.",
+                fix=f"Set {name} to an integer of at least {least}.",
             )
     starts = range(0, documents, DOCUMENTS_PER_PART)
     bounds = [(start, min(start + DOCUMENTS_PER_PART, documents)) for start in starts]
@@ -64,10 +61,10 @@ SOURCE = synthetic
 
 
 def write_documents(first: int, last: int, words: int, seed: int) -> Iterator[Document]:
-    """Yield the documents with the numbers `first` to `last`, less the last.
+    """Yield the documents numbered from `first` up to, not including, `last`.
 
-    Words are drawn from a vocabulary of 800 with frequencies as in natural text; a word is often
-    followed by the one that always follows it, so that there is something to learn.
+    Words are drawn from a vocabulary of 800 with the frequencies of natural text; half of the time
+    a word is followed by a fixed successor, so that there is something to learn.
     """
     vocabulary = _vocabulary(random.Random(f"words {seed}"))
     for number in range(first, last):

@@ -1,4 +1,4 @@
-"""CSV and TSV: a row a document, its fields named by the first row."""
+"""CSV and TSV: one document per row, with fields named by the first row."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from flatout.sources.long import not_utf8
 from flatout.sources.packed import Unread
 
 _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
-"""What may separate columns, by the ending of the name: the one that gives the first row most
-columns, the first of equals.
-"""
+"""Possible delimiters by suffix: the one that splits the first row into most columns is used."""
 TABLE_SUFFIXES = frozenset(_DELIMITERS)
 
 
 def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
-    """Yield the rows of a table; blank lines are no rows.
+    """Yield the rows of a table; blank lines are skipped.
 
-    Raises: Unread when the rest cannot be read, WrongEncoding among them.
+    Raises: Unread when the rest cannot be read, including WrongEncoding.
     """
     csv.field_size_limit(max(csv.field_size_limit(), ROW_BYTES))
     with open_utf8(path, encoding) as file:
@@ -39,17 +37,17 @@ def read_table(path: str, suffix: str, fields: Fields, encoding: str | None) -> 
         rows = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
         header = _header(rows, lines, path)
         while (row := _next(rows, lines, path)) is not None:
-            place = f"{path}, line {lines.first}"
+            where = f"{path}, line {lines.first}"
             if isinstance(row, BadRow):
                 yield row
             elif lines.fault is not None:
                 yield replace(
-                    BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path), name=place
+                    BadRow.of(not_utf8(path, *lines.fault), "not UTF-8", path), name=where
                 )
             elif row and len(row) != len(header):
-                yield _bad(f"has {len(row)} columns where the first row has {len(header)}", place)
+                yield _bad(f"has {len(row)} columns where the first row has {len(header)}", where)
             elif row:
-                found = document(dict(zip(header, row, strict=True)), fields, place)
+                found = document(dict(zip(header, row, strict=True)), fields, where)
                 if isinstance(found, BadRow) and fields.text not in header:
                     found = replace(found, what=f"{found.what}: the first row names the columns")
                 yield found
@@ -64,7 +62,7 @@ def _header(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str]:
     if twice is not None:
         raise Unread(
             f"{path} has two columns called {twice!r}.",
-            fix="Give each column a name of its own in the first row.",
+            fix="Give each column a unique name in the first row.",
         )
     return header
 
@@ -75,9 +73,7 @@ def _next(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str] | Ba
     try:
         return next(rows, None)
     except csv.Error as error:
-        several = (
-            lines.number > lines.first
-        )  # a quote that nothing closes takes the rows after it along
+        several = lines.number > lines.first  # an unclosed quote swallows the rows after it
         return _bad(
             f"is not CSV: {error}",
             f"{path}, line {lines.first}",
@@ -85,12 +81,12 @@ def _next(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str] | Ba
         )
 
 
-def _bad(what: str, place: str, *, unread_bytes: int = 0) -> BadRow:
+def _bad(what: str, where: str, *, unread_bytes: int = 0) -> BadRow:
     return BadRow(
         what,
         "Repair the row, or skip such rows with --on-bad-row skip.",
         "not CSV",
-        place,
+        where,
         unread_bytes=unread_bytes,
     )
 
@@ -103,15 +99,15 @@ class _Lines:
         self._file = file
         self._offset = 0
         self.number = 0
-        """Of the line that was read last, counted from 1."""
+        """Number of the last line read, counted from 1."""
         self.begin_row()
 
     def begin_row(self) -> None:
-        """Let what is told of a row be of the one that begins in the next line."""
+        """Reset what is recorded of a row: the next line begins one."""
         self.first = self.number + 1
         """The row's first line."""
         self.row_bytes = 0
-        """How long it is, as far as it was read."""
+        """Its bytes read so far."""
         self.fault: tuple[int, int] | None = None
         """Offset and value of its first byte that is not UTF-8."""
 

@@ -152,7 +152,7 @@ CASES = [
         lambda w: (w.path / "data/book/train-00000.bin").unlink(),
     ),
     Case(
-        "a shard that is cut short",
+        "a shard that is truncated",
         "train my.yaml",
         ("data/book/train-00000.bin", "bytes"),
         ("flatout prepare",),

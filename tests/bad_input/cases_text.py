@@ -120,7 +120,7 @@ CASES = [
         lambda w: w.write("odd.csv", "id,body\n1,one\n"),
     ),
     Case(
-        "a table with a row that is cut short",
+        "a table with a row that is truncated",
         f"prepare odd.csv {NEW}",
         ("odd.csv, line 3", "1 columns", "2"),
         ("--on-bad-row skip",),
@@ -134,7 +134,7 @@ CASES = [
         lambda w: w.write("odd.json", '{"version": 1, "data": [{"text": "one"}]}'),
     ),
     Case(
-        "JSON that is cut short",
+        "JSON that is truncated",
         f"prepare odd.json {NEW}",
         ("odd.json", "JSON"),
         ("Repair",),

@@ -18,7 +18,7 @@ from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.tokenizers import base, cut_points
 from flatout.errors import DataError
 from flatout.files import Unfinished
-from flatout.sources import files, long
+from flatout.sources import file_reading, files, long
 
 WORDS = [
     "the",
@@ -82,7 +82,7 @@ def in_chunks(monkeypatch):
     """Read texts over 1,000 bytes in chunks from now on, and tokenise them in small pieces."""
 
     def begin(chunk=100):
-        monkeypatch.setattr(files, "LONG_BYTES", 1_000)
+        monkeypatch.setattr(file_reading, "LONG_BYTES", 1_000)
         monkeypatch.setattr(long, "CHUNK_BYTES", chunk)
         monkeypatch.setattr(tokenize, "HELD_CHARACTERS", 500)
         monkeypatch.setattr(tokenize, "HELD_TOKENS", 64)

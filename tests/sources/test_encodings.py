@@ -5,8 +5,8 @@ import pytest
 
 from flatout.data.prepare.pack.jobs import Job
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, read_tasks_of
-from flatout.sources import files as module
+from flatout.sources import BadRow, Document, file_reading, read_tasks_of
+from flatout.sources import files as files_module
 from flatout.sources.encodings import codec_of, encoding_of
 from flatout.sources.files import files
 from flatout.sources.long import LongText, chunks_of
@@ -64,7 +64,7 @@ def test_the_guess_shows_how_the_text_reads_in_it(tmp_path):
     )
 
 
-def test_a_codec_that_is_not_for_text_is_not_offered_again():
+def test_a_codec_that_is_not_for_text_is_not_suggested():
     with pytest.raises(DataError, match="'rot13' is not a text encoding") as refused:
         codec_of("rot13")
     assert "Did you mean rot13" not in refused.value.fix
@@ -72,10 +72,10 @@ def test_a_codec_that_is_not_for_text_is_not_offered_again():
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
 @pytest.mark.parametrize("limit", [1 << 20, 64])
-def test_ascii_in_wide_characters_without_a_mark_is_not_read_as_utf_8(
+def test_ascii_as_utf_16_or_32_without_a_mark_is_not_read_as_utf_8(
     tmp_path, monkeypatch, encoding, limit
 ):
-    monkeypatch.setattr(module, "LONG_BYTES", limit)
+    monkeypatch.setattr(file_reading, "LONG_BYTES", limit)
     called = f"{encoding[:6]}{encoding[7:]}".upper()
     (tmp_path / "note.txt").write_bytes(("Plain English text.\n" * 9).encode(encoding))
     row = bad_row(tmp_path / "note.txt")
@@ -84,9 +84,7 @@ def test_ascii_in_wide_characters_without_a_mark_is_not_read_as_utf_8(
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32-be", "cp1252", "gb18030", "iso2022_jp"])
-def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(
-    tmp_path, monkeypatch, encoding
-):
+def test_all_kinds_of_files_are_read_in_the_encoding(tmp_path, monkeypatch, encoding):
     word = "日本" if encoding in ("gb18030", "iso2022_jp") else "café"
     values = [f"{number} {word}" for number in range(9)]
     written = {
@@ -96,7 +94,7 @@ def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(
         "a.json": json.dumps([{"text": value} for value in values], ensure_ascii=False),
         "a.csv": "id,text\n" + "".join(f'1,"{value}"\n' for value in values),
     }
-    monkeypatch.setattr(module, "PART_BYTES", 16)
+    monkeypatch.setattr(files_module, "PART_BYTES", 16)
     for name, text in written.items():
         (tmp_path / name).write_bytes(text.encode(encoding))
         assert texts(tmp_path / name, encoding) == values
@@ -106,14 +104,14 @@ def test_rows_tables_pages_and_packed_and_long_text_are_read_in_the_encoding(
         -1
     ] == f"{tmp_path}/a.jsonl, line 9"
     long = f"{word}\r\n" * 60_000
-    monkeypatch.setattr(module, "LONG_BYTES", 1000)
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 1000)
     (tmp_path / "long.txt").write_bytes(long.encode(encoding))
     (document,) = documents(tmp_path / "long.txt", encoding)
     assert isinstance(document.text, LongText)
     assert "".join(document.text[10:100_000].chunks()) == long[10:100_000]
 
 
-def test_a_file_that_is_utf8_stays_so_among_those_that_are_not(tmp_path):
+def test_a_utf8_file_among_others_is_not_converted(tmp_path):
     (tmp_path / "a.txt").write_bytes("café".encode("cp1252"))
     (tmp_path / "b.txt").write_bytes("café".encode())
     (tmp_path / "c.txt").write_bytes(b"plain")
@@ -142,7 +140,7 @@ def test_text_that_is_not_in_the_encoding_is_a_bad_row(tmp_path, name):
     assert row.what == "is not utf-16: byte 0x74 at offset 8"
 
 
-def test_an_encoding_has_a_name_that_is_known(parquet, tmp_path):
+def test_an_unknown_encoding_is_refused(parquet, tmp_path):
     assert [
         codec_of(name) for name in (None, "UTF-8", "utf8", "UTF-8-SIG", "CP1252", "Latin-1")
     ] == [None] * 4 + ["cp1252", "iso8859-1"]
@@ -155,25 +153,25 @@ def test_an_encoding_has_a_name_that_is_known(parquet, tmp_path):
             codec_of(name)
     (tmp_path / "a.parquet").write_bytes(parquet({"text": ["a"]}))
     with pytest.raises(
-        DataError, match=r"the text in Parquet is always UTF-8\. Fix: Leave --encoding out"
+        DataError, match=r"text in Parquet is always UTF-8\. Fix: Leave --encoding out"
     ):
         files(str(tmp_path / "a.parquet"), encoding="cp1252")
 
 
-def test_a_byte_far_into_a_file_is_looked_at_where_it_is(tmp_path):
+def test_a_byte_far_into_a_file_is_examined_there(tmp_path):
     text = "plain text. " * 10_000 + "Käfer fliegen über das Land. " * 10
     (tmp_path / "long.txt").write_bytes(text.encode("cp1252"))
     assert encoding_of(str(tmp_path / "long.txt"), 120_001) == "CP1252"
 
 
-def test_what_is_no_text_is_not_converted(tmp_path):
+def test_binary_files_are_not_converted(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(256)) * 20)
     row = bad_row(tmp_path / "a.txt")
     assert "it looks like a binary file" in row.what
     assert "--encoding" not in row.fix
 
 
-def test_tokens_among_texts_are_named(tmp_path):
+def test_token_files_among_texts_are_named(tmp_path):
     (tmp_path / "a.log").write_text("text")
     (tmp_path / "train.bin").write_bytes(bytes(range(256)) * 20)
     rows = [

@@ -8,7 +8,7 @@ def read(row, text="text", prompt=None):
     return document(row, Fields(text, prompt), "a.jsonl, line 1")
 
 
-def test_a_field_may_lie_inside_others():
+def test_a_field_may_be_nested():
     row = {"data": {"body": {"text": "deep"}}, "data.title": "flat", "text": "top"}
     assert read(row, "data.body.text").text == "deep"
     assert read(row, "data.title").text == "flat", "a field of that very name comes first"
@@ -39,7 +39,7 @@ def test_a_field_may_lie_inside_others():
         ([1], "text", "not an object", "is not a JSON object"),
     ],
 )
-def test_a_row_without_the_text_says_why(row, field, reason, said):
+def test_a_row_without_the_text_is_a_bad_row(row, field, reason, said):
     bad = read(row, field)
     assert isinstance(bad, BadRow)
     assert bad.reason == reason
@@ -47,7 +47,7 @@ def test_a_row_without_the_text_says_why(row, field, reason, said):
     assert bad.name == "a.jsonl, line 1"
 
 
-def test_a_prompt_is_a_field_too():
+def test_a_prompt_is_read_from_its_field():
     assert read({"q": {"ask": "why?"}, "text": "so"}, prompt="q.ask").prompt == "why?"
     assert read({"q": None, "text": "so"}, prompt="q").prompt == ""
     assert read({"q": "x", "text": "so"}).prompt == ""
@@ -57,6 +57,6 @@ def test_a_prompt_is_a_field_too():
     assert "--mask-field" in str(read({"q": 7, "text": "so"}, prompt="q").error)
 
 
-def test_a_field_that_was_meant_is_one_word_of_the_command():
+def test_a_suggested_field_is_quoted_for_the_shell():
     bad = document({"hello world": "some text"}, Fields("helo world"), "rows.jsonl")
     assert bad.fix == "Did you mean --text-field 'hello world'?"

@@ -58,7 +58,7 @@ def test_a_folder_is_read_recursively_in_sorted_order(tmp_path):
     assert left_out == LeftOut(".png file", str(tmp_path / "picture.png"))
 
 
-def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_change_nothing_else(
+def test_skipped_files_of_a_folder_are_counted_by_suffix_and_change_nothing_else(
     tmp_path,
 ):
     (tmp_path / "a.txt").write_text("a")
@@ -74,7 +74,7 @@ def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_ch
         files.files_of(before),
     )
     left_out = [row for row in part.rows() if isinstance(row, LeftOut)]
-    assert list(left_out) == list(files.passed_over_in([part]))
+    assert list(left_out) == list(files.skipped_files_in([part]))
     assert [row.reason for row in left_out] == [".html file"] * 10 + [
         "file without an ending",
         ".py file",
@@ -91,12 +91,12 @@ def test_files_of_a_folder_that_are_not_read_are_counted_by_their_endings_and_ch
 
 
 @pytest.mark.parametrize("name", ["a.ipynb", "a.rtf", "a.RTF", "a.pdf", "a.docx"])
-def test_documents_of_other_programs_are_refused_with_what_makes_text_of_them(tmp_path, name):
+def test_documents_of_other_programs_are_refused_with_a_command_that_converts_them(tmp_path, name):
     (tmp_path / name).write_text('{"cells": []}')
     (tmp_path / "b.log").write_text("text")
     bad, text = rows(f"{tmp_path}/*")
     assert re.search(
-        rf"{name} is an? .*, not text\. Fix: Make text of it, for example with `", str(bad.error)
+        rf"{name} is an? .*, not text\. Fix: Convert it to text, for example with `", str(bad.error)
     )
     assert text.text == "text"
 
@@ -110,7 +110,7 @@ def test_a_glob_takes_any_file_it_matches(tmp_path):
         texts(tmp_path / "*.c")
 
 
-def test_gzipped_files_are_unpacked(tmp_path):
+def test_gzipped_files_are_decompressed(tmp_path):
     with gzip.open(tmp_path / "a.txt.gz", "wt", encoding="utf-8") as file:
         file.write("packed")
     with gzip.open(tmp_path / "b.jsonl.gz", "wt", encoding="utf-8") as file:
@@ -147,7 +147,7 @@ def test_an_empty_file_is_left_out_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 16, 17, 50, 1000])
-def test_rows_cut_into_parts_are_every_row_once(tmp_path, monkeypatch, step):
+def test_rows_split_into_tasks_are_each_read_once(tmp_path, monkeypatch, step):
     values = ["", "a", "é" * 30, "line\nbreak", "x" * 100, "end"]
     path = write_rows(tmp_path / "rows.jsonl", values)
     monkeypatch.setattr(files, "PART_BYTES", step)
@@ -160,13 +160,13 @@ def test_rows_cut_into_parts_are_every_row_once(tmp_path, monkeypatch, step):
     ]
 
 
-def test_the_last_row_needs_no_line_end_and_blank_lines_are_no_rows(tmp_path):
+def test_the_last_row_needs_no_newline_and_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('\n{"text": "a"}\n   \n{"text": "b"}')
     assert texts(path) == ["a", "b"]
 
 
-def test_small_files_share_a_part_and_text_is_never_cut(tmp_path, monkeypatch):
+def test_small_files_share_a_task_and_text_is_never_split(tmp_path, monkeypatch):
     for name in "abcdef":
         (tmp_path / f"{name}.txt").write_text(name * 10)
     (tmp_path / "g.txt").write_text("g" * 100)
@@ -219,9 +219,7 @@ def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, rea
 
 
 @pytest.mark.parametrize("step", [7, 40, 1 << 20])
-def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_for_those_that_are_told(
-    tmp_path, monkeypatch, step
-):
+def test_lines_are_counted_only_for_the_bad_rows_that_are_shown(tmp_path, monkeypatch, step):
     monkeypatch.setattr(files, "PART_BYTES", step)
     counts = []
     count = sources.line_number
@@ -239,7 +237,7 @@ def test_bad_rows_are_named_by_their_lines_and_the_file_is_counted_for_those_tha
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz"])
-def test_what_the_system_does_not_hand_out_is_no_bad_row(tmp_path, name):
+def test_a_file_that_the_system_refuses_is_not_a_bad_row(tmp_path, name):
     write_rows(tmp_path / name, ["x"])
     (part,) = files.files(str(tmp_path))
     (tmp_path / name).unlink()
@@ -253,7 +251,7 @@ def test_the_text_field_can_be_named(tmp_path):
     assert texts(path, text_field="body") == ["yes"]
 
 
-def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):
+def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
     (tmp_path / "shakespeare.txt").write_text("x")
     with pytest.raises(
         DataError, match=r"There is no file .*shakspeare\.txt.*Did you mean '.*/shakespeare\.txt'"
@@ -263,7 +261,7 @@ def test_a_missing_file_is_answered_with_the_nearest_name(tmp_path):
         rows(tmp_path / "nowhere" / "a.txt")
 
 
-def test_what_is_there_and_is_no_file_is_not_guessed_at():
+def test_a_special_file_is_refused():
     with pytest.raises(DataError, match="/dev/null is not a regular file"):
         files.files("/dev/null")
 
@@ -275,15 +273,15 @@ def test_empty_rows_are_named_by_their_lines(tmp_path):
     assert len(left_out) == 21
 
 
-def test_a_folder_without_text_says_what_it_holds(tmp_path):
+def test_a_folder_without_text_names_what_it_contains(tmp_path):
     with pytest.raises(DataError, match="empty folder"):
         rows(tmp_path)
     (tmp_path / "a.py").write_text("x")
-    with pytest.raises(DataError, match=r"holds no file.*\*\*/\*\.py"):
+    with pytest.raises(DataError, match=r"contains no file.*\*\*/\*\.py"):
         rows(tmp_path)
 
 
-def test_the_fingerprint_follows_the_content_and_not_the_place_or_the_parts(tmp_path, monkeypatch):
+def test_the_fingerprint_depends_on_the_content_not_the_path_or_the_tasks(tmp_path, monkeypatch):
     def mark(path):
         return "\n".join(part.fingerprint for part in files.files(str(path)) if part.fingerprint)
 
@@ -331,14 +329,14 @@ def test_a_copy_is_found_by_its_content_among_files_of_its_size(tmp_path, monkey
     )
 
 
-def test_a_file_may_be_named_as_an_address(tmp_path):
+def test_a_local_file_may_be_named_by_url(tmp_path):
     (tmp_path / "a b.txt").write_text("here")
     assert texts((tmp_path / "a b.txt").as_uri()) == ["here"]
 
 
-def test_a_prompt_takes_rows(tmp_path):
+def test_a_prompt_field_needs_rows(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="holds no rows, so it has no field 'prompt'"):
+    with pytest.raises(DataError, match="has no rows, so it has no field 'prompt'"):
         rows(tmp_path, mask_field="prompt")
     (tmp_path / "b.jsonl").write_text('{"prompt": "2 + 2 =", "text": " 4"}\n')
     assert [(row.prompt, row.text) for row in rows(tmp_path, mask_field="prompt")] == [

@@ -31,7 +31,7 @@ def rows(path):
 @pytest.mark.skipif(
     importlib.util.find_spec("resiliparse") is None, reason="resiliparse is not installed"
 )
-def test_a_page_is_its_text(tmp_path):
+def test_a_page_becomes_its_text(tmp_path):
     (tmp_path / "a.html").write_text(PAGE)
     (row,) = rows(tmp_path / "a.html")
     assert (
@@ -56,11 +56,11 @@ def test_pages_are_read_as_one_document_each(tmp_path, monkeypatch):
     assert (latin.reason, long.reason) == ("not UTF-8", "too long")
 
 
-def test_the_package_is_asked_for_before_anything_is_read(tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "resiliparse.extract.html2text", None)
     (tmp_path / "a.html").write_text(PAGE)
     with pytest.raises(
         MissingPackage,
-        match=r'a\.html takes the package resiliparse.*pip install "flatout\[html\]"',
+        match=r'a\.html needs the package resiliparse.*pip install "flatout\[html\]"',
     ):
         files(str(tmp_path / "a.html"))

@@ -46,7 +46,7 @@ def stories(hub, parquet):
     return hub
 
 
-def test_a_shard_is_a_part_at_a_commit(stories, ask_hub):
+def test_each_shard_is_a_task_at_a_commit(stories, ask_hub):
     masked = {"mask_field": "meta.q"}
     validation = f"hub:org/stories:split=validation,revision={stories.COMMIT}"
     plain, prompted, held_out = ask_hub(
@@ -62,11 +62,11 @@ def test_a_shard_is_a_part_at_a_commit(stories, ask_hub):
     assert held_out["parts"] == [["held out", "'text' is not text", "empty document"]]
 
 
-def test_what_is_not_there_is_said(stories, ask_hub):
+def test_missing_objects_are_an_error(stories, ask_hub):
     said = [
-        ("hub:org/none", {}, "The data set org/none at revision main cannot be had"),
-        ("hub:org/stories:revision=old", {}, "at revision old cannot be had"),
-        ("hub:org/stories:split=tests", {}, "split tests cannot be had"),
+        ("hub:org/none", {}, "The data set org/none at revision main cannot be opened"),
+        ("hub:org/stories:revision=old", {}, "at revision old cannot be opened"),
+        ("hub:org/stories:split=tests", {}, "split tests cannot be opened"),
         ("hub:org/stories:config=other", {}, "configuration other"),
         (
             "hub:org/stories",
@@ -85,19 +85,19 @@ def test_what_is_not_there_is_said(stories, ask_hub):
         assert words in answer
 
 
-def test_a_damaged_file_does_not_end_the_stream_in_silence(stories, ask_hub):
+def test_a_damaged_file_is_an_error_not_the_end_of_the_stream(stories, ask_hub):
     place = f"/datasets/org/stories/resolve/{stories.COMMIT}/data/train-00001-of-00002.parquet"
     stories.files[place] = stories.files[place][:40] + bytes(60) + stories.files[place][100:]
     (answer,) = ask_hub(READ, json.dumps([["hub:org/stories", {}]]))
     assert isinstance(answer, str), answer
-    assert "org/stories, train, shard 1 breaks off after row 0" in answer
+    assert "org/stories, train, shard 1 cannot be read after row 0" in answer
 
 
 def test_a_missing_package_is_named_with_its_install_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
         MissingPackage,
-        match=r"hub:org/set takes the package huggingface_hub.*pip install \"flatout\[hub\]\"",
+        match=r"hub:org/set needs the package huggingface_hub.*pip install \"flatout\[hub\]\"",
     ):
         open_corpus(["hub:org/set"])
 

@@ -31,7 +31,7 @@ print(json.dumps(answers))
 CARDS = [name for name in DATASETS.names() if load_card(name).repository]
 
 
-def test_every_card_reads_its_files_and_no_others(hub, ask_hub, parquet):
+def test_every_card_reads_exactly_its_files(hub, ask_hub, parquet):
     cards = [load_card(name) for name in CARDS]
     for card in cards:
         files = [
@@ -78,7 +78,7 @@ def test_the_fingerprint_is_the_files_checksum(hub, ask_hub, parquet):
     assert ask_hub(READ, address)[0]["fingerprint"] != before["fingerprint"]
 
 
-def test_rows_and_texts_are_read_and_what_is_not_there_is_said(hub, ask_hub):
+def test_rows_and_texts_are_read_and_missing_files_are_errors(hub, ask_hub):
     hub.put("org/set", "a/rows.jsonl", b'{"text": "one"}\n{"text": "two"}\n')
     hub.put("org/set", "a/b/text.md", b"three")
     hub.put("org/set", "README.md", b"of the set")

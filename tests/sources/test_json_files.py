@@ -27,9 +27,7 @@ ROWS = [{"text": f"café {number}", "more": [1, {"a": "]"}]} for number in range
         "\n".join(json.dumps(row, indent=1) for row in ROWS),
     ],
 )
-def test_arrays_and_objects_one_after_the_other_are_rows_however_they_are_laid_out(
-    tmp_path, monkeypatch, text, chunk
-):
+def test_arrays_and_sequences_of_objects_are_rows_in_any_layout(tmp_path, monkeypatch, text, chunk):
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     found = rows(tmp_path / "a.json", text)
     assert [row.text for row in found] == [row["text"] for row in ROWS]
@@ -67,7 +65,7 @@ def test_few_rows(tmp_path, text, count):
         ('{"data": [{"text": "a"}]}', "no field 'text'", 0),
     ],
 )
-def test_what_cannot_be_read_is_a_bad_row_after_what_can(
+def test_an_unreadable_rest_is_a_bad_row_after_the_readable_rows(
     tmp_path, monkeypatch, text, reason, before
 ):
     monkeypatch.setattr(module, "ROW_BYTES", 1000)
@@ -80,7 +78,7 @@ def test_what_cannot_be_read_is_a_bad_row_after_what_can(
     assert bad.unread_bytes == (len(text) if reason in ("cannot be read", "not UTF-8") else 0)
 
 
-def test_numbers_that_a_piece_ends_in_are_whole(tmp_path, monkeypatch):
+def test_numbers_across_a_piece_boundary_are_complete(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 2)
     assert [row.what for row in rows(tmp_path / "a.json", "[1234, 5]")] == [
         "is not a JSON object"

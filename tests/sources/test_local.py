@@ -30,7 +30,7 @@ def test_links_to_folders_are_followed(tmp_path):
     assert names(tmp_path / "texts") == ["a/a.txt", "a/deep/c.txt", "b.txt"]
 
 
-def test_a_folder_is_searched_once_whatever_leads_to_it(tmp_path):
+def test_a_folder_is_searched_once_even_with_several_links(tmp_path):
     write(tmp_path, "texts/a/x.txt", "texts/b/y.txt")
     (tmp_path / "texts" / "a" / "up").symlink_to("..")
     (tmp_path / "texts" / "a" / "across").symlink_to("../b")
@@ -40,17 +40,17 @@ def test_a_folder_is_searched_once_whatever_leads_to_it(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["texts", "texts/*.txt", "texts/a.txt"])
-def test_a_link_to_nothing_is_named(tmp_path, path):
+def test_a_broken_link_is_named(tmp_path, path):
     write(tmp_path, "texts/b.txt")
     (tmp_path / "texts" / "a.txt").symlink_to("gone.txt")
     with pytest.raises(
         DataError,
-        match=r"texts/a\.txt is a link to gone\.txt, where nothing is\. Fix: Mend the link",
+        match=r"texts/a\.txt is a link to gone\.txt, which does not exist\. Fix: Repair or remove the link",
     ):
         found(tmp_path / path)
 
 
-def test_a_link_to_nothing_that_is_not_searched_for_is_passed_over(tmp_path):
+def test_a_broken_link_that_is_not_searched_for_is_skipped(tmp_path):
     write(tmp_path, "a.txt")
     for name in ("notes", ".hidden.txt"):
         (tmp_path / name).symlink_to("gone")
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch, path, cl
 
 
 @pytest.mark.parametrize("path", ["closed/in", "closed/*.txt"])
-def test_what_the_system_refuses_is_said(monkeypatch, path):
+def test_a_system_error_is_reported(monkeypatch, path):
     def refusing(place, **_):
         raise PermissionError(13, "Permission denied", str(place))
 
@@ -90,18 +90,18 @@ def test_what_the_system_refuses_is_said(monkeypatch, path):
         found(path)
 
 
-def test_a_name_that_is_too_long_is_said():
+def test_a_name_that_is_too_long_is_an_error():
     with pytest.raises(DataError, match="cannot be read: File name too long"):
         found("a" * 300)
 
 
-def test_a_home_that_is_not_known_is_said():
+def test_an_unknown_home_folder_is_an_error():
     for call in (expanded, files):
         with pytest.raises(DataError, match=r"no home directory is known for '~nosuch'"):
             call("~nosuch/x.txt")
 
 
-def test_a_pattern_takes_the_files_of_folders_that_match_too(tmp_path):
+def test_a_pattern_searches_folders_that_match(tmp_path):
     write(
         tmp_path,
         "texts/a.txt",
@@ -126,7 +126,7 @@ def test_a_pattern_takes_the_files_of_folders_that_match_too(tmp_path):
     ]
 
 
-def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path):
+def test_skipped_files_of_a_folder_are_listed(tmp_path):
     write(
         tmp_path,
         "texts/a.txt",
@@ -136,9 +136,9 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path):
         "texts/sub/.e.py",
     )
     folder = tmp_path / "texts"
-    assert find_local(str(folder), WANTED).passed_over == [f"{folder}/b.py", f"{folder}/sub/d.py"]
-    assert find_local(f"{folder}/*", WANTED).passed_over == [f"{folder}/sub/d.py"]
-    assert find_local(f"{folder}/**", WANTED).passed_over == []
+    assert find_local(str(folder), WANTED).skipped == [f"{folder}/b.py", f"{folder}/sub/d.py"]
+    assert find_local(f"{folder}/*", WANTED).skipped == [f"{folder}/sub/d.py"]
+    assert find_local(f"{folder}/**", WANTED).skipped == []
     taken, passed_over = find_local(str(folder), Wanted(WANTED.suffixes, ("sub/*.py",)))
     assert [name for _, name in taken] == ["a.txt", "sub/c.txt", "sub/d.py"]
     assert passed_over == [f"{folder}/b.py"]
@@ -159,11 +159,11 @@ def test_files_of_a_folder_that_are_not_read_are_listed(tmp_path):
         ("docs/Makefile", "Makefile", True),
     ],
 )
-def test_a_pattern_fits_the_end_of_a_path(name, pattern, fits):
+def test_a_pattern_matches_the_end_of_a_path(name, pattern, fits):
     assert matches(name, pattern) == fits
 
 
-def test_what_is_named_as_text_but_is_no_file_is_named(tmp_path):
+def test_a_special_file_with_a_text_name_is_named(tmp_path):
     write(tmp_path, "a.txt")
     os.mkfifo(tmp_path / "b.txt")
     with pytest.raises(DataError, match=r"b\.txt is not a regular file"):

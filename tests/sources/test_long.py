@@ -6,7 +6,7 @@ import random
 import pytest
 
 from flatout.errors import DataError
-from flatout.sources import BadRow, Document, LeftOut, files, long
+from flatout.sources import BadRow, Document, LeftOut, file_reading, files, long
 from flatout.sources.long import LongText, chunks_of, measure
 from flatout.sources.packed import is_packed
 
@@ -36,13 +36,11 @@ def read(path):
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
-def test_a_text_read_in_chunks_is_the_text_that_is_read_whole(
-    tmp_path, monkeypatch, block, text, name
-):
+def test_a_text_read_in_chunks_equals_the_text_read_whole(tmp_path, monkeypatch, block, text, name):
     path = written(tmp_path / name, text.encode())
     held = read(path)
     monkeypatch.setattr(long, "CHUNK_BYTES", block)
-    monkeypatch.setattr(files, "LONG_BYTES", 4)
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 4)
     row = read(path)
     assert isinstance(row.text, LongText)
     assert (row.name, len(row.text), whole(row.text)) == (held.name, len(held.text), held.text)
@@ -65,18 +63,20 @@ def test_a_text_read_in_chunks_is_the_text_that_is_read_whole(
     ],
 )
 @pytest.mark.parametrize("block", [1, 2, 5, 1 << 20])
-def test_what_is_not_utf8_is_said_as_of_a_text_that_is_held(tmp_path, monkeypatch, data, block):
+def test_long_and_short_text_that_is_not_utf8_give_the_same_error(
+    tmp_path, monkeypatch, data, block
+):
     path = written(tmp_path / "a.txt", data)
     held = read(path)
     monkeypatch.setattr(long, "CHUNK_BYTES", block)
-    monkeypatch.setattr(files, "LONG_BYTES", 2)
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 2)
     row = read(path)
     assert isinstance(row, BadRow)
     assert (str(row.error), row.reason, row.name) == (str(held.error), held.reason, held.name)
 
 
-def test_the_text_itself_decides_what_is_long_not_what_it_is_packed_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LONG_BYTES", 1000)
+def test_the_decompressed_size_decides_what_is_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 1000)
     written(tmp_path / "a.txt", b"x" * 1000)
     written(tmp_path / "b.txt.gz", b"x" * 1001)
     written(tmp_path / "c.txt.gz", b"x" * 1000)
@@ -85,21 +85,21 @@ def test_the_text_itself_decides_what_is_long_not_what_it_is_packed_to(tmp_path,
     assert (tmp_path / "b.txt.gz").stat().st_size < 1000
 
 
-def test_a_long_file_of_nothing_but_its_mark_is_empty(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LONG_BYTES", 2)
+def test_a_long_file_with_only_a_byte_order_mark_is_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 2)
     path = written(tmp_path / "a.txt", b"\xef\xbb\xbf")
     assert read(path) == LeftOut("empty document", str(path))
 
 
-def test_a_long_file_that_breaks_off_is_a_bad_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LONG_BYTES", 2)
+def test_a_truncated_long_file_is_a_bad_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 2)
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(random.Random(0).randbytes(9_000).hex().encode())[:-9])
     assert read(path).reason == "cannot be read"
 
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 20])
-def test_slices_and_first_bytes_are_those_of_text(tmp_path, monkeypatch, block):
+def test_slices_and_first_bytes_match_a_string(tmp_path, monkeypatch, block):
     monkeypatch.setattr(long, "CHUNK_BYTES", block)
     text = "\ufeffaé€🙂 and so on"
     path = written(tmp_path / "a.txt", b"\xef\xbb\xbf" + text.encode())
@@ -121,26 +121,26 @@ def test_slices_and_first_bytes_are_those_of_text(tmp_path, monkeypatch, block):
         )
 
 
-def test_a_file_that_shrinks_or_goes_after_it_was_measured_is_said(tmp_path):
+def test_a_file_that_changes_after_it_was_measured_is_an_error(tmp_path):
     path = written(tmp_path / "a.txt", b"x" * 100)
     text = measure(str(path))
     path.write_bytes(b"x" * 99)
-    with pytest.raises(DataError, match=r"a\.txt changed while it was read"):
+    with pytest.raises(DataError, match=r"a\.txt changed while it was being read"):
         whole(text)
     path.unlink()
     with pytest.raises(DataError, match=r"a\.txt cannot be read: No such file"):
         text[1:]
 
 
-def test_a_text_that_is_held_has_chunks_too(monkeypatch):
+def test_a_string_has_chunks_too(monkeypatch):
     monkeypatch.setattr(long, "CHUNK_BYTES", 4)
     assert list(chunks_of("abcd")) == ["abcd"]
     assert list(chunks_of("abcdefghi")) == ["abcd", "efgh", "i"]
 
 
-def test_documents_are_alike_however_their_text_is_kept(tmp_path, monkeypatch):
+def test_documents_are_equal_with_long_and_short_text(tmp_path, monkeypatch):
     """What counts and names documents asks nothing else of a text than this."""
-    monkeypatch.setattr(files, "LONG_BYTES", 2)
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 2)
     path = written(tmp_path / "a.txt", b"long")
     assert read(path) == Document(measure(str(path)), str(path))
     assert read(path).location.where() == str(path)

@@ -31,7 +31,7 @@ def rows(path):
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-def test_packed_text_and_rows_are_read_as_if_unpacked(tmp_path, ending):
+def test_compressed_text_and_rows_read_as_if_decompressed(tmp_path, ending):
     (tmp_path / f"a.txt{ending}").write_bytes(PACKERS[ending](TEXT.encode()))
     (tmp_path / f"b.jsonl{ending.upper()}").write_bytes(PACKERS[ending](ROWS.encode()))
     text, one, two, bad = rows(tmp_path)
@@ -41,7 +41,7 @@ def test_packed_text_and_rows_are_read_as_if_unpacked(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-def test_what_is_packed_in_pieces_is_one_file(tmp_path, ending):
+def test_concatenated_compressed_files_are_one_file(tmp_path, ending):
     path = tmp_path / f"a.txt{ending}"
     path.write_bytes(
         b"".join(PACKERS[ending](piece) for piece in (b"one ", b"", b"two ", b"x" * 200_000))
@@ -52,18 +52,18 @@ def test_what_is_packed_in_pieces_is_one_file(tmp_path, ending):
 
 @pytest.mark.parametrize("ending", PACKERS)
 @pytest.mark.parametrize("kept", [0.2, 0.9, 0.999])
-def test_a_file_that_is_cut_short_is_named(tmp_path, ending, kept):
+def test_a_truncated_file_is_named(tmp_path, ending, kept):
     path = tmp_path / f"a.txt{ending}"
     packed = PACKERS[ending](bytes(range(256)) * 40)
     path.write_bytes(packed[: min(int(kept * len(packed)), len(packed) - 1)])
     (bad,) = rows(path)
     assert re.search(
-        rf"a\.txt{ending} cannot be read: .*\. Fix: Check that the file is whole", str(bad.error)
+        rf"a\.txt{ending} cannot be read: .*\. Fix: Check that the file is complete", str(bad.error)
     )
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-def test_a_file_that_only_has_the_name_is_named(tmp_path, ending):
+def test_a_file_with_the_wrong_suffix_is_named(tmp_path, ending):
     if ending == ".zst":
         pytest.importorskip("zstandard")
     path = tmp_path / f"a.jsonl{ending}"
@@ -73,7 +73,7 @@ def test_a_file_that_only_has_the_name_is_named(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", PACKERS)
-def test_a_file_that_cannot_be_opened_leaves_nothing_half_made(tmp_path, ending):
+def test_a_file_that_cannot_be_opened_leaves_no_reader_behind(tmp_path, ending):
     """Python says of an object that cannot be taken apart only when it is asked to look closely."""
     if ending == ".zst":
         pytest.importorskip("zstandard")
@@ -103,19 +103,19 @@ def open_files():
     return found
 
 
-def test_a_missing_package_is_said_before_anything_is_read(tmp_path, monkeypatch):
+def test_a_missing_package_is_reported_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.txt.zst").write_bytes(b"")
     with pytest.raises(
         MissingPackage,
-        match=r"a\.txt\.zst takes the package zstandard.*Fix: .*pip install \"flatout\[zstd\]\"",
+        match=r"a\.txt\.zst needs the package zstandard.*Fix: .*pip install \"flatout\[zstd\]\"",
     ):
         files.files(str(tmp_path))
     (tmp_path / "a.txt.zst").rename(tmp_path / "a.txt")
     assert files.files(str(tmp_path))
 
 
-def test_a_small_file_that_unpacks_to_much_takes_little_memory(tmp_path):
+def test_a_small_file_that_decompresses_to_much_takes_little_memory(tmp_path):
     (tmp_path / "a.txt.zst").write_bytes(zstd(bytes(1 << 28)))
     assert (tmp_path / "a.txt.zst").stat().st_size < 10_000
     tracemalloc.start()

@@ -30,7 +30,7 @@ def numbers(tmp_path):
 
 
 @pytest.mark.parametrize("part_bytes", [1, 400, 1 << 20])
-def test_row_groups_are_every_row_once_in_order(numbers, monkeypatch, part_bytes):
+def test_row_groups_yield_every_row_once_in_order(numbers, monkeypatch, part_bytes):
     monkeypatch.setattr(files, "PART_BYTES", part_bytes)
     parts = files.files(str(numbers))
     assert len(parts) == {1: 5, 400: 3, 1 << 20: 1}[part_bytes]
@@ -41,7 +41,7 @@ def test_row_groups_are_every_row_once_in_order(numbers, monkeypatch, part_bytes
     ]
 
 
-def test_only_the_columns_that_are_wanted_are_read(tmp_path, monkeypatch):
+def test_only_the_requested_columns_are_read(tmp_path, monkeypatch):
     path = write(
         tmp_path / "a.parquet",
         {"blob": [bytes([n]) * 300_000 for n in range(40)], "text": ["x"] * 40},
@@ -108,7 +108,7 @@ def test_bytes_that_are_not_utf8_are_one_bad_row(tmp_path):
     assert (bad.reason, bad.name) == ("not UTF-8", f"{path}, row 2")
 
 
-def test_a_column_that_is_not_there_is_said_once_a_file(numbers):
+def test_a_missing_column_is_reported_once_per_file(numbers):
     (bad,) = rows(numbers, text_field="txt")
     assert f"{numbers} has no field 'txt'. Fix: Did you mean --text-field text?" in str(bad.error)
     (bad,) = rows(numbers, mask_field="prompt")
@@ -117,14 +117,15 @@ def test_a_column_that_is_not_there_is_said_once_a_file(numbers):
 
 
 @pytest.mark.parametrize("kept", [0, 3, 500, -1])
-def test_a_file_that_is_cut_short_is_one_bad_row_and_the_next_is_read(numbers, kept):
+def test_a_truncated_file_is_one_bad_row_and_the_next_is_read(numbers, kept):
     numbers.write_bytes(numbers.read_bytes()[:kept])
     (numbers.parent / "b.txt").write_text("after")
     *before, after = rows(numbers.parent)
     assert after.text == "after"
     assert [row.reason for row in before] == ["cannot be read"]
     assert re.search(
-        r"a\.parquet cannot be read: .*\. Fix: Check that the file is whole", str(before[0].error)
+        r"a\.parquet cannot be read: .*\. Fix: Check that the file is complete",
+        str(before[0].error),
     )
 
 
@@ -148,13 +149,13 @@ def test_damage_inside_is_named_by_row_and_other_row_groups_are_read(tmp_path):
     assert "crc" in str(bad[0].error).lower()
 
 
-def test_a_file_at_an_address_is_read(numbers, memory):
+def test_a_remote_file_is_read(numbers, memory):
     memory.pipe("/data/a.parquet", numbers.read_bytes())
     assert [row.text for row in rows("memory://data")] == [f"row {number}" for number in range(45)]
     assert rows("memory://data/a.parquet")[1].location.where() == "memory://data/a.parquet, row 2"
 
 
-def test_a_failing_server_is_no_bad_row(numbers, web, monkeypatch):
+def test_a_failing_server_is_not_a_bad_row(numbers, web, monkeypatch):
     monkeypatch.setattr("flatout.transfer.connection.FIRST_PAUSE_S", 0.0)
     web.files["/a.parquet"] = numbers.read_bytes()
     (part,) = files.files(f"{web.address}/a.parquet")
@@ -163,11 +164,11 @@ def test_a_failing_server_is_no_bad_row(numbers, web, monkeypatch):
         list(part.rows())
 
 
-def test_a_missing_package_is_said_before_anything_is_read(numbers, monkeypatch):
+def test_a_missing_package_is_reported_before_anything_is_read(numbers, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
         MissingPackage,
-        match=r"a\.parquet takes the package pyarrow.*pip install \"flatout\[parquet\]\"",
+        match=r"a\.parquet needs the package pyarrow.*pip install \"flatout\[parquet\]\"",
     ):
         files.files(str(numbers))
 

@@ -29,7 +29,7 @@ def chunk_of(path):
     [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"write_page_checksum": True}],
     ids=str,
 )
-def test_the_headers_account_for_the_whole_column_whatever_wrote_it(tmp_path, compression, options):
+def test_the_headers_cover_the_whole_column_for_any_writer(tmp_path, compression, options):
     texts = [f"row {number} " + "word " * (number % 300) for number in range(5_000)]
     tables.write_table(
         pyarrow.table({"text": texts}),
@@ -51,7 +51,7 @@ def test_the_headers_account_for_the_whole_column_whatever_wrote_it(tmp_path, co
     assert [row.text for row in rows(tmp_path / "a.parquet")] == texts
 
 
-def test_a_page_that_unpacks_to_far_more_than_it_is_packed_into_is_a_bad_row_and_other_files_are_read(
+def test_a_page_that_decompresses_to_too_much_is_a_bad_row_and_other_files_are_read(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 100_000)
@@ -69,14 +69,12 @@ def test_a_page_that_unpacks_to_far_more_than_it_is_packed_into_is_a_bad_row_and
     )
     bad, document = rows(tmp_path)
     assert isinstance(bad, BadRow)
-    assert "bomb.parquet has a page that unpacks to 0 MB from 0.00 MB" in str(bad.error)
+    assert "bomb.parquet has a page that decompresses to 0 MB from 0.00 MB" in str(bad.error)
     assert bad.unread_bytes >= 200_000
     assert len(document.text) == 200_000
 
 
-def test_rows_that_share_a_long_value_of_a_dictionary_are_taken_few_at_a_time(
-    tmp_path, monkeypatch
-):
+def test_rows_that_share_a_long_dictionary_value_are_read_in_small_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_pages, "PAGE_BYTES", 400_000)
     tables.write_table(
         pyarrow.table({"text": ["a" * 100_000] * 50}), tmp_path / "a.parquet", compression="zstd"
@@ -90,7 +88,7 @@ def test_rows_that_share_a_long_value_of_a_dictionary_are_taken_few_at_a_time(
     assert max(taken) == 3
 
 
-def test_rows_of_ordinary_files_are_still_taken_many_at_a_time(tmp_path, monkeypatch):
+def test_rows_of_ordinary_files_are_read_in_large_batches(tmp_path, monkeypatch):
     texts = [f"row {number}" for number in range(1_000)]
     tables.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     taken = []
@@ -123,7 +121,7 @@ class Column:
         b"\x18" + b"\xff" * 9 + b"\x7f",
     ],
 )
-def test_what_is_no_header_ends_in_an_error_and_not_in_a_loop(data):
+def test_bytes_that_are_not_a_header_are_an_error_not_a_loop(data):
     with pytest.raises((Damaged, EOFError)):
         list(parquet_pages._pages_of(io.BytesIO(data), Column))
 
@@ -145,7 +143,7 @@ print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]
 
 
 @pytest.mark.faults
-def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(tmp_path):
+def test_a_small_file_takes_little_memory_whatever_it_decompresses_to(tmp_path):
     def run(program):
         environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
         done = subprocess.run(
@@ -161,5 +159,5 @@ def test_a_small_file_takes_little_memory_whatever_it_unpacks_to(tmp_path):
     run(BOMBS)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
     said, peak_mib = run(PEAK)
-    assert "has a page that unpacks to 600 MB" in said
+    assert "has a page that decompresses to 600 MB" in said
     assert int(peak_mib) < 500

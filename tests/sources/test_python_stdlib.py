@@ -19,7 +19,7 @@ def make(root: Path, **texts: str | bytes) -> Path:
     return root
 
 
-def test_this_python_gives_real_text_in_sorted_order_twice_the_same():
+def test_this_python_gives_the_same_text_in_sorted_order_twice():
     parts = python_stdlib.python_stdlib()
     rows = [row for part in parts for row in part.rows()]
     documents = [row for row in rows if isinstance(row, Document)]
@@ -35,7 +35,7 @@ def test_this_python_gives_real_text_in_sorted_order_twice_the_same():
     assert len(parts) > 4
 
 
-def test_tests_come_in_only_until_there_is_enough(tmp_path, monkeypatch):
+def test_tests_are_added_only_until_there_is_enough_text(tmp_path, monkeypatch):
     root = make(
         tmp_path, b="x" * 50, a__c="x" * 50, test__a="y" * 10, test__b="y" * 10, site__x="z"
     )
@@ -71,7 +71,7 @@ def test_modules_are_read_in_the_encoding_they_declare(tmp_path):
     ]
 
 
-def test_a_python_without_its_sources_is_said(tmp_path, monkeypatch):
+def test_a_python_without_its_sources_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(python_stdlib.sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(DataError, match="holds no Python sources"):
+    with pytest.raises(DataError, match="contains no Python sources"):
         python_stdlib.python_stdlib()

@@ -33,7 +33,7 @@ def test_nested_fields_and_prompts_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_number_that_is_too_long_is_named_without_a_setting_of_python(tmp_path, name):
+def test_a_number_that_is_too_long_is_named_without_a_python_setting(tmp_path, name):
     (tmp_path / name).write_text(f'{{"text": "a", "n": {"1" * 5000}}}\n')
     (part,) = files(str(tmp_path / name))
     (bad,) = part.rows()
@@ -58,10 +58,10 @@ def test_a_row_that_is_too_long_is_bad_and_the_others_are_read(tmp_path, monkeyp
         assert isinstance(bad, BadRow)
         assert (bad.reason, bad.location.where()) == ("too long", f"{path}, line {number}")
         assert "is longer than 1 MiB" in str(bad.error)
-        assert "a text file of its own, which may have any length" in bad.error.fix
+        assert "a separate text file, which may have any length" in bad.error.fix
 
 
-def test_no_more_of_a_row_is_held_than_it_may_be_long(tmp_path, monkeypatch):
+def test_no_more_of_a_row_is_in_memory_than_its_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(rows, "ROW_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(

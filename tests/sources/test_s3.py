@@ -44,7 +44,7 @@ def test_parquet_is_read(bucket, parquet):
     assert texts("s3://corpus/a.parquet") == TEXTS
 
 
-def test_the_same_data_set_comes_of_it_and_a_change_is_seen(bucket, tmp_path):
+def test_the_same_dataset_results_and_a_change_is_noticed(bucket, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(ROWS)
     bucket.pipe("corpus/rows.jsonl", ROWS)
     options = Options(tokenizer="byte")
@@ -59,7 +59,7 @@ def test_the_same_data_set_comes_of_it_and_a_change_is_seen(bucket, tmp_path):
         prepare_dataset(["s3://corpus/rows.jsonl"], tmp_path / "b", options)
 
 
-def test_what_is_not_there_is_said(bucket):
+def test_missing_objects_are_an_error(bucket):
     for address in ("s3://corpus/none.txt", "s3://nobody/a.txt"):
         with pytest.raises(DataError, match=f"There is nothing at {address}"):
             files.files(address)
@@ -67,7 +67,7 @@ def test_what_is_not_there_is_said(bucket):
         files.files("s3://corpus/*.txt")
 
 
-def test_what_may_not_be_read_is_said(bucket, s3_server, monkeypatch):
+def test_forbidden_objects_are_an_error(bucket, s3_server, monkeypatch):
     """The server is told to ask who it is from the next request on."""
     bucket.pipe("corpus/a.txt", b"text")
     request = urllib.request.Request(

@@ -36,7 +36,7 @@ def test_a_function_that_returns_documents_is_a_source():
     assert list(part.rows()) == [Document("a", "first"), LeftOut("empty document", "second")]
 
 
-def test_a_function_that_returns_parts_is_a_source():
+def test_a_function_that_returns_tasks_is_a_source():
     assert [len(list(part.rows())) for part in read_tasks_of(with_parts, "mine:parts", {})] == [
         1,
         2,
@@ -51,7 +51,7 @@ def test_a_parameter_that_a_source_does_not_take_is_named():
 @pytest.mark.parametrize(
     "name", [name for name in SOURCES.names() if name != "hub"]
 )  # test_hub.py sends its parts to a worker
-def test_every_source_splits_into_parts_that_travel(name, tmp_path):
+def test_every_source_splits_into_tasks_that_can_be_pickled(name, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     parameters = {"path": str(tmp_path)} if name == "files" else {}
     parts = read_tasks_of(SOURCES.get(name), name, parameters)

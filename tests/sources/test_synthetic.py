@@ -22,7 +22,7 @@ def test_the_texts_never_change_silently():
     assert digest == "0725ee4bed1a85ea3f5c15ecad6c400a14ff91dcca016ead2e5e2b7e24fe61be"
 
 
-def test_parts_together_are_all_documents(monkeypatch):
+def test_the_tasks_together_yield_all_documents(monkeypatch):
     whole = texts(documents=25)
     monkeypatch.setattr(synthetic, "DOCUMENTS_PER_PART", 10)
     assert len(synthetic.synthetic(documents=25)) == 3
@@ -50,6 +50,6 @@ def test_there_is_something_to_learn():
         {"documents": True},
     ],
 )
-def test_what_is_not_a_count_is_refused(parameters):
+def test_parameters_that_are_not_counts_are_refused(parameters):
     with pytest.raises(DataError, match=f"{next(iter(parameters))}="):
         synthetic.synthetic(**parameters)

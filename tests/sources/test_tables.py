@@ -31,7 +31,7 @@ def test_a_row_is_a_document_and_the_first_names_the_columns(tmp_path, name, tex
     ]
 
 
-def test_columns_are_named_as_fields_are(tmp_path):
+def test_columns_may_be_named_as_fields(tmp_path):
     text = "question,answer\nwhy,because\n"
     (row,) = rows(tmp_path / "a.csv", text, text_field="answer", mask_field="question")
     assert (row.text, row.prompt, row.name) == ("because", "why", f"{tmp_path}/a.csv, line 2")
@@ -40,7 +40,7 @@ def test_columns_are_named_as_fields_are(tmp_path):
     assert row.fix == "Did you mean --text-field answer?"
 
 
-def test_two_columns_of_one_name_are_refused(tmp_path):
+def test_duplicate_column_names_are_refused(tmp_path):
     (row,) = rows(tmp_path / "a.csv", "text,text\na,b\n")
     assert row.what == "has two columns called 'text'"
 
@@ -65,7 +65,7 @@ def test_a_bad_row_is_named_by_its_line_and_the_next_is_read(tmp_path):
     )
 
 
-def test_a_quote_that_nothing_closes_counts_what_it_takes_along(tmp_path, monkeypatch):
+def test_an_unclosed_quote_counts_the_rows_it_swallows(tmp_path, monkeypatch):
     (good, bad) = rows(tmp_path / "a.csv", 'id,text\n1,a\n2,"b\n3,c\n4,d\n')
     assert (good.text, bad.location.where(), bad.unread_bytes) == (
         "a",
@@ -84,7 +84,7 @@ def test_a_first_row_that_cannot_be_read_loses_the_table(tmp_path, text):
     assert bad.unread_bytes == len(text)
 
 
-def test_an_empty_table_holds_nothing(tmp_path):
+def test_an_empty_table_has_no_rows(tmp_path):
     for text in ("", "id,text\n", "\n\n"):
         assert rows(tmp_path / "a.csv", text) == []
 

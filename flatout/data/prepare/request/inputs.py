@@ -17,7 +17,7 @@ from flatout.errors import DataError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
 from flatout.sources import ReadTask
-from flatout.sources.files import files_of, first_changed, has_rows, passed_over_in, shared_file
+from flatout.sources.files import files_of, first_changed, has_rows, skipped_files_in, shared_file
 from flatout.sources.local import matches
 from flatout.sources.originals import LocalFile
 
@@ -147,7 +147,7 @@ def _check_fields(tasks: Sequence[ReadTask], names: str, options: Options) -> No
 def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress) -> None:
     """Report which files of a directory are not read, before the work starts without them."""
     counts: Counter[str] = Counter()
-    for left_out in passed_over_in(tasks):
+    for left_out in skipped_files_in(tasks):
         counts[left_out.reason.removesuffix(" file")] += left_out.count
     if counts:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())

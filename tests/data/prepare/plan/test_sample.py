@@ -7,7 +7,7 @@ from flatout.data.prepare.pack.assignment import hash_fraction
 from flatout.data.prepare.pack.jobs import Job
 from flatout.data.prepare.plan import sample
 from flatout.data.prepare.plan.sample import sample_texts, texts_by_hash
-from flatout.sources import BadRow, LeftOut, ReadTask, files
+from flatout.sources import BadRow, LeftOut, ReadTask, file_reading, files
 
 BAD = BadRow("is bad", "Mend it.", "bad", "row")
 
@@ -67,7 +67,7 @@ def test_empty_jobs_leave_enough_of_a_sample(every):
 @pytest.mark.parametrize("choose", [sample_texts, texts_by_hash])
 @pytest.mark.parametrize("held", [True, False])
 def test_a_bounded_sample_is_spread_over_one_long_text(tmp_path, monkeypatch, choose, held):
-    monkeypatch.setattr(files, "LONG_BYTES", 1 << 30 if held else 4)
+    monkeypatch.setattr(file_reading, "LONG_BYTES", 1 << 30 if held else 4)
     text = "".join(chr(0x100 + place // 1000) for place in range(100_000))
     (tmp_path / "a.txt").write_text(text)
     (found,) = choose([Job(part) for part in files.files(str(tmp_path))], 8000)

@@ -1,0 +1,123 @@
+"""Reads pieces of files as documents, by the suffix of their names."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flatout.sources import BadRow, Document, LeftOut, Row
+from flatout.sources.encodings import open_utf8
+from flatout.sources.fields import Fields
+from flatout.sources.html import HTML_SUFFIXES, read_html
+from flatout.sources.json_files import JSON_SUFFIXES, read_json
+from flatout.sources.local import suffix_of
+from flatout.sources.long import decoded, measure
+from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, Unread, is_packed, unreadable
+from flatout.sources.parquet import PARQUET_SUFFIXES, RowGroups, read_row_groups
+from flatout.sources.rows import read_rows
+from flatout.sources.tables import TABLE_SUFFIXES, read_table
+
+LONG_BYTES = 8 << 20
+"""A longer text file is not held in memory, but read in chunks."""
+ROW_SUFFIXES = {".jsonl", ".ndjson"}
+_WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
+_CONVERTIBLE = {
+    ".ipynb": ("a Jupyter notebook", "`jupyter nbconvert --to markdown FILE`"),
+    ".rtf": ("an RTF document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".docx": ("a Word document", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".odt": ("an OpenDocument text", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".epub": ("an EPUB book", "`pandoc FILE -t plain -o FILE.txt`"),
+    ".pdf": ("a PDF", "`pdftotext FILE`"),
+}
+"""Formats that are not read, by suffix, and a command that converts them to text."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The bytes of one file that a task reads: a whole file, or the JSONL rows beginning in a range."""
+
+    path: str
+    start: int
+    end: int
+    encoding: str | None = None
+    """Encoding of the text; None for UTF-8."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate bytes of text."""
+        return (self.end - self.start) * (3 if is_packed(self.path) else 1)
+
+
+Piece = Span | RowGroups
+
+
+def is_jsonl(name: str) -> bool:
+    """Return whether a file of this name holds JSONL."""
+    return suffix_of(name) in ROW_SUFFIXES
+
+
+def is_parquet(name: str) -> bool:
+    """Return whether a file of this name holds Parquet."""
+    return suffix_of(name) in PARQUET_SUFFIXES
+
+
+def holds_rows(name: str) -> bool:
+    """Return whether a file of this name holds rows."""
+    return suffix_of(name) in _WITH_ROWS
+
+
+def read_pieces(
+    pieces: tuple[Piece, ...], fields: Fields, skipped: tuple[LeftOut, ...] = ()
+) -> Iterator[Row]:
+    """Yield the skipped files, then the rows of some pieces.
+
+    A damaged piece is one bad row that counts all of it as lost: its true extent is unknown.
+
+    Raises: DataError when a server or the system refuses a file, which is not the text's fault.
+    """
+    yield from skipped
+    for piece in pieces:
+        try:
+            if isinstance(piece, RowGroups):
+                yield from read_row_groups(piece, fields)
+            else:
+                yield from _read(piece, fields)
+        except Unread as error:
+            unread_bytes = piece.num_bytes if holds_rows(piece.path) else 0
+            yield BadRow.of(error, error.reason, piece.path, unread_bytes=unread_bytes)
+        except (OSError, EOFError, zlib.error) as error:
+            unread = unreadable(piece.path, error)
+            if isinstance(unread, NotHandedOut):
+                raise unread from error
+            yield BadRow.of(unread, CANNOT_BE_READ, piece.path, unread_bytes=piece.num_bytes)
+
+
+def _read(piece: Span, fields: Fields) -> Iterable[Row]:
+    """Return the rows of a piece, by its suffix; a file with an unknown suffix is text."""
+    path, suffix = piece.path, suffix_of(piece.path)
+    if suffix in ROW_SUFFIXES:
+        return read_rows(path, piece.start, piece.end, fields, piece.encoding)
+    if suffix in TABLE_SUFFIXES:
+        return read_table(path, suffix, fields, piece.encoding)
+    if suffix in JSON_SUFFIXES:
+        return read_json(path, fields, piece.encoding)
+    if suffix in HTML_SUFFIXES:
+        return [read_html(path, piece.encoding)]
+    if suffix in _CONVERTIBLE:
+        name, command = _CONVERTIBLE[suffix]
+        fix = f"Convert it to text, for example with {command}, and name the result, or skip such files with --on-bad-row skip."
+        return [BadRow(f"is {name}, not text", fix, f"{suffix} file", path)]
+    return [read_text(path, piece.encoding)]
+
+
+def read_text(path: str, encoding: str | None = None) -> Row:
+    """Return a text file as one document, without its byte order mark.
+
+    Raises: NotUtf8; WrongEncoding.
+    """
+    with open_utf8(path, encoding) as file:
+        data = file.read(LONG_BYTES + 1)
+    return Document(
+        measure(path, encoding) if len(data) > LONG_BYTES else decoded(data, path), path
+    )
