@@ -169,7 +169,7 @@ CASES = [
         "a truncated Parquet file",
         f"prepare a.parquet {NEW}",
         ("a.parquet",),
-        ("whole",),
+        ("complete",),
         lambda w: w.write("a.parquet", parquet(w, {"text": ["one"] * 100})[:-20]),
     ),
     Case(

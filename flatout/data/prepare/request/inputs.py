@@ -17,7 +17,7 @@ from flatout.errors import DataError, in_shell
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
 from flatout.sources import ReadTask
-from flatout.sources.files import files_of, first_changed, has_rows, skipped_files_in, shared_file
+from flatout.sources.files import files_of, first_changed, has_rows, shared_file, skipped_files_in
 from flatout.sources.local import matches
 from flatout.sources.originals import LocalFile
 
