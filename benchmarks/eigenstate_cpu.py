@@ -33,7 +33,8 @@ from torch import Tensor
 
 from flatout import load_config
 from flatout.hardware import probe
-from flatout.models.eigenstate import Carried, Eigenstate
+from flatout.models.eigenstate import Eigenstate
+from flatout.models.recurrence import MemoryState
 from flatout.ops import Ops, linear, scan
 
 RECIPE = "eigenstate-small-32k"
@@ -184,7 +185,7 @@ def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
 
     Shapes:  hidden_BTD (B, T, D).
     """
-    carried = [[Carried() for _ in block.recurrence.memories] for block in model.blocks]  # type: ignore[union-attr]
+    carried = [[MemoryState() for _ in block.recurrence.memories] for block in model.blocks]  # type: ignore[union-attr]
     outputs = []
     for place in range(hidden_BTD.shape[1]):
         token_B1D = hidden_BTD[:, place : place + 1]

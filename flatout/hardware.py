@@ -1,7 +1,6 @@
-"""This machine: what it has, what its data sheet promises, what it reaches here and now. What is
-not known is said to be unknown.
+"""This machine: its CPU, memory and GPUs, and their data sheets; what is unknown stays unknown.
 
-Nothing here imports torch before a function that needs it is called.
+torch is imported only inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ import functools
 import os
 import platform
 import re
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,41 +21,41 @@ from flatout.errors import HardwareError
 from flatout.registry import MACHINES, nearest
 
 GIB = 2**30
+ASSUMED_MFU = 0.3
+"""Share of the peak that a run is assumed to reach when its length is estimated."""
 CUDA_TORCH = "pip install --force-reinstall torch"
-"""On Linux the package index's own torch is a CUDA build."""
+"""On Linux, the default torch of the package index is a CUDA build."""
 
 
 class Figure(Section):
-    """A number of a data sheet."""
+    """A number from a data sheet."""
 
     value: float
     """The number, in the unit its key names."""
     source: str
-    """Where it is printed."""
+    """Where it is published."""
 
 
 class MachineRow(Section):
-    """One file of machines/*.yaml: what a GPU's data sheet states. Rates are dense, without
-    sparsity.
-    """
+    """A file of machines/*.yaml: a GPU's data sheet. Rates are dense, without sparsity."""
 
     name: str
-    """The file's name."""
+    """The name of the file."""
     gpu_names: tuple[str, ...]
-    """What the driver calls this GPU, letter for letter; a similar name is another GPU."""
+    """The exact names that drivers report for this GPU; a similar name is another GPU."""
     memory_gb: Figure
-    """Memory, 10^9 bytes as data sheets count."""
+    """Memory in 10^9 bytes, as in data sheets."""
     bandwidth_gb_per_s: Figure
     """Memory bandwidth."""
     peak_tflops: dict[str, Figure]
-    """Dense matrix-product rate for fp32, tf32, fp16, bf16, fp8; what is missing the GPU has no
-    units for.
+    """Rate of dense matrix products in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
+    hardware units.
     """
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as its driver describes it."""
+    """A GPU as reported by its driver."""
 
     name: str
     memory_gib: float
@@ -70,7 +66,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: what this process may use of it."""
+    """A machine, as far as this process may use it."""
 
     cpu_name: str
     cores: int
@@ -78,15 +74,15 @@ class Machine:
     gpus: tuple[Gpu, ...]
     python: str
     cpu_multiplies_bf16: bool = False
-    """Whether its processor has instructions for products in bfloat16."""
+    """Whether its CPU has instructions for bfloat16 products."""
 
     @property
     def row(self) -> MachineRow | None:
-        """The data sheet of the first GPU; None when there is no GPU or its name is in no row."""
+        """The data sheet of the first GPU; None without a GPU or if its name is unknown."""
         return row_of(self.gpus[0].name) if self.gpus else None
 
     def describe(self) -> str:
-        """Return one line for a person."""
+        """Return a one-line description."""
         parts = [f"{self.cpu_name}, {self.cores} cores, {self.memory_gib:.0f} GiB"]
         parts += [
             f"{gpu.name}, {gpu.memory_gib:.0f} GiB"
@@ -96,18 +92,11 @@ class Machine:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The rate that 100% stands for, and where the number comes from."""
-
-    tflops: float
-    source: str
-
-
 @functools.cache
 def row_of(gpu_name: str) -> MachineRow | None:
-    """Return the row of machines/*.yaml for a GPU's exact name, or None: a guessed peak is worse
-    than an unknown one.
+    """Return the row of machines/*.yaml with a GPU's exact name, or None.
+
+    A guessed peak would be worse than an unknown one.
     """
     for name in MACHINES.names():
         document = MACHINES.get(name)
@@ -117,9 +106,7 @@ def row_of(gpu_name: str) -> MachineRow | None:
 
 
 def probe() -> Machine:
-    """Return what this process may use: affinity and container limits count, not the board's
-    totals.
-    """
+    """Return what this process may use, within its affinity and the limits of its container."""
     cgroup_cores, cgroup_bytes = cgroup_limits()
     memory_bytes = min(psutil.virtual_memory().total, cgroup_bytes or 2**63)
     cores = min(usable_cores(), cgroup_cores or 2**31)
@@ -134,8 +121,9 @@ def probe() -> Machine:
 
 
 def _multiplies_bf16() -> bool:
-    """As Linux says it of an x86 processor; Arm has such instructions too, and what they gain there
-    is not measured.
+    """Return whether Linux reports such instructions for an x86 CPU.
+
+    Arm has them too, but their gain there is not measured.
     """
     return bool({"avx512_bf16", "amx_bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
 
@@ -143,9 +131,7 @@ def _multiplies_bf16() -> bool:
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int | None, int | None]:
-    """Return (cores, bytes) a container allows, None where it sets no limit. Reads both versions of
-    control groups.
-    """
+    """Return the (cores, bytes) that a container allows, None for no limit; reads cgroups v1 and v2."""
     paths = {"": "/"}
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -165,19 +151,18 @@ def cgroup_limits(
         ):
             cores.append(quota_us / period_us)
     for folder in _with_parents(root / "memory", paths.get("memory", "/")):
-        sizes += [
-            size for size in _number(folder / "memory.limit_in_bytes") if size < 2**60
-        ]  # version 1 writes "no limit" as about 2^63
+        # cgroups v1 writes "no limit" as about 2^63.
+        sizes += [size for size in _number(folder / "memory.limit_in_bytes") if size < 2**60]
     return (max(1, int(min(cores))) if cores else None, min(sizes) if sizes else None)
 
 
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
-    """Return (device, why) for `auto`, `cpu`, `cuda` or `cuda:N`.
+    """Return (device, reason) for `auto`, `cpu`, `cuda` or `cuda:N`.
 
-    Raises: HardwareError for another name, or when a GPU is asked for and cannot be used.
+    Raises: HardwareError for another name, or when a GPU is requested and cannot be used.
     """
     if wanted == "cpu":
-        return "cpu", "asked for"
+        return "cpu", "requested"
     check_device_name(wanted)
     obstacle = _cuda_obstacle(machine)
     on_cpu = f"train.device=auto would run on the CPU ({machine.cpu_name}, {machine.cores} cores)"
@@ -186,7 +171,7 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
             return "cpu", obstacle
         raise HardwareError(
             f"train.device={wanted} cannot be used: {obstacle}.",
-            fix=f"Repair that, or leave it out: {on_cpu}.",
+            fix=f"Fix that, or remove train.device: {on_cpu}.",
         )
     import torch
 
@@ -198,13 +183,13 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
             fix=f"Use cuda:0 to cuda:{count - 1}.",
         )
     name = torch.cuda.get_device_name(index)
-    return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"asked for: {name}")
+    return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"requested: {name}")
 
 
 def check_device_name(wanted: str) -> None:
-    """Do nothing when `wanted` is auto, cpu, cuda or cuda:N.
+    """Check that `wanted` is auto, cpu, cuda or cuda:N.
 
-    Raises: HardwareError with the nearest of them.
+    Raises: HardwareError with the nearest name.
     """
     if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", wanted):
         guess = (
@@ -217,36 +202,8 @@ def check_device_name(wanted: str) -> None:
         )
 
 
-def measure_roof(device: str, dtype: str) -> float:
-    """Return the TFLOP/s of a square matrix product here and now: the best of several, in at most
-    about half a second.
-
-    Raises: HardwareError when `dtype` is none of fp32, tf32, fp16, bf16.
-    """
-    return _roof(device, dtype)[0]
-
-
-def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
-    """Return the rate that 100% stands for: the data sheet's where this GPU has a row, else one
-    measured here.
-
-    None, unknown, is left for a dtype that no plain matrix product can measure (fp8) on a GPU
-    without a row.
-    """
-    row = _row_of_device(machine, device) if device.startswith("cuda") else None
-    if row is not None and dtype in row.peak_tflops:
-        figure = row.peak_tflops[dtype]
-        return Peak(figure.value, f"data sheet: {figure.source}")
-    if dtype not in ROOF_DTYPES:
-        return None
-    tflops, size = _roof(device, dtype)
-    return Peak(tflops, f"measured here, matmul {size}³, {dtype}")
-
-
 def fingerprint(device: str = "cpu") -> dict[str, str | int]:
-    """Return what a bit-exact resume depends on; two runs with different fingerprints may differ in
-    the last bits.
-    """
+    """Return what bit-exact results depend on: with another fingerprint the last bits may differ."""
     import torch
 
     found: dict[str, str | int] = {
@@ -257,115 +214,13 @@ def fingerprint(device: str = "cpu") -> dict[str, str | int]:
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
     }
     if device.startswith("cuda"):
-        found |= {"cuda": str(torch.version.cuda), "cudnn": _cudnn_version(torch.backends.cudnn)}
+        version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        found |= {"cuda": str(torch.version.cuda), "cudnn": int(version or 0)}
     return found
 
 
-ASSUMED_MFU = 0.3
-"""Share of the peak that a run is assumed to reach when its length is guessed."""
-ROOF_DTYPES = ("fp32", "tf32", "fp16", "bf16")
-
-
-def _roof(device: str, dtype: str) -> tuple[float, int]:
-    """The matrices grow until one product takes a fair share of the time; their values are random,
-    since zeros draw less power.
-    """
-    import torch
-
-    if dtype not in ROOF_DTYPES:
-        raise HardwareError(
-            f"The rate of {dtype!r} cannot be measured.", fix=f"Known: {', '.join(ROOF_DTYPES)}."
-        )
-    on_cuda = device.startswith("cuda")
-    sizes, share_s = ((1024, 2048, 4096, 8192), 0.02) if on_cuda else ((512, 1024, 2048), 0.05)
-    with torch.no_grad(), _matmul_precision(dtype, on_cuda):
-        size = sizes[0]
-        seconds = _matmul_s(device, dtype, size, repeats=2)
-        for larger in sizes[1:]:
-            if seconds * (larger / size) ** 3 > share_s:
-                break
-            size, seconds = larger, _matmul_s(device, dtype, larger, repeats=2)
-        repeats = max(1, min(10, int(4 * share_s / seconds)))
-        seconds = min(seconds, _matmul_s(device, dtype, size, repeats=repeats))
-    return 2 * size**3 / seconds / 1e12, size
-
-
-def _matmul_s(device: str, dtype: str, size: int, repeats: int) -> float:
-    """Seconds of the fastest product, after one of each kind that is not counted."""
-    import torch
-
-    generator = torch.Generator(device).manual_seed(
-        0
-    )  # its own: the global stream belongs to the run
-    kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(dtype, torch.float32)
-    left, right = (
-        torch.randn(size, size, device=device, generator=generator).to(kind) for _ in range(2)
-    )
-    best = float("inf")
-    for product in _products(device, dtype):
-        product(left, right)
-        for _ in range(repeats):
-            _wait(device)
-            start = time.perf_counter()
-            product(left, right)
-            _wait(device)
-            best = min(best, time.perf_counter() - start)
-    return best
-
-
-def _products(device: str, dtype: str) -> list[Callable[[Any, Any], Any]]:
-    """The ways torch has to multiply two matrices; on a CPU fp32 goes to MKL, and on request to
-    oneDNN, which can be twice as fast.
-    """
-    import torch
-
-    if device == "cpu" and dtype == "fp32" and hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return [
-            torch.mm,
-            lambda left, right: torch.ops.mkldnn._linear_pointwise(
-                left, right, None, "none", [], ""
-            ),
-        ]
-    return [torch.mm]
-
-
-def _wait(device: str) -> None:
-    import torch
-
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _matmul_precision(dtype: str, on_cuda: bool) -> Iterator[None]:
-    """fp32 on CUDA means fp32, whatever the run has set; it is put back afterwards."""
-    import torch
-
-    before = torch.get_float32_matmul_precision()
-    if on_cuda:
-        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        if on_cuda:
-            torch.set_float32_matmul_precision(before)
-
-
-def _cudnn_version(cudnn: Any) -> int:
-    return int(cudnn.version() or 0)
-
-
-def _row_of_device(machine: Machine, device: str) -> MachineRow | None:
-    """Torch numbers GPUs as CUDA_VISIBLE_DEVICES says, the driver as the board does: ask torch
-    where it can answer.
-    """
-    import torch
-
-    return row_of(torch.cuda.get_device_name(device)) if torch.cuda.is_available() else machine.row
-
-
 def _cuda_obstacle(machine: Machine) -> str | None:
-    """Why torch cannot use a GPU, or None when it can. Torch says some of its reasons as warnings."""
+    """Return why torch cannot use a GPU, which may be a warning of its own; None when it can."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -375,14 +230,16 @@ def _cuda_obstacle(machine: Machine) -> str | None:
     if not machine.gpus:
         return "no NVIDIA driver, or no GPU behind it"
     if torch.version.cuda is None:
-        return f"this torch ({torch.__version__}) is a CPU build: install one for CUDA with `{CUDA_TORCH}`"
+        build = f"this torch ({torch.__version__}) is a CPU build"
+        return f"{build}: install one for CUDA with `{CUDA_TORCH}`"
     if caught:
         return str(caught[0].message).split("\n", 1)[0].rstrip(". ")
-    return f"torch sees none of this machine's {len(machine.gpus)} GPUs: CUDA_VISIBLE_DEVICES may hide them"
+    number = len(machine.gpus)
+    return f"torch sees none of this machine's {number} GPUs: CUDA_VISIBLE_DEVICES may hide them"
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """What the driver reports; no driver or no library is simply no GPU."""
+    """Return the GPUs that the driver reports; without a driver or pynvml there are none."""
     try:
         import pynvml
     except ImportError:
@@ -414,7 +271,7 @@ def _gpu(pynvml: Any, index: int, driver: str) -> Gpu:
 
 
 def _text(value: str | bytes) -> str:
-    """Older bindings answer in bytes."""
+    """Return a string; older versions of pynvml return bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -424,16 +281,17 @@ def _cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _with_parents(root: Path, path: str) -> list[Path]:
-    """A limit binds at any level, and inside a container the own level may be mounted as the root."""
-    place = root / path.lstrip("/")
-    return [
-        folder for folder in (place, *place.parents) if folder == root or root in folder.parents
-    ]
+    """Return a cgroup's folder and its parents, since limits apply at all levels.
+
+    In a container, its own level may be mounted as the root.
+    """
+    leaf = root / path.lstrip("/")
+    return [folder for folder in (leaf, *leaf.parents) if folder == root or root in folder.parents]
 
 
 def _read(path: Path) -> str:
@@ -444,6 +302,6 @@ def _read(path: Path) -> str:
 
 
 def _number(path: Path) -> list[int]:
-    """The file's number in a list, or an empty list: no file, "max" and -1 are no limit."""
+    """Return the number in a file as a list; no file, "max" and -1 mean no limit, an empty list."""
     text = _read(path).strip()
     return [int(text)] if text.isdigit() else []

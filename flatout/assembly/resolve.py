@@ -22,11 +22,12 @@ from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
-from flatout.hardware import ASSUMED_MFU, Machine, peak_tflops
+from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.measured import Gain
 from flatout.models.language_model import model_of
 from flatout.ops import Ops, scan
 from flatout.parallel.mesh import replicas
+from flatout.roof import peak_tflops
 
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimiser step if the configuration sets none of the three batch keys."""

@@ -16,11 +16,12 @@ from flatout.assembly.plain import automatic_gc, drop_gradients, sync_every_micr
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import MixedDataset
 from flatout.data.store.shards import Dataset
-from flatout.hardware import Machine, Peak
+from flatout.hardware import Machine
 from flatout.models.language_model import LanguageModel
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
+from flatout.roof import Peak
 
 if TYPE_CHECKING:
     from flatout.data.load.batches import SequenceReader

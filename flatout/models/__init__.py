@@ -1,1 +1,1 @@
-"""One file a model."""
+"""The models, one per file, and the layers that they share."""

@@ -1,5 +1,4 @@
-"""A torch module of the user's own as a language model, without rewriting it: `MODEL =
-adapt(build)`.
+"""Adapts a user's torch module as a language model without rewriting it: `MODEL = adapt(build)`.
 
 Letters: B rows, T tokens, V vocabulary.
 """
@@ -27,21 +26,21 @@ EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): r
 
 
 class AdaptedModel(LanguageModel):
-    """Runs a module whose `forward(idx, targets)`, or `forward(idx)`, returns logits, alone or
-    first in a tuple.
+    """Runs a module whose `forward(idx, targets)` or `forward(idx)` returns logits.
 
-    The loss is computed from the logits; one that the module returns is not used.
+    They may be the first of a tuple. The loss is computed from the logits; a loss that the module
+    returns is ignored.
     """
 
     USES: ClassVar[tuple[str, ...]] = ()
-    """None of flatout's functions: speedups that exchange them have nothing to exchange."""
+    """The module uses none of flatout's ops, so speedups that replace ops do not apply."""
     build: ClassVar[Callable[..., nn.Module]]
     limit: ClassVar[str | None] = None
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__(config, replace(ops, cross_entropy=_loss_of_logits))
         self.module = self._built()
-        self.blocks = nn.ModuleList([_OneText()])
+        self.blocks = nn.ModuleList([_SingleDocument()])
         self._takes_targets = len(inspect.signature(self.module.forward).parameters) > 1
 
     def _built(self) -> nn.Module:
@@ -58,42 +57,43 @@ class AdaptedModel(LanguageModel):
 
     @classmethod
     def fitted(cls, config: Any, seq_len: int) -> LanguageModelConfig:
-        """Return the configuration as it is.
+        """Return the configuration unchanged.
 
-        Raises: ConfigError when windows of `seq_len` tokens are longer than the module takes.
+        Raises: ConfigError when `seq_len` exceeds what the module supports.
         """
         most = getattr(config, cls.limit) if cls.limit else ANY_LENGTH
         if seq_len > most:
             raise ConfigError(
-                f"data.seq_len={seq_len} is more than model.{cls.limit}={most}.",
+                f"data.seq_len={seq_len} exceeds model.{cls.limit}={most}.",
                 fix=f"Set model.{cls.limit}={seq_len}.",
             )
         return config  # type: ignore[no-any-return]
 
     @property
     def max_seq_len(self) -> int:
-        """The value of the key that limits it."""
+        """The longest sequence that the module accepts: the value of its key `limit`."""
         return int(getattr(self.config, self.limit)) if self.limit else ANY_LENGTH
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the module's logits.
 
-        Modules such as nanoGPT's give the logits of all positions only with targets: the tokens
-        stand in for them.
+        Modules such as nanoGPT's return the logits of all positions only with targets; they get the
+        tokens as targets.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BTV.
-        Raises:  ShapeError when T is more than the module takes, or it returns something else than
-                 logits.
+        Raises:  ShapeError when T exceeds what the module supports, or it does not return logits.
         """
         if tokens_BT.shape[1] > self.max_seq_len:
             raise ShapeError(
-                f"{tokens_BT.shape[1]} tokens are more than model.{self.limit}={self.max_seq_len}.",
-                fix="Give fewer tokens.",
+                f"A sequence of {tokens_BT.shape[1]} tokens exceeds "
+                f"model.{self.limit}={self.max_seq_len}.",
+                fix="Pass fewer tokens.",
             )
         tokens_BT = tokens_BT.long()
-        made = self.module(tokens_BT, tokens_BT) if self._takes_targets else self.module(tokens_BT)
-        logits_BTV = made[0] if isinstance(made, tuple | list) and made else made
+        inputs = (tokens_BT, tokens_BT) if self._takes_targets else (tokens_BT,)
+        outputs = self.module(*inputs)
+        logits_BTV = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
         wanted = (*tokens_BT.shape, self.config.vocab_size)
         if not isinstance(logits_BTV, Tensor) or logits_BTV.shape != wanted:
             found = (
@@ -102,20 +102,22 @@ class AdaptedModel(LanguageModel):
                 else type(logits_BTV).__name__
             )
             raise ShapeError(
-                f"forward() of {type(self.module).__name__} returned {found} where logits of shape {wanted} are expected.",
-                fix="Return logits, or (logits, loss), with a score for every token of model.vocab_size at every position.",
+                f"forward() of {type(self.module).__name__} returned {found} instead of logits of "
+                f"shape {wanted}.",
+                fix="Return logits, or (logits, loss), with model.vocab_size logits at every "
+                "position.",
             )
         return logits_BTV
 
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits as they are, and no weight.
+        """Return the logits unchanged, and an empty weight.
 
         Shapes:  hidden_BTD (B, T, V).
         """
         return hidden_BTD, hidden_BTD.new_empty(0)
 
     def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
-        """Return the module's logits, which no weight is multiplied with.
+        """Return the module's logits, which are multiplied by no output weight.
 
         Shapes:  as `LanguageModel.logits`.
         """
@@ -129,14 +131,14 @@ class AdaptedModel(LanguageModel):
         return capped(hidden_BTD[:, -1], self.config.logit_softcap)
 
     def init_weights(self) -> None:
-        """Take the weights of a module that is built anew."""
+        """Copy the weights of a newly built module."""
         self.module.load_state_dict(self._built().state_dict())
 
     def flops_per_token(self, seq_len: int) -> Flops:
-        """Return what torch's own counter finds in the module's forward pass, times 3 for training.
+        """Return torch's count of the FLOPs of the module's forward pass, times 3 for training.
 
-        It counts products and attention, masked scores included: both figures are PaLM's
-        convention. Kernels of one's own are not counted.
+        It counts products and attention, masked scores included, so both figures follow PaLM's
+        convention. Custom kernels are not counted.
         """
         twin = type(self).on_meta(self.config, self.ops)
         with FlopCounterMode(display=False) as counter:
@@ -145,31 +147,34 @@ class AdaptedModel(LanguageModel):
         return Flops(palm=round(per_token), causal_exact=per_token)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """Return each parameter's kind by what holds it: tables are embeddings, an untied output of
-        V rows is the head.
+        """Return the kind of each parameter by its module: tables are embeddings.
+
+        The weight of a linear layer with V outputs is the head.
         """
         kinds: dict[str, ParameterKind] = {}
         for name, parameter in self.named_parameters():
-            holder = self.get_submodule(name.rpartition(".")[0])
-            if isinstance(holder, nn.Embedding):
+            module = self.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, nn.Embedding):
                 kinds[name] = "embedding"
             elif parameter.dim() < 2:
                 kinds[name] = "vector"
-            else:  # what is no matrix, as of a convolution, decays too and is not Muon's
+            else:
                 is_output = (
-                    isinstance(holder, nn.Linear) and holder.out_features == self.config.vocab_size
+                    isinstance(module, nn.Linear) and module.out_features == self.config.vocab_size
                 )
+                # Other shapes, as those of convolutions, decay too and are not for Muon.
                 kinds[name] = "head" if is_output or parameter.dim() > 2 else "hidden"
         return kinds
 
 
-class _OneText(nn.Module):
-    """Passes on what it is given, and refuses documents, which the module would not keep apart."""
+class _SingleDocument(nn.Module):
+    """Returns its input, and rejects document ids, which the module cannot use."""
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
         if doc_ids_BT is not None:
             raise ConfigError(
-                "An adapted model cannot keep documents apart.", fix="Set data.document_mask=false."
+                "An adapted model cannot mask attention between documents.",
+                fix="Set data.document_mask=false.",
             )
         return hidden_BTD
 
@@ -186,28 +191,24 @@ def _loss_of_logits(
 
 
 def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[LanguageModel]:
-    """Return the model that `build` makes, for `model.kind=my_module:MODEL`.
+    """Return the model class of the modules that `build` returns, for `model.kind=my_module:MODEL`.
 
-    `build` is called with the keys under `model.`: its parameters, of which `vocab_size` is one and
-    all others have a default. `limit` names the one that says how many tokens the module takes in a
-    row, such as block_size; None: any number.
-    Raises: ConfigError when the parameters of `build` are others.
+    `build` is called with the keys under `model.`, which are its parameters: `vocab_size` and
+    others, which must have defaults. `limit` is the name of the parameter that sets the longest
+    sequence, such as block_size; None means no limit.
+    Raises: ConfigError when `build` has other parameters.
     """
     parameters = inspect.signature(build, eval_str=True).parameters
-    open_ones = [
+    required = [
         name
         for name, one in parameters.items()
         if one.default is one.empty and name != "vocab_size"
     ]
-    if "vocab_size" not in parameters or open_ones or (limit and limit not in parameters):
-        lacking = (
-            f"has no parameter {limit!r}"
-            if limit and limit not in parameters
-            else "has no parameter 'vocab_size'"
-        )
-        what = f"has no default for {open_ones[0]!r}" if open_ones else lacking
+    if "vocab_size" not in parameters or required or (limit and limit not in parameters):
+        missing = limit if limit and limit not in parameters else "vocab_size"
+        problem = f"default for {required[0]!r}" if required else f"parameter {missing!r}"
         raise ConfigError(
-            f"adapt() cannot use {getattr(build, '__name__', build)}: it {what}.",
+            f"adapt() cannot use {getattr(build, '__name__', build)}: it has no {problem}.",
             fix=f"Write it as {EXAMPLE}.",
         )
     keys: dict[str, Any] = {

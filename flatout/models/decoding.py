@@ -1,7 +1,6 @@
-"""Going on with a text: what a model keeps of the tokens it has read, so that one token more costs
-one token's work.
+"""Incremental decoding: what a model keeps of the tokens it has read, so that one more is cheap.
 
-Letters: B rows, T tokens, V vocabulary, G key and value heads, S places for keys, C head size.
+Letters: B rows, T tokens, V vocabulary, G key and value heads, S slots for keys, C head size.
 """
 
 from __future__ import annotations
@@ -17,15 +16,14 @@ from flatout.errors import ShapeError
 
 
 class Decoder(ABC):
-    """A text that a model reads piece by piece; after each piece it says what comes next.
-    `LanguageModel.decoder` makes one.
+    """Reads a document piece by piece and returns the logits of the next token after each piece.
 
-    What is kept in between is the model's affair: keys and values, a recurrent state of constant
-    size, or the tokens alone.
+    `LanguageModel.decoder` creates one. What it keeps in between depends on the model: keys and
+    values, a recurrent state of constant size, or only the tokens.
     """
 
     max_tokens: int | None
-    """Most tokens it reads; None is any number."""
+    """The most tokens that it reads; None is unlimited."""
     num_tokens: int
     """Tokens of each row that it has read."""
 
@@ -35,24 +33,27 @@ class Decoder(ABC):
 
     @final
     def has_room(self, num_tokens: int) -> bool:
-        """Say whether it can read so many more."""
+        """Return whether it can read this many more tokens."""
         return self.max_tokens is None or self.num_tokens + num_tokens <= self.max_tokens
 
     @final
     @torch.no_grad()
     def read(self, tokens_BT: Tensor) -> Tensor:
-        """Read more of the text, and return the scores of the token that follows: those of a whole
-        pass over all that was read.
+        """Read more tokens, and return the logits of the next one.
+
+        They equal those of a full pass over all tokens read.
 
         Shapes:  tokens_BT (B, T) integers, T at least 1; every call has the same rows.
         Returns: logits_BV.
-        Raises:  ShapeError when there is no room for them.
+        Raises:  ShapeError when there is no room for the tokens.
         """
         num_tokens = tokens_BT.shape[1]
         if num_tokens < 1 or not self.has_room(num_tokens):
             raise ShapeError(
-                f"{num_tokens} tokens more cannot be read: {self.num_tokens} of {self.max_tokens} are.",
-                fix="Give at least one, and begin a new decoder with the last part of the text when it is full.",
+                f"Cannot read {num_tokens} more tokens after {self.num_tokens} of at most "
+                f"{self.max_tokens}.",
+                fix="Pass at least one token; when the decoder is full, start a new one with the "
+                "last part of the text.",
             )
         logits_BV = self.scores_after(tokens_BT)
         self.num_tokens += num_tokens
@@ -60,8 +61,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Read on, and return the scores of what follows; `num_tokens` is still the count of the
-        tokens before these.
+        """Read tokens and return the logits after them; `num_tokens` does not count them yet.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
@@ -69,10 +69,8 @@ class Decoder(ABC):
 
 
 @final
-class Recomputing(Decoder):
-    """Keeps the tokens and computes them all for each one more: right for every model, at the cost
-    of a whole pass a token.
-    """
+class RecomputingDecoder(Decoder):
+    """Keeps the tokens and recomputes all of them: works for every model, but slowly."""
 
     def __init__(self, next_logits: Callable[[Tensor], Tensor], max_tokens: int) -> None:
         super().__init__(max_tokens)
@@ -80,7 +78,7 @@ class Recomputing(Decoder):
         self._read: list[Tensor] = []
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Return the scores after all tokens, computed from the first on.
+        """Return the logits after all tokens, computed from the first one on.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
@@ -91,15 +89,14 @@ class Recomputing(Decoder):
 
 @final
 class KeyValueCache:
-    """Keys and values of the last `size` tokens of one attention layer, in memory that is taken
-    once, at the first use.
+    """Keys and values of the last `size` tokens of one attention layer.
 
-    The token at position p lies at place p modulo `size`: until that many have come the places are
-    in order, afterwards each new token takes the place of the oldest. Keys are kept as the scores
-    need them, turned by their positions.
+    The memory is allocated once, at the first use. The token at position p is stored in slot p
+    modulo `size`: the slots are in order until all are used, then each new token replaces the
+    oldest. Keys are stored with rotary positions applied.
 
-    Memory: 2 B G size C elements of the keys' dtype. All layers of GPT-2 124M hold 36 MiB a row at
-            1,024 tokens in bf16.
+    Memory: 2 B G size C elements of the keys' dtype. All layers of GPT-2 124M hold 36 MiB per row
+            at 1,024 tokens in bf16.
     """
 
     def __init__(self, size: int) -> None:
@@ -107,13 +104,12 @@ class KeyValueCache:
         self._kept_2BGSC: Tensor | None = None
 
     def extend(self, k_BGTC: Tensor, v_BGTC: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values of the tokens from position `start` on, and return those that
-        the new tokens may see.
+        """Store keys and values from position `start` on, and return those that the new tokens see.
 
         Shapes:  k_BGTC, v_BGTC (B, G, T, C).
-        Returns: (k_BGSC, v_BGSC): up to `size` tokens before the new ones and they themselves, in
-                 order; for one new token the last `size`, itself included, in any order, which one
-                 query cannot tell.
+        Returns: (k_BGSC, v_BGSC): up to `size` tokens before the new ones, then the new ones, in
+                 order; for one new token the last `size`, itself included, in any order, which does
+                 not matter to one query.
         """
         new_2BGTC = torch.stack((k_BGTC, v_BGTC))
         if self._kept_2BGSC is None:
@@ -126,9 +122,8 @@ class KeyValueCache:
             kept_2BGSC.narrow(3, start % self.size, num_new).copy_(new_2BGTC)
             seen_2BGSC = kept_2BGSC[:, :, :, :end]
         else:
-            in_order_2BGSC = kept_2BGSC.roll(-start, dims=3)[
-                :, :, :, self.size - min(start, self.size) :
-            ]
+            first = self.size - min(start, self.size)
+            in_order_2BGSC = kept_2BGSC.roll(-start, dims=3)[:, :, :, first:]
             seen_2BGSC = torch.cat((in_order_2BGSC, new_2BGTC), dim=3)
             kept_2BGSC.copy_(seen_2BGSC[:, :, :, -self.size :].roll(end, dims=3))
         return seen_2BGSC[0], seen_2BGSC[1]

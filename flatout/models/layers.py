@@ -1,4 +1,4 @@
-"""Parts that models share: norms, rotary positions, attention, MLPs, the pre-norm block.
+"""Layers that models share: norms, rotary positions, attention, MLPs and the pre-norm block.
 
 Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head size, F width
          inside the MLP, E = H C.
@@ -20,9 +20,7 @@ from flatout.ops.heads import rms_normed
 
 
 class Linear(nn.Linear):
-    """torch's linear layer with its product from `ops.linear`; its weights are the model's to fill,
-    not drawn twice.
-    """
+    """torch's linear layer with the product of `ops.linear`; the model initialises the weights."""
 
     def __init__(
         self,
@@ -38,11 +36,10 @@ class Linear(nn.Linear):
         self.activation = activation
 
     def reset_parameters(self) -> None:
-        """Leave the weights to `LanguageModel.init_weights`."""
+        """Do nothing: `LanguageModel.init_weights` initialises the weights."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the activations times the weight, plus the bias, through this layer's activation
-        if it has one.
+        """Return the product with the weight, plus bias, through this layer's activation if any.
 
         Shapes:  hidden (..., width_in).
         Returns: (..., width_out).
@@ -51,15 +48,14 @@ class Linear(nn.Linear):
 
 
 class Embedding(nn.Embedding):
-    """torch's table of rows; its weights are the model's to fill, not drawn twice."""
+    """torch's embedding; the model initialises the weights."""
 
     def reset_parameters(self) -> None:
-        """Leave the weights to `LanguageModel.init_weights`."""
+        """Do nothing: `LanguageModel.init_weights` initialises the weights."""
 
 
 class LayerNorm(nn.Module):
-    """Subtract the mean, divide by the standard deviation, scale, and shift if there is a bias; in
-    fp32, returned in the input's dtype.
+    """Layer normalisation in fp32, returned in the input's dtype; it shifts if there is a bias.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
@@ -82,8 +78,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Divide by the root of the mean square plus `eps`, and scale; in fp32, returned in the input's
-    dtype.
+    """RMS normalisation in fp32, returned in the input's dtype; `eps` is added to the mean square.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -103,11 +98,11 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Turn pairs of a head's components by an angle that grows with the position, so that scores
-    depend on distance alone.
+    """Rotates pairs of a head's components by an angle proportional to the position.
 
-    Component i is paired with i + C/2. The tables follow from the sizes: they are fp32 whatever the
-    model's dtype, made anew wherever the model is moved, and stand in no checkpoint.
+    Scores then depend on distances only. Component i is paired with i + C/2. The tables are fp32
+    for any dtype of the model, recomputed when the model moves to a device, and not part of
+    checkpoints.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
@@ -120,26 +115,21 @@ class Rotary(nn.Module):
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
         self.base = base
-        for name, table in zip(
-            ("cos", "sin"), self._tables(torch.get_default_device()), strict=True
-        ):
-            self.register_buffer(name, table, persistent=False)
+        cos, sin = self._tables(torch.get_default_device())
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines twice over, and sines with the first half negated: what a vector and its swapped
-        halves are multiplied by.
+        """Return the factors of a vector and of its swapped halves.
+
+        These are each cosine twice, and the sines with the first half negated.
         """
-        exponent = (
-            torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64) / self.head_dim
-        )
-        angle = (
-            torch.arange(self.max_seq_len, device=device, dtype=torch.float64)[:, None]
-            * self.base**-exponent
-        )
-        sin = angle.sin()
-        return torch.cat((angle.cos(), angle.cos()), dim=-1).float(), torch.cat(
-            (-sin, sin), dim=-1
-        ).float()
+        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64)
+        exponent = exponent / self.head_dim
+        position = torch.arange(self.max_seq_len, device=device, dtype=torch.float64)
+        angle = position[:, None] * self.base**-exponent
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat((cos, cos), dim=-1).float(), torch.cat((-sin, sin), dim=-1).float()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -147,7 +137,7 @@ class Rotary(nn.Module):
         return self
 
     def forward(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the tables of the positions from `start` to before `end`, which `ops.heads` takes.
+        """Return the tables that `ops.heads` takes, for positions from `start` to before `end`.
 
         Returns: (cos_TC, sin_TC).
         """
@@ -155,9 +145,7 @@ class Rotary(nn.Module):
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from one matrix, through `ops.attention`, and back to the model's
-    width.
-    """
+    """Attention with queries, keys and values from one matrix, and an output matrix."""
 
     def __init__(
         self,
@@ -186,25 +174,24 @@ class Attention(nn.Module):
         self.rotary = rotary
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        """Return what each token gathers from the tokens it may see.
+        """Return the output of attention for each token.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        return self._gathered(*self._heads(hidden_BTD), doc_ids_BT)
+        return self._attend(*self._heads(hidden_BTD), doc_ids_BT)
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
-        """Return what each token gathers from itself and from those before it, whose keys and
-        values the cache keeps.
+        """Return the output for the next tokens of a document, and add them to the cache.
 
         Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
         Returns: hidden_BTD.
         """
         q_BHTC, k_BGTC, v_BGTC = self._heads(hidden_BTD, start)
-        return self._gathered(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start), None)
+        return self._attend(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start), None)
 
     def _heads(self, hidden_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, by head."""
+        """Return queries, keys and values by head."""
         num_heads, num_kv_heads = self.head_counts
         gain_NC = None
         if self.query_norm is not None and self.key_norm is not None:
@@ -226,18 +213,17 @@ class Attention(nn.Module):
             eps=self.rms_norm_eps,
         )
 
-    def _gathered(
+    def _attend(
         self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None
     ) -> Tensor:
-        gathered_BHTC = self.ops.attention(
+        out_BHTC = self.ops.attention(
             q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window
         )
-        gathered_BTE = gathered_BHTC.transpose(1, 2).flatten(2)
-        return self.output(gathered_BTE)  # type: ignore[no-any-return]
+        return self.output(out_BHTC.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
 def gelu(hidden: Tensor) -> Tensor:
-    """Return x times the normal distribution's share below x, by GPT-2's tanh formula.
+    """Return GELU by the tanh formula that GPT-2 uses.
 
     Shapes:  any.
     Source:  Hendrycks and Gimpel 2016, arXiv:1606.08415.
@@ -255,11 +241,11 @@ def relu2(hidden: Tensor) -> Tensor:
 
 
 class _SquaredReLU(torch.autograd.Function):
-    """Its gradient is one pass; autograd's own, of a product and a relu, is four."""
+    """Computes the gradient in one pass; autograd needs four for a product and a ReLU."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        """Return the square, and keep its root."""
+        """Return the square; its root is kept for backward."""
         positive = hidden.relu()
         ctx.save_for_backward(positive)
         return positive * positive
@@ -272,7 +258,7 @@ class _SquaredReLU(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """Up, an activation, and down."""
+    """Two linear layers with an activation between them."""
 
     def __init__(
         self,
@@ -288,7 +274,7 @@ class MLP(nn.Module):
         self.down = Linear(inner, width, bias=bias, ops=ops)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Return each token transformed by itself.
+        """Return the output for each token, which does not depend on the others.
 
         Shapes:  hidden_BTD (B, T, D).
         Returns: hidden_BTD.
@@ -297,7 +283,7 @@ class MLP(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Up through a SiLU gate, and down; gate and value come from one matrix.
+    """Two linear layers with a SiLU gate between them; gate and value come from one matrix.
 
     Source: Shazeer 2020, arXiv:2002.05202.
     """
@@ -308,7 +294,7 @@ class SwiGLU(nn.Module):
         self.down = Linear(inner, width, bias=bias, ops=ops)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Return each token transformed by itself.
+        """Return the output for each token, which does not depend on the others.
 
         Shapes:  hidden_BTD (B, T, D).
         Returns: hidden_BTD.
@@ -317,8 +303,26 @@ class SwiGLU(nn.Module):
         return self.down(functional.silu(gate_BTF) * up_BTF)  # type: ignore[no-any-return]
 
 
-class Block(nn.Module):
-    """Attention and MLP, each on normalised hidden states and added to them."""
+class ResidualBlock(nn.Module):
+    """A block that mixes tokens and ends with an MLP, each added to the hidden states."""
+
+    mlp_norm: nn.Module
+    mlp: nn.Module
+    dropout: float
+
+    def added(self, hidden_BTD: Tensor, mixed_BTD: Tensor) -> Tensor:
+        """Return the hidden states plus the mixed tokens, and plus the MLP of that sum.
+
+        Shapes:  hidden_BTD, mixed_BTD (B, T, D).
+        Returns: hidden_BTD.
+        """
+        hidden_BTD = hidden_BTD + dropped(mixed_BTD, self.dropout, self.training)
+        mlp_BTD = self.mlp(self.mlp_norm(hidden_BTD))
+        return hidden_BTD + dropped(mlp_BTD, self.dropout, self.training)
+
+
+class Block(ResidualBlock):
+    """Attention and an MLP; each reads normalised hidden states and adds to them."""
 
     def __init__(
         self, *, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, dropout: float
@@ -336,28 +340,20 @@ class Block(nn.Module):
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        return self._added(hidden_BTD, self.attention(self.attention_norm(hidden_BTD), doc_ids_BT))
+        return self.added(hidden_BTD, self.attention(self.attention_norm(hidden_BTD), doc_ids_BT))
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
-        """Return the hidden states after this block of tokens that go on from those in the cache.
+        """Return the hidden states of the next tokens of a document, and add them to the cache.
 
         Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
         Returns: hidden_BTD.
         """
-        return self._added(
-            hidden_BTD, self.attention.decode(self.attention_norm(hidden_BTD), cache, start)
-        )
-
-    def _added(self, hidden_BTD: Tensor, gathered_BTD: Tensor) -> Tensor:
-        hidden_BTD = hidden_BTD + dropped(gathered_BTD, self.dropout, self.training)
-        return hidden_BTD + dropped(
-            self.mlp(self.mlp_norm(hidden_BTD)), self.dropout, self.training
-        )
+        normed_BTD = self.attention_norm(hidden_BTD)
+        return self.added(hidden_BTD, self.attention.decode(normed_BTD, cache, start))
 
 
 def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:
-    """Return the hidden states with a share of components zeroed and the rest scaled up; untouched
-    outside training.
+    """Return the hidden states after dropout; unchanged outside training.
 
     Shapes:  hidden_BTD (B, T, D).
     Returns: hidden_BTD.
@@ -367,12 +363,13 @@ def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:
 
 
 def check_length(num_tokens: int, max_seq_len: int) -> None:
-    """Refuse tokens for which there is no position.
+    """Check that there is a position for each token.
 
     Raises: ShapeError.
     """
     if num_tokens > max_seq_len:
         raise ShapeError(
-            f"{num_tokens} tokens in a row, and the model has positions for {max_seq_len}.",
-            fix=f"Give at most {max_seq_len} tokens, or train a model with model.max_seq_len={num_tokens}.",
+            f"A sequence of {num_tokens} tokens exceeds the model's {max_seq_len} positions.",
+            fix=f"Pass at most {max_seq_len} tokens, or train a model with "
+            f"model.max_seq_len={num_tokens}.",
         )

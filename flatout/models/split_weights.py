@@ -1,11 +1,9 @@
-"""Weights of 32 bits in two parts: their bfloat16, which products read as it is, and what rounding
-to it took off.
+"""fp32 weights in two parts: their bfloat16, which products read directly, and its rounding error.
 
-Under autocast a weight is rounded to bfloat16 for every product, in every micro-batch, and the
-rounded copy is kept for backward. Here the rounded weight is the weight; the other 16 bits lie
-beside it, for everything that needs them: the optimiser's update, rows of an embedding, a
-checkpoint. Nothing but the storage changes: to all code it is a tensor of fp32, and so is its
-gradient.
+Under autocast a weight is rounded to bfloat16 for every product in every micro-batch, and the
+rounded copy is kept for backward. Here the rounded weight is stored, with the other 16 bits beside
+it for everything that needs them: the optimiser's update, rows of an embedding, a checkpoint. Only
+the storage changes: all code sees a tensor of fp32 with a gradient of fp32.
 """
 
 from __future__ import annotations
@@ -27,12 +25,10 @@ from flatout.ops.split import join as join
 from flatout.ops.split import split as split
 
 JOINED_AT_ONCE = 2**24
-"""Weights of which an update of many tensors holds the fp32 value at once, in number: enough for
-full rate, 64 MiB.
-"""
+"""Weights that an update of many tensors joins to fp32 at once: enough for full rate, 64 MiB."""
 
 _aten = torch.ops.aten
-_ALIKE_IN_BOTH_PARTS = {
+_ELEMENTWISE_MOVES = {
     _aten.detach.default,
     _aten.alias.default,
     _aten.clone.default,
@@ -47,7 +43,7 @@ _ALIKE_IN_BOTH_PARTS = {
     _aten.slice.Tensor,
     _aten.select.int,
 }
-"""What moves numbers and does not change them."""
+"""Operations that move numbers without changing them."""
 
 
 @cache
@@ -57,12 +53,12 @@ def _own_digest() -> str:
 
 
 class SplitTensor(Tensor):
-    """An fp32 tensor that lies in memory as `high` (bfloat16) and `low` (int16).
+    """An fp32 tensor that is stored as `high` (bfloat16) and `low` (int16).
 
-    A conversion to bfloat16 is `high` itself. Rows of an embedding are looked up in both and
-    joined. What only moves numbers is done to both. Torch's fused AdamW is one kernel on a GPU
-    (`flatout.ops.split_update`). All else is done to the joined fp32 tensor, and what that writes
-    is split again.
+    A conversion to bfloat16 returns `high`. Rows of an embedding are looked up in both parts and
+    joined. Operations that only move numbers act on both parts. torch's fused AdamW is one kernel
+    on a GPU (`flatout.ops.split_update`). All other operations act on the joined fp32 tensor, and
+    what they write is split again.
     """
 
     high: Tensor
@@ -70,8 +66,8 @@ class SplitTensor(Tensor):
 
     @staticmethod
     def __new__(cls, high: Tensor, low: Tensor) -> SplitTensor:
-        """Return the tensor of these two parts."""
-        made: Any = Tensor._make_wrapper_subclass(
+        """Return a tensor of these two parts."""
+        tensor: Any = Tensor._make_wrapper_subclass(
             cls,
             high.shape,
             strides=high.stride(),
@@ -79,62 +75,60 @@ class SplitTensor(Tensor):
             dtype=torch.float32,
             device=high.device,
         )
-        made.high, made.low = high, low
-        return made  # type: ignore[no-any-return]
+        tensor.high, tensor.low = high, low
+        return tensor  # type: ignore[no-any-return]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Return the names of the parts: what torch's compiler takes apart."""
+        """Return the names of the parts, for torch's compiler."""
         return ["high", "low"], None
 
     @staticmethod
     def __tensor_unflatten__(
-        parts: dict[str, Tensor], _meta: None, _size: Any, _stride: Any
+        parts: dict[str, Tensor], _meta: None, _size: torch.Size, _stride: tuple[int, ...]
     ) -> SplitTensor:
-        """Return the tensor of the parts."""
+        """Return the tensor of these parts."""
         return SplitTensor(parts["high"], parts["low"])
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what torch's compiler files its results under: what it compiled for another
-        version of these files is not for this one.
-        """
+        """Return a key for torch's compile cache that changes with the code of these files."""
         return _own_digest()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"SplitTensor({join(self.high, self.low)!r})"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Carry out one of torch's operations."""
+        """Run one of torch's operations."""
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, SplitTensor):
-            if func in _ALIKE_IN_BOTH_PARTS:
-                return SplitTensor(
-                    func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs)
-                )
-            if func is _aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
-                return (
-                    _aten._to_copy.default(first.high, **kwargs)
-                    if kwargs.get("device", first.device) != first.device
-                    else first.high.detach()
-                )
+            if func in _ELEMENTWISE_MOVES:
+                return SplitTensor(*first._both(func, args, kwargs))
             if func is _aten.embedding.default:
-                return join(
-                    func(first.high, *args[1:], **kwargs), func(first.low, *args[1:], **kwargs)
-                )
+                return join(*first._both(func, args, kwargs))
+            if func is _aten._to_copy.default and kwargs.get("dtype") == torch.bfloat16:
+                if kwargs.get("device", first.device) == first.device:
+                    return first.high.detach()
+                return func(first.high, **kwargs)
             if func is _aten.copy_.default:
-                first._take(args[1])
+                first._assign(args[1])
                 return first
         if isinstance(first, (list, tuple)) and func._schema.arguments[0].is_write:
-            rest = _after_adamw(args, kwargs) if func is _aten._fused_adamw_.default else args
-            for some in _in_pieces(rest):
-                _on_joined(func, some, kwargs)
+            rest = _after_kernel(args, kwargs) if func is _aten._fused_adamw_.default else args
+            for piece in _in_pieces(rest):
+                _on_joined(func, piece, kwargs)
             return None
         return _on_joined(func, args, kwargs)
 
-    def _take(self, weight: Tensor) -> None:
+    def _both(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Run an operation on each part."""
+        return func(self.high, *args[1:], **kwargs), func(self.low, *args[1:], **kwargs)
+
+    def _assign(self, weight: Tensor) -> None:
         high, low = (
             (weight.high, weight.low)
             if isinstance(weight, SplitTensor)
@@ -145,8 +139,7 @@ class SplitTensor(Tensor):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a split tensor joined, on the CPU, where it takes no memory of the device; any other
-    tensor itself.
+    """Return a split tensor joined on the CPU, which needs no device memory; others unchanged.
 
     Shapes:  any.
     """
@@ -158,11 +151,10 @@ def whole(tensor: Tensor) -> Tensor:
 def decay_and_add(
     weights: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float
 ) -> None:
-    """Replace each weight by kept * weight + alpha * step, in place; a split weight is read and
-    written once.
+    """Set each weight to kept * weight + alpha * step, in place; split weights in one pass.
 
-    Shapes:  one tensor each in both lists, of one shape; weights are split or plain, and plain ones
-             of their steps' type.
+    Shapes:  each pair of weight and step has one shape; weights are split or plain, and plain ones
+             have the dtype of their steps.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     plain: list[tuple[Tensor, Tensor]] = []
@@ -172,18 +164,19 @@ def decay_and_add(
         elif split_update.fits(weight.high, weight.low):
             parts.append((weight.high, weight.low, step))
         else:
-            weight._take(join(weight.high, weight.low).mul_(kept).add_(step, alpha=alpha))
+            weight._assign(join(weight.high, weight.low).mul_(kept).add_(step, alpha=alpha))
     if parts:
-        split_update.decay_and_add(*map(list, zip(*parts, strict=True)), kept=kept, alpha=alpha)
+        split_update.decay_and_add(*_columns(parts), kept=kept, alpha=alpha)
     if plain:
-        targets, added = map(list, zip(*plain, strict=True))
+        targets, added = _columns(plain)
         torch._foreach_mul_(targets, kept)
         torch._foreach_add_(targets, added, alpha=alpha)
 
 
-def _after_adamw(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """Update what the kernel of `split_update.adamw` can, of the tensors of torch's fused AdamW;
-    return the arguments for the others.
+def _after_kernel(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """Run `split_update.adamw` on the weights that it supports, and return the other arguments.
+
+    These are the arguments of torch's fused AdamW.
     """
     weights, gradients, exp_avgs, exp_avg_sqs, _, steps = args
     if (
@@ -202,41 +195,42 @@ def _after_adamw(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     ]
     if not any(fit):
         return args
-    mine = [
+    supported = [
         (row[0].high, row[0].low, *row[1:]) for row, fits in zip(rows, fit, strict=True) if fits
     ]
     numbers = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
-    split_update.adamw(*map(list, zip(*mine, strict=True)), **numbers)
+    split_update.adamw(*_columns(supported), **numbers)
     rest = [row for row, fits in zip(rows, fit, strict=True) if not fits]
-    weights, gradients, exp_avgs, exp_avg_sqs, steps = (
-        map(list, zip(*rest, strict=True)) if rest else ([], [], [], [], [])
-    )
+    weights, gradients, exp_avgs, exp_avg_sqs, steps = _columns(rest) if rest else [[]] * 5
     return weights, gradients, exp_avgs, exp_avg_sqs, [], steps
 
 
+def _columns(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
 def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Carry out an operation on fp32 numbers; what it writes to goes back into its parts, and comes
-    back as it was given.
-    """
+    """Run an operation on joined weights, and split those that it writes to again."""
     written: dict[int, tuple[SplitTensor, Tensor]] = {}
 
     def joined(value: Any) -> Any:
         if not isinstance(value, SplitTensor):
             return value
-        made = join(value.high, value.low)
-        written[id(made)] = (value, made)
-        return made
+        weight = join(value.high, value.low)
+        written[id(weight)] = (value, weight)
+        return weight
 
     result = func(*tree_map(joined, args), **tree_map(joined, kwargs))
     if any(argument.is_write for argument in func._schema.arguments):
-        for part, made in written.values():
-            part._take(made)
+        for original, weight in written.values():
+            original._assign(weight)
     return tree_map(lambda value: written[id(value)][0] if id(value) in written else value, result)
 
 
 def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
-    """Cut the lists of an operation on many tensors into runs of bounded size; each of its lists
-    has one entry a tensor, or none.
+    """Yield the arguments of an operation on many tensors in pieces of bounded size.
+
+    Each of its lists has one entry per tensor, or none.
     """
     count = len(args[0])
     start, weights = 0, 0
@@ -250,10 +244,8 @@ def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
             start, weights = stop, 0
 
 
-def split_weights(model: LanguageModel, _mesh: Any) -> LanguageModel:
-    """Split every matrix of the model in place; norms, biases and eigenvalues are too few to
-    matter.
-    """
+def split_weights(model: LanguageModel, _mesh: object) -> LanguageModel:
+    """Split every matrix of the model in place; vectors have too few numbers to matter."""
     kinds = model.parameter_kinds()
     for name, parameter in list(model.named_parameters()):
         if kinds[name] != "vector" and parameter.dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Decoder-only transformer: GPT-2 and Llama shapes, and what lies between, by configuration.
+"""Decoder-only transformer, configurable from GPT-2 to Llama.
 
 Letters: B rows, T tokens, D width, V vocabulary, L layers, H query heads, G key and value heads, C
          head size, F width inside the MLP.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import partial
-from typing import Any, ClassVar, Literal, Self, final
+from typing import ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
@@ -17,68 +17,63 @@ from torch import Tensor, nn
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.decoding import Decoder, KeyValueCache
-from flatout.models.language_model import (
-    Flops,
-    LanguageModel,
-    LanguageModelConfig,
-    ParameterKind,
-    kind_by_name,
-)
+from flatout.models.embedding_model import EmbeddingModel
+from flatout.models.language_model import Flops, LanguageModelConfig
 from flatout.ops import Ops
 
 INIT_STD = 0.02
-"""Standard deviation of fresh weights (GPT-2: Radford et al. 2019)."""
+"""Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
 
 
 class TransformerConfig(LanguageModelConfig):
-    """The model's shape. The defaults are small and plain; GPT-2 and Llama differ in the five keys
-    from `norm` on.
-    """
+    """The shape of a transformer; GPT-2 and Llama differ in the five keys from `norm` on."""
 
     num_layers: int = Field(6, ge=1)
-    """Blocks, each one attention and one MLP (L)."""
+    """Blocks, each with one attention and one MLP (L)."""
     d_model: int = Field(384, ge=1)
     """Width of the hidden states (D)."""
     num_heads: int = Field(6, ge=1)
     """Query heads (H)."""
     num_kv_heads: int | None = Field(None, ge=1)
-    """Key and value heads (G), a divisor of num_heads; None is one for each query head."""
+    """Key and value heads (G), a divisor of num_heads; None is one per query head."""
     head_dim: int | None = Field(None, ge=1)
-    """Components of a head (C); None is d_model / num_heads."""
+    """Size of a head (C); None is d_model / num_heads."""
     d_ff: int | None = Field(None, ge=1)
-    """Width inside the MLP (F); None is 4 d_model, and 8/3 d_model up to the next multiple of 64
-    for swiglu.
+    """Width inside the MLP (F); None is 4 d_model, or for swiglu 8/3 d_model rounded up to a
+    multiple of 64.
     """
     max_seq_len: int | None = Field(None, ge=1)
-    """Positions the model has; windows and prompts may be shorter. None takes data.seq_len."""
+    """Positions of the model; sequences and prompts may be shorter. None takes data.seq_len."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    """layernorm or rmsnorm; before attention, before the MLP and after the last block."""
+    """layernorm or rmsnorm, before attention, before the MLP and after the last block."""
     positions: Literal["learned", "rotary"] = "rotary"
-    """learned (a vector a position, added to the embedding) or rotary (queries and keys are
-    turned).
+    """learned (a vector per position, added to the embedding) or rotary (queries and keys are
+    rotated).
     """
     activation: Literal["gelu", "swiglu", "relu2"] = "gelu"
     """gelu (tanh formula), swiglu (gated SiLU) or relu2 (squared ReLU)."""
     bias: bool = False
     """Biases in the linear layers and the norms."""
     tied_head: bool = True
-    """The embedding is the output weight too."""
+    """Use the embedding as the output weight too."""
     rotary_base: float = Field(10_000.0, gt=1)
-    """Slowest rotary wavelength is about 2 pi times this many tokens."""
+    """The longest rotary wavelength is about 2 pi times this many tokens."""
     qk_norm: bool = False
-    """RMSNorm on each query and key head, before rotary."""
+    """Apply RMSNorm to each query and key head, before rotary positions."""
     rms_norm_eps: float = Field(1e-5, gt=0)
-    """Added to the mean square in every RMSNorm, those of queries and keys included; many
-    Llama-shaped checkpoints use 1e-6.
+    """Added to the mean square in every RMSNorm, including those of queries and keys; many Llama
+    checkpoints use 1e-6.
     """
     window: int | None = Field(None, ge=1)
-    """Keys a query sees, its own included; None is all before it."""
+    """Keys that a query sees, its own included; None is all up to its own."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Share of components dropped from the embedding and from what each attention and MLP adds."""
+    """Share of components dropped from the embedding and from the output of each attention and
+    MLP.
+    """
 
     @property
     def head_size(self) -> int:
-        """Components of a head, C."""
+        """Size of a head, C."""
         return self.head_dim or self.d_model // self.num_heads
 
     @property
@@ -88,7 +83,7 @@ class TransformerConfig(LanguageModelConfig):
 
     @property
     def num_positions(self) -> int:
-        """Positions the model has; 1,024 where neither a configuration nor a window length said."""
+        """Positions of the model; 1,024 if they were never set."""
         return self.max_seq_len or 1024
 
     @property
@@ -98,27 +93,29 @@ class TransformerConfig(LanguageModelConfig):
         return self.d_ff or (gated if self.activation == "swiglu" else 4 * self.d_model)
 
     @model_validator(mode="after")
-    def _heads_fit(self) -> Self:
+    def _consistent(self) -> Self:
         if self.head_dim is None and self.d_model % self.num_heads:
             divisor = _nearest_divisor(self.d_model, self.num_heads)
             raise ConfigError(
-                f"model.d_model={self.d_model} does not divide into model.num_heads={self.num_heads} heads.",
-                fix=f"Set model.num_heads={divisor}, or state model.head_dim.",
+                f"model.d_model={self.d_model} is not divisible by "
+                f"model.num_heads={self.num_heads}.",
+                fix=f"Set model.num_heads={divisor}, or set model.head_dim.",
             )
         if self.num_heads % self.kv_heads:
             raise ConfigError(
-                f"model.num_heads={self.num_heads} query heads cannot share model.num_kv_heads={self.kv_heads} evenly.",
+                f"model.num_heads={self.num_heads} is not divisible by "
+                f"model.num_kv_heads={self.kv_heads}.",
                 fix=f"Set model.num_kv_heads={_nearest_divisor(self.num_heads, self.kv_heads)}.",
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ConfigError(
-                f"Rotary positions turn pairs, and a head has {self.head_size} components.",
+                f"Rotary positions need an even head size, and it is {self.head_size}.",
                 fix=f"Set model.head_dim={self.head_size + 1}, or model.positions=learned.",
             )
         return self
 
 
-class Transformer(LanguageModel):
+class Transformer(EmbeddingModel):
     """Pre-norm decoder-only transformer."""
 
     Config: ClassVar[type[LanguageModelConfig]] = TransformerConfig
@@ -138,46 +135,42 @@ class Transformer(LanguageModel):
         )
         self.blocks = nn.ModuleList(_block(config, rotary, ops) for _ in range(config.num_layers))
         self.final_norm = _norm(config)
-        self.unembedding = (
-            None
-            if config.tied_head
-            else layers.Linear(width, config.vocab_size, bias=False, ops=ops)
-        )
+        self.unembedding = self.new_unembedding(tied=config.tied_head)
         self.init_weights()
 
     @classmethod
     def fitted(cls, config: TransformerConfig, seq_len: int) -> TransformerConfig:
-        """Return the configuration with as many positions as a window has tokens, where it states
-        none.
+        """Return the configuration with `seq_len` positions, unless it sets their number.
 
-        Raises: ConfigError when it states fewer.
+        Raises: ConfigError when it sets fewer.
         """
         if config.max_seq_len is None:
             return config.model_copy(update={"max_seq_len": seq_len})
         if seq_len > config.max_seq_len:
             raise ConfigError(
-                f"data.seq_len={seq_len} is more than model.max_seq_len={config.max_seq_len}, the positions the model has.",
+                f"data.seq_len={seq_len} exceeds the model's {config.max_seq_len} positions "
+                f"(model.max_seq_len={config.max_seq_len}).",
                 fix=f"Set model.max_seq_len={seq_len}, or data.seq_len={config.max_seq_len}.",
             )
         return config
 
     @property
     def max_seq_len(self) -> int:
-        """Most tokens in a row that the model takes."""
+        """The longest sequence that the model accepts."""
         return self.config.num_positions
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
-        """Return a reader of one text a row that keeps each layer's keys and values, those of its
-        window where it has one.
+        """Return a decoder that caches the keys and values of each layer, within its window if any.
 
-        Memory: 2 L B G C elements a token, for at most `max_tokens` or model.window tokens; taken
-                at the first read.
+        Memory: 2 L B G C elements per token, for at most `max_tokens` or model.window tokens;
+                allocated at the first read.
         """
-        return CachedTransformer(self, self.at_most(max_tokens))
+        return CachingDecoder(self, self.token_limit(max_tokens))
 
     def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
-        """Return each token's vector, with its position's when positions are learned; the first
-        position is `start`.
+        """Return the embedding of each token, plus that of its position when positions are learned.
+
+        The first position is `start`.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
@@ -190,21 +183,12 @@ class Transformer(LanguageModel):
             hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
         return layers.dropped(hidden_BTD, self.config.dropout, self.training)
 
-    def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the normalised hidden states and the output weight.
-
-        Shapes:  hidden_BTD (B, T, D).
-        Returns: (hidden_BTD, weight_VD).
-        """
-        output = self.token_embedding if self.unembedding is None else self.unembedding
-        return self.final_norm(hidden_BTD), output.weight
-
     def init_weights(self) -> None:
-        """Fill every parameter anew: matrices normal(0, 0.02), biases 0, norms 1.
+        """Initialise every parameter: matrices normal(0, 0.02), biases 0, norms 1.
 
-        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), so that
-        their sum over the blocks does not grow with the number of them. Source: GPT-2 (Radford et
-        al. 2019, section 2.3).
+        The two matrices of a block that add to the hidden states get 0.02 / sqrt(2 L), so that the
+        sum over the blocks does not grow with their number. Source: GPT-2 (Radford et al. 2019,
+        section 2.3).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
@@ -213,29 +197,17 @@ class Transformer(LanguageModel):
             elif parameter.dim() == 1:
                 nn.init.ones_(parameter)
             else:
-                nn.init.normal_(
-                    parameter,
-                    std=residual_std
-                    if name.endswith(("attention.output.weight", "mlp.down.weight"))
-                    else INIT_STD,
-                )
+                is_residual = name.endswith(("attention.output.weight", "mlp.down.weight"))
+                nn.init.normal_(parameter, std=residual_std if is_residual else INIT_STD)
 
     def flops_per_token(self, seq_len: int) -> Flops:
-        """Return the training FLOPs a token in windows of `seq_len`.
+        """Return the training FLOPs per token in sequences of `seq_len`.
 
-        A weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N, N over the hidden
-        matrices and the head, tied or not; the embedding's look-up is no product. Scores and values
-        cost 4 H C a visible key forward, 12 H C in training. The first layer's input gradient
-        counts in full, since the embedding below it is trained; so do the loss's products with the
-        output weight.
+        Besides `matmul_flops`, scores and values cost 4 H C per visible key forward, 12 H C in
+        training. The input gradient of the first layer counts in full, since the embedding below it
+        is trained; so do the products of the loss with the output weight.
         """
-        config = self.config
-        counted = sum(
-            p.numel()
-            for name, p in self.named_parameters()
-            if self.parameter_kinds()[name] == "hidden"
-        )
-        matmul = 6 * (counted + config.vocab_size * config.d_model)
+        config, matmul = self.config, self.matmul_flops()
         per_key = 12 * config.num_layers * config.num_heads * config.head_size
         window = min(config.window or seq_len, seq_len)
         visible = window * (window + 1) // 2 + (seq_len - window) * window
@@ -244,48 +216,35 @@ class Transformer(LanguageModel):
             causal_exact=matmul + Fraction(per_key * visible, seq_len),
         )
 
-    def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """Return the kind of every parameter by its name; a tied head is an embedding."""
-        return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
-
-    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+    def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
         """Return the rows of query, key and value in `qkv`, and of gate and value in `gate_up`."""
-        size, width = self.config.head_size, self.config.mlp_width
-        heads = (self.config.num_heads, self.config.kv_heads, self.config.kv_heads)
-        parts = {
-            "attention.qkv.weight": tuple(count * size for count in heads),
-            "mlp.gate_up.weight": (width, width),
-        }
+        config = self.config
+        heads = (config.num_heads, config.kv_heads, config.kv_heads)
         return {
-            name: rows
-            for name, _ in self.named_parameters()
-            for ending, rows in parts.items()
-            if name.endswith(ending)
+            "attention.qkv.weight": tuple(count * config.head_size for count in heads),
+            "mlp.gate_up.weight": (config.mlp_width, config.mlp_width),
         }
 
 
 @final
-class CachedTransformer(Decoder):
-    """A transformer that keeps the keys and values of what it has read."""
+class CachingDecoder(Decoder):
+    """Decodes with a cache of keys and values per layer."""
 
     def __init__(self, model: Transformer, max_tokens: int) -> None:
         super().__init__(max_tokens)
         self._model = model
         size = min(model.config.window or max_tokens, max_tokens)
-        self._layers: list[tuple[Any, KeyValueCache]] = [
-            (block, KeyValueCache(size)) for block in model.blocks
-        ]
+        self._caches = [KeyValueCache(size) for _ in model.blocks]
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Return the scores after these tokens, computed from them and from what is kept of those
-        before.
+        """Return the logits after these tokens, from them and the cached keys and values.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
         hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
-        for block, cache in self._layers:
-            hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)
+        for block, cache in zip(self._model.blocks, self._caches, strict=True):
+            hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)
 
 

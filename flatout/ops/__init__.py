@@ -1,6 +1,4 @@
-"""Tensor functions. Each file holds one plain reference and any number of fast variants that must
-match it.
-"""
+"""Tensor functions: each file holds a plain reference and the fast variants that must match it."""
 
 from __future__ import annotations
 
@@ -9,32 +7,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from flatout.ops.folding import Weights
+
 
 @dataclass(frozen=True)
 class Ops:
-    """The exchangeable functions a model is given when it is built."""
+    """The functions that a model is built with; speedups replace them."""
 
     attention: Callable[..., Tensor]
-    """Signature and definition: `flatout.ops.attention.reference`."""
+    """Defined by `flatout.ops.attention.reference`."""
     cross_entropy: Callable[..., tuple[Tensor, Tensor]]
-    """Signature and definition: `flatout.ops.cross_entropy.reference`."""
+    """Defined by `flatout.ops.cross_entropy.reference`."""
     linear: Callable[..., Tensor]
-    """Signature and definition: `flatout.ops.linear.reference`. The products inside the blocks."""
+    """Defined by `flatout.ops.linear.reference`: the matrix products inside the blocks."""
     heads: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """Signature and definition: `flatout.ops.heads.reference`."""
+    """Defined by `flatout.ops.heads.reference`."""
     scan: Callable[..., Tensor]
-    """Signature and definition: `flatout.ops.scan.reference`."""
-    folding: Callable[[Any], Any]
-    """Signature and definition: `flatout.ops.folding.reference`."""
+    """Defined by `flatout.ops.scan.reference`."""
+    folding: Callable[[Weights], Weights]
+    """Defined by `flatout.ops.folding.reference`."""
 
     @classmethod
     def plain(cls, **others: Callable[..., Any]) -> Ops:
-        """Return every function's reference, but for those given by name."""
+        """Return the reference of every function, except those given by name."""
         references = {
             field.name: import_module(f"flatout.ops.{field.name}").reference
             for field in fields(cls)
@@ -43,21 +44,31 @@ class Ops:
 
 
 def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Return every function of `op` that can stand in for its `reference`: the public ones with the
-    same signature, by name.
-    """
+    """Return the public functions of `op` that share the signature of its `reference`, by name."""
     wanted = inspect.signature(op.reference)
-    public = {
+    return {
         name: value
         for name, value in vars(op).items()
-        if not name.startswith("_") and inspect.isfunction(value)
+        if not name.startswith("_")
+        and inspect.isfunction(value)
+        and inspect.signature(value) == wanted
     }
-    return {name: value for name, value in public.items() if inspect.signature(value) == wanted}
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """Return the tensor widened to fp32; fp32 and fp64 come back as they are.
+    """Return the tensor widened to fp32; fp32 and fp64 tensors are returned unchanged.
 
     Shapes:  any.
     """
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def product_dtype(left: Tensor, right: Tensor) -> torch.dtype:
+    """Return the dtype in which the product of two tensors is computed: autocast's, or their own.
+
+    Shapes:  any.
+    """
+    device = left.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(left.dtype, right.dtype)

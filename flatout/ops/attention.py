@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,14 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, block_sparse, flash_attention_4, segments
+from flatout.ops import at_least_fp32, flash_attention_4, flex_attention, varlen_attention
 
 FEWEST_QUERIES = 8
-"""Below, rounding the factors costs more than their product: a model that writes one token at a
-time.
+"""With fewer queries, as in token-by-token decoding, rounding the factors costs more than their
+product.
 """
 MOST_KEYS = 512
-"""Beyond, the scores of a micro-batch leave the caches."""
+"""With more keys, the scores of a micro-batch no longer fit into the caches."""
 
 
 def reference(
@@ -33,29 +34,28 @@ def reference(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Softmax of the scaled scores over the keys a query may see, times their values.
+    """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
-    The queries are the last T of the S positions. A query sees itself and what came before it: with
-    `window`, itself and the window - 1 before it; with `doc_ids_BT`, only positions of its own
-    document. Query head h reads key head h // (H / G). What a query may not see counts for nothing
-    as long as it is finite: its weight is 0, and 0 x NaN is NaN. These plain matmuls over the whole
-    square are the definition; every variant must match it, gradients included.
+    The queries are the last T of the S positions. A query sees its own position and earlier ones:
+    with `window`, only the last `window` positions, its own included; with `doc_ids_BT`, only
+    positions of its own document. Query head h reads key head h // (H / G). Masked keys and values
+    have no effect as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain
+    matrix products over all pairs are the definition; every variant must match them, gradients
+    included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B,
              T) integers, then S = T.
     Returns: out_BHTC in the dtype of v; scores and softmax are fp32 (fp64 for fp64).
     Units:   window counts keys, the query's own included.
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
-    Raises:  ShapeError when the shapes do not fit or the window is below 1.
+    Raises:  ShapeError when the shapes do not match or the window is below 1.
     Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023,
              arXiv:2305.13245.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    heads_per_group = q_BHTC.shape[1] // k_BGSC.shape[1]
-    k_BHSC = k_BGSC.repeat_interleave(heads_per_group, dim=1)
-    v_BHSC = v_BGSC.repeat_interleave(heads_per_group, dim=1)
+    k_BHSC, v_BHSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
-    visible = _visible(q_BHTC.shape[2], k_BGSC.shape[2], doc_ids_BT, window, q_BHTC.device)
+    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
     weights_BHTS = scores_BHTS.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
 
@@ -68,14 +68,13 @@ def fused(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through torch's scaled_dot_product_attention: flash or cuDNN kernels, the scores
-    are never whole.
+    """`reference` through scaled_dot_product_attention, which never stores all scores.
 
-    torch itself tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, as
-    torch 2.11 to 2.13 come with), flash elsewhere, and takes the next kernel where one cannot:
-    heads above 128 and of no multiple of 8 are not for cuDNN. Without documents and with a window
-    that covers all, one query, or as many as keys, need no mask; otherwise a boolean mask (T, S),
-    or (B, 1, T, S) with documents, is built and the kernel skips nothing.
+    torch tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, which torch
+    2.11 to 2.13 ship), flash elsewhere, and falls back to the next kernel: cuDNN does not support
+    heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
+    when the window covers everything and there is one query or as many as keys. Otherwise a boolean
+    mask (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -85,18 +84,18 @@ def fused(
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
-    grouped = q_BHTC.shape[1] != k_BGSC.shape[1]
-    if (
+    is_plain = (
         doc_ids_BT is None
         and num_queries in {1, num_keys}
         and (window is None or window >= num_keys)
-    ):
-        return functional.scaled_dot_product_attention(
-            q_BHTC, k_BGSC, v_BGSC, is_causal=num_queries > 1, enable_gqa=grouped
-        )
-    visible = _visible(num_queries, num_keys, doc_ids_BT, window, q_BHTC.device)
+    )
     return functional.scaled_dot_product_attention(
-        q_BHTC, k_BGSC, v_BGSC, attn_mask=visible, enable_gqa=grouped
+        q_BHTC,
+        k_BGSC,
+        v_BGSC,
+        attn_mask=None if is_plain else _visible(q_BHTC, k_BGSC, doc_ids_BT, window),
+        is_causal=is_plain and num_queries > 1,
+        enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
 
 
@@ -108,24 +107,21 @@ def flex(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through FlexAttention: blocks of 128 tokens in which a document's or the window's
-    bounds leave nothing are skipped.
+    """`reference` through FlexAttention, which skips blocks of 128 tokens that are fully masked.
 
-    For GPUs: it has no backward on a CPU. That, and what it could not take or would skip nothing of
-    (windows of 128 tokens and fewer, as many keys as a query sees, more keys than queries, heads
-    below 16 or above 256), is left to `fused`.
+    For GPUs: it has no backward pass on a CPU. `fused` handles CPUs and the inputs that
+    FlexAttention does not support or has nothing to skip for: sequences of at most 128 tokens,
+    sequences without documents that are no longer than the window, more keys than queries, and
+    heads below 16 or above 256.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
-    Cost:    as `reference`, of the blocks that are not skipped; keeps B H T log-sums besides its
+    Cost:    as `reference`, for the blocks that are not skipped; keeps B H T log-sums besides its
              inputs and its output.
     Raises:  ShapeError as `reference`.
     Source:  Dong et al. 2024, arXiv:2412.05496.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    if not block_sparse.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
-    return _on_gpu(block_sparse.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    return _by_kernel(flex_attention, fused, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
 def varlen(
@@ -136,26 +132,23 @@ def varlen(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through torch's flash attention of segments: all rows are one line, cut where a
-    document ends.
+    """`reference` through torch's variable-length flash attention, one sequence per document.
 
-    For GPUs and bf16 or fp16, with documents; all else, and heads that the kernel does not take
-    (above 192 or no multiple of 8), is left to `flex`. The tokens of a document stand side by side,
-    and a row holds at most T / 64 + 1 documents on average: the feed, which numbers the documents
-    on the host, refuses a micro-batch with more (`most_documents`) before it reaches the device.
+    For GPUs, bf16 or fp16, and packed documents; `flex` handles everything else, including heads
+    that the kernel does not support (above 192 or not a multiple of 8). The tokens of a document
+    are contiguous, and a row holds at most T / 64 + 1 documents on average: the feed, which numbers
+    the documents on the host, rejects a micro-batch with more (`most_documents`) before it reaches
+    the device.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, of the pairs within a document; keeps H B T log-sums besides its inputs
-             and its output.
-    Raises:  ShapeError as `reference`; without that feed, a failed assertion of the device when
-             there are more documents.
+    Cost:    as `reference`, for the pairs within a document; keeps H B T log-sums besides its
+             inputs and its output.
+    Raises:  ShapeError as `reference`; without that feed, a failed device assertion when there are
+             more documents.
     Source:  Dao 2023, arXiv:2307.08691.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    if not segments.takes(q_BHTC, doc_ids_BT, window):
-        return flex(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
-    return _on_gpu(segments.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    return _by_kernel(varlen_attention, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
 def flash4(
@@ -166,31 +159,41 @@ def flash4(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` through FlashAttention 4, for NVIDIA GPUs of capability 9.0 and more and the
-    package flash-attn-4.
+    """`reference` through FlashAttention 4, from the package flash-attn-4.
 
-    For bf16 and fp16, heads up to 128 of a multiple of 8, and nothing masked but the future; all
-    else is left to `flex`.
+    For NVIDIA GPUs of capability 9.0 and above, bf16 and fp16, head sizes up to 128 that are a
+    multiple of 8, and a purely causal mask; `flex` handles everything else.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, of the pairs that are visible; keeps B H T log-sums besides its inputs
-             and its output.
+    Cost:    as `reference`, for the visible pairs; keeps B H T log-sums besides its inputs and its
+             output.
     Raises:  ShapeError as `reference`; MissingPackage.
     Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024,
              arXiv:2407.08608.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    if not flash_attention_4.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
-        return flex(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
-    return _on_gpu(flash_attention_4.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    return _by_kernel(flash_attention_4, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
 def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
-    """Return, of a variant, (rows, tokens of a row) -> the documents that it has room for; None
-    where that is any number.
-    """
-    return segments.room if attend is varlen else None
+    """Return a variant's limit on documents as a function of (rows, seq_len); None for no limit."""
+    return varlen_attention.max_documents if attend is varlen else None
+
+
+def _by_kernel(
+    kernel: ModuleType,
+    otherwise: Callable[..., Tensor],
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    v_BGSC: Tensor,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """Call the `attend` of a module, or another variant for inputs that it does not support."""
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    if not kernel.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
+        return otherwise(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+    return _on_gpu(kernel.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
 def _on_gpu(
@@ -201,8 +204,10 @@ def _on_gpu(
     doc_ids_BT: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Call a kernel of GPUs; elsewhere `fused`, and where only bytes are counted, that without the
-    mask which the kernel does not make.
+    """Call a GPU kernel; elsewhere `fused`.
+
+    Fake tensors count the memory of a GPU run, so they get `fused` without the mask, which the
+    kernel does not build.
     """
     if q_BHTC.is_cuda:
         return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
@@ -219,11 +224,10 @@ def bf16(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`reference` with its products in bfloat16 and the softmax in fp32: for CPUs that multiply
-    bfloat16.
+    """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
 
-    On those it is faster than the fused kernel as long as the scores stay in the caches: longer
-    windows, other types than fp32 and few queries are left to `fused`.
+    On such CPUs it is faster than the fused kernel as long as the scores fit into the caches:
+    `fused` handles longer sequences, dtypes other than fp32 and few queries.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
@@ -237,12 +241,9 @@ def bf16(
     )
     if not is_fp32 or q_BHTC.shape[2] < FEWEST_QUERIES or k_BGSC.shape[2] > MOST_KEYS:
         return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
-    heads_per_group = q_BHTC.shape[1] // k_BGSC.shape[1]
-    if heads_per_group > 1:
-        k_BGSC, v_BGSC = (
-            tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (k_BGSC, v_BGSC)
-        )
-    visible = _visible(q_BHTC.shape[2], k_BGSC.shape[2], doc_ids_BT, window, q_BHTC.device)
+    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
+    if q_BHTC.shape[1] != k_BGSC.shape[1]:
+        k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, torch.where(visible, 0.0, float("-inf")))  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -253,7 +254,7 @@ class _Bf16(torch.autograd.Function):
     def forward(
         ctx: Any, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
     ) -> Tensor:
-        """Return what each query gathers, and keep the factors, rounded."""
+        """Return the output of each query; the rounded factors are kept for backward."""
         ctx.scale = 1 / math.sqrt(q_BHTC.shape[-1])
         q_BHTC, k_BHSC, v_BHSC = q_BHTC.bfloat16(), k_BHSC.bfloat16(), v_BHSC.bfloat16()
         scores_BHTS = (q_BHTC @ k_BHSC.mT).float()
@@ -279,14 +280,16 @@ class _Bf16(torch.autograd.Function):
         )
 
 
+def _repeat_groups(q_BHTC: Tensor, kv_BGSC: Tensor) -> Tensor:
+    """Return a copy with one key or value head per query head."""
+    return kv_BGSC.repeat_interleave(q_BHTC.shape[1] // kv_BGSC.shape[1], dim=1)
+
+
 def _visible(
-    num_queries: int,
-    num_keys: int,
-    doc_ids_BT: Tensor | None,
-    window: int | None,
-    device: torch.device,
+    q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None
 ) -> Tensor:
-    """Which key each query may see: (T, S), or (B, 1, T, S) with documents."""
+    """Return which keys each query sees: (T, S), or (B, 1, T, S) with documents."""
+    num_queries, num_keys, device = q_BHTC.shape[2], k_BGSC.shape[2], q_BHTC.device
     query_T = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)[None, :]
     visible = key_S <= query_T
@@ -301,30 +304,33 @@ def _check(
     q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None
 ) -> None:
     rows, heads, num_queries, head_dim = q_BHTC.shape
+    _, groups, num_keys, _ = k_BGSC.shape
+    q_shape, k_shape, v_shape = map(tuple, (q_BHTC.shape, k_BGSC.shape, v_BGSC.shape))
     if (
-        k_BGSC.shape != v_BGSC.shape
-        or k_BGSC.shape[0] != rows
-        or k_BGSC.shape[3] != head_dim
-        or k_BGSC.shape[2] < num_queries
+        k_shape != v_shape
+        or k_shape != (rows, groups, num_keys, head_dim)
+        or num_keys < num_queries
     ):
         raise ShapeError(
-            f"Attention got queries {tuple(q_BHTC.shape)}, keys {tuple(k_BGSC.shape)}, values {tuple(v_BGSC.shape)}.",
-            fix="Give keys and values one shape, with the queries' rows and head size and at least as many positions.",
+            f"Attention got queries {q_shape}, keys {k_shape} and values {v_shape}.",
+            fix="Keys and values must have the same shape, with the rows and the head size of the "
+            "queries and at least as many positions.",
         )
-    if heads % k_BGSC.shape[1]:
+    if heads % groups:
         raise ShapeError(
-            f"{heads} query heads cannot share {k_BGSC.shape[1]} key heads evenly.",
+            f"{heads} query heads cannot share {groups} key heads evenly.",
             fix="Set model.num_kv_heads to a divisor of num_heads.",
         )
     if window is not None and window < 1:
         raise ShapeError(
-            f"A window of {window} keys leaves nothing to attend to.",
-            fix="Set model.window=1 or more, or leave it out.",
+            f"An attention window of {window} keys must be at least 1.",
+            fix="Set model.window=1 or more, or remove it.",
         )
     if doc_ids_BT is not None and (
-        doc_ids_BT.shape != (rows, num_queries) or k_BGSC.shape[2] != num_queries
+        doc_ids_BT.shape != (rows, num_queries) or num_keys != num_queries
     ):
         raise ShapeError(
-            f"Document ids {tuple(doc_ids_BT.shape)} do not name the positions of {tuple(q_BHTC.shape)} queries and {tuple(k_BGSC.shape)} keys.",
-            fix="Give one id for each row and position, and as many queries as keys.",
+            f"Document ids of shape {tuple(doc_ids_BT.shape)} do not match queries {q_shape} and "
+            f"keys {k_shape}.",
+            fix="Give one id per row and position, and as many queries as keys.",
         )

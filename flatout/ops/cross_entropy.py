@@ -5,14 +5,24 @@ Letters: B rows, T tokens, N = B T targets, D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import at_least_fp32, linear, loss_chunks
+from flatout.ops import (
+    at_least_fp32,
+    linear,
+    loss_chunks,
+    loss_rows,
+    product_dtype,
+    triton_kernels,
+)
 from flatout.ops.loss_chunks import IGNORED as IGNORED
 from flatout.ops.loss_chunks import capped as capped
 
@@ -25,21 +35,21 @@ def reference(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Summed negative log-likelihood of the targets under softmax(hidden @ weight^T), and how many
-    targets counted.
+    """Return the summed loss of the targets under softmax(hidden @ weight^T), and their number.
 
-    A target of -1 is ignored: whatever its hidden state holds, NaN included, reaches neither the
-    loss nor a gradient. With `softcap` c the logits are c tanh(logits / c); with `z_loss` z, z
-    times the square of each target's logarithm of the softmax's denominator is added. Whole logits
-    and plain functions are the definition; every variant must match it, gradients included.
+    The loss is the negative log-likelihood. A target of -1 is ignored: its hidden state, even NaN,
+    affects neither the loss nor a gradient. With `softcap` c the logits are c tanh(logits / c);
+    `z_loss` z adds z times the squared log of the softmax denominator for each target. This code,
+    with all logits in memory and plain functions, is the definition; every variant must match it,
+    gradients included.
 
     Shapes:  hidden_BTD (B, T, D); weight_VD (V, D); targets_BT (B, T) int64 in [-1, V).
-    Returns: (loss_sum, num_valid): scalars, fp32 (fp64 for fp64) and int64. Both are 0 when nothing
-             counts.
+    Returns: (loss_sum, num_valid): scalars, fp32 (fp64 for fp64) and int64. Both are 0 when all
+             targets are ignored.
     Units:   loss in nats, summed, not averaged.
     Cost:    2 B T D V FLOP forward, twice that backward; logits and their log-softmax (fp32) are
              kept for backward.
-    Raises:  ShapeError when the shapes do not fit.
+    Raises:  ShapeError when the shapes do not match.
     Source:  softcap: Gemma Team 2024, arXiv:2408.00118; z-loss: Chowdhery et al. 2022,
              arXiv:2204.02311, section 5.
     """
@@ -62,17 +72,16 @@ def fused(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` through torch's own cross_entropy, which gathers and sums in one pass.
+    """`reference` through torch's cross_entropy, which gathers and sums in one pass.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`, fewer passes over the logits.
+    Cost:    as `reference`, with fewer passes over the logits.
     Raises:  ShapeError as `reference`.
     """
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(
-        functional.linear(hidden_BTD, weight_VD), targets_BT, softcap, z_loss
-    ), valid_BT.sum()
+    return _with_all_logits(
+        functional.linear, hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss
+    )
 
 
 def onednn(
@@ -83,17 +92,16 @@ def onednn(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`fused`, with the products of `flatout.ops.linear.onednn`: for fp32 on a CPU.
+    """`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
     Cost:    as `fused`.
     Raises:  ShapeError as `reference`.
     """
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(
-        linear.onednn(hidden_BTD, weight_VD), targets_BT, softcap, z_loss
-    ), valid_BT.sum()
+    return _with_all_logits(
+        linear.onednn, hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss
+    )
 
 
 def bf16(
@@ -104,15 +112,16 @@ def bf16(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`fused`, with the products of `flatout.ops.linear.bf16`: for CPUs that multiply bfloat16.
+    """`fused` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
     Cost:    as `fused`.
     Raises:  ShapeError as `reference`.
     """
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(linear.bf16(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
+    return _with_all_logits(
+        linear.bf16, hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss
+    )
 
 
 def chunked(
@@ -123,8 +132,9 @@ def chunked(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference`, a few thousand targets at a time: logits are never whole, and the gradients are
-    made with them, before backward asks.
+    """`reference` in chunks of a few thousand targets, so that all logits never exist at once.
+
+    The gradients are computed together with the loss, before backward asks for them.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -132,16 +142,7 @@ def chunked(
              latter in fp32.
     Raises:  ShapeError as `reference`.
     """
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _in_parts(
-        loss_chunks,
-        _Chunked,
-        hidden_BTD.flatten(0, 1),
-        weight_VD,
-        targets_BT.flatten(),
-        softcap,
-        z_loss,
-    ), valid_BT.sum()
+    return _in_chunks(loss_chunks, hidden_BTD, weight_VD, targets_BT, softcap, z_loss)
 
 
 def triton(
@@ -152,26 +153,26 @@ def triton(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`chunked`, with a kernel that turns logits into their gradient in place, and with products
-    that sum the weight's gradient in fp32.
+    """`chunked` with a Triton kernel that replaces logits by their gradient in place.
 
-    For GPUs, with the package triton; on a CPU, and in fp64, it is `chunked`. It never waits for
-    the device, and gives the same bits every time.
+    The products accumulate the weight's gradient in fp32. For GPUs with the package triton; on a
+    CPU and in fp64 it is `chunked`. It never waits for the device, and results are the same bits on
+    every run.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `chunked`; a chunk's logits are read twice, once out of the cache, and written over
+    Cost:    as `chunked`; the logits of a chunk are read twice, once from the cache, and written
              once.
     Raises:  ShapeError as `reference`; MissingPackage.
     Source:  the running maximum of the logits: Milakov and Gimelshein 2018, arXiv:1805.02867;
              gradients in place: Hsu et al. 2024, arXiv:2410.10989.
     """
-    if torch.float64 in (hidden_BTD.dtype, weight_VD.dtype) or not _runs_triton(hidden_BTD):
-        return chunked(hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss)
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _in_parts(
-        _rows(), _ByRows, hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss
-    ), valid_BT.sum()
+    # Fake tensors count the memory of a GPU run.
+    runs = triton_kernels.run_on(hidden_BTD) or isinstance(hidden_BTD, FakeTensor)
+    by_rows = runs and torch.float64 not in (hidden_BTD.dtype, weight_VD.dtype)
+    return _in_chunks(
+        loss_rows if by_rows else loss_chunks, hidden_BTD, weight_VD, targets_BT, softcap, z_loss
+    )
 
 
 def liger(
@@ -182,12 +183,11 @@ def liger(
     softcap: float | None = None,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`reference` through Liger's kernel, which turns logits into gradients in place, a few hundred
-    targets at a time; sums in fp32.
+    """`reference` through Liger's kernel, which replaces logits by gradients, summed in fp32.
 
-    For GPUs, with the package liger-kernel; on a CPU, and in fp64, it is `chunked`. It reads the
-    number of targets back, in each call, and so waits for the device. A compiler leaves it as it
-    is.
+    It processes a few hundred targets at a time. For GPUs with the package liger-kernel; on a CPU
+    and in fp64 it is `chunked`. Each call reads the number of targets back and so waits for the
+    device. Compilers do not trace it.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -204,7 +204,7 @@ def liger(
     return loss_sum, valid_BT.sum()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it reads back, which no graph can hold
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reading back breaks the graph
 def _by_liger(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> Tensor:
@@ -212,184 +212,125 @@ def _by_liger(
         from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
     except ImportError as error:
         raise MissingPackage(
-            "liger-ce takes the package liger-kernel, which is not installed.",
-            fix='Install it: `pip install "flatout[liger]"`.',
+            "The speedup liger-ce needs the package liger-kernel, which is not installed.",
+            fix='Install it: `pip install "flatout[liger]"`, or remove liger-ce from speedups.',
         ) from error
     if torch.is_grad_enabled() and weight_VD.requires_grad and not hidden_ND.requires_grad:
-        hidden_ND = (
-            hidden_ND.detach().requires_grad_()
-        )  # the kernel makes no gradient of the weight alone
+        # The kernel computes no gradient for the weight alone.
+        hidden_ND = hidden_ND.detach().requires_grad_()
     function: Any = LigerFusedLinearCrossEntropyFunction
-    # bias, class weights, ignored target, z-loss, smoothing, reduction, cap, z-loss apart, type of
-    # the weight's gradient while it is summed
+    # bias, class weights, ignored target, z-loss, smoothing, reduction, cap, z-loss apart, dtype in
+    # which the weight's gradient is accumulated
     options = (None, None, IGNORED, z_loss, 0.0, "sum", softcap, False, torch.float32)
     loss_sum: Tensor = function.apply(hidden_ND, weight_VD, targets_N, *options)[0]
     return loss_sum
 
 
-def _in_parts(
-    way: Any,
-    function: type[torch.autograd.Function],
-    hidden_ND: Tensor,
+def _in_chunks(
+    method: ModuleType,
+    hidden_BTD: Tensor,
     weight_VD: Tensor,
-    targets_N: Tensor,
+    targets_BT: Tensor,
     softcap: float | None,
     z_loss: float,
-) -> Tensor:
-    """Return the summed loss by a module with `learned` and `scored`; `function` is that with
-    gradients.
-    """
+) -> tuple[Tensor, Tensor]:
+    """Return the result of `reference` by `loss_chunks` or `loss_rows`."""
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+    loss_sum: Tensor
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-        learned: Tensor = function.apply(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
-        return learned
-    narrow = _arithmetic(hidden_ND, weight_VD)
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        scored: Tensor = way.scored(
-            hidden_ND.to(narrow), weight_VD.to(narrow), targets_N, softcap, z_loss
-        )
-        return scored
+        loss_sum = _WithGradients.apply(method, hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
+    else:
+        dtype = product_dtype(hidden_ND, weight_VD)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            loss_sum = method.loss_only(
+                hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, softcap, z_loss
+            )
+    return loss_sum, valid_BT.sum()
 
 
-class _Chunked(torch.autograd.Function):
-    """The summed loss, and its gradients made with it."""
+class _WithGradients(torch.autograd.Function):
+    """The summed loss, with gradients that are computed in the forward pass."""
 
     @staticmethod
     def forward(
         ctx: Any,
+        method: ModuleType,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
         softcap: float | None,
         z_loss: float,
     ) -> Tensor:
-        """Return the loss, and keep both gradients."""
-        return _learned(ctx, loss_chunks, hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        """Return the loss; both gradients are kept for backward."""
+        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
+        ctx.dtype = product_dtype(hidden_ND, weight_VD)
+        with torch.autocast(hidden_ND.device.type, enabled=False):
+            loss_sum, *gradients = method.loss_and_gradients(
+                hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), targets_N, softcap, z_loss
+            )
+        ctx.save_for_backward(*gradients)
+        return cast(Tensor, loss_sum)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Return what was kept, times the gradient of the loss."""
-        return *_kept_times(ctx, grad), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None, None]:
+        """Return the kept gradients times that of the loss, multiplied in at least fp32.
 
-
-class _ByRows(torch.autograd.Function):
-    """`_Chunked` with Triton's kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        softcap: float | None,
-        z_loss: float,
-    ) -> Tensor:
-        """Return the loss, and keep both gradients."""
-        return _learned(ctx, _rows(), hidden_ND, weight_VD, targets_N, softcap, z_loss)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Return what was kept, times the gradient of the loss."""
-        return *_kept_times(ctx, grad), None, None, None
-
-
-def _learned(
-    ctx: Any,
-    way: Any,
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    softcap: float | None,
-    z_loss: float,
-) -> Tensor:
-    """Return the loss by a module with `learned`, and keep both gradients."""
-    ctx.narrow = _arithmetic(hidden_ND, weight_VD)
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        loss_sum, *gradients = way.learned(
-            hidden_ND.to(ctx.narrow), weight_VD.to(ctx.narrow), targets_N, softcap, z_loss
-        )
-    ctx.save_for_backward(*gradients)
-    ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
-    return cast(Tensor, loss_sum)
-
-
-def _kept_times(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the kept gradients times that of the loss, multiplied in fp32 at least.
-
-    That of the hidden states is rounded as their product with the weight was: what is beyond
-    float16 is infinite there.
-    """
-    kept_ND, kept_VD = ctx.saved_tensors
-    hidden_dtype, weight_dtype = ctx.dtypes
-    return (at_least_fp32(kept_ND) * grad).to(ctx.narrow).to(hidden_dtype), (kept_VD * grad).to(
-        weight_dtype
-    )
-
-
-def _runs_triton(tensor: Tensor) -> bool:
-    """Return whether Triton's kernels run where the tensor is, or stand in for those that do where
-    only bytes are counted.
-    """
-    return loss_chunks.on_gpu(tensor)
-
-
-def _rows() -> Any:
-    try:
-        from flatout.ops import loss_rows
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "triton":
-            raise
-        raise MissingPackage(
-            "The speedup triton-ce takes the package triton, which is not installed.",
-            fix="Install it: `pip install triton`; or leave triton-ce out.",
-        ) from error
-    return loss_rows
-
-
-def _arithmetic(hidden_ND: Tensor, weight_VD: Tensor) -> torch.dtype:
-    """What products are computed in."""
-    device = hidden_ND.device.type
-    return (
-        torch.get_autocast_dtype(device)
-        if torch.is_autocast_enabled(device)
-        else torch.promote_types(hidden_ND.dtype, weight_VD.dtype)
-    )
+        The gradient of the hidden states is rounded to the dtype of their product with the weight,
+        so that values beyond the range of float16 become infinite.
+        """
+        grad_ND, grad_VD = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        grad_ND = (at_least_fp32(grad_ND) * grad).to(ctx.dtype).to(hidden_dtype)
+        return None, grad_ND, (grad_VD * grad).to(weight_dtype), None, None, None
 
 
 def of_logits(
     logits_BTV: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return what `reference` does, from logits that a model has computed itself.
+    """Return the result of `reference`, from logits that a model has computed itself.
 
     Shapes:  logits_BTV (B, T, V); targets_BT (B, T) int64 in [-1, V).
     Returns: as `reference`.
     """
     valid_BT = targets_BT != IGNORED
-    return _summed(
-        logits_BTV.masked_fill(~valid_BT[..., None], 0.0), targets_BT, softcap, z_loss
-    ), valid_BT.sum()
+    logits_BTV = logits_BTV.masked_fill(~valid_BT[..., None], 0.0)
+    return _summed(logits_BTV, targets_BT, softcap, z_loss), valid_BT.sum()
+
+
+def _with_all_logits(
+    product: Callable[[Tensor, Tensor], Tensor],
+    hidden_BTD: Tensor,
+    weight_VD: Tensor,
+    targets_BT: Tensor,
+    *,
+    softcap: float | None,
+    z_loss: float,
+) -> tuple[Tensor, Tensor]:
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    return _summed(product(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
 
 
 def _summed(logits_BTV: Tensor, targets_BT: Tensor, softcap: float | None, z_loss: float) -> Tensor:
-    logits_NV, targets_N = (
-        capped(at_least_fp32(logits_BTV).flatten(0, 1), softcap),
-        targets_BT.flatten(),
-    )
+    logits_NV = capped(at_least_fp32(logits_BTV).flatten(0, 1), softcap)
+    targets_N = targets_BT.flatten()
     loss_sum = functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum")
     if z_loss:
-        loss_sum = (
-            loss_sum
-            + z_loss
-            * logits_NV.logsumexp(dim=-1).square().masked_fill(targets_N == IGNORED, 0.0).sum()
-        )
+        squares_N = logits_NV.logsumexp(dim=-1).square().masked_fill(targets_N == IGNORED, 0.0)
+        loss_sum = loss_sum + z_loss * squares_N.sum()
     return loss_sum
 
 
 def _valid_only(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Zero the hidden states whose target is ignored: 0 x NaN is NaN in the weight's gradient."""
+    """Return hidden states with zeros where the target is ignored, and where it is not.
+
+    0 x NaN would be NaN in the weight's gradient.
+    """
     if hidden_BTD.shape[:-1] != targets_BT.shape or hidden_BTD.shape[-1] != weight_VD.shape[-1]:
         raise ShapeError(
-            f"The loss got hidden states {tuple(hidden_BTD.shape)}, weight {tuple(weight_VD.shape)}, targets {tuple(targets_BT.shape)}.",
-            fix="Give one target for each hidden state, and a weight as wide as they are.",
+            f"The loss got hidden states {tuple(hidden_BTD.shape)}, weight "
+            f"{tuple(weight_VD.shape)}, targets {tuple(targets_BT.shape)}.",
+            fix="Give one target per hidden state, and a weight of the same width.",
         )
     valid_BT = targets_BT != IGNORED
     return hidden_BTD.masked_fill(~valid_BT[..., None], 0.0), valid_BT

@@ -1,5 +1,6 @@
-"""The gradient of ops/heads.py by the kernel of ops/head_kernels.py, one launch each for queries,
-keys and values.
+"""The gradient of ops/heads.py by the Triton kernel of ops/head_kernels.py.
+
+Queries, keys and values take one launch each.
 
 Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G, C head size, E = (H + 2
          G) C; P programs along B T.
@@ -7,15 +8,17 @@ Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G, C he
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from flatout.ops import head_kernels as kernels
+from flatout.ops import triton_kernels
 
 ELEMENTS = 2_048
-"""Components of a tile: 16 for each of the 128 threads of a program."""
+"""Components per tile: 16 for each of the 128 threads of a program."""
 TILES = 16
-"""Tiles a program, one after another: what they add to the gain's gradient is written once."""
+"""Tiles that a program processes in turn; it writes the gain's gradient once for all of them."""
 
 
 @torch.library.custom_op("flatout::heads_gradient", mutates_args=())
@@ -29,37 +32,25 @@ def gradient(
     sin_TC: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the product and of the gains, an op of its own, which a compiled
-    model calls as it is.
+    """Return the gradients of the product and of the gains; a custom op, which is not traced.
 
     Shapes:  grad_q_BHTC (B, H, T, C); grad_k_BGTC, grad_v_BGTC (B, G, T, C), in any layout;
              product_BTE (B, T, E); gain_NC (N, C); tables (T, C).
-    Returns: (grad_BTE in the product's dtype, grad_gain_NC in fp32, of no rows without a gain).
-    Cost:    reads the three gradients, and with a gain the queries' and keys' part of the product;
-             writes the packed gradient; nothing else is as long as the text.
+    Returns: (grad_BTE in the product's dtype, grad_gain_NC in fp32, with no rows without a gain).
+    Cost:    reads the three gradients, and with a gain the query and key part of the product;
+             writes the packed gradient; nothing else is as long as the sequences.
     """
     product_BTE = product_BTE.contiguous()
     grad_BTE = torch.empty_like(product_BTE)
-    gains, first = [], 0
+    gains, first_head = [], 0
     with torch.cuda.device_of(product_BTE):  # type: ignore[no-untyped-call]
-        for grad_BHTC, is_turned in (
-            (grad_q_BHTC, True),
-            (grad_k_BGTC, True),
-            (grad_v_BGTC, False),
+        for grad_BHTC, factors in (
+            (grad_q_BHTC, (gain_NC, cos_TC, sin_TC)),
+            (grad_k_BGTC, (gain_NC, cos_TC, sin_TC)),
+            (grad_v_BGTC, (None, None, None)),
         ):
-            tables = (cos_TC, sin_TC) if is_turned else (None, None)
-            gains.append(
-                _launch(
-                    grad_BHTC,
-                    product_BTE,
-                    gain_NC if is_turned else None,
-                    *tables,
-                    grad_BTE,
-                    first,
-                    eps,
-                )
-            )
-            first += grad_BHTC.shape[1]
+            gains.append(_launch(grad_BHTC, product_BTE, *factors, grad_BTE, first_head, eps))
+            first_head += grad_BHTC.shape[1]
     return grad_BTE, torch.cat(gains[:2])
 
 
@@ -70,13 +61,11 @@ def _shapes(
     grad_v_BGTC: Tensor,
     product_BTE: Tensor,
     gain_NC: Tensor | None,
-    cos_TC: Tensor | None,
-    sin_TC: Tensor | None,
-    eps: float,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
-    num_turned = 0 if gain_NC is None else gain_NC.shape[0]
+    num_gains = 0 if gain_NC is None else gain_NC.shape[0]
     return product_BTE.new_empty(product_BTE.shape), product_BTE.new_empty(
-        num_turned, grad_q_BHTC.shape[3], dtype=torch.float32
+        num_gains, grad_q_BHTC.shape[3], dtype=torch.float32
     )
 
 
@@ -87,13 +76,12 @@ def _launch(
     cos_TC: Tensor | None,
     sin_TC: Tensor | None,
     grad_BTE: Tensor,
-    first: int,
+    first_head: int,
     eps: float,
 ) -> Tensor:
-    """Write the gradient of some heads, the product's from `first` on, and return that of their
-    gains (H, C), or of none (0, C).
+    """Write the gradient of some heads of the product, and return that of their gains.
 
-    A tensor that the kernel does not look at is stood in for.
+    Returns: grad_gain_HC, with no rows without a gain.
     """
     grad_BHTC = grad_BHTC if grad_BHTC.stride(3) == 1 else grad_BHTC.contiguous()
     rows, heads, tokens, size = grad_BHTC.shape
@@ -103,15 +91,16 @@ def _launch(
     partial_PHC = grad_BHTC.new_empty(
         programs, heads if gain_NC is not None else 0, size, dtype=torch.float32
     )
-    kernels.gradient[(programs, heads)](
-        grad_BHTC,
-        product_BTE,
-        grad_BHTC if gain_NC is None else gain_NC.contiguous(),
-        grad_BHTC if cos_TC is None else cos_TC.contiguous(),
-        grad_BHTC if sin_TC is None else sin_TC.contiguous(),
-        grad_BTE,
-        partial_PHC,
-        rows * tokens, tokens, grad_BHTC.stride(0), grad_BHTC.stride(2), grad_BHTC.stride(1), first, product_BTE.shape[2],
-        SIZE=size, HALF=half, EPS=eps, NORMALISED=gain_NC is not None, TURNED=cos_TC is not None, ROWS=tile, TILES=TILES, num_warps=4,
+    is_normalised, is_rotated = gain_NC is not None, cos_TC is not None
+    # The kernel does not read the tensors that stand in for None.
+    factors = (
+        grad_BHTC if given is None else given.contiguous() for given in (gain_NC, cos_TC, sin_TC)
+    )
+    triton_kernels.load("head_kernels", "packed-heads").gradient[(programs, heads)](
+        grad_BHTC, product_BTE, *factors, grad_BTE, partial_PHC,
+        rows * tokens, tokens, grad_BHTC.stride(0), grad_BHTC.stride(2), grad_BHTC.stride(1),
+        first_head, product_BTE.shape[2],
+        SIZE=size, HALF=half, EPS=eps, NORMALISED=is_normalised, TURNED=is_rotated, ROWS=tile,
+        TILES=TILES, num_warps=4,
     )  # fmt: skip
     return partial_PHC.sum(dim=0)

@@ -1,8 +1,7 @@
-"""The loss of ops/cross_entropy.py with logits of a part of the targets at a time, as operations
-that a compiled model calls as they are.
+"""The loss of ops/cross_entropy.py, computed for one chunk of targets at a time.
 
-Written out inside a compiled model, the parts would be reordered: all their products first, which
-is the whole logits again.
+In a compiled model each loop over chunks is one custom op. If the compiler traced the loop it would
+move all products to the front, which again holds all logits at once.
 
 Letters: N targets, C targets of a chunk, D width, V vocabulary.
 """
@@ -18,28 +17,26 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 IGNORED = -1
-"""The target that counts for nothing."""
+"""The target that is not counted."""
 LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
-"""Logits that are held at once, in number: enough rows for a product to run at full rate, few
-enough to be worth it.
+"""How many logits to hold at once: enough rows for full-rate products, few enough to save memory.
 """
 SCALES = {torch.float16: 2.0**12}
-"""What the gradients to the logits are multiplied by before they are rounded to a type, and divided
-by in fp32 afterwards.
+"""Factors that scale the gradients of the logits before they are rounded to a dtype; the products
+divide by them in fp32.
 
-They are made before the scale of the loss is known, and float16 holds nothing below 6e-8. With 2^12
-it holds them down to 1.5e-11, in full precision from 1.5e-8. They are at most 1 + 2 z_loss log_sum:
-with a z_loss of 1e-4 not even logits of 65,504 bring them beyond its range.
+The gradients are computed before the loss scale is known, and float16 represents nothing below
+6e-8. A factor of 2^12 keeps values down to 1.5e-11, in full precision from 1.5e-8. The gradients
+are at most 1 + 2 z_loss log_sum: with a z_loss of 1e-4 not even logits of 65,504 overflow.
 """
 
 
 def losses(
     product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each target's loss, 0 where it is ignored; the logits within their cap, and the
-    logarithm of the sum of their exponentials.
+    """Return each target's loss (0 where ignored), the capped logits, and their logsumexp.
 
-    Shapes:  product_CV (C, V) in any type; targets_C (C,).
+    Shapes:  product_CV (C, V) in any dtype; targets_C (C,).
     Returns: (losses_C, capped_CV, log_sum_C), at least fp32.
     """
     capped_CV = capped(product_CV.to(wide(product_CV.dtype)), softcap)
@@ -55,11 +52,10 @@ def losses(
 def losses_and_gradient(
     product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the losses, and its gradient to the logits, times `scale`, in their own
-    type.
+    """Return the sum of the losses, and its gradient to the logits times `scale`, in their dtype.
 
-    The target's place is found by comparing, not by writing to it: a compiler then makes the
-    gradient in one pass.
+    The position of the target is found by comparison instead of an indexed write, so that a
+    compiler computes the gradient in one pass.
 
     Shapes:  product_CV (C, V); targets_C (C,).
     Returns: (loss_sum, grad_CV).
@@ -77,7 +73,7 @@ def losses_and_gradient(
 
 
 def loss_sum(product_CV: Tensor, targets_C: Tensor, softcap: float | None, z_loss: float) -> Tensor:
-    """Return the sum of the losses alone.
+    """Return the sum of the losses.
 
     Shapes:  product_CV (C, V); targets_C (C,).
     """
@@ -89,55 +85,48 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def learned(
+def loss_and_gradients(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss and its gradients to hidden states and weight, the latter summed in
-    fp32.
+    """Return the summed loss and its gradients to hidden states and weight.
 
-    Inside a compiled model what is done to a chunk's logits is compiled too, and the loop over
-    chunks stays as it is.
+    In a compiled model the work on the logits of a chunk is compiled too; the loop is not traced.
 
-    Shapes:  hidden_ND (N, D) and weight_VD (V, D) of one type, that of the products; targets_N
+    Shapes:  hidden_ND (N, D) and weight_VD (V, D) of one dtype, that of the products; targets_N
              (N,).
-    Returns: (loss_sum, grad_hidden_ND, grad_weight_VD); grad_hidden_ND in the type of the products,
-             in fp32 when that is float16.
+    Returns: (loss_sum, grad_hidden_ND, grad_weight_VD); grad_hidden_ND in the dtype of the
+             products, in fp32 when that is float16; grad_weight_VD is accumulated in fp32.
     """
     if torch.compiler.is_compiling():
-        opaque: tuple[Tensor, Tensor, Tensor] = _learned(
-            hidden_ND, weight_VD, targets_N, softcap, z_loss
-        )
-        return opaque
-    return _learn(losses_and_gradient, hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        return _gradients_op(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-any-return]
+    return _gradients(losses_and_gradient, hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
-def scored(
+def loss_only(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> Tensor:
-    """Return the summed loss alone, of which evaluation wants no gradient: a third of the work.
+    """Return the summed loss without gradients, for evaluation: a third of the work.
 
-    Shapes:  as `learned`.
+    Shapes:  as `loss_and_gradients`.
     """
     if torch.compiler.is_compiling():
-        opaque: Tensor = _scored(hidden_ND, weight_VD, targets_N, softcap, z_loss)
-        return opaque
-    return _score(loss_sum, hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        return _loss_op(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-any-return]
+    return _loss(loss_sum, hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
-@torch.library.custom_op("flatout::loss_learned_in_chunks", mutates_args=())
-def _learned(
+@torch.library.custom_op("flatout::loss_and_gradients_in_chunks", mutates_args=())
+def _gradients_op(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _learn(_compiled(losses_and_gradient), hidden_ND, weight_VD, targets_N, softcap, z_loss)
+    chunk_loss = _compiled(losses_and_gradient)
+    return _gradients(chunk_loss, hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
-@_learned.register_fake
-def learned_shapes(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors of the shapes and types that `learned` returns.
+@_gradients_op.register_fake
+def gradient_shapes(hidden_ND: Tensor, weight_VD: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors with the shapes and dtypes that `loss_and_gradients` returns.
 
-    Shapes:  as `learned`.
+    Shapes:  as `loss_and_gradients`.
     """
     summed = wide(weight_VD.dtype)
     return (
@@ -148,24 +137,22 @@ def learned_shapes(
 
 
 @torch.library.custom_op("flatout::loss_in_chunks", mutates_args=())
-def _scored(
+def _loss_op(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> Tensor:
-    return _score(_compiled(loss_sum), hidden_ND, weight_VD, targets_N, softcap, z_loss)
+    return _loss(_compiled(loss_sum), hidden_ND, weight_VD, targets_N, softcap, z_loss)
 
 
-@_scored.register_fake
-def scored_shape(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
-) -> Tensor:
-    """Return a tensor of the shape and type that `scored` returns.
+@_loss_op.register_fake
+def loss_shape(hidden_ND: Tensor, weight_VD: Tensor, *_: Any) -> Tensor:
+    """Return a tensor with the shape and dtype that `loss_only` returns.
 
-    Shapes:  as `learned`.
+    Shapes:  as `loss_and_gradients`.
     """
     return hidden_ND.new_empty((), dtype=wide(weight_VD.dtype))
 
 
-def _learn(
+def _gradients(
     chunk_loss: Callable[..., tuple[Tensor, Tensor]],
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -173,7 +160,7 @@ def _learn(
     softcap: float | None,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total, grad_hidden_ND, grad_weight_VD = sums(hidden_ND, weight_VD)
+    total, grad_hidden_ND, grad_weight_VD = new_sums(hidden_ND, weight_VD)
     scale = SCALES.get(hidden_ND.dtype, 1.0)
     for rows, chunk_CD, targets_C in chunks(hidden_ND, targets_N, len(weight_VD), LOGITS_AT_ONCE):
         loss, grad_CV = chunk_loss(chunk_CD @ weight_VD.t(), targets_C, softcap, z_loss, scale)
@@ -184,11 +171,11 @@ def _learn(
         else:
             add_product(grad_hidden_ND[rows], grad_CV, weight_VD, alpha=1 / scale, beta=0)
             add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
-        del grad_CV  # or it would lie there while the next product is made
+        del grad_CV  # frees its memory before the next product is computed
     return total, grad_hidden_ND, grad_weight_VD
 
 
-def _score(
+def _loss(
     chunk_loss: Callable[..., Tensor],
     hidden_ND: Tensor,
     weight_VD: Tensor,
@@ -202,56 +189,49 @@ def _score(
     return total
 
 
-def sums(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `learned` fills: a loss of 0, a gradient to the hidden states yet to be written,
-    and one of 0 to the weight.
+def new_sums(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a loss of 0, an uninitialised hidden gradient, and a weight gradient of 0.
 
-    Shapes:  as `learned`.
+    Shapes:  as `loss_and_gradients`.
     """
-    grad_weight_VD = torch.zeros(
-        weight_VD.shape, dtype=wide(weight_VD.dtype), device=weight_VD.device
-    )
-    return (
-        torch.zeros((), dtype=grad_weight_VD.dtype, device=hidden_ND.device),
-        _gradient_of(hidden_ND),
-        grad_weight_VD,
-    )
+    summed, device = wide(weight_VD.dtype), hidden_ND.device
+    grad_weight_VD = torch.zeros(weight_VD.shape, dtype=summed, device=weight_VD.device)
+    return torch.zeros((), dtype=summed, device=device), _gradient_of(hidden_ND), grad_weight_VD
 
 
 def _gradient_of(hidden_ND: Tensor) -> Tensor:
-    return torch.empty_like(
-        hidden_ND, dtype=wide(hidden_ND.dtype) if hidden_ND.dtype in SCALES else hidden_ND.dtype
-    )
+    dtype = hidden_ND.dtype
+    return torch.empty_like(hidden_ND, dtype=wide(dtype) if dtype in SCALES else dtype)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
-    """Make `total` beta total + alpha left @ right, in one pass over it; summed and rounded once,
-    in its own type, which may be wider.
+    """Set `total` to beta total + alpha left @ right in one pass, accumulated in its own dtype.
 
-    A CPU has no such product of narrow factors and widens them first.
+    That dtype may be wider than that of the factors; the result is rounded once. A CPU has no such
+    product of narrow factors and widens them first.
 
-    Shapes:  total (M, N); left (M, K) and right (K, N) of one type, that of `total` or narrower.
+    Shapes:  total (M, N); left (M, K) and right (K, N) of one dtype, that of `total` or narrower.
     Cost:    2 M N K FLOP; reads `total` unless beta is 0, and writes it.
     """
-    if total.dtype == left.dtype:
+    dtype = total.dtype
+    if dtype == left.dtype:
         torch.addmm(total, left, right, alpha=alpha, beta=beta, out=total)
     elif isinstance(left, FakeTensor):
-        pass  # torch 2.11 fails to fake the product of the next line, which takes no memory
+        pass  # torch 2.11 cannot fake the product below, which allocates no memory
     elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
+        torch.addmm(total, left, right, out_dtype=dtype, alpha=alpha, beta=beta, out=total)
     else:
-        torch.addmm(
-            total, left.to(total.dtype), right.to(total.dtype), alpha=alpha, beta=beta, out=total
-        )
+        torch.addmm(total, left.to(dtype), right.to(dtype), alpha=alpha, beta=beta, out=total)
 
 
 def chunks(
     hidden_ND: Tensor, targets_N: Tensor, vocab_size: int, logits_at_once: Mapping[str, int]
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield chunks of the halves of the targets, or of halves of these, and so on: of few lengths,
-    which share what is compiled for them.
+    """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
-    Shapes:  as `learned`; yields (rows, chunk_CD, targets_C).
+    Chunks thus have few different lengths, which share compiled code.
+
+    Shapes:  as `loss_and_gradients`; yields (rows, chunk_CD, targets_C).
     """
     most = max(logits_at_once["cuda" if on_gpu(hidden_ND) else "cpu"] // vocab_size, 1)
     size = max(len(targets_N), 1)
@@ -263,8 +243,7 @@ def chunks(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a GPU. Where only bytes are counted they are those of a GPU:
-    that is where memory runs out.
+    """Return whether the tensor is on a GPU, or fake: fake tensors count the memory of a GPU run.
 
     Shapes:  any.
     """
@@ -272,12 +251,12 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which results of products in `dtype` are summed."""
+    """Return the dtype in which products of `dtype` are accumulated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return the logits held within the cap by a tanh; as they are without one.
+    """Return the logits limited by a tanh to plus or minus the cap; unchanged without a cap.
 
     Shapes:  any.
     """

@@ -1,24 +1,24 @@
-"""A row of logits to its loss and its gradient, in Triton's language; ops/loss_rows.py launches it.
+"""The Triton kernel that turns a row of logits into its loss and gradient; see ops/loss_rows.py.
 
-A program has one row to itself: it reads it once for the logarithm of the sum of its exponentials,
-and once more, out of the cache, to write the gradient over it. No program adds to what another
-wrote: every time the same bits.
+A program processes one row: it reads the row once for the logsumexp, and once more, from the cache,
+to overwrite it with the gradient. No program adds to the output of another, so results are the same
+bits on every run.
 
-Letters: v the places in the vocabulary that are at hand.
+Letters: v the positions in the vocabulary that are being processed.
 """
 
 import triton
 import triton.language as tl
 
 PER_LN = tl.constexpr(1.4426950408889634)
-"""Times this, a power of e is a power of 2, which a GPU computes."""
+"""Converts a power of e into a power of 2, which a GPU computes."""
 LEAST = tl.constexpr(-1e38)
-"""Where a lane's largest logit starts: -inf less -inf would be NaN."""
+"""The initial maximum of a lane: with -inf, -inf - -inf would be NaN."""
 
 
 @triton.jit
 def _capped(logits, CAP: tl.constexpr):
-    """The logits within their cap, c tanh(logits / c); as they are without one."""
+    """The capped logits, c tanh(logits / c); unchanged without a cap."""
     if CAP > 0:
         shrunk = tl.exp(-2.0 * tl.abs(logits) / CAP)
         size = CAP * (1.0 - shrunk) / (1.0 + shrunk)
@@ -29,10 +29,12 @@ def _capped(logits, CAP: tl.constexpr):
 @triton.jit
 def _blocks(
     row, begin, v, BEYOND: tl.constexpr, POLICY: tl.constexpr,
-    CAP: tl.constexpr, VOCAB: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr, VOCAB: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Load AT_ONCE blocks one after the other, before the first is used; BEYOND the vocabulary
-    that. POLICY: how long they stay in the cache.
+    """Load AT_ONCE consecutive blocks before the first is used.
+
+    Positions past the vocabulary get the value BEYOND; POLICY is the cache eviction policy.
     """
     loaded, logits = (), ()
     for i in tl.static_range(AT_ONCE):
@@ -56,9 +58,7 @@ def _log_sum(
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The logarithm of the sum of a row's exponentials, each lane with a largest logit of its own
-    until the end.
-    """
+    """The logsumexp of a row; each lane keeps a maximum of its own until the end."""
     largest, total = tl.full((BLOCK,), LEAST, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
     for begin in range(0, VOCAB, BLOCK * AT_ONCE):
         blocks = _blocks(
@@ -66,9 +66,8 @@ def _log_sum(
         )
         for i in tl.static_range(AT_ONCE):
             logits = blocks[i]
-            smaller = tl.exp2(
-                tl.abs(logits - largest) * -PER_LN
-            )  # the other's is 1: one exponential, whichever is larger
+            # The exponential of the larger one is 1, so one exponential is enough.
+            smaller = tl.exp2(tl.abs(logits - largest) * -PER_LN)
             total = tl.where(logits > largest, total * smaller + 1.0, total + smaller)
             largest = tl.maximum(largest, logits)
     top = tl.max(largest, 0)
@@ -79,13 +78,13 @@ def _log_sum(
 def losses_and_gradient(
     product, targets, losses,
     Z_LOSS: tl.constexpr, SCALE: tl.constexpr, GRADIENT: tl.constexpr, CAP: tl.constexpr,
-    VOCAB: tl.constexpr, PADDED: tl.constexpr, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    VOCAB: tl.constexpr, PADDED: tl.constexpr, STRIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's loss, and with GRADIENT its gradient times SCALE over the row. An ignored
-    target's row is not read.
+    """Write the loss of a row, and with GRADIENT overwrite the row with its gradient times SCALE.
 
-    STRIDE logits lie from one row to the next; those up to PADDED are the row's own, and hold
-    nothing.
+    The row of an ignored target is not read. Rows are STRIDE logits apart; those up to PADDED
+    belong to the row and contain nothing.
     """
     number = tl.program_id(0)
     row, v = product + number.to(tl.int64) * STRIDE, tl.arange(0, BLOCK)

@@ -1,5 +1,4 @@
-"""Newton-Schulz iterations: the nearest thing to an orthogonal matrix that matrix products alone
-can reach.
+"""Newton-Schulz iterations: nearly orthogonal matrices from matrix products alone.
 
 Letters: N matrices of one shape, R rows, C columns.
 """
@@ -15,21 +14,20 @@ from torch import Tensor
 from flatout.ops import at_least_fp32, linear
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; they
-end near 1, not at it.
+"""Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; the
+values converge near 1, not to it.
 """
 ITERATIONS = 5
 SMALLEST_NORM = 1e-12
 
 
 def reference(matrices_NRC: Tensor) -> Tensor:
-    """Each matrix with every singular value brought near 1 (about 0.7 to 1.2), its singular vectors
-    kept; one matrix after the other.
+    """Return each matrix with its singular values brought near 1 (about 0.7 to 1.2).
 
-    Five times X becomes aX + (bG + cGG)X with G = XX', from X divided by its norm. This is the
-    definition.
+    The singular vectors are kept. Starting from X divided by its norm, each of five iterations sets
+    X to aX + (bG + cGG)X with G = XX', one matrix after the other. This is the definition.
 
-    Shapes:  matrices_NRC (N, R, C), R <= C is the cheaper way round.
+    Shapes:  matrices_NRC (N, R, C); R <= C is cheaper.
     Returns: (N, R, C) in bfloat16 on CUDA, else in the input's dtype and at least float32; zero
              matrices stay zero.
     Cost:    5 N (4 R R C + 2 R R R) FLOP, in 15 N products.
@@ -46,7 +44,7 @@ def reference(matrices_NRC: Tensor) -> Tensor:
 
 
 def batched(matrices_NRC: Tensor) -> Tensor:
-    """`reference` on all matrices at once: a product of the stack costs one launch, not N.
+    """`reference` on all matrices at once: a product of the stack takes one launch instead of N.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -56,17 +54,15 @@ def batched(matrices_NRC: Tensor) -> Tensor:
 
 
 def compiled(matrices_NRC: Tensor) -> Tensor:
-    """`batched` through torch.compile: what lies between the products is fused, and a stack of
-    matrices is one call.
+    """`batched` through torch.compile, which fuses the work between the products.
 
-    Each shape is compiled when it is first seen.
+    Each shape is compiled when it is first used.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
     Cost:    as `batched`.
     """
-    iterated_NRC: Tensor = _compiled_for_each_shape()(matrices_NRC)
-    return iterated_NRC
+    return _compiled_for_each_shape()(matrices_NRC)
 
 
 @cache
@@ -75,31 +71,31 @@ def _compiled_for_each_shape() -> Callable[[Tensor], Tensor]:
 
 
 def onednn(matrices_NRC: Tensor) -> Tensor:
-    """`reference` with the products of `flatout.ops.linear.onednn_product`: for fp32 on a CPU.
+    """`reference` with the products of `flatout.ops.linear.onednn_product`, for fp32 on a CPU.
 
-    Those are left @ right', which suits: G is symmetric.
+    These compute left @ right'; G is symmetric, so no copy is needed.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`; aX is taken into the factor, as a on its diagonal.
+    Cost:    as `reference`; aX is part of the factor, as a on its diagonal.
     """
     stack_NRC = _normalised(matrices_NRC)
     if not linear.onednn_fits(stack_NRC, stack_NRC):
         return batched(matrices_NRC)
     a, b, c = QUINTIC
-    for place_RC in stack_NRC:
-        matrix_RC = place_RC
+    for result_RC in stack_NRC:
+        matrix_RC = result_RC
         for _ in range(ITERATIONS):
             gram_RR = linear.onednn_product(matrix_RC, matrix_RC)
             factor_RR = linear.onednn_product(gram_RR, gram_RR).mul_(c).add_(gram_RR, alpha=b)
             factor_RR.diagonal().add_(a)
             matrix_RC = linear.onednn_product(factor_RR, matrix_RC.T)
-        place_RC.copy_(matrix_RC)
+        result_RC.copy_(matrix_RC)
     return stack_NRC
 
 
 def bf16(matrices_NRC: Tensor) -> Tensor:
-    """`batched` in bfloat16, as on a GPU: for CPUs that multiply it.
+    """`batched` in bfloat16 as on a GPU, for CPUs with bf16 products.
 
     Shapes:  as `reference`.
     Returns: (N, R, C) in bfloat16.
@@ -109,11 +105,10 @@ def bf16(matrices_NRC: Tensor) -> Tensor:
 
 
 def _normalised(matrices_NRC: Tensor) -> Tensor:
-    """The matrices divided by their norms, in the arithmetic of the iterations."""
+    """Return the matrices divided by their norms, in the dtype of the iterations."""
     wide_NRC = at_least_fp32(matrices_NRC)
-    scaled_NRC: Tensor = wide_NRC / torch.linalg.matrix_norm(wide_NRC, keepdim=True).clamp(
-        min=SMALLEST_NORM
-    )
+    norms_N11 = torch.linalg.matrix_norm(wide_NRC, keepdim=True).clamp(min=SMALLEST_NORM)
+    scaled_NRC: Tensor = wide_NRC / norms_N11
     return scaled_NRC.bfloat16() if scaled_NRC.is_cuda else scaled_NRC
 
 

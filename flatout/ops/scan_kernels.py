@@ -1,9 +1,8 @@
-"""The diagonal complex recurrence of ops/scan.py in Triton's language; ops/scan_passes.py says how
-these make the whole.
+"""Triton kernels for the diagonal recurrence of ops/scan.py, combined by ops/scan_passes.py.
 
-A program walks one chunk of one row for a block of eigenstates, the state in registers. Complex
-numbers are K real parts, then K imaginary ones. What a program loads does not depend on its state:
-the loads of several steps are under way before the first is used.
+A program walks one chunk of one row for a block of eigenstates, with the state in registers.
+Complex numbers are stored as K real parts, then K imaginary parts. The loads of a program do not
+depend on its state, so those of several steps are in flight before the first is used.
 
 Letters: k the eigenstates of a program; `at` counts steps over all rows.
 """
@@ -14,8 +13,9 @@ import triton.language as tl
 
 @triton.jit
 def _exp(x):
-    """The exponential to the last bits near 1, where a GPU's own errs to one side, token after
-    token.
+    """The exponential, accurate to the last bits near 0.
+
+    There the error of the GPU's own exponential is biased and accumulates over tokens.
     """
     near = 1.0 + x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6)))))
     return tl.where(tl.abs(x) < 0.25, near, tl.exp(x))
@@ -29,42 +29,42 @@ def _times(a, b, c, d):
 
 @triton.jit
 def _replaced(one, other, reset, CUT: tl.constexpr):
-    """Zero where a document begins: put in the place of what was, which is not multiplied by zero,
-    so that a NaN stays in its document.
-    """
+    """Replaced by zero where a document starts; multiplying by zero would keep a NaN."""
     if CUT:
         one, other = tl.where(reset, 0.0, one), tl.where(reset, 0.0, other)
     return one, other
 
 
 @triton.jit
-def _pair(pointer, at, k, mask, COUNT: tl.constexpr):
-    """Load a complex number of each eigenstate; zero where masked."""
-    place = pointer + at * 2 * COUNT + k
-    return tl.load(place, mask=mask, other=0.0).to(tl.float32), tl.load(
-        place + COUNT, mask=mask, other=0.0
+def _load(pointer, at, k, mask, COUNT: tl.constexpr):
+    """Load a complex number per eigenstate; zero where masked."""
+    source = pointer + at * 2 * COUNT + k
+    return tl.load(source, mask=mask, other=0.0).to(tl.float32), tl.load(
+        source + COUNT, mask=mask, other=0.0
     ).to(tl.float32)
 
 
 @triton.jit
-def _keep(pointer, at, k, mask, real, imaginary, COUNT: tl.constexpr):
-    """Store a complex number of each eigenstate."""
-    place = pointer + at * 2 * COUNT + k
-    tl.store(place, real, mask=mask)
-    tl.store(place + COUNT, imaginary, mask=mask)
+def _store(pointer, at, k, mask, real, imaginary, COUNT: tl.constexpr):
+    """Store a complex number per eigenstate."""
+    target = pointer + at * 2 * COUNT + k
+    tl.store(target, real, mask=mask)
+    tl.store(target + COUNT, imaginary, mask=mask)
 
 
 @triton.jit
-def _keep_own(logs, angles, at, k, mask, log_decay, angle, COUNT: tl.constexpr, FORM: tl.constexpr):
-    """Store what belongs to a step's own eigenvalues, where steps have them."""
+def _store_polar(
+    logs, angles, at, k, mask, log_decay, angle, COUNT: tl.constexpr, FORM: tl.constexpr
+):
+    """Store the values of a step's own eigenvalues, if steps have their own."""
     if FORM == "polar":
         tl.store(logs + at * COUNT + k, log_decay, mask=mask)
         tl.store(angles + at * COUNT + k, angle, mask=mask)
 
 
 @triton.jit
-def _place(chunks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Row, chunk and eigenstates of this program; programs of one chunk are neighbours."""
+def _program(chunks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Row, chunk and eigenstates of this program; programs of one chunk are adjacent."""
     blocks = (COUNT + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row, chunk = program // (blocks * chunks), (program // blocks) % chunks
@@ -73,8 +73,9 @@ def _place(chunks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _factor(real, imaginary, log_decay, angle, FORM: tl.constexpr, BACKWARD: tl.constexpr):
-    """What the state is multiplied by: the one factor that is `fixed`, or what a step's own
-    logarithm and angle say; going back, its conjugate.
+    """The factor of the state: the `fixed` one, or that of a step's own logarithm and angle.
+
+    Backward uses its conjugate.
     """
     if FORM == "polar":
         magnitude = _exp(log_decay)
@@ -88,7 +89,7 @@ def _factor(real, imaginary, log_decay, angle, FORM: tl.constexpr, BACKWARD: tl.
 
 
 @triton.jit
-def _beginning(
+def _initial(
     entering,
     first,
     here,
@@ -99,13 +100,13 @@ def _beginning(
     FORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The state that enters a chunk, and the factor of all its steps when that is `fixed`."""
+    """The state that enters a chunk, and the factor of all its steps if it is `fixed`."""
     zero = tl.full((BLOCK,), 0.0, tl.float32)
     real, imaginary, fixed, fixed_i = zero, zero, zero, zero
     if ENTERED:
-        real, imaginary = _pair(entering, here, k, inside, COUNT)
+        real, imaginary = _load(entering, here, k, inside, COUNT)
     if FORM == "fixed":
-        fixed, fixed_i = _pair(first, 0, k, inside, COUNT)
+        fixed, fixed_i = _load(first, 0, k, inside, COUNT)
     return real, imaginary, fixed, fixed_i
 
 
@@ -124,11 +125,13 @@ def _step(
     FORM: tl.constexpr,
     CUT: tl.constexpr,
 ):
-    """Load a step: its place, whether there is one, what it adds, its logarithm and angle, whether
-    a document begins with it.
+    """Load a step.
+
+    Returns its index, whether it exists, what it adds, its logarithm and angle, and whether a
+    document starts with it.
     """
     at, mask = row * steps + step, inside & (step < steps)
-    real, imaginary = _pair(drive, at, k, mask, COUNT)
+    real, imaginary = _load(drive, at, k, mask, COUNT)
     log_decay, angle, reset = real, imaginary, step < 0
     if FORM == "polar":
         log_decay, angle = (
@@ -144,31 +147,33 @@ def _step(
 def powers(
     log_decay, angle, table, COUNT: tl.constexpr, LOG2_CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Eigenvalues to the number of tokens in one step of each level; in fp64, since the angle of
-    many tokens is a large number.
+    """Compute the eigenvalues to the power of the tokens per step, for each level.
+
+    The computation is in fp64, since the angle over many tokens is a large number.
     """
     level, k = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < COUNT
     tokens = (tl.full((BLOCK,), 1, tl.int64) << (level * LOG2_CHUNK)).to(tl.float64)
     magnitude = tl.exp(tl.load(log_decay + k, mask=inside, other=0.0).to(tl.float64) * tokens)
     turned = tl.load(angle + k, mask=inside, other=0.0).to(tl.float64) * tokens
-    _keep(table, level, k, inside, magnitude * tl.cos(turned), magnitude * tl.sin(turned), COUNT)
+    _store(table, level, k, inside, magnitude * tl.cos(turned), magnitude * tl.sin(turned), COUNT)
 
 
 @triton.jit
 def walk(
     drive, first, second, resets, entering, kept, logs, angles, cuts, steps, chunks,
-    KEEPS: tl.constexpr, ADDS_FIRST: tl.constexpr, COUNT: tl.constexpr, ENTERED: tl.constexpr, FORM: tl.constexpr,
-    BACKWARD: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr, ADDS_FIRST: tl.constexpr, COUNT: tl.constexpr, ENTERED: tl.constexpr,
+    FORM: tl.constexpr, BACKWARD: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Walk a chunk; keep the state `after` each step, `before` each, or where the chunk `ends`.
+    """Walk a chunk and store the state `after` each step, `before` each, or where the chunk `ends`.
 
-    With an end go the sums of the steps' own logarithms and angles, in fp64: a product of rounded
-    factors would be wrong many times over.
+    With the end, the sums of the steps' own logarithms and angles are stored, in fp64: a product of
+    rounded factors would multiply their errors.
     """
-    row, chunk, k = _place(chunks, COUNT, BLOCK)
+    row, chunk, k = _program(chunks, COUNT, BLOCK)
     inside, here = k < COUNT, row * chunks + chunk
-    real, imaginary, fixed, fixed_i = _beginning(
+    real, imaginary, fixed, fixed_i = _initial(
         entering, first, here, k, inside, COUNT, ENTERED, FORM, BLOCK
     )
     log_sum, angle_sum, was_cut = (
@@ -187,7 +192,7 @@ def walk(
             at, mask, added, added_i, log_decay, angle, reset = loaded[i]
             factor, factor_i = _factor(fixed, fixed_i, log_decay, angle, FORM, BACKWARD)
             if KEEPS == "before":
-                _keep(kept, at, k, mask, real, imaginary, COUNT)
+                _store(kept, at, k, mask, real, imaginary, COUNT)
             if ADDS_FIRST:
                 real, imaginary = _times(real + added, imaginary + added_i, factor, factor_i)
                 log_sum, angle_sum = log_sum + log_decay, angle_sum + angle
@@ -199,29 +204,29 @@ def walk(
                 real, imaginary = real + added, imaginary + added_i
                 log_sum, angle_sum = log_sum + log_decay, angle_sum + angle
             if KEEPS == "after":
-                _keep(kept, at, k, mask, real, imaginary, COUNT)
+                _store(kept, at, k, mask, real, imaginary, COUNT)
     if KEEPS == "ends":
-        _keep(kept, here, k, inside, real, imaginary, COUNT)
-        _keep_own(logs, angles, here, k, inside, log_sum, angle_sum, COUNT, FORM)
+        _store(kept, here, k, inside, real, imaginary, COUNT)
+        _store_polar(logs, angles, here, k, inside, log_sum, angle_sum, COUNT, FORM)
         tl.store(cuts + here, was_cut.to(tl.uint8), mask=CUT)
 
 
 @triton.jit
 def gradients(
-    drive, first, second, resets, entering, states, start, drive_grad, log_decay_grad, angle_grad, start_grad, steps, chunks,
+    drive, first, second, resets, entering, states, start,
+    drive_grad, log_decay_grad, angle_grad, start_grad, steps, chunks,
     STARTED: tl.constexpr, COUNT: tl.constexpr, ENTERED: tl.constexpr, FORM: tl.constexpr,
     CUT: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Walk a chunk back from what enters it, and keep all gradients; those of fixed eigenvalues
-    summed over the chunk.
+    """Walk a chunk backward and store all gradients, those of fixed eigenvalues summed over it.
 
-    The gradient g of a state, times the conjugate eigenvalue, is what goes to the state before, s;
-    times the conjugate of s it is also the gradient of the eigenvalue's logarithm: real part for
-    log_decay, imaginary part for angle.
+    The gradient g of a state, times the conjugate eigenvalue, is the gradient of the state before,
+    s; that times the conjugate of s is the gradient of the eigenvalue's logarithm: the real part is
+    for log_decay, the imaginary part for angle.
     """
-    row, chunk, k = _place(chunks, COUNT, BLOCK)
+    row, chunk, k = _program(chunks, COUNT, BLOCK)
     inside, here = k < COUNT, row * chunks + chunk
-    real, imaginary, fixed, fixed_i = _beginning(
+    real, imaginary, fixed, fixed_i = _initial(
         entering, first, here, k, inside, COUNT, ENTERED, FORM, BLOCK
     )
     along_sum, across_sum = tl.full((BLOCK,), 0.0, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
@@ -232,17 +237,17 @@ def gradients(
             loaded += (
                 _step(drive, first, second, resets, row, step, k, steps, inside, COUNT, FORM, CUT),
             )
-            same_text = (step > 0) & (loaded[i][6] == 0)
-            befores += (_pair(states, loaded[i][0] - 1, k, loaded[i][1] & same_text, COUNT),)
+            same_document = (step > 0) & (loaded[i][6] == 0)
+            befores += (_load(states, loaded[i][0] - 1, k, loaded[i][1] & same_document, COUNT),)
         for i in tl.static_range(AT_ONCE):
             at, mask, added, added_i, log_decay, angle, reset = loaded[i]
             factor, factor_i = _factor(fixed, fixed_i, log_decay, angle, FORM, True)
             before, before_i = befores[i]
             if STARTED:
-                started, started_i = _pair(start, row, k, inside & (at == row * steps), COUNT)
+                started, started_i = _load(start, row, k, inside & (at == row * steps), COUNT)
                 before, before_i = before + started, before_i + started_i
             real, imaginary = real + added, imaginary + added_i
-            _keep(drive_grad, at, k, mask, real, imaginary, COUNT)
+            _store(drive_grad, at, k, mask, real, imaginary, COUNT)
             real, imaginary = _times(real, imaginary, factor, factor_i)
             real, imaginary = _replaced(real, imaginary, reset, CUT)
             along, across = (
@@ -250,8 +255,8 @@ def gradients(
                 imaginary * before - real * before_i,
             )
             along_sum, across_sum = along_sum + along, across_sum + across
-            _keep_own(log_decay_grad, angle_grad, at, k, mask, along, across, COUNT, FORM)
+            _store_polar(log_decay_grad, angle_grad, at, k, mask, along, across, COUNT, FORM)
     if FORM == "fixed":
         tl.store(log_decay_grad + here * COUNT + k, along_sum, mask=inside)
         tl.store(angle_grad + here * COUNT + k, across_sum, mask=inside)
-    _keep(start_grad, row, k, inside & (chunk == 0), real, imaginary, COUNT)
+    _store(start_grad, row, k, inside & (chunk == 0), real, imaginary, COUNT)

@@ -1,14 +1,14 @@
-"""The diagonal complex recurrence of ops/scan.py by the kernels of ops/scan_kernels.py.
+"""The diagonal complex recurrence of ops/scan.py by the Triton kernels of ops/scan_kernels.py.
 
-Three passes: each program walks one chunk from a state of zero and keeps where that ends; what
-enters each chunk is the same recurrence over these ends, solved likewise; then each walks again
-from what enters, and keeps every state. Backward is the same from the end back with conjugate
-eigenvalues, and the gradients of the eigenvalues fall out of its last pass. The drive and the
-gradient are read twice, states and results are written once; nothing else is as long as the text.
+There are three passes. First, each program walks one chunk from a state of zero and stores the
+final state. The states that enter the chunks follow the same recurrence over these final states and
+are computed the same way. Then each program walks its chunk again from the state that enters it,
+and stores every state. Backward is the same from the end back, with conjugate eigenvalues; its last
+pass also computes the gradients of the eigenvalues. The drive and the gradient are read twice,
+states and results are written once; nothing else is as long as the sequences.
 
-Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary ones; S steps:
-         tokens, or chunks of them; N chunks of steps;
-F levels: tokens, chunks, chunks of chunks.
+Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary parts; S steps:
+         tokens, or chunks of them; N chunks of steps; F levels: tokens, chunks, chunks of chunks.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.ops import scan_kernels as kernels
+from flatout.ops import triton_kernels
 
 BLOCK = 32
-"""Eigenstates a program: one for each lane of a warp, which reads 128 bytes of fp32 at a time."""
+"""Eigenstates per program: one per lane of a warp, which reads 128 bytes of fp32 at a time."""
 AT_ONCE = 8
 """Steps that are loaded together."""
 SHORT, LONG = 32, 64
-"""Steps a chunk. An eigenvalue is multiplied by itself at most so often, and its rounding does not
-add up over a long text.
+"""Steps per chunk. They limit how often an eigenvalue is multiplied by itself, so that rounding
+errors do not add up over a long sequence.
 """
 FULL = 4_096
-"""Programs, of one warp each, that keep a large GPU busy: 132 multiprocessors hold 32 each. Chunks
-are short where there would be fewer.
+"""Programs, of one warp each, that keep a large GPU busy: 132 multiprocessors hold about 32 each.
+Chunks are short if there would be fewer.
 """
 
 
 @dataclass(frozen=True)
 class _Steps:
-    """A recurrence over the steps of one level, and how it is cut into chunks."""
+    """A recurrence over the steps of one level, and its division into chunks."""
 
     drive: Tensor
     """What each step adds (B, S, E)."""
     first: Tensor
     """Eigenvalues by level (F, E) when fixed; logarithms (B, S, K) when polar."""
     second: Tensor
-    """Angles (B, S, K) when polar; otherwise not looked at."""
+    """Angles (B, S, K) when polar; otherwise unused."""
     form: str
     resets: Tensor | None
-    """Where a document begins (B, S), bytes."""
+    """Where a document starts (B, S), bytes."""
     chunk: int
     backward: bool
-    """From the last step to the first, with conjugate eigenvalues."""
+    """Steps run from the last to the first, with conjugate eigenvalues."""
     adds_first: bool
-    """A state is multiplied after its step is added, not before: a gradient on its way to the token
-    before.
+    """A state is multiplied after its step is added, not before: it is a gradient on its way to the
+    token before.
     """
 
     @property
@@ -61,21 +61,21 @@ class _Steps:
         return -(-self.drive.shape[1] // self.chunk)
 
     def launch(
-        self, kernel: Any, entering_BNE: Tensor | None, *others: Tensor, **constants: Any
+        self, kernel: str, entering_BNE: Tensor | None, *others: Tensor, **constants: Any
     ) -> None:
-        """Run a kernel with a program for each row, chunk and block of eigenstates; a tensor that
-        it does not look at is stood in for.
-        """
+        """Run a kernel with a program for each row, chunk and block of eigenstates."""
         drive_BSE, resets_BS = self.drive, self.resets
         rows, steps, count = drive_BSE.shape[0], drive_BSE.shape[1], drive_BSE.shape[2] // 2
-        kernel[(rows * self.chunks * -(-count // BLOCK),)](
-            drive_BSE, self.first, self.second, drive_BSE if resets_BS is None else resets_BS, drive_BSE if entering_BNE is None else entering_BNE,
-            *others, steps, self.chunks,
-            COUNT=count, ENTERED=entering_BNE is not None, FORM=self.form, CUT=resets_BS is not None,
-            CHUNK=self.chunk, AT_ONCE=min(AT_ONCE, self.chunk), BLOCK=BLOCK, num_warps=1, **constants,
+        # The kernel does not read the drive where it stands in for None.
+        getattr(_kernels(), kernel)[(rows * self.chunks * -(-count // BLOCK),)](
+            drive_BSE, self.first, self.second, drive_BSE if resets_BS is None else resets_BS,
+            drive_BSE if entering_BNE is None else entering_BNE, *others, steps, self.chunks,
+            COUNT=count, ENTERED=entering_BNE is not None, FORM=self.form,
+            CUT=resets_BS is not None, CHUNK=self.chunk, AT_ONCE=min(AT_ONCE, self.chunk),
+            BLOCK=BLOCK, num_warps=1, **constants,
         )  # fmt: skip
 
-    def walked(
+    def states(
         self, entering_BNE: Tensor | None, keeps: str, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Return the state `after` or `before` every step."""
@@ -84,8 +84,9 @@ class _Steps:
         return kept_BSE
 
     def above(self) -> _Steps:
-        """Return the same recurrence over chunks: each adds where it ends when nothing enters it,
-        and multiplies by all its eigenvalues.
+        """Return the same recurrence over chunks.
+
+        A chunk adds its final state when nothing enters it, and multiplies by all its eigenvalues.
         """
         rows, _, parts = self.drive.shape
         ends_BNE = self.drive.new_empty(rows, self.chunks, parts, dtype=torch.float32)
@@ -97,29 +98,24 @@ class _Steps:
             None, "ends", ends_BNE, logs_BNK, angles_BNK, ends_BNE if cuts_BN is None else cuts_BN
         )
         over_chunks = replace(self, drive=ends_BNE, resets=cuts_BN, adds_first=False)
-        return (
-            replace(over_chunks, first=self.first[1:])
-            if self.form == "fixed"
-            else replace(over_chunks, first=logs_BNK, second=angles_BNK)
-        )
+        if self.form == "fixed":
+            return replace(over_chunks, first=self.first[1:])
+        return replace(over_chunks, first=logs_BNK, second=angles_BNK)
+
+    def entering(self, start_BE: Tensor | None) -> Tensor | None:
+        """Return the state that enters each chunk (B, N, E); None stands for zeros."""
+        if self.chunks == 1:
+            return start_BE
+        above = self.above()
+        return above.states(above.entering(start_BE), "before")
 
     def _walk(self, entering_BNE: Tensor | None, keeps: str, *others: Tensor) -> None:
-        self.launch(
-            kernels.walk,
-            entering_BNE,
-            *others,
-            KEEPS=keeps,
-            ADDS_FIRST=self.adds_first,
-            BACKWARD=self.backward,
-        )
+        constants = {"ADDS_FIRST": self.adds_first, "BACKWARD": self.backward}
+        self.launch("walk", entering_BNE, *others, KEEPS=keeps, **constants)
 
 
-def _entering(steps: _Steps, start_BE: Tensor | None) -> Tensor | None:
-    """Return what enters every chunk (B, N, E); None is zeros."""
-    if steps.chunks == 1:
-        return start_BE
-    above = steps.above()
-    return above.walked(_entering(above, start_BE), "before")
+def _kernels() -> Any:
+    return triton_kernels.load("scan_kernels", "triton-scan")
 
 
 def _steps(
@@ -141,7 +137,7 @@ def _steps(
     if log_decay.dim() == 1:
         levels = next(level for level in range(1, tokens + 1) if chunk**level >= tokens)
         table_FE = log_decay.new_empty(levels, parts)
-        kernels.powers[(levels, blocks)](
+        _kernels().powers[(levels, blocks)](
             first,
             second,
             table_FE,
@@ -174,34 +170,23 @@ def states(
     chunk_size: int,
     states_dtype: torch.dtype,
 ) -> Tensor:
-    """Return the state after each token; an op of its own, which a compiled model calls as it is.
+    """Return the state after each token; a custom op, which compilers do not trace.
 
     Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16;
              resets_BT (B, T) bool; start_BE (B, 2 K) fp32.
-    Returns: states_BTE, in fp32 or rounded to `states_dtype` as they are written; what one chunk
-             hands to the next is fp32.
+    Returns: states_BTE, in fp32 or rounded to `states_dtype` as they are written; the states
+             between chunks are fp32.
     Cost:    as `flatout.ops.scan.reference`; a program walks at most `chunk_size` tokens, or two.
     """
     with torch.cuda.device_of(drive_BTE):  # type: ignore[no-untyped-call]
         steps = _steps(log_decay, angle, drive_BTE, resets_BT, chunk_size, backward=False)
-        return steps.walked(
-            _entering(steps, None if start_BE is None else start_BE.contiguous()),
-            "after",
-            states_dtype,
-        )
+        entering_BNE = steps.entering(None if start_BE is None else start_BE.contiguous())
+        return steps.states(entering_BNE, "after", states_dtype)
 
 
 @states.register_fake
-def _states_shape(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    resets_BT: Tensor | None,
-    start_BE: Tensor | None,
-    chunk_size: int,
-    states_dtype: torch.dtype,
-) -> Tensor:
-    return drive_BTE.new_empty(drive_BTE.shape, dtype=states_dtype)
+def _states_shape(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *others: Any) -> Tensor:
+    return drive_BTE.new_empty(drive_BTE.shape, dtype=others[-1])
 
 
 @torch.library.custom_op("flatout::scan_backward", mutates_args=())
@@ -215,23 +200,22 @@ def _backward(
     drive_dtype: torch.dtype,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of log_decay, angle, drive_BTE and start_BE. No program adds to what
-    another wrote: every time the same bits.
+    """Return the gradients of log_decay, angle, drive_BTE and start_BE.
+
+    They are the same bits on every run: no program adds to the output of another.
     """
     with torch.cuda.device_of(grad_BTE):  # type: ignore[no-untyped-call]
         steps = _steps(log_decay, angle, grad_BTE, resets_BT, chunk_size, backward=True)
         rows, tokens, parts = grad_BTE.shape
         drive_grad_BTE = torch.empty_like(steps.drive, dtype=drive_dtype)
         start_grad_BE = log_decay.new_empty(rows, parts)
-        places = tokens if steps.form == "polar" else steps.chunks
-        along, across = (log_decay.new_empty(rows, places, parts // 2) for _ in range(2))
-        start = states_BTE if start_BE is None else start_BE.contiguous()
-        entering_BNE = _entering(steps, None)
+        count = tokens if steps.form == "polar" else steps.chunks
+        along, across = (log_decay.new_empty(rows, count, parts // 2) for _ in range(2))
         steps.launch(
-            kernels.gradients,
-            entering_BNE,
+            "gradients",
+            steps.entering(None),
             states_BTE.contiguous(),
-            start,
+            states_BTE if start_BE is None else start_BE.contiguous(),
             drive_grad_BTE,
             along,
             across,
@@ -245,19 +229,12 @@ def _backward(
 
 @_backward.register_fake
 def _backward_shapes(
-    grad_BTE: Tensor,
-    log_decay: Tensor,
-    angle: Tensor,
-    states_BTE: Tensor,
-    resets_BT: Tensor | None,
-    start_BE: Tensor | None,
-    drive_dtype: torch.dtype,
-    chunk_size: int,
+    grad_BTE: Tensor, log_decay: Tensor, angle: Tensor, states_BTE: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    eigenvalues = log_decay.new_empty(log_decay.shape)
+    drive_dtype = others[-2]
     return (
-        eigenvalues,
-        torch.empty_like(eigenvalues),
+        log_decay.new_empty(log_decay.shape),
+        log_decay.new_empty(log_decay.shape),
         grad_BTE.new_empty(grad_BTE.shape, dtype=drive_dtype),
         log_decay.new_empty(states_BTE[:, 0].shape),
     )
@@ -269,20 +246,13 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
     ctx.save_for_backward(log_decay, angle, output, resets_BT, start_BE)
 
 
-def _all_gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
-    log_decay_grad, angle_grad, drive_grad_BTE, start_grad_BE = _backward(
+def _gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
+    *gradients, start_grad_BE = _backward(
         grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size
     )
-    started = ctx.saved_tensors[-1] is not None
-    return (
-        log_decay_grad,
-        angle_grad,
-        drive_grad_BTE,
-        None,
-        start_grad_BE if started else None,
-        None,
-        None,
-    )
+    if ctx.saved_tensors[-1] is None:
+        start_grad_BE = None
+    return *gradients, None, start_grad_BE, None, None
 
 
-states.register_autograd(_all_gradients, setup_context=_keep_for_backward)
+states.register_autograd(_gradients, setup_context=_keep_for_backward)

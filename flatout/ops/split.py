@@ -1,4 +1,4 @@
-"""Numbers of fp32 in two parts of 16 bits: their bfloat16, and what rounding to it took off."""
+"""fp32 numbers in two parts of 16 bits: their bfloat16, and the rounding error of that."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from torch import Tensor
 
 
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 of each number, ties to even, and how far its bits are from
-    there, in 16 bits.
+    """Return the nearest bfloat16 of each number, ties to even, and the distance of its bits.
 
-    An even bfloat16 is the nearest of 65,537 fp32 numbers, and 16 bits tell 65,536 apart: that
-    halfway to the next larger one in magnitude is moved by one unit in the last place, towards the
-    bfloat16. All others are kept to the bit. What is taken off is the lower half of the bits as a
-    signed number: from half on, rounding went up.
+    The distance is the lower half of the bits as a signed number: from one half on, rounding went
+    up. 16 bits represent 65,536 distances, and an even bfloat16 is the nearest of 65,537 fp32
+    numbers: the one halfway to the next larger magnitude moves by one unit in the last place,
+    towards the bfloat16. All others are kept exactly.
 
     Shapes:  any, fp32.
     Returns: (high, low): bfloat16 and int16, of the same shape.
@@ -24,12 +23,12 @@ def split(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 numbers that `split` took apart: by their bits, since compilers take a number
-    to bfloat16 and back for the number.
+    """Return the fp32 numbers that `split` separated.
+
+    The bits are shifted, since a compiler removes a conversion to bfloat16 and back.
 
     Shapes:  high (bfloat16) and low (int16), of one shape.
     Returns: a tensor of that shape.
     """
-    return (
-        high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low).view(torch.float32)
-    )
+    bits = high.view(torch.int16).to(torch.int32).bitwise_left_shift_(16).add_(low)
+    return bits.view(torch.float32)

@@ -1,10 +1,9 @@
-"""Updates of weights in two parts in Triton's language; ops/split_update.py says what they compute.
+"""Triton kernels that update split weights; ops/split_update.py defines what they compute.
 
-One launch updates many tensors: `table` has a row of 64-bit numbers for each, its number of
-weights, then the addresses of its parts. Programs along axis 1 are tensors; those along axis 0 take
-turns at the blocks of one. A weight is read once and written once, whatever is done to it in
-between. No operation is fused with another (enable_fp_fusion=False): each rounds once, as torch's
-own do one by one.
+One launch updates many tensors: `table` has a row of 64-bit numbers for each, the number of its
+weights and then the addresses of its parts. Programs along axis 1 are tensors; those along axis 0
+share the blocks of one. A weight is read once and written once. Operations are not fused with each
+other (enable_fp_fusion=False): each is rounded once, as torch's separate operations are.
 """
 
 import triton
@@ -13,8 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def _address(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """The tensor whose address a row has in a field; ALIGNED promises a multiple of 16 bytes,
-    without which each number is loaded by itself.
+    """The tensor whose address is in a field of a row.
+
+    ALIGNED promises a multiple of 16 bytes; without it, each number is loaded separately.
     """
     address = tl.load(row + FIELD).to(tl.pointer_type(DTYPE))
     if ALIGNED:
@@ -24,8 +24,9 @@ def _address(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 
 @triton.jit
 def _count(row, ALIGNED: tl.constexpr):
-    """The number of weights of a row's tensor; ALIGNED promises a multiple of 16, so that vectors
-    are loaded whole or not at all.
+    """The number of weights of a row's tensor.
+
+    ALIGNED promises a multiple of 16, so that each vector is loaded completely or not at all.
     """
     count = tl.load(row)
     if ALIGNED:
@@ -35,13 +36,13 @@ def _count(row, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _number(numbers, INDEX: tl.constexpr):
-    """A number that is the same for all tensors, rounded to fp32."""
+    """A number that all tensors share, rounded to fp32."""
     return tl.load(numbers + INDEX).to(tl.float32)
 
 
 @triton.jit
 def _joined(high, low, at, mask):
-    """`flatout.ops.split.join` of what lies there."""
+    """`flatout.ops.split.join` of the parts at these indices."""
     upper, lower = (
         tl.load(high + at, mask=mask, other=0).to(tl.int32),
         tl.load(low + at, mask=mask, other=0).to(tl.int32),
@@ -50,13 +51,13 @@ def _joined(high, low, at, mask):
 
 
 @triton.jit
-def _keep_split(high, low, at, mask, weight):
-    """Store `flatout.ops.split.split` of a number, by its bits: without the lower half, as a signed
-    number, they are its bfloat16.
+def _store_split(high, low, at, mask, weight):
+    """Store `flatout.ops.split.split` of a number.
+
+    Its bits minus their lower half, as a signed number, are its bfloat16.
     """
-    bits = tl.where(
-        weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000
-    )  # a NaN's bits could carry over into an infinity or a zero
+    # The bits of a NaN could overflow into an infinity or a zero.
+    bits = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), 0x7FC00000)
     bits -= ((bits & 0x1FFFF) == 0x8000).to(tl.int32)
     lower = (bits << 16) >> 16
     tl.store(high + at, ((bits - lower) >> 16).to(tl.int16), mask=mask)
@@ -65,8 +66,9 @@ def _keep_split(high, low, at, mask, weight):
 
 @triton.jit
 def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """AdamW. A row: weights, high, low, gradient, exp_avg, exp_avg_sq, step. `numbers` in fp64: see
-    `split_update.adamw`.
+    """AdamW. A row: weights, high, low, gradient, exp_avg, exp_avg_sq, step.
+
+    `split_update.adamw` lists `numbers`, in fp64.
     """
     row = table + tl.program_id(1) * 7
     count = _count(row, ALIGNED)
@@ -91,13 +93,14 @@ def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
         weight = weight * kept - tl.div_rn(mean, tl.sqrt_rn(square) * scale + eps) * rate
         tl.store(means + at, mean, mask=mask)
         tl.store(squares + at, square, mask=mask)
-        _keep_split(high, low, at, mask, weight)
+        _store_split(high, low, at, mask, weight)
 
 
 @triton.jit
 def decay_and_add(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """kept * weight + alpha * step. A row: weights, high, low, step, which is of DTYPE. `numbers`
-    in fp64: kept, alpha.
+    """kept * weight + alpha * step. A row: weights, high, low, step, which has the dtype DTYPE.
+
+    `numbers`, in fp64: kept, alpha.
     """
     row = table + tl.program_id(1) * 4
     count = _count(row, ALIGNED)
@@ -111,4 +114,4 @@ def decay_and_add(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DT
         at = block * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
         step = tl.load(steps + at, mask=mask, other=0.0).to(tl.float32)
-        _keep_split(high, low, at, mask, _joined(high, low, at, mask) * kept + step * alpha)
+        _store_split(high, low, at, mask, _joined(high, low, at, mask) * kept + step * alpha)

@@ -1,1 +1,1 @@
-"""One file an optimizer, and the schedules."""
+"""The optimizers, one per file, and the learning-rate schedules."""

@@ -1,4 +1,4 @@
-"""AdamW for every parameter: no weight decay on norms, biases and embeddings."""
+"""AdamW for every parameter, without weight decay on norms, biases and embeddings."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kin
 
 
 def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
-    """Return the optimisers of a run: one AdamW, made by `parts.adamw`. The loop sets lr = peak_lr
-    * factor(step) in each group.
+    """Return the optimizers of a run: one AdamW, created by `parts.adamw`.
 
-    Raises: ConfigError when the model does not state what a parameter is.
+    The loop sets lr = peak_lr * factor(step) in each group.
+    Raises: ConfigError when the model does not state the kind of a parameter.
     """
     groups = adamw_groups(named_by_kind(model).values(), config)
     return (parts.adamw(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps}),)
 
 
 def per_parameter(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
-    """AdamW as the plain loop over parameters: about ten small kernels each."""
+    """Return AdamW as a plain loop over parameters, with about ten small kernels for each."""
     return AdamW(groups, **keywords, foreach=False, fused=False)
 
 
 def fused(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
-    """AdamW in one kernel for many parameters."""
+    """Return AdamW that updates many parameters in one kernel."""
     return AdamW(groups, **keywords, fused=True)
 
 

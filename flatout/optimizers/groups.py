@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters decay, and under which learning rate."""
+"""Creating the optimizers of a run, and parameter groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -16,20 +16,17 @@ from flatout.errors import ConfigError
 from flatout.registry import OPTIMIZERS
 
 AdamWFactory = Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
-"""(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group states its own weight_decay.
-"""
+"""(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group sets its weight_decay."""
 
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """What an optimiser is made of besides its rule: how its work is carried out, which speedups
-    exchange.
-    """
+    """The implementations that optimizers are built from, which speedups replace."""
 
     adamw: AdamWFactory
-    """Makes the AdamW of an optimiser, or of what it leaves to AdamW."""
+    """Creates the AdamW for the parameters that use it."""
     newton_schulz: Callable[[Tensor], Tensor]
-    """Signature and definition: `flatout.ops.newton_schulz.reference`."""
+    """Defined by `flatout.ops.newton_schulz.reference`."""
 
 
 CALL = "build(model, config, parts)"
@@ -38,9 +35,9 @@ CALL = "build(model, config, parts)"
 def optimizers_of(
     config: RunConfig, model: nn.Module, parts: OptimizerParts
 ) -> tuple[Optimizer, ...]:
-    """Return the optimizers of a run, made by the function that `optim.kind` names.
+    """Return the optimizers of a run, created by the function that `optim.kind` names.
 
-    Raises: ConfigError when it is called otherwise, or returns something else than a tuple of torch
+    Raises: ConfigError when it has another signature, or does not return a tuple of torch
             optimizers with peak_lr in each group.
     """
     kind, build = config.optim.kind, OPTIMIZERS.get(config.optim.kind)
@@ -49,7 +46,7 @@ def optimizers_of(
     )
     if isinstance(build, type):
         raise ConfigError(
-            f"optim.kind={kind} is a class, not a function that makes the optimizers of a model.",
+            f"optim.kind={kind} is a class, not a function that returns the optimizers of a model.",
             fix=f"{as_documented}.",
         )
     try:
@@ -59,25 +56,18 @@ def optimizers_of(
             f"The optimizer {kind} cannot be called as {CALL}: {error}.", fix=f"{as_documented}."
         ) from error
     made = build(model, config.optim, parts)
-    if (
-        not isinstance(made, tuple | list)
-        or not made
-        or not all(isinstance(one, Optimizer) for one in made)
-    ):
-        found = (
-            f"a single {type(made).__name__}"
-            if isinstance(made, Optimizer)
-            else repr(made)
-            if not made
-            else type(made).__name__
-        )
+    is_sequence = isinstance(made, tuple | list)
+    if not is_sequence or not made or not all(isinstance(one, Optimizer) for one in made):
+        single = "a single " if isinstance(made, Optimizer) else ""
+        found = single + type(made).__name__ if made else repr(made)
         raise ConfigError(
             f"The optimizer {kind} returned {found}, not a tuple of torch optimizers.",
-            fix=f"{as_documented}; of one: (optimizer,).",
+            fix=f"{as_documented}; for a single one: (optimizer,).",
         )
     if any("peak_lr" not in group for one in made for group in one.param_groups):
         raise ConfigError(
-            f"The optimizer {kind} has a parameter group without peak_lr, which the schedule multiplies.",
+            f"The optimizer {kind} has a parameter group without peak_lr, which the schedule "
+            "multiplies.",
             fix='Write each group as {"params": [...], "peak_lr": config.lr}.',
         )
     return tuple(made)
@@ -89,20 +79,19 @@ DECAYED = ("hidden", "head")
 
 
 def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
-    """Return {name: (kind, parameter)} of what trains, each parameter once.
+    """Return {name: (kind, parameter)} for all trainable parameters, each once.
 
     Raises: ConfigError when the model does not state the kind of a parameter, or states an unknown
             kind.
     """
-    stated: Any = model  # a LanguageModel, or whatever says the same of its parameters
-    kinds = stated.parameter_kinds()
+    kinds: dict[str, str] = model.parameter_kinds()  # type: ignore[operator]
     found = {}
     for name, parameter in model.named_parameters():
         kind = kinds.get(name)
         if kind not in KINDS:
             raise ConfigError(
                 f"{type(model).__name__} states the kind {kind!r} for its parameter {name!r}.",
-                fix=f"Let parameter_kinds() give one of {', '.join(KINDS)} for it.",
+                fix=f"Return one of {', '.join(KINDS)} for it from parameter_kinds().",
             )
         if parameter.requires_grad:
             found[name] = (kind, parameter)
@@ -112,16 +101,13 @@ def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
 def adamw_groups(
     members: Iterable[tuple[str, nn.Parameter]], config: OptimConfig
 ) -> list[dict[str, Any]]:
-    """Return AdamW's groups for (kind, parameter) pairs: those that decay, those that do not; empty
-    ones are left out.
-    """
+    """Return AdamW's groups for (kind, parameter) pairs, with and without decay; none is empty."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for kind, parameter in members:
         (decayed if kind in DECAYED else plain).append(parameter)
-    both = [(decayed, config.weight_decay), (plain, 0.0)]
     return [
         {"params": group, "weight_decay": decay, "lr": config.lr, "peak_lr": config.lr}
-        for group, decay in both
+        for group, decay in ((decayed, config.weight_decay), (plain, 0.0))
         if group
     ]

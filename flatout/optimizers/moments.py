@@ -1,6 +1,4 @@
-"""What kinds of optimisers keep for a parameter. A checkpoint of one kind is no other's, and each
-is told by the fields it stores.
-"""
+"""What each kind of optimizer keeps for a parameter, told apart by the fields in a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,22 +11,22 @@ from torch.optim import AdamW, Optimizer
 
 @dataclass(frozen=True)
 class Moments:
-    """A kind of what is kept for one parameter. Tensors too small for eight bits are of the kind
-    FP32 under torchao.
+    """What one kind of optimizer keeps for a parameter.
+
+    A checkpoint of one kind cannot be loaded by another. Under torchao, tensors that are too small
+    for eight bits are of the kind FP32.
     """
 
     what: str
-    """In words."""
+    """A description."""
     field: str
     """A field that no other kind has."""
     speedup: str | None = None
-    """Which speedup keeps it so; None where plain optimisers do."""
+    """The speedup that uses this kind; None for plain optimizers."""
     like_the_parameter: tuple[str, ...] | None = None
-    """The fields that are fp32 tensors of the parameter's shape; None where what is kept is laid
-    out otherwise.
-    """
+    """The fields that are fp32 tensors of the parameter's shape; None for other layouts."""
     numbers: tuple[str, ...] = ()
-    """The fields that are tensors of one number, beside those."""
+    """Additional fields that are tensors of one number."""
 
 
 FP32 = Moments(
@@ -38,39 +36,35 @@ FP32 = Moments(
     numbers=("step",),
 )
 TORCHAO = Moments(
-    "AdamW's moments in eight bits, as adamw-8bit has them", "exp_avg_scale", "adamw-8bit"
+    "AdamW's moments in eight bits, as adamw-8bit stores them", "exp_avg_scale", "adamw-8bit"
 )
 BITSANDBYTES = Moments(
-    "AdamW's moments as adamw-8bit-bitsandbytes has them", "state1", "adamw-8bit-bitsandbytes"
+    "AdamW's moments as adamw-8bit-bitsandbytes stores them", "state1", "adamw-8bit-bitsandbytes"
 )
 MOMENTUM = Moments("Muon's momentum", "momentum_buffer", like_the_parameter=("momentum_buffer",))
 KINDS = (TORCHAO, BITSANDBYTES, FP32, MOMENTUM)
-"""In the order in which they are looked for: TORCHAO has FP32's fields, and more."""
+"""In the order of the search: TORCHAO has the fields of FP32, and more."""
 
 
 def kept_by(optimizer: Optimizer, parameter: Tensor) -> Moments | None:
-    """Return what an optimiser keeps for a parameter from its first step on: its own
-    `moments_of(parameter)` says so. None is not known.
+    """Return what an optimizer keeps for a parameter, by its `moments_of`; None if unknown.
 
     Shapes: parameter of any shape.
     """
     if hasattr(optimizer, "moments_of"):
-        found: Moments = optimizer.moments_of(parameter)
-        return found
+        return optimizer.moments_of(parameter)  # type: ignore[no-any-return]
     return FP32 if isinstance(optimizer, AdamW) else None
 
 
 def stored_as(fields: Collection[str]) -> Moments:
-    """Return which kind the fields of a parameter are of."""
+    """Return the kind that has these fields."""
     return next(
         (kind for kind in KINDS if kind.field in fields), Moments(", ".join(sorted(fields)), "")
     )
 
 
-def way_to_go_on(stored: Moments, kept: Moments) -> str:
-    """Return which optimiser goes on from `stored`, where this run would keep `kept`, as words
-    after "Resume".
-    """
+def how_to_resume(stored: Moments, kept: Moments) -> str:
+    """Return the words after "Resume" that name an optimizer for `stored`; this run uses `kept`."""
     if stored.speedup is not None:
         return f"with {stored.speedup} in speedups"
     if stored == FP32 and kept.speedup is not None:

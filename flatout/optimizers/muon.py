@@ -1,7 +1,7 @@
-"""Muon for the matrices of the hidden layers: momentum, orthogonalised; AdamW for everything else.
+"""Muon for the matrices of the hidden layers: orthogonalised momentum; AdamW for everything else.
 
-A parameter that the model declares to be several matrices on top of each other, as a fused
-query-key-value weight, is orthogonalised part by part: each part has its own singular values.
+A parameter that the model declares as several stacked matrices, such as a fused query-key-value
+weight, is orthogonalised part by part: each part has its own singular values.
 
 Letters: N matrices of one shape, R rows, C columns.
 """
@@ -28,23 +28,22 @@ from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kin
 from flatout.optimizers.moments import MOMENTUM, Moments
 
 RMS_LIKE_ADAMW = 0.2
-"""An orthogonal matrix has entries of RMS 1/sqrt(max(R, C)), AdamW's updates one of about 0.2: with
+"""The RMS of an orthogonal matrix is 1/sqrt(max(R, C)), that of AdamW's updates about 0.2: with
 this scale both share a learning rate.
 """
 STACK_ELEMENTS = 2**27
-"""Largest number of entries orthogonalised at once, so that the stack stays small beside the model.
-"""
+"""Most entries to orthogonalise at once, so that the stack is small compared with the model."""
 
 
 def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
-    """Return Muon for the two-dimensional hidden weights, and an AdamW for the rest, made by
-    `parts.adamw`; either may be missing.
+    """Return Muon for the hidden matrices and the AdamW of `parts` for the rest, if there are any.
 
-    Raises: ConfigError when the model does not state what a parameter is, or states parts that do
-            not make it up.
+    Raises: ConfigError when the model does not state the kind of a parameter, or states parts that
+            do not add up to it.
     """
-    stated: Any = model
-    rows_by_name = stated.stacked_rows() if hasattr(model, "stacked_rows") else {}
+    rows_by_name: dict[str, tuple[int, ...]] = (
+        model.stacked_rows() if hasattr(model, "stacked_rows") else {}  # type: ignore[operator]
+    )
     matrices: list[nn.Parameter] = []
     stacked: dict[nn.Parameter, tuple[int, ...]] = {}
     rest: list[tuple[str, nn.Parameter]] = []
@@ -81,21 +80,21 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
 def _checked_rows(name: str, parameter: Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
     if sum(rows) != parameter.shape[0] or min(rows) < 1:
         raise ConfigError(
-            f"stacked_rows() cuts the {parameter.shape[0]} rows of {name!r} into {rows}.",
-            fix="Let it give positive numbers that add up to its rows.",
+            f"stacked_rows() splits the {parameter.shape[0]} rows of {name!r} into {rows}.",
+            fix="Return positive numbers that add up to its rows.",
         )
     return rows
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """What is orthogonalised as one: a parameter, or some of its rows."""
+    """A matrix to orthogonalise: a parameter, or some of its rows."""
 
     index: int
-    """Which parameter."""
+    """The index of the parameter."""
     start: int
     stop: int
-    """Its rows there."""
+    """Its rows in the parameter."""
     columns: int
     dtype: torch.dtype
 
@@ -106,13 +105,12 @@ class _Matrix:
 
 class Muon(Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
-    Takes matrices only.
 
-    `stacked_rows` gives the rows of each part of a parameter that is several matrices on top of
-    each other; its momentum is one. `newton_schulz` is a function of `flatout.ops.newton_schulz`:
-    how the iterations are carried out. Matrices of one shape, or of one shape and its transpose, go
-    to the iterations together. A sharded matrix is gathered, orthogonalised on every rank, and each
-    rank keeps its own part; momentum stays sharded.
+    It is for matrices only. `stacked_rows` contains the rows of each part of a parameter that is
+    several stacked matrices, which share a momentum. `newton_schulz` is a function of
+    `flatout.ops.newton_schulz`. Matrices of one shape, or of one shape and its transpose, are
+    iterated together. A sharded matrix is gathered and orthogonalised on every rank, and each rank
+    updates its shard; momentum stays sharded.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al.
             2025, arXiv:2502.16982.
@@ -133,7 +131,7 @@ class Muon(Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     def moments_of(self, _parameter: Tensor) -> Moments:
-        """Return what is kept for a parameter.
+        """Return the kind of state that is kept for a parameter.
 
         Shapes: _parameter of any shape.
         """
@@ -141,7 +139,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every matrix that has a gradient; gradients are left as they are."""
+        """Update every matrix that has a gradient; gradients are not changed."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -154,15 +152,13 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Carry the iterations out once on zeros in every shape that a step will have; nothing is
-        changed.
-        """
+        """Run the iterations once on zeros in every shape of a step, without changing anything."""
         for group in self.param_groups:
             for batch in _batches(self._matrices([p for p in group["params"] if p.requires_grad])):
                 self._newton_schulz(_empty_stack(batch, group["params"]).zero_())
 
     def give_up_compiling(self) -> None:
-        """Carry the iterations out uncompiled from now on."""
+        """Run the iterations without compilation from now on."""
         self._newton_schulz = batched
 
     def _update(
@@ -191,10 +187,8 @@ class Muon(Optimizer):
                 yield _Matrix(index, start, stop, parameter.shape[1], parameter.dtype)
 
     def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Advance each momentum buffer and return where Nesterov's rule points, sharded as the
-        parameters are.
-        """
-        gradients = [_gradient(p) for p in parameters]
+        """Update the momentum buffers and return Nesterov's directions, sharded as they are."""
+        gradients = [p.grad for p in parameters if p.grad is not None]  # all of them have one
         for p, gradient in zip(parameters, gradients, strict=True):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
@@ -209,15 +203,14 @@ class Muon(Optimizer):
 
 
 def _batches(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
-    """Matrices that share a shape, lying down or upright, in batches of bounded size."""
+    """Yield matrices that share a shape, up to transposition, in batches of bounded size."""
     by_shape: dict[Any, list[_Matrix]] = {}
     for matrix in matrices:
         by_shape.setdefault((*sorted(matrix.shape), matrix.dtype), []).append(matrix)
     for (rows, columns, _), members in by_shape.items():
         most = max(1, STACK_ELEMENTS // max(1, rows * columns))
-        size = math.ceil(
-            len(members) / math.ceil(len(members) / most)
-        )  # as equal as can be: a compiler compiles for each shape
+        # Batches of equal size, as far as possible: a compiler compiles for each shape.
+        size = math.ceil(len(members) / math.ceil(len(members) / most))
         for start in range(0, len(members), size):
             yield members[start : start + size]
 
@@ -231,21 +224,22 @@ def _empty_stack(batch: list[_Matrix], like: list[Any]) -> Tensor:
 
 
 def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
-    """The batch's matrices, lying down; a sharded parameter is gathered once for all its parts in
-    the batch, one at a time.
+    """Return the matrices of a batch, transposed where they have more rows than columns.
+
+    A sharded parameter is gathered once for all its parts in the batch, one parameter at a time.
     """
     stack_NRC = _empty_stack(batch, directions)
     if not isinstance(directions[batch[0].index], DTensor):
         torch._foreach_copy_(
             list(stack_NRC),
-            [_upright(directions[matrix.index][matrix.start : matrix.stop]) for matrix in batch],
+            [_wide(directions[matrix.index][matrix.start : matrix.stop]) for matrix in batch],
         )
         return stack_NRC
     pairs = zip(stack_NRC, batch, strict=True)
     for index, members in groupby(pairs, key=lambda pair: pair[1].index):
-        whole = _whole(directions[index])
-        for place_RC, matrix in members:
-            place_RC.copy_(_upright(whole[matrix.start : matrix.stop]))
+        whole: Tensor = directions[index].full_tensor()
+        for target_RC, matrix in members:
+            target_RC.copy_(_wide(whole[matrix.start : matrix.stop]))
     return stack_NRC
 
 
@@ -256,22 +250,23 @@ def _add_batch(
     kept: float,
     alpha: float,
 ) -> None:
-    """Decay each matrix and add alpha times its step: all of a batch in a few kernels, for which
-    both have one layout. Shards are decayed before.
+    """Decay each matrix and add alpha times its step, with a few kernels per batch.
+
+    The kernels need steps in the layout of the matrices. Shards have been decayed before.
     """
-    lies = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
+    is_wide = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
     if isinstance(parameters[batch[0].index], DTensor):
-        for matrix, step_RC, lying in zip(batch, steps_NRC, lies, strict=True):
-            _add_to_shard(parameters[matrix.index], matrix, step_RC if lying else step_RC.T, alpha)
+        for matrix, step_RC, wide in zip(batch, steps_NRC, is_wide, strict=True):
+            sharded: Any = parameters[matrix.index]
+            _add_to_shard(sharded, matrix, step_RC if wide else step_RC.T, alpha)
         return
-    if not isinstance(
-        parameters[batch[0].index], SplitTensor
-    ):  # a split weight's kernel reads narrow steps as they are
+    if not isinstance(parameters[batch[0].index], SplitTensor):
+        # The kernel for split weights reads narrow steps.
         steps_NRC = steps_NRC.to(batch[0].dtype)
-    steps_NCR = steps_NRC if all(lies) else steps_NRC.mT.contiguous()
+    steps_NCR = steps_NRC if all(is_wide) else steps_NRC.mT.contiguous()
     steps = [
-        lying_RC if lying else upright_CR
-        for lying_RC, upright_CR, lying in zip(steps_NRC, steps_NCR, lies, strict=True)
+        step_RC if wide else step_CR
+        for step_RC, step_CR, wide in zip(steps_NRC, steps_NCR, is_wide, strict=True)
     ]
     decay_and_add(
         [parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch],
@@ -281,29 +276,23 @@ def _add_batch(
     )
 
 
-def _add_to_shard(parameter: Any, matrix: _Matrix, step: Tensor, alpha: float) -> None:
-    """Add alpha times `step` to what this rank has of the matrix's rows."""
-    in_place = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
-    _local(parameter).add_(_part_of(in_place, parameter), alpha=alpha)
+def _add_to_shard(parameter: DTensor, matrix: _Matrix, step: Tensor, alpha: float) -> None:
+    """Add alpha times `step` to this rank's shard of the matrix."""
+    padded = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
+    _local(parameter).add_(_shard_of(padded, parameter), alpha=alpha)
 
 
-def _upright(matrix: Tensor) -> Tensor:
+def _wide(matrix: Tensor) -> Tensor:
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    gradient = parameter.grad
-    assert gradient is not None  # step() passes only parameters that have one
-    return gradient
-
-
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, sharing its memory; any other tensor itself."""
+    """Return this rank's shard, sharing its memory; a tensor that is not sharded is unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:
-    """A rank's part as the sharded tensor it is a part of."""
+    """Return this rank's shard as a tensor sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -316,14 +305,8 @@ def _like(local: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _part_of(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor that every rank holds whole: cutting needs no communication."""
-    if not isinstance(parameter, DTensor):
-        return whole
+def _shard_of(whole: Tensor, parameter: DTensor) -> Tensor:
+    """Return this rank's shard of a tensor that every rank has, without communication."""
     mesh = parameter.device_mesh
     everywhere = DTensor.from_local(
         whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False

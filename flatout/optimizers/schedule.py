@@ -1,8 +1,7 @@
-"""The learning rate as a pure function of the optimiser step: nothing to save, nothing to advance,
-the same on every resume.
+"""The learning rate as a pure function of the optimiser step, with no state to save.
 
-Steps count from 0 to total_steps - 1. After a linear warm-up the rate stands at its peak; `cosine`
-and `wsd` reach `min_lr` at the last step. A run of one step trains at the peak.
+Steps count from 0 to total_steps - 1. After a linear warm-up the rate is at its peak; `cosine` and
+`wsd` reach `min_lr` at the last step. A run of one step trains at the peak.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from flatout.registry import unknown_name
 
 
 def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) -> float:
-    """Return what the peak learning rate is multiplied with at `step`, above 0 and at most 1 before
-    the last step.
+    """Return the factor of the peak learning rate at `step`.
 
-    Steps past the end keep the last step's factor.
+    It is above 0 and at most 1 before the last step. Steps past the end have the factor of the last
+    step.
 
     Raises: ConfigError for an unknown schedule, with the nearest name.
     """
@@ -35,9 +34,7 @@ def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) 
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Return the steps before the peak. A warm-up longer than the run is shortened so that the peak
-    and the last step fit.
-    """
+    """Return the steps before the peak, limited so that the peak and the last step fit."""
     steps = (
         round(config.warmup * total_steps) if isinstance(config.warmup, float) else config.warmup
     )
@@ -45,20 +42,21 @@ def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
 
 
 def cosine(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
-    """Half a cosine wave from the peak at 0 to `floor` at `last`."""
+    """Return half a cosine wave from the peak at 0 to `floor` at `last`."""
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / last))
 
 
 def wsd(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
-    """Warm-up, stable, decay: the peak, then a straight line to `floor` over the last `decay` of
-    the steps after the warm-up.
+    """Return the peak, then a straight line to `floor` over the last `decay` of the steps.
+
+    WSD stands for warm-up, stable, decay; `decay` is a fraction of the steps after the warm-up.
     """
     falling = min(last, max(1, round(config.decay * last)))
     return floor + (1 - floor) * min(1.0, (last - step) / falling)
 
 
 def constant(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
-    """The peak to the end; `min_lr` plays no part."""
+    """Return the peak; `min_lr` is not used."""
     return 1.0
 
 
@@ -67,6 +65,6 @@ SCHEDULES: dict[str, Callable[[ScheduleConfig, float, int, int], float]] = {
     "wsd": wsd,
     "constant": constant,
 }
-"""Each gives the factor `step` steps after the warm-up, of `last` such steps; `floor` is min_lr /
-peak.
+"""Each returns the factor `step` steps after the warm-up, of `last` such steps; `floor` is min_lr
+divided by the peak.
 """

@@ -1,1 +1,1 @@
-"""Several processes: the mesh and what is done along each of its axes."""
+"""Several processes: the mesh, data parallelism, and how processes find each other."""

@@ -1,5 +1,6 @@
-"""Data parallelism: every process has its share of the batch; the model is copied (DDP), split
-(fully_shard), or both (HSDP).
+"""Data parallelism: each process trains on its share of the batch.
+
+The model is copied to every process (DDP), sharded (fully_shard), or both (HSDP).
 """
 
 from __future__ import annotations
@@ -16,62 +17,57 @@ from torch.nn.parallel import DistributedDataParallel
 from flatout.parallel.mesh import Mesh
 
 BESIDE_FORWARD = ("logits",)
-"""Methods of a model that are called from outside and must find whole weights too. Every process
-must call them together.
-"""
+"""Methods besides `forward` that need gathered weights. All processes must call them together."""
 
 _BUFFER_SWITCH = (
     "forward_sync_buffers"
     if "forward_sync_buffers" in signature(DistributedDataParallel.__init__).parameters
     else "broadcast_buffers"
 )
-"""Buffers are tables here, the same everywhere: nothing to exchange in each forward. torch 2.13
-renamed the switch.
+"""The option to synchronise buffers in each forward pass, which torch 2.13 renamed. Buffers here
+are tables that are the same in every process.
 """
 
 
 def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
-    """Return what training calls in place of `model`, whose weights become those of the main
-    process everywhere.
+    """Return what training calls instead of `model`, with the weights of the main process.
 
-    Alone, the model itself. Copied: DDP around it. Split: the model itself, its `blocks` and the
-    rest of it sharded in place, so that optimisers must be made afterwards. Both average gradients
-    over all processes.
+    With one process that is the model itself. When the model is copied, it is DDP around it. When
+    it is sharded, it is the model itself with its `blocks` and the rest of it sharded in place, so
+    that optimizers must be created afterwards. Both average gradients over all processes.
 
-    With `gathers` the blocks' weights travel and are used in that type, under an autocast to it;
-    hidden states keep theirs, gradients are summed in fp32, and each process keeps its share of the
-    weights as it was. The embedding, the final norm and the output weight are gathered as they are:
-    a narrow embedding would make all hidden states narrow.
+    With `gathers` the weights of the blocks are gathered and used in that dtype, under an autocast
+    to it; hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
+    shard unchanged. The embedding, the final norm and the output weight are gathered in their own
+    dtype: a narrow embedding would make all hidden states narrow.
     """
     if mesh.world_size == 1:
         return model
     if mesh.device_mesh is None:
         devices = [mesh.device] if mesh.device.type == "cuda" else None
-        keep_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}
+        options: dict[str, Any] = {_BUFFER_SWITCH: False}
         copied = DistributedDataParallel(
-            model, device_ids=devices, gradient_as_bucket_view=True, **keep_buffers
+            model, device_ids=devices, gradient_as_bucket_view=True, **options
         )
-        _settle_buckets(copied, mesh.device)
+        _fix_buckets(copied, mesh.device)
         return copied
     _copy_from_main(model)
-    placed = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
-    core: Any = getattr(model, "_orig_mod", model)  # a compiled model shards what it compiled
+    device_mesh = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
+    core: Any = getattr(model, "_orig_mod", model)  # shard the model inside a compiled one
     narrow = MixedPrecisionPolicy(
         param_dtype=gathers, reduce_dtype=gathers and torch.float32, cast_forward_inputs=False
     )
     for block in core.blocks:
-        fully_shard(block, mesh=placed, mp_policy=narrow)
-    fully_shard(core, mesh=placed)
+        fully_shard(block, mesh=device_mesh, mp_policy=narrow)
+    fully_shard(core, mesh=device_mesh)
     for method in BESIDE_FORWARD:
         if hasattr(core, method):
             register_fsdp_forward_method(core, method)
     return model
 
 
-class _Untouched(nn.Module):
-    """A loss that does not depend on the weights. Gradients arrive as in a backward pass of the
-    model: those of its last weights first.
-    """
+class _ZeroGradients(nn.Module):
+    """A loss with zero gradients, which arrive as in a backward pass: last weights first."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()
@@ -83,19 +79,16 @@ class _Untouched(nn.Module):
         return start
 
 
-def _settle_buckets(copied: DistributedDataParallel, device: torch.device) -> None:
-    """Bring DDP's buckets into their final order, by one exchange of zero gradients.
+def _fix_buckets(copied: DistributedDataParallel, device: torch.device) -> None:
+    """Bring DDP's buckets into their final order by reducing zero gradients once.
 
-    DDP exchanges its first gradients in one bucket, and all later ones in buckets ordered as those
-    first gradients arrived. Three or more processes sum a number in an order that depends on its
-    place in a bucket, so the first step after a resume would round otherwise than the same step of
-    a run that was never stopped.
+    DDP reduces its first gradients in one bucket, and all later ones in buckets in the order in
+    which those first gradients arrived. With three or more processes the order of summation depends
+    on the position in a bucket, so the first step after a resume would round differently than the
+    same step of an uninterrupted run.
     """
-    model, weights = (
-        copied.module,
-        [weight for weight in copied.parameters() if weight.requires_grad],
-    )
-    copied.module = _Untouched(weights)
+    model, weights = copied.module, [p for p in copied.parameters() if p.requires_grad]
+    copied.module = _ZeroGradients(weights)
     copied(torch.zeros((), device=device)).backward()
     copied.module = model
     for weight in weights:
@@ -103,6 +96,6 @@ def _settle_buckets(copied: DistributedDataParallel, device: torch.device) -> No
 
 
 def _copy_from_main(model: nn.Module) -> None:
-    """DDP does this by itself; sharding would keep a piece of each process's own weights."""
+    """Broadcast the main process's weights, which DDP does by itself and sharding does not."""
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)

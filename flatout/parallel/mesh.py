@@ -1,9 +1,8 @@
-"""The mesh: how the processes of a run are laid out, and the few things they say to each other
-outside the model.
+"""The mesh: how the processes of a run are arranged, and how they exchange a few values.
 
-Processes stand in a rectangle of `replicate` rows and `shard` columns: a row holds one copy of the
-model between its processes. Every process has its own share of the batch, so sums of losses and
-counts go over all of them.
+Processes form a rectangle of `replicate` rows and `shard` columns: a row shares one copy of the
+model. Every process has its own share of the batch, so sums of losses and counts go over all of
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Mesh:
-    """The processes of a run, and this one's place among them."""
+    """The processes of a run, and the position of this one."""
 
     rank: int
     world_size: int
@@ -34,21 +33,20 @@ class Mesh:
     shard: int
     device: torch.device
     device_mesh: DeviceMesh | None = None
-    """Dimensions `replicate` and `shard`; None where nothing is sharded."""
+    """Dimensions `replicate` and `shard`; None if nothing is sharded."""
     local_world_size: int = 1
     """Processes on this machine, which share its memory."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints and writes what is written once."""
+        """Whether this is the process that prints, and writes the shared files."""
         return self.rank == 0
 
     def sum(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the sums over all processes, the same on each; one exchange in float64, so counts
-        stay exact up to 2^53.
+        """Return the sums over all processes, by one all-reduce in float64, exact up to 2^53.
 
-        Shapes:  any; meant for a step's few figures.
-        Returns: as many tensors, shaped and typed as given.
+        Shapes:  any; meant for the few figures of a step.
+        Returns: one tensor for each given, with its shape and dtype.
         """
         if self.world_size == 1:
             return tensors
@@ -61,7 +59,7 @@ class Mesh:
         )
 
     def barrier(self) -> None:
-        """Wait until every process is here."""
+        """Wait for all processes."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -75,18 +73,17 @@ class Mesh:
 
 
 def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -> Mesh:
-    """Return the mesh for `parallel.replicate` and `parallel.shard`; `rendezvous.connect` comes
-    first.
+    """Return the mesh of `parallel.replicate` and `parallel.shard`, after `rendezvous.connect`.
 
     Raises: ConfigError when their product is not the number of processes.
     """
     ranks = ranks or (stated_ranks() if dist.is_initialized() else Ranks())
     replicate = replicas(config, ranks.world_size)
-    place = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
+    own = torch.device("cuda", ranks.local_rank) if device == "cuda" else torch.device(device)
     device_mesh = None
     if config.shard > 1:
         device_mesh = init_device_mesh(
-            place.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard")
+            own.type, (replicate, config.shard), mesh_dim_names=("replicate", "shard")
         )
     return Mesh(
         ranks.rank,
@@ -94,16 +91,16 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
         ranks.local_rank,
         replicate,
         config.shard,
-        place,
+        own,
         device_mesh,
         ranks.local_world_size,
     )
 
 
 def replicas(config: ParallelConfig, world_size: int) -> int:
-    """Return how many copies of the model `world_size` processes hold.
+    """Return the number of copies of the model in `world_size` processes.
 
-    Raises: ConfigError when replicate times shard is not the number of processes.
+    Raises: ConfigError when replicate times shard is not that number.
     """
     replicate = (
         max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
@@ -119,9 +116,10 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
     if world_size == 1:
         raise ConfigError(
             f"{stated} does not fit 1 process.",
-            fix=f"Start {launch}, or leave parallel.replicate and parallel.shard out.",
+            fix=f"Start {launch}, or remove parallel.replicate and parallel.shard.",
         )
     raise ConfigError(
         f"{stated} does not fit {world_size} processes.",
-        fix=f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or start {launch}.",
+        fix=f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
+        f"start {launch}.",
     )

@@ -1,5 +1,6 @@
-"""How the processes of one run find each other: torchrun's environment variables; without them, one
-process and no group.
+"""How the processes of a run find each other, by the environment variables of torchrun.
+
+Without these variables there is one process and no group.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ from torch.distributed.rendezvous import rendezvous
 from flatout.errors import ConfigError, RunFailed
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-BY_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of it."
-PATIENCE_S = 600.0
-"""How long a process waits for the others to start; nodes of a cluster can be minutes apart."""
-WAITING_SAID_EVERY_S = 10.0
-EXCHANGE_PATIENCE = timedelta(minutes=30)
-"""How long processes that have met wait for each other's addresses later on."""
+USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
+START_TIMEOUT_S = 600.0
+"""How long a process waits for the others to start; nodes of a cluster can start minutes apart."""
+REPORT_EVERY_S = 10.0
+STORE_TIMEOUT = timedelta(minutes=30)
+"""How long connected processes wait for each other's addresses later on."""
 RELEASE_S = 0.2
-"""A thread waits at most a few of Python's 5 ms turns; the rest is for a busy machine."""
+"""A thread waits for at most a few of Python's switch intervals of 5 ms; the rest is for a busy
+machine.
+"""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among the processes of the run."""
+    """The rank of this process in the run and on its machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,55 +47,55 @@ class Ranks:
 
 
 def stated_ranks() -> Ranks:
-    """Return what the environment says, without connecting. Where LOCAL_WORLD_SIZE is missing, all
-    processes are taken to be on this machine.
+    """Return the ranks that the environment states, without connecting.
 
-    Raises: ConfigError when it says only a part, or something that is not a number.
+    Without LOCAL_WORLD_SIZE, all processes are assumed to be on this machine.
+    Raises: ConfigError when a variable is missing or not a number.
     """
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return Ranks()
     missing = [name for name in VARIABLES if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"The environment names some of the processes' variables, but not {', '.join(missing)}.",
-            fix=BY_TORCHRUN,
+            f"The environment sets some variables of torchrun, but not {', '.join(missing)}.",
+            fix=USE_TORCHRUN,
         )
     texts = [os.environ[name] for name in VARIABLES[:3]]
     texts.append(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if not all(text.isdigit() for text in texts):
         raise ConfigError(
-            f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are {', '.join(map(repr, texts))}, not numbers.",
-            fix=BY_TORCHRUN,
+            f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers, not "
+            f"{', '.join(map(repr, texts))}.",
+            fix=USE_TORCHRUN,
         )
     if not os.environ["MASTER_PORT"].isdigit() or not 0 < int(os.environ["MASTER_PORT"]) < 2**16:
         raise ConfigError(
             f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port.",
-            fix="Set it to a free one from 1024 to 65535.",
+            fix="Set it to a free port from 1024 to 65535.",
         )
     rank, world_size, local_rank, local_world_size = map(int, texts)
     if rank >= world_size:
         raise ConfigError(
-            f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes.", fix=BY_TORCHRUN
+            f"RANK={rank} does not exist among WORLD_SIZE={world_size} processes.", fix=USE_TORCHRUN
         )
     if not local_rank < local_world_size <= world_size:
         raise ConfigError(
-            f"LOCAL_RANK={local_rank} does not exist among LOCAL_WORLD_SIZE={local_world_size} of WORLD_SIZE={world_size} processes.",
-            fix=BY_TORCHRUN,
+            f"LOCAL_RANK={local_rank} does not exist among LOCAL_WORLD_SIZE={local_world_size} of "
+            f"WORLD_SIZE={world_size} processes.",
+            fix=USE_TORCHRUN,
         )
     return Ranks(rank, world_size, local_rank, local_world_size)
 
 
 def connect(device: str) -> Ranks:
-    """Join the other processes: NCCL for `cuda`, Gloo for `cpu`. A process that is alone joins
-    nothing.
+    """Join the other processes by NCCL or, on a CPU, Gloo; a single process joins nothing.
 
-    Raises: ConfigError when several processes are to share one GPU, the environment is incomplete,
-            or MASTER_PORT is taken; RunFailed when
-    the others do not come.
+    Raises: ConfigError when several processes would share one GPU, the environment is incomplete,
+            or MASTER_PORT is in use; RunFailed when the other processes do not join in time.
     """
     ranks = stated_ranks()
     if ranks.world_size == 1 and ":" in device:
-        torch.cuda.set_device(device)  # events and streams of libraries go to the current device
+        torch.cuda.set_device(device)  # libraries create events and streams on the current device
     if ranks.world_size == 1 or dist.is_initialized():
         return ranks
     if device == "cpu":
@@ -105,8 +108,10 @@ def connect(device: str) -> Ranks:
         )
     if ranks.local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"Process {ranks.local_rank} of this machine finds no GPU: there are {torch.cuda.device_count()}.",
-            fix=f"Start with `torchrun --nproc-per-node {max(1, torch.cuda.device_count())}`, or set train.device=cpu.",
+            f"Process {ranks.local_rank} of this machine finds no GPU: there are "
+            f"{torch.cuda.device_count()}.",
+            fix=f"Start with `torchrun --nproc-per-node {max(1, torch.cuda.device_count())}`, or "
+            "set train.device=cpu.",
         )
     torch.cuda.set_device(ranks.local_rank)
     _join("nccl", ranks, device_id=torch.device("cuda", ranks.local_rank))
@@ -114,71 +119,84 @@ def connect(device: str) -> Ranks:
 
 
 def launcher() -> int | None:
-    """Return the id of the process by which torchrun started this one; None when something else
-    did, which may end before its processes.
+    """Return the id of the torchrun process that started this one, or None.
+
+    Other launchers may end before their processes.
     """
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def _join(backend: str, ranks: Ranks, **options: Any) -> None:
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        with _waiting_said(ranks, place):
+        with _progress_reported(ranks, address):
             store, _, _ = next(
                 rendezvous(
-                    "env://", ranks.rank, ranks.world_size, timeout=timedelta(seconds=PATIENCE_S)
+                    "env://",
+                    ranks.rank,
+                    ranks.world_size,
+                    timeout=timedelta(seconds=START_TIMEOUT_S),
                 )
             )
-            store.set_timeout(EXCHANGE_PATIENCE)
+            store.set_timeout(STORE_TIMEOUT)
             dist.init_process_group(
                 backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options
             )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
-                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another program on this machine.",
-                fix="Set another MASTER_PORT for all processes of the run; `torchrun --standalone` finds a free one by itself.",
+                f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another program on this "
+                "machine.",
+                fix="Set another MASTER_PORT for all processes of the run; `torchrun --standalone` "
+                "finds a free one.",
             ) from error
         raise RunFailed(
-            f"The {ranks.world_size} processes of this run did not meet at {place} within {PATIENCE_S:.0f} s: {str(error).splitlines()[0]}",
-            fix=f"Start all of them, each with its own RANK from 0 to {ranks.world_size - 1}, where {place} can be reached; or use torchrun.",
+            f"The {ranks.world_size} processes of this run did not meet at {address} within "
+            f"{START_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}",
+            fix=f"Start each of them with its own RANK from 0 to {ranks.world_size - 1}, where "
+            f"{address} can be reached; or use torchrun.",
         ) from error
 
 
 @contextmanager
-def _waiting_said(ranks: Ranks, place: str) -> Iterator[None]:
-    """Say every few seconds that this process waits for others, from a thread: each process for
-    itself, since the main one may be missing.
+def _progress_reported(ranks: Ranks, address: str) -> Iterator[None]:
+    """Report every few seconds, from a thread, that this process waits for the others.
+
+    Each process reports for itself, since the main one may be missing.
     """
     met = threading.Event()
 
-    def say() -> None:
-        began_s = time.monotonic()
-        while not met.wait(WAITING_SAID_EVERY_S):
-            waited_s = time.monotonic() - began_s
-            line = f"[rank {ranks.rank}] Waiting at {place} for the other processes of {ranks.world_size}: {waited_s:.0f} s of {PATIENCE_S:.0f} s"
+    def report() -> None:
+        start_s = time.monotonic()
+        while not met.wait(REPORT_EVERY_S):
+            waited_s = time.monotonic() - start_s
+            line = (
+                f"[rank {ranks.rank}] Waiting at {address} for the other processes of "
+                f"{ranks.world_size}: {waited_s:.0f} s of {START_TIMEOUT_S:.0f} s"
+            )
             print(line, file=sys.stderr, flush=True)
 
-    speaker = threading.Thread(target=say, name="flatout-rendezvous", daemon=True)
-    speaker.start()
+    thread = threading.Thread(target=report, name="flatout-rendezvous", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         met.set()
-        speaker.join()
+        thread.join()
 
 
 def disconnect() -> None:
     """Leave the group, if this process joined one.
 
-    Gloo cannot be shut down: its threads let go of their last tensors a moment after the exchange
-    is over, and one that does so while Python is ending aborts the process ("terminate called
-    without an active exception"). They are given that moment.
+    Gloo cannot be shut down: its threads release their last tensors a moment after the last
+    operation, and one that does so while Python exits aborts the process ("terminate called without
+    an active exception"). This waits for that moment.
     """
     if not dist.is_initialized():
         return
     backend = dist.get_backend()
     dist.destroy_process_group()
     if backend == "gloo":
-        gc.collect()  # sharded models hold their groups in cycles; a group that is freed here joins its threads
+        # Sharded models hold their groups in cycles; a group that is freed here joins its threads.
+        gc.collect()
         time.sleep(RELEASE_S)

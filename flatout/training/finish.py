@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flatout.assembly.run import Run
-from flatout.hardware import Peak, peak_tflops
+from flatout.roof import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
 from flatout.training.evaluation import Evaluation, score

@@ -6,7 +6,7 @@ from torch import nn
 
 from flatout.data.tokenizers import parse_tokenizer
 from flatout.data.tokenizers.plain import ByteTokenizer
-from flatout.models.decoding import Recomputing
+from flatout.models.decoding import RecomputingDecoder
 
 EOT = ByteTokenizer().eot_id
 SPACED = ["\u2581the", "\u2581cat", "\u2581sat", "\u2581on", "\u2581mat", "s", "."]
@@ -25,7 +25,9 @@ class Script(nn.Module):
         self.noise, self.vocab_size, self.past, self.seen = noise, vocab_size, past, []
 
     def decoder(self, max_tokens=None):
-        return Recomputing(self.next_logits, min(max_tokens or self.max_seq_len, self.max_seq_len))
+        return RecomputingDecoder(
+            self.next_logits, min(max_tokens or self.max_seq_len, self.max_seq_len)
+        )
 
     def next_logits(self, tokens_BT):
         self.seen.append(tokens_BT.tolist()[0])

@@ -1,5 +1,5 @@
-"""A torch module of one's own, adapted as docs/extend.md shows: it trains, resumes, is scored and
-sampled; what does not fit is named.
+"""A user's torch module, adapted as docs/extend.md shows: it trains, resumes, evaluates and
+samples.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "extend.md"
 
 @pytest.fixture
 def my_gpt(tmp_path, monkeypatch):
-    """The guide's module, importable as my_gpt."""
+    """The module of the guide, importable as my_gpt."""
     for name in ("my_gpt.py", "my_gpt.yaml"):
         block = re.search(
             rf"^```\w+\n(# {name}\n.*?)^```",
@@ -50,7 +50,7 @@ def my_gpt(tmp_path, monkeypatch):
 
 @pytest.fixture
 def asked(tiny_config, my_gpt, tmp_path):
-    """The configuration of a tiny run of the guide's recipe."""
+    """Return the configuration of a tiny run of the guide's recipe."""
 
     def make(**changes):
         document = tiny_config(**changes).to_dict()
@@ -60,7 +60,7 @@ def asked(tiny_config, my_gpt, tmp_path):
     return make
 
 
-def test_it_trains_resumes_to_the_bit_is_scored_and_samples(asked, tmp_path):
+def test_it_trains_resumes_evaluates_and_samples(asked, tmp_path):
     whole = run_training(asked(), tmp_path / "whole")
     with pytest.raises(Stopped):
         run_training(asked(), tmp_path / "run", observers=[StopAt(3)])
@@ -73,19 +73,19 @@ def test_it_trains_resumes_to_the_bit_is_scored_and_samples(asked, tmp_path):
     )  # beyond block_size
 
 
-def test_windows_longer_than_the_module_takes_are_refused(asked, my_gpt, tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.seq_len=65 is more than model\.block_size=64"):
+def test_sequences_beyond_the_limit_are_rejected(asked, my_gpt, tmp_path):
+    with pytest.raises(ConfigError, match=r"data\.seq_len=65 exceeds model\.block_size=64"):
         my_gpt.check({"vocab_size": 7}, seq_len=65)
     model = my_gpt(my_gpt.check({"vocab_size": 7, "block_size": 8}, seq_len=8), Ops.plain())
-    with pytest.raises(ShapeError, match=r"9 tokens are more than model\.block_size=8"):
+    with pytest.raises(ShapeError, match=r"9 tokens exceeds model\.block_size=8"):
         model.logits(torch.zeros(1, 9, dtype=torch.int64))
-    with pytest.raises(ConfigError, match="cannot keep documents apart"):
+    with pytest.raises(ConfigError, match="cannot mask attention between documents"):
         model.logits(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"model\.widht.*Did you mean 'model\.width'"):
         my_gpt.check({"vocab_size": 7, "widht": 8}, seq_len=8)
 
 
-def test_loss_logits_kinds_and_flops_are_the_modules(my_gpt):
+def test_loss_logits_kinds_and_flops_match_the_module(my_gpt):
     model = my_gpt(my_gpt.check({"vocab_size": 7, "width": 8}, seq_len=5), Ops.plain()).eval()
     tokens, targets = torch.randint(7, (2, 5)), torch.tensor([[1, 2, -1, 3, 4], [-1, 0, 1, 2, 3]])
     loss_sum, num_valid = model(tokens, targets)
@@ -107,11 +107,11 @@ def test_loss_logits_kinds_and_flops_are_the_modules(my_gpt):
     matrices = sum(
         p.numel() for name, p in model.named_parameters() if kinds[name] in ("hidden", "head")
     )
-    attention = 2 * 2 * 5 * 8  # scores and values, every key
+    attention = 2 * 2 * 5 * 8  # scores and values of every key
     assert model.flops_per_token(5).causal_exact == Fraction(3 * (2 * matrices + attention))
 
 
-def test_speedups_of_functions_that_it_never_calls_are_off(asked):
+def test_speedups_of_ops_that_it_does_not_use_are_off(asked):
     decisions = {decision.name: decision for decision in select(asked(speedups="auto"), probe())}
     assert not any(
         decisions[name].on for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce")
@@ -146,14 +146,14 @@ class Wrong(nn.Module):
         ((), "tuple"),
     ],
 )
-def test_a_module_that_returns_something_else_is_named(made, found):
+def test_a_module_that_returns_no_logits_is_named(made, found):
     def build(vocab_size: int) -> nn.Module:
         return Wrong(made)
 
     kind = adapt(build)
     with pytest.raises(
         ShapeError,
-        match=rf"forward\(\) of Wrong returned {found} where logits of shape \(1, 4, 7\) are expected",
+        match=rf"forward\(\) of Wrong returned {found} instead of logits of shape \(1, 4, 7\)",
     ):
         kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain()).embed(
             torch.zeros(1, 4, dtype=torch.int64)
@@ -168,6 +168,6 @@ def test_a_module_that_returns_something_else_is_named(made, found):
         (lambda vocab_size: None, "block_size", "has no parameter 'block_size'"),
     ],
 )
-def test_a_function_with_other_parameters_is_named(build, limit, said):
+def test_an_unsuitable_build_function_is_named(build, limit, said):
     with pytest.raises(ConfigError, match=said):
         adapt(build, limit=limit)

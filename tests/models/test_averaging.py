@@ -1,11 +1,12 @@
-"""Groups restart at every document, and everything about them is a fixed shape. Letters: as in
-models/averaging.py.
+"""Groups restart at every document, in tensors of fixed shapes.
+
+Letters: as in models/averaging.py.
 """
 
 import pytest
 import torch
 
-from flatout.models.averaging import Groups, averaged, spread
+from flatout.models.averaging import Groups, group_means, latest_states
 
 LENGTHS = {
     "odd": (5, 1, 2, 9, 3),
@@ -21,8 +22,9 @@ def ids_of(lengths):
 
 
 def alone(drive, scale):
-    """The same by a loop, for one document: the mean of every full group, spread from its last
-    token on.
+    """Compute the same for one document by a loop.
+
+    The mean of each complete group is available from its last token on.
     """
     known, latest = [], 0 * drive[0]
     for t in range(len(drive)):
@@ -34,7 +36,7 @@ def alone(drive, scale):
 
 @pytest.mark.parametrize("scale", [2, 3, 4])
 @pytest.mark.parametrize("case", LENGTHS)
-def test_every_document_has_the_groups_it_has_alone(case, scale):
+def test_every_document_has_the_groups_that_it_has_alone(case, scale):
     lengths = LENGTHS[case]
     ids = torch.cat((ids_of(lengths), ids_of(lengths[::-1])))
     drive = torch.randn(
@@ -46,7 +48,7 @@ def test_every_document_has_the_groups_it_has_alone(case, scale):
         requires_grad=True,
     )
     groups = Groups.of(ids, scale)
-    found = spread(averaged(drive, scale, groups), scale, groups)
+    found = latest_states(group_means(drive, scale, groups), scale, groups)
     wanted = torch.stack(
         [
             torch.cat([alone(part, scale) for part in row.split(cut)])
@@ -62,16 +64,16 @@ def test_every_document_has_the_groups_it_has_alone(case, scale):
     )
 
 
-def test_the_document_of_a_group_is_told_from_its_neighbours():
+def test_groups_of_neighbouring_documents_differ():
     groups = Groups.of(torch.tensor([[7, 7, 7, 3, 7, 7, 7, 7]]), 2)
     assert groups.document.tolist() == [[1, 3, 3, 0]], (
         "ids may come again; a document of one token has no group"
     )
 
 
-def test_nothing_of_a_document_reaches_the_groups_of_another():
+def test_a_document_does_not_affect_the_groups_of_another():
     drive = torch.ones(1, 9, 1)
     drive[:, :4] = float("nan")
     groups = Groups.of(ids_of((4, 5)), 2)
-    known = spread(averaged(drive, 2, groups), 2, groups)[0, :, 0]
+    known = latest_states(group_means(drive, 2, groups), 2, groups)[0, :, 0]
     assert known[4:].tolist() == [0, 1, 1, 1, 1]

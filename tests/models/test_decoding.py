@@ -1,16 +1,15 @@
-"""What a decoder says next is what the whole forward pass says, whatever it keeps and however the
-text is cut.
+"""The logits of a decoder equal those of a full pass, for any division of the tokens.
 
-Letters: B rows, T tokens, V vocabulary, G key and value heads, S places for keys, C head size.
+Letters: B rows, T tokens, V vocabulary, G key and value heads, S slots for keys, C head size.
 """
 
 import pytest
 import torch
 
 from flatout.errors import ShapeError
-from flatout.models.decoding import KeyValueCache, Recomputing
+from flatout.models.decoding import KeyValueCache, RecomputingDecoder
 from flatout.models.language_model import LanguageModel
-from flatout.models.transformer import CachedTransformer
+from flatout.models.transformer import CachingDecoder
 from flatout.ops import Ops, attention, cross_entropy
 from flatout.registry import MODELS
 
@@ -42,7 +41,7 @@ VOCAB, SEQ_LEN = 61, 24
 
 
 def shapes():
-    """Every model of the registry; the transformer in each way it can remember."""
+    """Yield every model of the registry, and the transformer with each kind of cache."""
     for kind in MODELS.names():
         known = MODELS.get(kind).Config.model_fields
         small = {key: value for key, value in SMALL.items() if key in known}
@@ -54,7 +53,7 @@ every_model = pytest.mark.parametrize("shape", list(shapes()))
 
 
 def made(shape, ops=FAST, seq_len=SEQ_LEN) -> LanguageModel:
-    """A model with weights large enough that attention has preferences."""
+    """Return a model with weights large enough for attention to have preferences."""
     kind, own = shape
     model_class = MODELS.get(kind)
     torch.manual_seed(0)
@@ -87,7 +86,7 @@ CUTS = [
 
 @pytest.fixture
 def poisoned_memory():
-    """Fresh tensors hold NaN until they are written."""
+    """New tensors contain NaN until they are written."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -96,7 +95,7 @@ def poisoned_memory():
 @every_model
 @pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "fused"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_each_piece_is_followed_by_what_the_whole_pass_says(shape, ops, cut, poisoned_memory):
+def test_the_logits_after_each_piece_match_a_full_pass(shape, ops, cut, poisoned_memory):
     model, tokens, decoder = made(shape, ops), drawn(), made(shape, ops).decoder()
     wanted = model.logits(tokens).detach()
     assert wanted.std() > 0.1
@@ -108,7 +107,7 @@ def test_each_piece_is_followed_by_what_the_whole_pass_says(shape, ops, cut, poi
 
 
 @every_model
-def test_rows_do_not_see_each_other(shape):
+def test_rows_are_independent(shape):
     model, tokens = made(shape), drawn()
     together, alone = model.decoder(), model.decoder()
     for piece in tokens.split([5, 1, 1, 17], dim=1):
@@ -116,7 +115,7 @@ def test_rows_do_not_see_each_other(shape):
 
 
 @every_model
-def test_half_precision_is_near(shape):
+def test_half_precision_is_close(shape):
     model, tokens = made(shape).to(torch.bfloat16), drawn()
     decoder, whole = model.decoder(), LanguageModel.decoder(model)
     for piece in tokens[:, :15].split([5, *[1] * 10], dim=1):
@@ -124,14 +123,14 @@ def test_half_precision_is_near(shape):
 
 
 @every_model
-def test_a_full_decoder_says_so(shape):
+def test_a_full_decoder_rejects_more_tokens(shape):
     decoder = made(shape).decoder(max_tokens=6)
     if decoder.max_tokens is None:
         pytest.skip("this model reads any number of tokens")
     decoder.read(drawn(seq_len=5))
     assert decoder.has_room(1)
     assert not decoder.has_room(2)
-    with pytest.raises(ShapeError, match="5 of 6"):
+    with pytest.raises(ShapeError, match="5 of at most 6"):
         decoder.read(drawn(seq_len=2))
     decoder.read(drawn(seq_len=1))
     with pytest.raises(ShapeError, match="at least one"):
@@ -139,28 +138,28 @@ def test_a_full_decoder_says_so(shape):
 
 
 @every_model
-def test_no_more_is_asked_of_a_model_than_it_takes(shape):
+def test_a_decoder_is_limited_to_the_positions_of_the_model(shape):
     model = made(shape)
     assert model.decoder(10**9).max_tokens in {model.max_seq_len, None}
     assert model.decoder().max_tokens in {model.max_seq_len, None}
 
 
 @every_model
-def test_a_model_that_keeps_nothing_computes_all_anew(shape):
-    """What a model inherits that has no decoder of its own."""
+def test_a_model_without_a_decoder_recomputes_everything(shape):
+    """It inherits the decoder of LanguageModel."""
     model, tokens = made(shape), drawn()
     decoder = LanguageModel.decoder(model, 20)
-    assert isinstance(decoder, Recomputing)
+    assert isinstance(decoder, RecomputingDecoder)
     assert decoder.max_tokens == 20
     for piece in tokens[:, :20].split([6, 1, 13], dim=1):
         same(decoder.read(piece), model.logits(tokens).detach()[:, decoder.num_tokens - 1])
 
 
 @pytest.mark.parametrize(("window", "places"), [(None, SEQ_LEN), (5, 5), (1000, SEQ_LEN)])
-def test_a_transformer_keeps_the_keys_of_its_window_by_group(window, places):
+def test_a_transformer_caches_the_keys_of_its_window(window, places):
     model = made(("transformer", tuple((SMALL | {"num_kv_heads": 2, "window": window}).items())))
     decoder = model.decoder()
-    assert isinstance(decoder, CachedTransformer)
+    assert isinstance(decoder, CachingDecoder)
     for piece in drawn().split(1, dim=1):
         decoder.read(piece)
         assert [tuple(cache._kept_2BGSC.shape) for _, cache in decoder._layers] == [
@@ -168,8 +167,8 @@ def test_a_transformer_keeps_the_keys_of_its_window_by_group(window, places):
         ] * 2
 
 
-def test_a_transformer_works_on_new_tokens_alone():
-    """The cost of a token is that of one token: no layer sees those before it again."""
+def test_a_transformer_computes_only_new_tokens():
+    """No layer sees earlier tokens again."""
     model = made(("transformer", tuple(SMALL.items())))
     seen = []
     model.blocks[1].mlp.register_forward_hook(
@@ -185,8 +184,8 @@ def test_a_transformer_works_on_new_tokens_alone():
 @pytest.mark.parametrize(
     "pieces", [[1] * 12, [12], [3, 4, 5], [1, 6, 1, 1, 3], [7, 1, 1, 1, 1, 1]], ids=str
 )
-def test_a_cache_shows_the_last_keys(size, pieces, poisoned_memory):
-    """In order for several new tokens; for one as a set."""
+def test_a_cache_returns_the_last_keys(size, pieces, poisoned_memory):
+    """The keys are in order for several new tokens, and in any order for one."""
     keys = torch.arange(12.0).view(1, 1, 12, 1).expand(2, 3, 12, 4)
     cache, start = KeyValueCache(size), 0
     for piece in keys.split(pieces, dim=2):

@@ -1,5 +1,5 @@
-"""What is the eigenstate network's alone; what every model must pass is in test_language_model.py
-and test_decoding.py.
+"""Tests of the eigenstate network alone; test_language_model.py and test_decoding.py test every
+model.
 """
 
 import math
@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
-from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
+from flatout.models.eigenstate import GATE_BIAS, Eigenstate
+from flatout.models.recurrence import Memory
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan, variants
 from flatout.optimizers import muon
 from flatout.optimizers.adamw import per_parameter
@@ -59,10 +60,8 @@ def test_no_result_depends_on_the_chunk_size(changes, chunk_size):
     ("device", "asked", "taken"),
     [("cpu", "auto", 32), ("meta", "auto", 128), ("cpu", 256, 256), ("meta", 7, 7)],
 )
-def test_auto_takes_chunks_that_suit_the_device(device, asked, taken):
-    """Whatever is no CPU is taken for a GPU; where a run goes on elsewhere, the chunks are chosen
-    there.
-    """
+def test_auto_chooses_the_chunk_size_by_device(device, asked, taken):
+    """Any device but a CPU counts as a GPU; a run that resumes elsewhere chooses again."""
     seen = []
     model = made(
         ops=Ops.plain(
@@ -74,12 +73,12 @@ def test_auto_takes_chunks_that_suit_the_device(device, asked, taken):
     assert set(seen) == {taken}
 
 
-def test_a_window_may_be_longer_than_any_seen_in_training():
+def test_sequences_may_be_longer_than_in_training():
     model = made(seq_len=16)
     assert model.logits(tokens_of(1, 200)).isfinite().all()
 
 
-def test_fresh_memories_last_from_one_token_to_the_window():
+def test_initial_time_constants_range_from_one_token_to_the_sequence():
     model = made(seq_len=4096, num_layers=8, num_eigenstates=64)
     time_constants = -1 / magnitudes(model).log()
     assert 1 <= time_constants.min() < 3
@@ -88,9 +87,9 @@ def test_fresh_memories_last_from_one_token_to_the_window():
     assert magnitudes(made(seq_len=4096, memory=10)).max() <= math.exp(-0.1)
 
 
-def test_an_optimisers_step_turns_no_state_far_from_its_past():
-    """Were angles learned in radians, a step of 0.01 would turn what was said 4,096 tokens ago six
-    times round.
+def test_an_optimizer_step_rotates_old_states_only_slightly():
+    """If angles were learned in radians, a step of 0.01 would rotate a state of 4,096 tokens ago
+    six times.
     """
     model = made(seq_len=4096, num_eigenstates=64)
     for memory in (module for module in model.modules() if isinstance(module, Memory)):
@@ -102,7 +101,7 @@ def test_an_optimisers_step_turns_no_state_far_from_its_past():
 
 
 @pytest.mark.parametrize("count", [8, 64, 333, 1024])
-def test_angles_stay_apart_from_each_other_and_from_zero(count):
+def test_initial_angles_differ_from_each_other_and_from_zero(count):
     memory = next(
         module
         for module in made(num_eigenstates=count, num_heads=1).modules()
@@ -122,11 +121,11 @@ def test_the_drive_has_unit_variance_at_any_width():
         assert float(drive.detach().square().mean()) == pytest.approx(1, rel=0.2)
 
 
-def test_memories_as_published_are_gone_after_seven_tokens():
+def test_the_published_memory_lasts_seven_tokens():
     assert magnitudes(made(seq_len=4096, num_layers=8, initialisation="published")).max() <= 0.5
 
 
-def test_no_eigenvalue_ever_grows():
+def test_no_eigenvalue_exceeds_one():
     model = made()
     with torch.no_grad():
         for module in model.modules():
@@ -138,8 +137,8 @@ def test_no_eigenvalue_ever_grows():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_a_fresh_gate_is_nearly_shut():
-    """The blanket initialiser must not overwrite what the gate begins with."""
+def test_an_initial_gate_is_nearly_closed():
+    """The general initialisation must not overwrite the bias of the gate."""
     gates = [
         parameter
         for name, parameter in made(bias=True).named_parameters()
@@ -150,7 +149,7 @@ def test_a_fresh_gate_is_nearly_shut():
 
 
 def test_states_have_the_variance_of_their_drive():
-    """White noise of variance 1 in, variance 1 out, however long an eigenstate remembers."""
+    """White noise of variance 1 gives states of variance 1, whatever the time constant."""
     memory = next(
         module
         for module in made(seq_len=256, num_eigenstates=32).modules()
@@ -164,10 +163,8 @@ def test_states_have_the_variance_of_their_drive():
     assert states.var(dim=(0, 1)).max() < 2
 
 
-def test_a_coarse_scale_tells_nothing_before_its_group_is_complete():
-    """Averaged over four tokens and spread over four again, the future would leak; here a group is
-    known from its last token on.
-    """
+def test_a_coarse_scale_does_not_leak_the_future():
+    """Groups of four tokens would leak the future if available before their last token."""
     model = made(scales=(4,)).double()
     embedded = []
     embed = model.embed
@@ -186,9 +183,9 @@ def test_a_coarse_scale_tells_nothing_before_its_group_is_complete():
     [{"scales": (1, 2, 4, 8)}, {"scales": (3,)}, {"eigenvalues": "selective"}],
     ids=["hierarchical", "coarse", "selective"],
 )
-def test_a_packed_document_is_the_document_alone(changes, variant):
-    """To rounding: a logit, here below 0.4, passes about forty operations that each round it by at
-    most half an eps: 40 x 0.4 x 6e-8 in fp32.
+def test_a_packed_document_has_the_logits_that_it_has_alone(changes, variant):
+    """Up to rounding: a logit, here below 0.4, passes about forty operations that round it by at
+    most half an eps, or 40 x 0.4 x 6e-8 in fp32.
     """
     model = made(ops=Ops.plain(scan=variants(scan)[variant]), **changes)
     lengths = (5, 1, 11, 8)
@@ -205,8 +202,8 @@ def test_a_packed_document_is_the_document_alone(changes, variant):
     torch.testing.assert_close(packed[:, -lengths[-1] :], read, rtol=0, atol=2e-15)
 
 
-def test_a_packed_document_sees_itself_up_to_each_token():
-    """Proved from gradients, with groups that begin anywhere."""
+def test_a_packed_document_is_causal():
+    """Gradients prove it, with groups that start anywhere."""
     model, lengths = made(scales=(2, 4)).double(), (3, 6, 7)
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     embedded = []
@@ -221,7 +218,7 @@ def test_a_packed_document_sees_itself_up_to_each_token():
         assert told_of == [*range(first, complete), *range(max(complete, t), t + 1)], f"token {t}"
 
 
-def test_what_is_carried_does_not_grow_with_the_text():
+def test_the_decoder_state_does_not_grow():
     reader = made(scales=(1, 4)).eval().decoder()
     sizes = []
     for _ in range(40):
@@ -239,11 +236,11 @@ def test_what_is_carried_does_not_grow_with_the_text():
 
 
 KNOWN = 0.1
-"""A loss of which each of eight answers is given nine tenths."""
+"""The loss when the right one of eight answers has a probability of nine tenths."""
 
 
 def copying(initialisation, steps, distance=4096):
-    """Train to say which of eight symbols stood at the start; return the losses, until it is known."""
+    """Train to recall which of eight symbols came first; return the losses until it succeeds."""
     shape = {
         "num_layers": 1,
         "d_ff": 16,
@@ -273,22 +270,22 @@ def copying(initialisation, steps, distance=4096):
     return losses, float((logits.argmax(dim=-1) == torch.arange(8)).float().mean())
 
 
-def test_a_token_4096_back_is_learned():
+def test_a_token_4096_back_can_be_learned():
     losses, accuracy = copying("long-memory", steps=250)
     assert losses[-1] < KNOWN
     assert accuracy == 1
 
 
-def test_a_token_4096_back_is_not_learned_through_the_published_memory():
-    """There is not even a gradient: see the next test. Sixty steps are what the other needs to
-    begin.
+def test_a_token_4096_back_cannot_be_learned_with_the_published_memory():
+    """There is not even a gradient, as the next test shows. The other model starts to learn within
+    sixty steps.
     """
     losses, _ = copying("published", steps=60)
     assert min(losses) > math.log(8) - 0.01, "which of the eight it was is not known"
     assert losses[-1] < math.log(8) + 0.1, "that it was one of the eight is"
 
 
-def test_of_4096_tokens_back_the_published_memory_has_no_trace():
+def test_the_published_memory_has_no_gradient_4096_tokens_back():
     traces = {}
     for initialisation in ("long-memory", "published"):
         model = made(seq_len=4097, initialisation=initialisation)
@@ -315,6 +312,6 @@ def test_of_4096_tokens_back_the_published_memory_has_no_trace():
         ({"scales": (1, 2), "eigenvalues": "selective"}, r"model.scales=\[1\]"),
     ],
 )
-def test_shapes_that_contradict_each_other_are_refused(changes, said):
+def test_inconsistent_shapes_are_rejected(changes, said):
     with pytest.raises(ConfigError, match=said):
         made(**changes)

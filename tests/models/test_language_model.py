@@ -1,113 +1,43 @@
-"""What every model must pass. A model is any file of flatout/models that holds MODEL; a new one is
-tested with nothing added here.
+"""Tests that every model must pass.
+
+A model is any file of flatout/models with MODEL; a new one needs no new test code.
 
 Letters: B rows, T tokens, D width, V vocabulary.
 """
 
-import functools
 import math
-import shutil
 from dataclasses import fields
 from fractions import Fraction
 
 import pytest
 import torch
+from model_shapes import FAST, PLAIN, SEQ_LEN, VOCAB, drawn, every_model, made, shapes
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import ConfigError
-from flatout.models.language_model import LanguageModel
-from flatout.ops import Ops, attention, cross_entropy, heads, linear, scan, variants
+from flatout.ops import Ops, attention, scan, variants
 from flatout.registry import MODELS
-
-PLAIN = Ops.plain()
-FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused, scan=scan.chunked)
-VOCAB = 61
-SEQ_LEN = 17
-
-TRANSFORMERS = {
-    "default": {},
-    "gpt2": {
-        "norm": "layernorm",
-        "positions": "learned",
-        "activation": "gelu",
-        "bias": True,
-        "dropout": 0.1,
-    },
-    "llama": {
-        "norm": "rmsnorm",
-        "positions": "rotary",
-        "activation": "swiglu",
-        "num_kv_heads": 2,
-        "tied_head": False,
-    },
-    "relu2, qk norm, window": {
-        "activation": "relu2",
-        "qk_norm": True,
-        "window": 5,
-        "tied_head": False,
-        "bias": True,
-    },
-    "own head size": {"head_dim": 6, "num_kv_heads": 1, "d_ff": 40, "norm": "rmsnorm"},
-}
-EIGENSTATES = {
-    "default": {},
-    "hierarchical": {"scales": (1, 2, 4, 8), "tied_head": False},
-    "selective": {"eigenvalues": "selective", "bias": True, "dropout": 0.1, "num_eigenstates": 12},
-}
-SHAPES = {"transformer": TRANSFORMERS, "eigenstate": EIGENSTATES}
-SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
-
-
-def shapes():
-    """Every model of the registry in its shapes; one of which none are known as it is by default,
-    with what it shares of SMALL.
-    """
-    for kind in MODELS.names():
-        known = MODELS.get(kind).Config.model_fields
-        small = {key: value for key, value in SMALL.items() if key in known}
-        for name, own in SHAPES.get(kind, {"default": {}}).items():
-            yield pytest.param((kind, tuple((small | own).items())), id=f"{kind}: {name}")
-
-
-every_model = pytest.mark.parametrize("shape", list(shapes()))
-
-
-def made(shape, ops=FAST, *, seed=0, seq_len=SEQ_LEN, **changes) -> LanguageModel:
-    kind, own = shape
-    model_class = MODELS.get(kind)
-    torch.manual_seed(seed)
-    values = dict(own) | {
-        key: value for key, value in changes.items() if key in model_class.Config.model_fields
-    }
-    return model_class(model_class.check(values | {"vocab_size": VOCAB}, seq_len=seq_len), ops)
-
-
-def drawn(rows=3, seq_len=SEQ_LEN, seed=1):
-    windows = torch.randint(
-        VOCAB, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed)
-    )
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
 @every_model
-def test_uses_names_the_functions_that_it_calls(shape):
-    """A speedup of a function that the model never calls is refused by this list."""
+def test_uses_lists_the_ops_that_it_calls(shape):
+    """Speedups of other ops are rejected by this list."""
     called = set()
 
-    def noting(name):
+    def recording(name):
         plain = getattr(PLAIN, name)
         return lambda *values, **named: called.add(name) or plain(*values, **named)
 
-    model = made(shape, Ops(**{field.name: noting(field.name) for field in fields(Ops)}))
+    model = made(shape, Ops(**{field.name: recording(field.name) for field in fields(Ops)}))
     model(*drawn())
     assert called == {"cross_entropy", *MODELS.stated(shape[0], "USES")}
 
 
 @every_model
-def test_causal_proved_from_gradients(shape):
-    """What is predicted at t depends on every token up to t (within a window, over the layers) and
-    on none after it.
+def test_gradients_prove_causality(shape):
+    """The logits at t depend on every token up to t (within the window of each layer), and on none
+    after it.
     """
     model = made(shape, dropout=0.0).double()
     reach = (getattr(model.config, "window", None) or SEQ_LEN) * len(model.blocks)
@@ -124,9 +54,7 @@ def test_causal_proved_from_gradients(shape):
 
 
 def mixed_shapes():
-    """Every model in its shapes, with every variant of what carries something from token to token
-    in it.
-    """
+    """Yield every model in its shapes, with every variant of the ops that mix tokens."""
     for shape in shapes():
         for op, module in {"attention": attention, "scan": scan}.items():
             if op in MODELS.stated(shape.values[0][0], "USES"):
@@ -139,8 +67,8 @@ def mixed_shapes():
 
 
 def through_two_documents(model, tokens, ids, poison=None):
-    """Return the second document's logits and what its loss changes: the second's embedded tokens,
-    and every parameter.
+    """Return the logits of the second document, and the gradients of its loss to its embedded
+    tokens and all parameters.
     """
     found = []
     embed = type(model).embed
@@ -170,8 +98,8 @@ def through_two_documents(model, tokens, ids, poison=None):
 
 @pytest.mark.parametrize(("shape", "mixer"), list(mixed_shapes()))
 def test_packed_documents_do_not_leak(shape, mixer):
-    """With ids, another first document moves no bit of the second one's logits and gradients;
-    without, it does.
+    """With document ids, another first document changes no bit of the second one's logits and
+    gradients; without them, it does.
     """
     op, ops = mixer
     model = made(shape, ops).eval()
@@ -195,7 +123,7 @@ def test_packed_documents_do_not_leak(shape, mixer):
     ] == []
     if (
         op == "scan"
-    ):  # attention weighs what it may not see with 0, and 0 x NaN is NaN, in its kernels as in its definition
+    ):  # masked values get the weight 0, and 0 x NaN is NaN, in kernels as in the reference
         logits_after, inputs_after, _ = through_two_documents(model, tokens, ids, poison=math.nan)
         assert torch.equal(logits, logits_after)
         assert torch.equal(inputs, inputs_after)
@@ -215,7 +143,7 @@ def test_overfits_one_batch(shape):
 
 
 def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None):
-    """Attention that multiplies each query with the keys it sees and no others."""
+    """Attention that multiplies each query only with the keys that it sees."""
     repeats = q_BHTC.shape[1] // k_BGSC.shape[1]
     k_BHSC, v_BHSC = k_BGSC.repeat_interleave(repeats, 1), v_BGSC.repeat_interleave(repeats, 1)
     rows = []
@@ -232,9 +160,9 @@ def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None):
 
 @every_model
 @pytest.mark.parametrize("seq_len", [1, 4, SEQ_LEN])
-def test_flops_are_those_that_torch_counts(shape, seq_len):
-    """The square against the reference attention, the causal count against one that multiplies
-    visible keys only; both exactly.
+def test_flops_match_torchs_count(shape, seq_len):
+    """The full square matches the reference attention, the causal count one that computes visible
+    keys only.
     """
     rows = 2
     counted = {}
@@ -273,7 +201,7 @@ def test_every_parameter_learns(shape):
 
 
 @every_model
-def test_parameters_are_counted_without_memory(shape):
+def test_parameters_are_counted_on_the_meta_device(shape):
     model = made(shape)
     assert MODELS.get(shape[0]).num_parameters(model.config) == sum(
         parameter.numel() for parameter in model.parameters()
@@ -284,7 +212,7 @@ def test_parameters_are_counted_without_memory(shape):
 
 
 @every_model
-def test_a_model_from_meta_is_the_model(shape):
+def test_a_model_from_the_meta_device_equals_the_model(shape):
     model, empty = made(shape), type(made(shape)).on_meta(made(shape).config, FAST)
     empty.to_empty(device="cpu")
     torch.manual_seed(0)
@@ -294,8 +222,8 @@ def test_a_model_from_meta_is_the_model(shape):
 
 
 @every_model
-def test_fresh_weights_know_nothing(shape):
-    """The first loss is log V: within 3%, and not below by more than chance."""
+def test_the_initial_loss_is_that_of_chance(shape):
+    """The initial loss is log V within 3%, and not below it by more than chance."""
     model = made(shape, num_layers=4)
     tokens, targets = drawn(rows=64)
     loss_sum, num_valid = model.eval()(tokens, targets)
@@ -303,7 +231,7 @@ def test_fresh_weights_know_nothing(shape):
 
 
 @every_model
-def test_dropout_follows_the_generator(shape):
+def test_dropout_depends_on_the_generator_only(shape):
     model = made(shape, dropout=0.5)
     if "dropout" not in type(model.config).model_fields:
         pytest.skip("this model has no dropout")
@@ -319,7 +247,7 @@ def test_dropout_follows_the_generator(shape):
 
 
 @every_model
-def test_ignored_targets_count_for_nothing(shape):
+def test_ignored_targets_do_not_count(shape):
     model = made(shape, dropout=0.0)
     tokens, targets = drawn()
     half = targets.clone()
@@ -333,89 +261,15 @@ def test_ignored_targets_count_for_nothing(shape):
 
 
 @every_model
-@pytest.mark.parametrize("product", variants(linear))
-def test_any_product_gives_the_same_loss_and_gradients(shape, product):
-    found = made(
-        shape,
-        Ops.plain(
-            attention=attention.fused,
-            cross_entropy=cross_entropy.fused,
-            linear=variants(linear)[product],
-        ),
-        dropout=0.0,
-    )
-    wanted = made(shape, PLAIN, dropout=0.0)
-    losses = [model(*drawn())[0] for model in (found, wanted)]
-    for loss_sum in losses:
-        loss_sum.backward()
-    assert_close(product, *losses)
-    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
-        assert_close(product, one.grad, other.grad)
-
-
-def assert_close(product, found, wanted):
-    """Within what the product's arithmetic allows."""
-    limit = {"bf16": 3e-2}.get(product, 1e-4)
-    torch.testing.assert_close(
-        found, wanted, rtol=limit, atol=limit * max(float(wanted.detach().abs().max()), 1)
-    )
-
-
-@every_model
-def test_repeated_steps_are_equal_in_every_bit(shape):
-    def gradients():
-        model = made(shape)
-        torch.manual_seed(3)
-        model(*drawn())[0].backward()
-        return [parameter.grad for parameter in model.parameters()]
-
-    for one, other in zip(gradients(), gradients(), strict=True):
-        assert torch.equal(one, other)
-
-
-@every_model
-def test_the_last_logits_are_the_last_of_all(shape):
+def test_next_logits_are_the_last_logits(shape):
     model = made(shape).eval()
     tokens, _ = drawn(seq_len=9)
     torch.testing.assert_close(model.next_logits(tokens), model.logits(tokens)[:, -1])
 
 
 @every_model
-def test_autocast_keeps_loss_norms_and_hidden_states_wide(shape):
-    model = made(shape, dropout=0.0)
-    tokens, targets = drawn()
-    wide = model(tokens, targets)[0]
-    seen = []
-    for module in model.modules():
-        if "Norm" in type(module).__name__:
-            module.register_forward_hook(
-                lambda module, inputs, output: seen.append(inputs[0].dtype == output.dtype)
-            )
-    for block in model.blocks:
-        block.register_forward_hook(
-            lambda module, inputs, output: seen.append(output.dtype == torch.float32)
-        )
-    with torch.autocast("cpu", torch.bfloat16):
-        loss_sum, _ = model(tokens, targets)
-    loss_sum.backward()
-    assert seen
-    assert all(seen)
-    assert loss_sum.dtype == torch.float32
-    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
-    torch.testing.assert_close(loss_sum, wide, rtol=0.02, atol=0.0)
-
-
-@every_model
-def test_weights_in_bf16_run_too(shape):
-    model = made(shape).to(torch.bfloat16)
-    loss_sum, _ = model(*drawn())
-    loss_sum.backward()
-    assert loss_sum.dtype == torch.float32
-
-
-@every_model
-def test_checkpoint_names_are_parameters_alone(shape):
-    """No tables, no name twice: what is saved is what was learned."""
+def test_checkpoints_contain_parameters_only(shape):
+    """There are no tables and no duplicate names."""
     model = made(shape)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
 
@@ -429,53 +283,12 @@ def test_unknown_and_wrong_keys_are_named(kind):
         model_class.check({"vocab_size": 0}, seq_len=8)
 
 
-@functools.cache
-def compiler():
-    return shutil.which("g++") or shutil.which("clang++")
-
-
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler still calls torch.jit
-@pytest.mark.skipif(compiler() is None, reason="torch.compile on a CPU needs a C++ compiler")
-@pytest.mark.parametrize("product", variants(linear))
-@pytest.mark.parametrize("kind", MODELS.names())
-def test_compiles_whole(kind, product):
-    """One graph, no break, the same loss and gradients."""
-    losses, gathers = variants(cross_entropy), variants(attention)
-    ops = Ops.plain(
-        attention=gathers.get(product, attention.fused),
-        cross_entropy=losses.get(product, cross_entropy.fused),
-        linear=variants(linear)[product],
-        heads=heads.fused,
-        scan=scan.chunked,
-    )
-    shape = (
-        kind,
-        tuple(
-            {
-                key: value
-                for key, value in (SMALL | {"num_layers": 1}).items()
-                if key in MODELS.get(kind).Config.model_fields
-            }.items()
-        ),
-    )
-    plain, compiled = made(shape), made(shape, ops)
-    call = torch.compile(compiled, fullgraph=True, dynamic=False)
-    wanted, found = plain(*drawn())[0], call(*drawn())[0]
-    wanted.backward()
-    found.backward()
-    assert_close(product, found, wanted)
-    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
-        assert_close(product, one.grad, other.grad)
-
-
-def test_a_key_of_another_kind_is_answered_with_that_kind():
-    """As when model.kind=eigenstate is stated over a recipe for a transformer."""
+def test_a_key_of_another_kind_names_that_kind():
+    """As when model.kind=eigenstate overrides a recipe for a transformer."""
     eigenstate = MODELS.get("eigenstate")
     with pytest.raises(
         ConfigError,
-        match=r"has no model.activation and model.qk_norm, which the model 'transformer' has.*begin from a recipe",
+        match=r"has no model.activation and model.qk_norm; .*'transformer' has.*start from",
     ):
         eigenstate.check({"vocab_size": 10, "activation": "relu2", "qk_norm": True}, seq_len=8)
     with pytest.raises(ConfigError, match=r"Did you mean 'model.d_model'"):

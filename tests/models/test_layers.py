@@ -5,7 +5,7 @@ from flatout.models.layers import relu2
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_relu2_and_its_gradient_are_those_of_the_formula(dtype):
+def test_relu2_and_its_gradient_match_the_formula(dtype):
     drawn = torch.randn(4, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
         dtype
     )

@@ -1,4 +1,4 @@
-"""Numbers in two parts: which are kept to the bit, and that all code sees the fp32 tensor they are."""
+"""Split weights: which numbers are exact, and that all code sees an fp32 tensor."""
 
 import copy
 
@@ -24,7 +24,7 @@ def representable(*shape):
 
 
 @given(st.integers(-(2**31), 2**31 - 1))
-def test_every_number_comes_back_but_one_tie_which_moves_by_one_bit(bits):
+def test_every_number_is_restored_except_one_tie(bits):
     weight = torch.tensor([bits], dtype=torch.int32).view(torch.float32)
     high, low = split(weight)
     back = join(high, low)
@@ -53,7 +53,7 @@ def test_it_is_an_fp32_tensor_of_four_bytes():
     assert "SplitTensor" in repr(tensor)
 
 
-def test_a_conversion_to_bf16_copies_nothing():
+def test_a_conversion_to_bf16_does_not_copy():
     tensor = made(drawn(4, 4))
     assert tensor.bfloat16().data_ptr() == tensor.high.data_ptr()
     assert tensor[1:3].T.bfloat16().data_ptr() == tensor.high[1].data_ptr()
@@ -61,7 +61,7 @@ def test_a_conversion_to_bf16_copies_nothing():
 
 
 @pytest.mark.parametrize("change", ["add_", "rows", "copy_", "foreach", "addcdiv_"])
-def test_what_is_written_is_written_to_the_joined_numbers(change):
+def test_writes_apply_to_the_joined_numbers(change):
     plain, tensor, other = representable(6, 4), made(representable(6, 4)), drawn(6, 4)
     for target in (plain, tensor):
         match change:
@@ -80,7 +80,7 @@ def test_what_is_written_is_written_to_the_joined_numbers(change):
     assert torch.equal(tensor + 0, expected)
 
 
-def test_a_fused_update_of_many_in_pieces_is_that_of_all_at_once(monkeypatch):
+def test_a_fused_update_in_pieces_equals_one_of_all_weights(monkeypatch):
     shapes = [(3, 4), (50, 2), (7, 7), (1, 1), (2, 30)]
     plain = [torch.nn.Parameter(representable(*shape)) for shape in shapes]
     parts = [torch.nn.Parameter(made(p.detach())) for p in plain]
@@ -96,7 +96,7 @@ def test_a_fused_update_of_many_in_pieces_is_that_of_all_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_gradients_are_fp32_and_those_of_the_joined_weight(autocast):
+def test_gradients_are_fp32_and_match_those_of_the_joined_weight(autocast):
     found = []
     for make in (lambda w: w, made):
         table, matrix = (
@@ -114,7 +114,7 @@ def test_gradients_are_fp32_and_those_of_the_joined_weight(autocast):
     assert found[1][1].dtype == torch.float32
 
 
-def test_copies_are_apart():
+def test_copies_are_independent():
     parameter = torch.nn.Parameter(made(drawn(3, 3)))
     twin = copy.deepcopy(parameter)
     with torch.no_grad():
@@ -124,12 +124,11 @@ def test_copies_are_apart():
     assert whole(drawn(2, 2)).shape == (2, 2)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_compiled_code_takes_apart_and_joins_the_same_bits():
-    """Fused, a number that goes to bfloat16 and back comes out as it went in; what lies in memory
-    must be rounded all the same.
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_splits_and_joins_exactly():
+    """A fused kernel does not round a number that is converted to bfloat16 and back; stored parts
+    must be rounded.
     """
 
     def update(tensor, other):
@@ -146,9 +145,9 @@ def test_compiled_code_takes_apart_and_joins_the_same_bits():
 
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
-def test_a_gpu_takes_apart_and_joins_to_the_same_bits_and_updates_to_rounding():
-    """AdamW's kernel is not torch's: tests/ops/test_split_update.py compares it with its
-    definition, to the bit.
+def test_a_gpu_splits_and_joins_exactly_and_updates_up_to_rounding():
+    """The AdamW kernel is not torch's; tests/ops/test_split_update.py compares it with its
+    reference exactly.
     """
     weight = (
         torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)

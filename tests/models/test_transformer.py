@@ -36,7 +36,7 @@ def configured(seq_len=16, **own):
     ],
     ids=["gpt2", "llama", "own sizes"],
 )
-def test_parameters_by_formula(own, formula):
+def test_the_number_of_parameters_follows_the_formula(own, formula):
     assert Transformer.num_parameters(configured(**own)) == formula
 
 
@@ -65,8 +65,8 @@ def test_published_sizes():
     )
 
 
-def test_names_stay():
-    """These are the names in checkpoints."""
+def test_parameter_names_are_stable():
+    """Checkpoints contain these names."""
     model = Transformer(
         configured(num_layers=1, bias=True, qk_norm=True, tied_head=False, positions="learned"),
         FAST,
@@ -103,8 +103,8 @@ def test_names_stay():
 @pytest.mark.parametrize(
     "norms", [{"norm": "rmsnorm"}, {"qk_norm": True}, {"norm": "rmsnorm", "qk_norm": True}], ids=str
 )
-def test_every_rms_norm_adds_the_eps_of_the_configuration(norms):
-    """Hidden states of one size: each norm then divides by sqrt(1 + eps), where it divided by 1."""
+def test_every_rms_norm_uses_the_configured_eps(norms):
+    """With hidden states of magnitude 1, each norm divides by sqrt(1 + eps)."""
     given = []
     model = Transformer(
         configured(**norms, rms_norm_eps=0.5),
@@ -123,7 +123,7 @@ def test_every_rms_norm_adds_the_eps_of_the_configuration(norms):
         torch.testing.assert_close(module(ones), ones / 1.5**0.5)
 
 
-def test_fresh_weights_have_the_stated_spread():
+def test_initial_weights_have_the_documented_deviation():
     model = Transformer(configured(num_layers=8, d_model=128, bias=True, tied_head=False), FAST)
     for name, parameter in model.state_dict().items():
         if name.endswith("bias"):
@@ -138,7 +138,7 @@ def test_fresh_weights_have_the_stated_spread():
             assert float(parameter.mean()) == pytest.approx(0, abs=wanted / 20)
 
 
-def test_rotary_scores_depend_on_distance_alone():
+def test_rotary_scores_depend_on_distance_only():
     cos, sin = Transformer(configured(seq_len=64), FAST).blocks[0].attention.rotary(0, 64)
     query, key = torch.randn(2, 8, dtype=torch.float64)
     product = torch.cat((query, key, key)).expand(1, 64, -1)
@@ -157,14 +157,14 @@ def test_rotary_scores_depend_on_distance_alone():
     torch.testing.assert_close(turned_q.norm(dim=-1), query.norm().expand(64), rtol=1e-6, atol=1e-6)
 
 
-def test_rotary_tables_stay_fp32_and_move_whole():
+def test_rotary_tables_stay_fp32_and_move_between_devices():
     model = Transformer(configured(), FAST)
     wanted = model.blocks[0].attention.rotary.cos.clone()
     model.to(torch.bfloat16)
     assert torch.equal(model.blocks[1].attention.rotary.cos, wanted)
 
 
-def test_a_window_limits_what_is_read():
+def test_a_window_limits_the_visible_tokens():
     torch.manual_seed(0)
     model = Transformer(configured(num_layers=1, window=3), FAST)
     tokens = torch.arange(16)[None]
@@ -174,7 +174,7 @@ def test_a_window_limits_what_is_read():
     assert moved.nonzero().flatten().tolist() == [4, 5, 6]
 
 
-def test_positions_come_from_the_window_where_none_are_stated():
+def test_the_default_positions_are_the_sequence_length():
     assert configured(seq_len=48).max_seq_len == 48
     assert configured(seq_len=48, max_seq_len=64).max_seq_len == 64
     assert Transformer(configured(seq_len=48), FAST).max_seq_len == 48
@@ -192,12 +192,12 @@ def test_positions_come_from_the_window_where_none_are_stated():
         ({"num_layer": 2}, r"model\.num_layers"),
     ],
 )
-def test_shapes_that_do_not_fit_say_what_to_set(own, fix):
+def test_inconsistent_shapes_name_the_key_to_set(own, fix):
     with pytest.raises(ConfigError, match=rf"Fix: .*{fix}"):
         configured(**own)
 
 
-def test_more_tokens_than_positions_say_what_to_do():
+def test_more_tokens_than_positions_are_rejected_with_a_fix():
     for positions in ("learned", "rotary"):
         model = Transformer(configured(seq_len=8, positions=positions), FAST)
         with pytest.raises(ShapeError, match=r"Fix: .*model\.max_seq_len=9"):
@@ -224,13 +224,10 @@ LIMITS = {
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", variants(attention))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_every_attention_gives_the_loss_and_the_gradients_of_the_reference(name, limits, device):
-    """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents, over
-    more than a block of tokens.
-    """
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_attention_gives_the_loss_and_gradients_of_the_reference(name, limits, device):
+    """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents."""
     window, has_documents = LIMITS[limits]
     tokens, targets = torch.randint(61, (2, 2, 300), generator=torch.Generator().manual_seed(2))
     ids = (

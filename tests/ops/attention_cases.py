@@ -1,4 +1,4 @@
-"""Shapes, windows and documents that every variant of attention is tried on."""
+"""Shapes, windows and documents for the tests of all attention variants."""
 
 import torch
 

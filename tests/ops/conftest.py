@@ -1,4 +1,4 @@
-"""What the tests of all ops share."""
+"""Fixtures that the tests of all ops share."""
 
 import sys
 from pathlib import Path
@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.ops import cross_entropy, heads, scan
+from flatout.ops import triton_kernels
 
 sys.path.append(str(Path(__file__).parent))
-"""attention_cases is shared by three files here."""
+"""Three files here import attention_cases."""
 
 
 @pytest.fixture
 def poisoned_memory():
-    """Fresh tensors hold NaN until they are written."""
+    """New tensors contain NaN until they are written."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -22,17 +22,17 @@ def poisoned_memory():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Triton's kernels run in its interpreter, on the CPU. No variable is set, so the compiler that
-    torch makes of Triton stays as it is.
+    """Run Triton kernels in Triton's interpreter, on the CPU.
 
-    Those that kernels call are rewritten once: called as they are, the interpreter would look
-    through all of Triton at each call.
+    No environment variable is set, so torch's own use of Triton is unaffected. Functions that
+    kernels call are rewritten once; otherwise the interpreter would search all of Triton on each
+    call.
     """
     jit = pytest.importorskip("triton.runtime.jit", reason="the package triton is not installed")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from flatout.ops import head_kernels, loss_kernels, scan_kernels
+    from flatout.ops import head_kernels, loss_kernels, scan_kernels, split_kernels
 
-    for kernels in (head_kernels, loss_kernels, scan_kernels):
+    for kernels in (head_kernels, loss_kernels, scan_kernels, split_kernels):
         for name, function in list(vars(kernels).items()):
             if isinstance(function, jit.JITFunction):
                 interpreted = interpreter.InterpretedFunction(function.fn)
@@ -40,15 +40,32 @@ def interpreted(monkeypatch):
                     kernels, name, interpreted.rewrite() if name.startswith("_") else interpreted
                 )
     language = pytest.importorskip("triton.language")
-    for name, combine in (
-        ("max", "_elementwise_max"),
-        ("sum", "_sum_combine"),
-    ):  # these are written in Triton's own language
+    # Triton implements these two in its own language.
+    for name, combine in (("max", "_elementwise_max"), ("sum", "_sum_combine")):
         reduce = getattr(language.standard, combine)
         monkeypatch.setattr(
             language,
             name,
             lambda tensor, axis, reduce=reduce: language.reduce(tensor, axis, reduce),
         )
-    for op in (cross_entropy, heads, scan):
-        monkeypatch.setattr(op, "_runs_triton", lambda tensor: True)
+    patch = interpreter._patch_lang_tensor
+
+    def with_scalar_index(tensor, scope):
+        """Triton 3.6 uses arrays of one number as loop bounds, which NumPy no longer converts."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_scalar_index)
+    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Make Triton's kernels run here, and importing Triton fail."""
+    import flatout.ops
+
+    for name in ("head_kernels", "loss_kernels", "scan_kernels"):
+        monkeypatch.delitem(sys.modules, f"flatout.ops.{name}", raising=False)
+        monkeypatch.delattr(flatout.ops, name, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)

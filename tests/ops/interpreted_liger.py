@@ -1,5 +1,6 @@
-"""Liger's kernels in Triton's interpreter against the reference; says "all agree" when they do. A
-process of its own, with TRITON_INTERPRET=1.
+"""Compare Liger's kernels in Triton's interpreter with the reference.
+
+It runs in a separate process with TRITON_INTERPRET=1 and prints "all agree" on success.
 """
 
 import liger_kernel.ops.cross_entropy as kernels
@@ -11,7 +12,7 @@ from triton.runtime import interpreter
 
 from flatout.ops import cross_entropy
 
-# The interpreter hands kernels bare floats, which have no type, and has no tanh.
+# The interpreter passes floats without a Triton type to kernels, and lacks tanh.
 bare = interpreter._implicit_cvt
 
 

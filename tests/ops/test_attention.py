@@ -9,13 +9,12 @@ from flatout.ops import attention, variants
 
 VARIANTS = variants(attention)
 CLOSE = {"bf16": 2e-2}
-"""How far from fp64 a variant's results are, relative to the largest; rounding of fp32 where
-nothing is said.
+"""Tolerance of a variant against fp64, relative to the largest value; fp32 rounding if not listed.
 """
 
 
 def by_loops(tensors, options):
-    """Each query alone, in fp64: what the words of the docstring say."""
+    """Compute each query separately in fp64, as the docstring says."""
     q, k, v = (tensor.double() for tensor in tensors)
     out = torch.zeros_like(q)
     (rows, heads, queries, head_dim), (_, groups, keys, _) = q.shape, k.shape
@@ -41,7 +40,7 @@ def by_loops(tensors, options):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_reference_is_what_its_words_say(case):
+def test_the_reference_matches_its_docstring(case):
     tensors, options = drawn(**CASES[case])
     double = [tensor.double() for tensor in tensors]
     torch.testing.assert_close(
@@ -66,7 +65,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_low_precision_stays_near(name, poisoned_memory):
+def test_low_precision_is_close_to_fp64(name, poisoned_memory):
     tensors, options = drawn(
         heads=4, groups=2, queries=33, keys=33, documents=3, dtype=torch.bfloat16
     )
@@ -82,8 +81,8 @@ def test_low_precision_stays_near(name, poisoned_memory):
     [{}, {"window": 4}, {"doc_ids_BT": torch.tensor([[0] * 10 + [1] * 11] * 2)}],
     ids=["causal", "window", "documents"],
 )
-def test_masked_keys_reach_neither_outputs_nor_gradients(name, options):
-    """What a masked key holds must not matter: changed to enormous values, no bit moves."""
+def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
+    """Replacing masked keys and values by huge numbers changes no bit."""
     (q, k, v), _ = drawn(heads=2, groups=2, queries=21, keys=21)
     masked, seeing = (slice(12, 21), slice(0, 12)) if not options else (slice(0, 6), slice(10, 21))
     results = []
@@ -112,13 +111,12 @@ def test_masked_keys_reach_neither_outputs_nor_gradients(name, options):
         assert torch.equal(plain, poisoned)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", ["documents", "window"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_compiler_takes_it_whole(name, case):
-    """No break in the graph, above a block of tokens too."""
+def test_every_variant_compiles_without_a_graph_break(name, case):
+    """Sequences longer than a block of tokens are included."""
     torch._dynamo.reset()
     tensors, options = drawn(**LONG[case])
     wanted = with_gradients(VARIANTS[name], tensors, options)
@@ -129,7 +127,7 @@ def test_a_compiler_takes_it_whole(name, case):
         torch.testing.assert_close(got, want)
 
 
-def test_shapes_that_do_not_fit_say_what_to_do():
+def test_mismatched_shapes_are_rejected_with_a_fix():
     (q, k, v), _ = drawn(heads=4, groups=2, queries=6, keys=6)
     wrong = [
         ((q, k, v[:, :, :3]), {}),

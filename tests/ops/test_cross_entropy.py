@@ -13,8 +13,7 @@ from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, loss_chunk
 
 VARIANTS = variants(cross_entropy)
 CLOSE = {"bf16": 2e-2}
-"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said.
-"""
+"""Tolerance of a variant against fp64, relative to the largest value; 1e-5 if not listed."""
 
 CASES = {
     "plain": {"rows": 2, "tokens": 8, "width": 16, "vocab": 11, "ignored": 0.0},
@@ -33,7 +32,7 @@ EXTRAS = {
 
 @pytest.fixture(params=[False, True], ids=["one chunk", "small chunks"])
 def chunks(request, monkeypatch):
-    """Chunks of a few targets, the last one not full, or of all."""
+    """Run with one chunk, and with chunks of a few targets of which the last is incomplete."""
     if request.param:
         monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 700)
 
@@ -61,7 +60,7 @@ def with_gradients(function, hidden, weight, targets, **extras):
 
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", CASES)
-def test_the_reference_is_what_its_words_say(case, extras):
+def test_the_reference_matches_its_docstring(case, extras):
     hidden, weight, targets = drawn(**CASES[case])
     cap, z_loss = EXTRAS[extras].get("softcap"), EXTRAS[extras].get("z_loss", 0.0)
     loss_sum, num_valid = cross_entropy.reference(
@@ -105,7 +104,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_ignored_targets_reach_neither_loss_nor_gradients(name, poison):
+def test_ignored_targets_affect_neither_loss_nor_gradients(name, poison):
     hidden, weight, targets = drawn(**CASES["some ignored"])
     ignored = targets == cross_entropy.IGNORED
     plain = with_gradients(VARIANTS[name], hidden, weight, targets)
@@ -127,7 +126,7 @@ def test_low_precision_hidden_states_give_an_fp32_loss(name):
     assert loss_sum.dtype == torch.float32
 
 
-def test_shapes_that_do_not_fit_say_what_to_do():
+def test_mismatched_shapes_are_rejected_with_a_fix():
     hidden, weight, targets = drawn(**CASES["plain"])
     for function in VARIANTS.values():
         for wrong in [
@@ -143,9 +142,9 @@ def test_shapes_that_do_not_fit_say_what_to_do():
     find_spec("liger_kernel") is None or find_spec("triton") is None,
     reason="needs liger-kernel, which brings Triton",
 )
-def test_ligers_kernels_mean_what_the_reference_means():
-    """In Triton's interpreter, which wants a process of its own: softcap, z-loss and ignored
-    targets, values and gradients.
+def test_ligers_kernels_match_the_reference():
+    """Covers softcap, z-loss and ignored targets, in Triton's interpreter, which needs its own
+    process.
     """
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
@@ -158,14 +157,14 @@ def test_ligers_kernels_mean_what_the_reference_means():
     assert done.stdout.endswith("all agree\n"), done.stderr[-2000:]
 
 
-def test_liger_that_is_not_installed_names_the_install_line(monkeypatch):
+def test_missing_liger_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)
     hidden, weight, targets = drawn(**CASES["plain"])
     with pytest.raises(MissingPackage, match=r'pip install "flatout\[liger\]"'):
         cross_entropy._by_liger(hidden.flatten(0, 1), weight, targets.flatten(), None, 0.0)
 
 
-def test_widening_never_narrows():
+def test_at_least_fp32_never_narrows():
     assert [
         at_least_fp32(torch.ones(1, dtype=kind)).dtype
         for kind in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -177,20 +176,17 @@ def test_widening_never_narrows():
     ]
 
 
-def test_variants_are_the_functions_with_the_references_signature():
+def test_variants_have_the_signature_of_the_reference():
     assert {"reference", "fused"} <= set(VARIANTS)
     assert "variants" not in variants(attention)
     assert "at_least_fp32" not in variants(attention)
     assert Ops.plain(attention=attention.fused).attention is variants(attention)["fused"]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_chunked_has_its_gradients_when_it_is_traced_for_a_compiler():
-    """torch 2.11 traces some autograd functions into ones whose gradients are all zero, and says
-    nothing.
-    """
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_chunked_loss_has_gradients():
+    """torch 2.11 silently traces some autograd functions into ones whose gradients are all zero."""
     found = []
     for function in (
         cross_entropy.chunked,
@@ -209,9 +205,7 @@ def test_chunked_has_its_gradients_when_it_is_traced_for_a_compiler():
 
 
 def scaled_gradients(function, hidden, weight, targets, *, scale, dtype):
-    """Gradients of fp32 leaves where products are in `dtype` and the loss is multiplied by `scale`
-    before backward, as in a step.
-    """
+    """Return gradients of fp32 leaves, with products in `dtype` and the loss times `scale`."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         loss_sum, _ = function(hidden, weight, targets)
@@ -220,8 +214,9 @@ def scaled_gradients(function, hidden, weight, targets, *, scale, dtype):
 
 
 def sure_of_their_targets(vocab=11, width=6, targets=24):
-    """Hidden states that give all other tokens a probability of e^-19 (6e-9), in a direction that
-    reaches neither gradient of interest.
+    """Return hidden states that give all other tokens a probability of e^-19 (6e-9).
+
+    They do so in a direction that affects neither gradient of interest.
     """
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(vocab, width, generator=generator)
@@ -232,8 +227,8 @@ def sure_of_their_targets(vocab=11, width=6, targets=24):
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(name, chunks):
-    """6e-9 is below all that float16 holds; a loss scale of 2^15 brings it to 2e-4."""
+def test_float16_keeps_small_gradients_that_the_loss_scale_preserves(name, chunks):
+    """6e-9 is below what float16 represents; a loss scale of 2^15 raises it to 2e-4."""
     hidden, weight, targets = sure_of_their_targets()
     wanted = scaled_gradients(
         cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32
@@ -250,10 +245,8 @@ def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(name, ch
     )
 
 
-def test_float16_sums_the_gradients_of_many_targets_beyond_its_own_range(chunks):
-    """4,096 targets of the same token, each with a gradient of nearly 1 times what is multiplied in
-    to keep small ones.
-    """
+def test_float16_sums_gradients_beyond_its_range(chunks):
+    """4,096 targets of one token have gradients of nearly 1, times the factor for small ones."""
     hidden, weight, targets = (
         torch.full((1, 4096, 4), 8.0),
         torch.zeros(11, 4),
@@ -272,8 +265,8 @@ def test_float16_sums_the_gradients_of_many_targets_beyond_its_own_range(chunks)
 
 
 @pytest.mark.parametrize("scale", [2.0**14, 2.0**24])
-def test_float16_overflows_where_the_plain_loss_does(scale, chunks):
-    """So that the scale is halved: a gradient of 2^14 x 8 to a hidden state is beyond 65,504."""
+def test_float16_overflows_as_the_plain_loss(scale, chunks):
+    """A gradient of 2^14 x 8 to a hidden state exceeds 65,504, so that the scale is halved."""
     hidden, weight, targets = drawn(**CASES["plain"])
     weight = 8 * weight.sign()
     plain = scaled_gradients(
@@ -284,15 +277,13 @@ def test_float16_overflows_where_the_plain_loss_does(scale, chunks):
     )
     assert not torch.isfinite(plain[0]).all()
     assert not torch.isfinite(found[0]).all()
-    if scale == 2.0**14:  # beyond, even the gradients to the logits are, and with them all there is
+    if scale == 2.0**14:  # with 2^24 the gradients of the logits overflow too, and so everything
         assert torch.equal(torch.isfinite(found[0]), torch.isfinite(plain[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_gradient_of_the_loss_is_not_rounded_to_the_type_of_the_products(dtype):
-    """1/3 in bfloat16 is 0.2% too large: all hidden states would get that much more than the
-    weight.
-    """
+def test_the_gradient_of_the_loss_is_not_rounded_to_the_dtype_of_the_products(dtype):
+    """1/3 in bfloat16 is 0.2% too large, and so would be the gradients of all hidden states."""
     hidden, weight, targets = drawn(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
     wanted, found = (
         scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=dtype)[

@@ -1,5 +1,6 @@
-"""FlashAttention 4. Its kernels need a GPU and the package: plain attention with the signatures of
-its 4.0.0b36 stands in for them.
+"""FlashAttention 4 with a stand-in for its kernels, which need a GPU and the package.
+
+The stand-in computes plain attention with the signatures of 4.0.0b36.
 
 Letters: B rows, T tokens, H query heads, G key and value heads, C head size.
 """
@@ -24,7 +25,7 @@ CAUSAL = {
 
 
 class Kernels:
-    """`flash_attn.cute.interface`: what it is given and gives, as far as it is asked here."""
+    """The functions of `flash_attn.cute.interface` that are used here."""
 
     def __init__(self):
         self.called = []
@@ -86,7 +87,7 @@ class Kernels:
 
 
 def by_hand(q_BTHC, k_BTGC, v_BTGC, out_BTHC, grad_BTHC):
-    """The gradients of causal attention: inside an operator autograd is off."""
+    """Return the gradients of causal attention; autograd is off inside an operator."""
     each = q_BTHC.shape[2] // k_BTGC.shape[2]
     k_BTHC, v_BTHC = k_BTGC.repeat_interleave(each, dim=2), v_BTGC.repeat_interleave(each, dim=2)
     scale = q_BTHC.shape[3] ** -0.5
@@ -111,7 +112,7 @@ def by_hand(q_BTHC, k_BTGC, v_BTGC, out_BTHC, grad_BTHC):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The stand-in, called wherever it would be on a GPU, and for fp32 too."""
+    """The stand-in, used where a GPU would run the kernels, and for fp32 too."""
     found = Kernels()
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
     monkeypatch.setattr(
@@ -122,7 +123,7 @@ def kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("case", CAUSAL)
-def test_it_gives_the_references_values_and_gradients(case, kernels, poisoned_memory):
+def test_values_and_gradients_match_the_reference(case, kernels, poisoned_memory):
     tensors, options = drawn(**CAUSAL[case])
     wanted = with_gradients(attention.reference, tensors, options)
     for got, want in zip(with_gradients(attention.flash4, tensors, options), wanted, strict=True):
@@ -130,7 +131,7 @@ def test_it_gives_the_references_values_and_gradients(case, kernels, poisoned_me
     assert kernels.called == ["forward", "backward, deterministic=True"]
 
 
-def test_queries_keys_and_values_are_read_where_the_product_holds_them(kernels):
+def test_gradients_reach_the_product_that_heads_are_split_from(kernels):
     product = torch.randn(2, 12, 3 * 4 * 8, requires_grad=True)
     cut = heads.reference(product, None, None, None, counts=(4, 4))
     (plain,) = torch.autograd.grad(attention.reference(*cut).sum(), product)
@@ -140,7 +141,7 @@ def test_queries_keys_and_values_are_read_where_the_product_holds_them(kernels):
     assert kernels.called == ["forward", "backward, deterministic=False"]
 
 
-def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
+def test_unsupported_inputs_use_flex(monkeypatch):
     called = []
     monkeypatch.setattr(
         attention,
@@ -159,8 +160,8 @@ def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
     for change, wanted in [
         ({}, "flash_attention_4"),
         ({"window": 256}, "flash_attention_4"),
-        ({"window": 255}, "block_sparse"),
-        ({"documents": 2}, "block_sparse"),
+        ({"window": 255}, "flex_attention"),
+        ({"documents": 2}, "flex_attention"),
         ({"dtype": torch.float32}, "fused"),
         ({"head_dim": 20}, "fused"),
         ({"head_dim": 136}, "fused"),
@@ -171,8 +172,8 @@ def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
         assert called.pop() == wanted, change
 
 
-def joins(function, *inputs):
-    """How often the graphs that Inductor is about to compile join tensors."""
+def count_concatenations(function, *inputs):
+    """Return how often each graph that Inductor compiles concatenates tensors."""
     from torch._functorch import config as functorch
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
@@ -194,11 +195,10 @@ def joins(function, *inputs):
     return counts
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(("variant", "wanted"), [("flash4", 0), ("fused", 1)])
-def test_compiled_the_gradients_are_not_joined_again(variant, wanted, kernels):
+def test_compiled_gradients_are_not_concatenated_again(variant, wanted, kernels):
     torch._dynamo.reset()
     product = torch.randn(2, 12, 3 * 4 * 8, requires_grad=True)
 
@@ -210,10 +210,10 @@ def test_compiled_the_gradients_are_not_joined_again(variant, wanted, kernels):
             * 3
         )
 
-    assert joins(function, product)[-1] == wanted
+    assert count_concatenations(function, product)[-1] == wanted
 
 
-def test_a_model_learns_with_it(kernels):
+def test_a_model_has_the_same_gradients_with_it(kernels):
     config = TransformerConfig(
         vocab_size=64,
         num_layers=2,
@@ -237,7 +237,7 @@ def test_a_model_learns_with_it(kernels):
     assert kernels.called.count("forward") == 2
 
 
-def test_without_the_package_it_says_how_to_install_it(monkeypatch):
+def test_a_missing_package_names_the_install_command(monkeypatch):
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     tensors, options = drawn(heads=2, groups=2, queries=8, keys=8, dtype=torch.bfloat16)

@@ -33,9 +33,7 @@ def drawn(gains, *, bias=True):
 
 
 def made(fold, dtype=torch.float64, **changes):
-    """A network whose couplings are as large as its states, so that one which is left out or
-    transposed shows.
-    """
+    """Return a network with couplings as large as its states, so that an error in one shows."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": 11,
@@ -66,9 +64,7 @@ def with_gradients(model, doc_ids):
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one text", "documents"])
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
-def test_a_folded_model_has_the_loss_and_all_gradients_of_the_plain_one(
-    changes, documents, poisoned_memory
-):
+def test_folding_changes_neither_loss_nor_gradients(changes, documents, poisoned_memory):
     doc_ids = (torch.arange(64) // 13).view(2, 32) if documents else None
     wanted, found = (
         with_gradients(made(fold, **changes), doc_ids)
@@ -80,7 +76,7 @@ def test_a_folded_model_has_the_loss_and_all_gradients_of_the_plain_one(
 
 
 @pytest.mark.parametrize("changes", [{}, {"scales": (1, 2)}], ids=["fixed", "hierarchical"])
-def test_a_folded_model_decodes_what_it_reads_at_once(changes):
+def test_a_folded_model_decodes_like_a_full_pass(changes):
     model, tokens = (
         made(folding.folded, **changes).eval(),
         torch.randint(11, (1, 20), generator=torch.Generator().manual_seed(2)),
@@ -96,7 +92,7 @@ def test_a_folded_model_decodes_what_it_reads_at_once(changes):
     )
 
 
-def test_one_gain_of_all_tokens_goes_into_the_drive():
+def test_a_gain_that_tokens_share_is_folded_into_the_drive():
     weights = drawn([(K,)])
     found = folding.folded(weights)
     hidden, gain = torch.randn(7, D, dtype=torch.float64), weights.gains[0]
@@ -111,7 +107,7 @@ def test_one_gain_of_all_tokens_goes_into_the_drive():
 @pytest.mark.parametrize(
     "gains", [[(2, 3, K)], [(K,), (K,)]], ids=["of each token", "of several recurrences"]
 )
-def test_other_gains_stay(gains):
+def test_other_gains_are_not_folded(gains):
     weights = drawn(gains)
     found = folding.folded(weights)
     assert found.gains == weights.gains
@@ -119,10 +115,8 @@ def test_other_gains_stay(gains):
     assert found.coupling is None
 
 
-def test_the_coupling_is_what_its_words_say():
-    """State j takes from the others of its head, real parts from real ones and imaginary ones from
-    imaginary ones.
-    """
+def test_the_coupling_matches_its_docstring():
+    """State j adds the others of its head, real to real and imaginary to imaginary parts."""
     weights, states = drawn([(K,)]), torch.randn(1, 1, 2 * K, dtype=torch.float64)
     wanted = states.clone()
     for part in range(2):
@@ -137,10 +131,8 @@ def test_the_coupling_is_what_its_words_say():
     )
 
 
-def test_a_drive_in_bf16_stays_so_and_the_parameters_stay_fp32():
-    """What the folded model gains: under autocast nothing as long as the text is widened before the
-    recurrence.
-    """
+def test_the_drive_stays_bf16_and_the_parameters_fp32():
+    """The gain of folding: under autocast, nothing of the length of the sequence is widened."""
     seen = []
 
     def noting(log_decay, angle, drive_BTE, **others):
@@ -156,7 +148,7 @@ def test_a_drive_in_bf16_stays_so_and_the_parameters_stay_fp32():
     assert seen == [torch.float32, torch.bfloat16]
 
 
-def test_what_is_carried_while_decoding_stays_fp32():
+def test_decoding_states_stay_fp32():
     model = made(folding.folded, torch.float32)
     for block in model.blocks:
         block.recurrence.memories[0].ops = Ops.plain(scan=scan.triton_narrow)

@@ -1,4 +1,4 @@
-"""Kernels that only a GPU has, against the references on the CPU in fp64."""
+"""GPU kernels against the references on the CPU in fp64."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ATTENTION = {
     for name, function in variants(attention).items()
     if name not in {"reference", "bf16"} | ABSENT
 }
-"""All but the definition, whose plain products round more than kernels do, the one for CPUs, and
-that of a package that is not installed.
+"""All variants except the reference, whose plain products round more than kernels, the one for
+CPUs, and those of packages that are not installed.
 """
 EVERY = {
     f"{name} of {kind}": case
@@ -39,9 +39,7 @@ ESSENTIAL = {
     "documents, window, grouped of few",
     "square of few",
 }
-"""Cases that are tried in bfloat16 where there is no time for all: each kernel, with all that it
-can do.
-"""
+"""Cases for bfloat16 when time is short: each kernel with all its features."""
 DTYPES = ((torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2))
 COMBINATIONS = [
     pytest.param(
@@ -55,7 +53,7 @@ COMBINATIONS = [
     for name in ATTENTION
     for case in EVERY
     for dtype, limit in DTYPES
-    if not (name == "varlen" and "two tokens" in case)  # more documents than it has room for
+    if not (name == "varlen" and "two tokens" in case)  # more documents than there is room for
 ]
 GPT2 = {"heads": 12, "groups": 12, "queries": 1024, "keys": 1024, "head_dim": 64, "documents": 4}
 
@@ -90,7 +88,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, dtype, lim
 
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_the_shape_of_gpt2_compiled_gives_what_it_gives_eager(name):
+def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2(name):
     tensors, options = drawn(**GPT2 | {"dtype": torch.bfloat16})
     wanted = with_gradients_on_gpu(attention.fused, tensors, options)
     eager = with_gradients_on_gpu(ATTENTION[name], tensors, options)
@@ -105,8 +103,8 @@ def test_the_shape_of_gpt2_compiled_gives_what_it_gives_eager(name):
 
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_many_shapes_in_turn_run_eager(name):
-    """Evaluation, short windows and buckets come between training steps."""
+def test_many_alternating_shapes_run_in_eager_mode(name):
+    """Evaluation, short sequences and buckets alternate with training steps."""
     for tokens in (256, 300, 512, 300, 1000, 129, 777, 640, 2048, 333, 256):
         tensors, options = drawn(
             heads=2,
@@ -127,8 +125,8 @@ def test_many_shapes_in_turn_run_eager(name):
 
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_a_replayed_graph_follows_the_documents(name):
-    """What was captured with one micro-batch must skip what the next one's documents mask."""
+def test_a_replayed_cuda_graph_masks_the_new_documents(name):
+    """A graph captured with one micro-batch must skip what the documents of the next one mask."""
     (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16})
     q, k, v, ids = q.cuda(), k.cuda(), v.cuda(), options["doc_ids_BT"].cuda()
     for _ in range(3):
@@ -146,7 +144,7 @@ def test_a_replayed_graph_follows_the_documents(name):
 
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("name", ATTENTION)
-def test_another_first_document_does_not_move_the_second(name):
+def test_another_first_document_does_not_change_the_second(name):
     (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
     options["doc_ids_BT"] = (torch.arange(1024) >= 300).int()[None]
     first = (torch.arange(1024) < 300)[:, None]
@@ -157,11 +155,11 @@ def test_another_first_document_does_not_move_the_second(name):
     assert torch.equal(plain[0][:, :, 300:], other[0][:, :, 300:])
     for one, two in zip(
         plain, other, strict=True
-    ):  # kernels add up the queries' gradients in no fixed order
+    ):  # kernels sum the gradients of queries in any order
         torch.testing.assert_close(one[:, :, 300:], two[:, :, 300:], rtol=1e-2, atol=1e-2)
 
 
-def test_varlen_lets_not_even_nan_pass():
+def test_varlen_separates_documents_even_from_nan():
     (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
     first = options["doc_ids_BT"][0] == 0
     poisoned = [tensor.masked_fill(first[:, None], math.nan) for tensor in (q, k, v)]
@@ -169,8 +167,8 @@ def test_varlen_lets_not_even_nan_pass():
         assert torch.isfinite(tensor[:, :, ~first]).all()
 
 
-def test_skipping_holds_no_mask():
-    """A mask of 32,768 x 32,768 alone would be a GiB."""
+def test_skipped_blocks_need_no_mask():
+    """A mask of 32,768 x 32,768 alone would take 1 GiB."""
     tensors, options = drawn(
         heads=1,
         groups=1,
@@ -199,7 +197,7 @@ def test_skipping_holds_no_mask():
     ids=str,
 )
 @pytest.mark.parametrize("name", ["chunked", "triton", "liger"])
-def test_losses_that_hold_no_whole_logits_match_the_reference(name, dtype, limit, extras):
+def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extras):
     if name == "liger":
         pytest.importorskip("liger_kernel")
     generator = torch.Generator().manual_seed(0)
@@ -230,10 +228,8 @@ def test_losses_that_hold_no_whole_logits_match_the_reference(name, dtype, limit
 
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("groups", [12, 4])
-def test_torch_takes_cudnn_by_itself_on_hopper(groups):
-    """What makes a speedup of our own for it needless; another order in a later torch would show
-    here.
-    """
+def test_torch_chooses_cudnn_on_hopper(groups):
+    """It makes a separate speedup unnecessary; this fails if a later torch changes the order."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch takes flash first on other GPUs")
     for head_dim, wanted in (

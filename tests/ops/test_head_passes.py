@@ -1,15 +1,14 @@
-"""What is Triton's own about the gradient of heads; test_heads.py tries `packed` as it is on a CPU.
+"""The Triton kernel for the gradient of heads; test_heads.py tests `packed` without it.
+
 Letters: as in ops/heads.py.
 """
 
-import sys
 from functools import partial
 
 import pytest
 import torch
 from test_heads import CASES, drawn, with_gradients
 
-import flatout.ops
 from flatout.errors import MissingPackage
 from flatout.ops import heads
 
@@ -32,7 +31,7 @@ MORE = CASES | {
 @pytest.mark.parametrize(
     ("case", "eps"), [*((case, heads.EPS) for case in MORE), ("grouped, odd", 0.5)]
 )
-def test_the_kernel_gives_the_references_gradients(case, eps, interpreted, poisoned_memory):
+def test_gradients_match_the_reference(case, eps, interpreted, poisoned_memory):
     tensors, counts = drawn(**MORE[case], dtype=torch.float64), MORE[case]["counts"]
     wanted = with_gradients(partial(heads.reference, eps=eps), tensors, counts)
     found = with_gradients(
@@ -47,7 +46,7 @@ def test_the_kernel_gives_the_references_gradients(case, eps, interpreted, poiso
         )
 
 
-def test_a_program_of_several_tiles_adds_up_its_rows(interpreted, poisoned_memory, monkeypatch):
+def test_a_program_sums_over_several_tiles(interpreted, poisoned_memory, monkeypatch):
     monkeypatch.setattr(head_passes, "ELEMENTS", 32)
     monkeypatch.setattr(head_passes, "TILES", 3)
     tensors = drawn(counts=(2, 1), head_dim=8, tokens=41)
@@ -56,11 +55,11 @@ def test_a_program_of_several_tiles_adds_up_its_rows(interpreted, poisoned_memor
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_narrow_types_are_rounded_once(interpreted, poisoned_memory):
-    """In fp32 from the incoming gradient to the packed one: nearer to fp64 than the reference,
-    which rounds between norm and turn.
+def test_narrow_dtypes_are_rounded_once(interpreted, poisoned_memory):
+    """The gradient stays fp32 throughout: closer to fp64 than the reference, which rounds in
+    between.
 
-    Tried in fp16: the interpreter cuts off what bf16 cannot hold, which a GPU rounds.
+    The test uses fp16: the interpreter truncates to bf16 where a GPU rounds.
     """
     tensors = drawn(counts=(4, 2), head_dim=16, tokens=30, dtype=torch.float16)
     exact = with_gradients(heads.reference, tuple(tensor.double() for tensor in tensors), (4, 2))
@@ -73,7 +72,7 @@ def test_narrow_types_are_rounded_once(interpreted, poisoned_memory):
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "last stride 2"])
-def test_gradients_come_in_any_layout(layout, interpreted, poisoned_memory):
+def test_gradients_in_any_layout_are_accepted(layout, interpreted, poisoned_memory):
     product, gain, cos, sin = drawn(counts=(2, 2), head_dim=8, tokens=9)
     generator = torch.Generator().manual_seed(1)
     shape = (2, 2, 9, 8)
@@ -90,12 +89,11 @@ def test_gradients_come_in_any_layout(layout, interpreted, poisoned_memory):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", ["grouped, odd", "normalised alone", "turned alone"])
-def test_a_compiler_sees_one_op_and_no_break(case, interpreted):
-    torch._dynamo.reset()  # each case with shapes of its own, not as a change of another's
+def test_it_compiles_as_one_op_without_a_graph_break(case, interpreted):
+    torch._dynamo.reset()  # otherwise other shapes recompile with dynamic sizes
     tensors, counts = drawn(**CASES[case]), CASES[case]["counts"]
     compiled = torch.compile(heads.packed, fullgraph=True)
     for found, wanted in zip(
@@ -112,8 +110,8 @@ def test_a_compiler_sees_one_op_and_no_break(case, interpreted):
     ids=["both", "norm", "turn", "values"],
 )
 @pytest.mark.parametrize("size", [64, 96, 128])
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here(size, options):
-    """Down to the binary for an H100 or H200, and without spilling registers."""
+def test_the_kernel_compiles_for_a_gpu(size, options):
+    """It compiles to the binary for an H100 or H200, without spilling registers."""
     kernel = head_kernels.gradient
     half = 1 << ((size + 1) // 2 - 1).bit_length()
     constants = {
@@ -138,11 +136,6 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_here(size, options):
     assert ".local" not in compiled.asm["ptx"]
 
 
-def test_without_triton_it_says_how_to_install_it(monkeypatch):
-    for name in ("head_kernels", "head_passes"):
-        monkeypatch.delitem(sys.modules, f"flatout.ops.{name}")
-        monkeypatch.delattr(flatout.ops, name)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(heads, "_runs_triton", lambda tensor: True)
+def test_missing_triton_names_the_install_command(without_triton):
     with pytest.raises(MissingPackage, match="pip install triton"):
         heads.packed(*drawn(counts=(1, 1), head_dim=2, tokens=3), counts=(1, 1))

@@ -27,7 +27,7 @@ CASES = {
 
 
 def drawn(*, counts, head_dim, tokens, normalised=True, turned=True, rows=2, dtype=torch.float32):
-    """A product, gains and tables; the tables are of positions from 5 on."""
+    """Return a product, gains, and tables for positions from 5 on."""
     generator = torch.Generator().manual_seed(head_dim * 100 + tokens)
     product = torch.randn(
         rows,
@@ -66,7 +66,7 @@ def with_gradients(function, drawn_tensors, counts):
 
 
 def by_loops(product, gain, cos, sin, counts, eps=1e-5):
-    """Each head of each token alone: what the words of the docstring say."""
+    """Compute each head of each token separately, as the docstring says."""
     num_turned = sum(counts)
     rows, tokens, width = product.shape
     head_dim = width // (num_turned + counts[1])
@@ -88,7 +88,7 @@ def by_loops(product, gain, cos, sin, counts, eps=1e-5):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_reference_is_what_its_words_say(case):
+def test_the_reference_matches_its_docstring(case):
     tensors, counts = drawn(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
     for found, wanted in zip(
         heads.reference(*tensors, counts=counts), by_loops(*tensors, counts), strict=True
@@ -97,7 +97,7 @@ def test_the_reference_is_what_its_words_say(case):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_adds_the_eps_that_is_asked_for(name):
+def test_every_variant_uses_the_given_eps(name):
     tensors, counts = (
         drawn(**CASES["grouped, odd"], dtype=torch.float64),
         CASES["grouped, odd"]["counts"],
@@ -135,7 +135,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_gradients_are_those_of_finite_differences(name, case):
+def test_gradients_match_finite_differences(name, case):
     product, gain, cos, sin = drawn(**CASES[case] | {"tokens": 3}, rows=1, dtype=torch.float64)
     leaves = [leaf.requires_grad_() for leaf in (product, gain) if leaf is not None]
     assert gradcheck(
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_finite_differences(name, case):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_low_precision_is_widened_inside(name, poisoned_memory):
+def test_low_precision_is_widened_internally(name, poisoned_memory):
     tensors = drawn(counts=(4, 2), head_dim=8, tokens=9, dtype=torch.bfloat16)
     wanted = with_gradients(heads.reference, tuple(tensor.double() for tensor in tensors), (4, 2))
     for got, want in zip(with_gradients(VARIANTS[name], tensors, (4, 2)), wanted, strict=True):
@@ -156,7 +156,7 @@ def test_low_precision_is_widened_inside(name, poisoned_memory):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_frozen_products_and_gains_are_served(name):
+def test_frozen_products_get_no_gradient(name):
     product, gain, cos, sin = drawn(counts=(2, 1), head_dim=4, tokens=3)
     gain.requires_grad_()
     sum(out.sum() for out in VARIANTS[name](product, gain, cos, sin, counts=(2, 1))).backward()
@@ -164,7 +164,7 @@ def test_frozen_products_and_gains_are_served(name):
     assert gain.grad is not None
 
 
-def test_shapes_that_do_not_fit_say_what_to_do():
+def test_mismatched_shapes_are_rejected_with_a_fix():
     product, gain, cos, sin = drawn(counts=(4, 2), head_dim=8, tokens=6)
     wrong = [
         ((product[..., :-1], gain, cos, sin), (4, 2)),

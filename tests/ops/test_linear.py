@@ -8,8 +8,7 @@ from flatout.ops import linear, variants
 
 VARIANTS = variants(linear)
 CLOSE = {"bf16": 2e-2}
-"""How far from fp64 a variant's results are, relative to the largest; 1e-5 where nothing is said.
-"""
+"""Tolerance of a variant against fp64, relative to the largest value; 1e-5 if not listed."""
 CASES = {
     "plain": ((2, 8), 16, 11),
     "odd": ((3, 7), 5, 65),
@@ -50,7 +49,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, bias, pois
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_other_types_and_autocast_are_served_too(name):
+def test_other_dtypes_and_autocast_work(name):
     for dtype in (torch.bfloat16, torch.float64):
         assert with_gradients(VARIANTS[name], *CASES["plain"], dtype, bias=True)[0].dtype == dtype
     with torch.autocast("cpu", torch.bfloat16):
@@ -59,10 +58,8 @@ def test_other_types_and_autocast_are_served_too(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("activation", [relu2, gelu], ids=["relu2", "gelu"])
-def test_what_lies_between_two_products_is_the_same_in_fewer_bytes(name, activation):
-    """Activated inside or outside, wide or narrow: the second product and all gradients agree to
-    the bit.
-    """
+def test_a_narrow_activation_between_two_products_changes_no_result(name, activation):
+    """Whether activated inside or outside, the second product and all gradients are equal."""
     function, results = VARIANTS[name], []
     for inside in (True, False):
         generator = torch.Generator().manual_seed(1)
@@ -85,7 +82,7 @@ def test_what_lies_between_two_products_is_the_same_in_fewer_bytes(name, activat
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_few_rows_take_what_an_activated_product_left_narrow(name):
+def test_few_rows_accept_a_narrow_activation(name):
     assert (
         VARIANTS[name](torch.randn(2, 4), torch.randn(3, 4), activation=gelu).dtype == torch.float32
     )

@@ -1,4 +1,5 @@
-"""What is the operations' alone; that values and gradients are right is in test_cross_entropy.py.
+"""The chunks and custom ops of the loss; test_cross_entropy.py tests values and gradients.
+
 Letters: N targets, D width, V vocabulary.
 """
 
@@ -21,7 +22,7 @@ def drawn(targets=40, width=8, vocab=11):
 @pytest.mark.parametrize(
     ("targets", "lengths"), [(64, [16] * 4), (40, [20] * 2), (41, [11] * 3 + [8]), (1, [1])]
 )
-def test_chunks_are_halves_of_halves_and_no_target_is_left_out(monkeypatch, targets, lengths):
+def test_chunks_have_equal_lengths_and_cover_all_targets(monkeypatch, targets, lengths):
     monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11 * 20)
     hidden, _, wanted = drawn(targets)
     found = list(loss_chunks.chunks(hidden, wanted, 11, loss_chunks.LOGITS_AT_ONCE))
@@ -30,11 +31,10 @@ def test_chunks_are_halves_of_halves_and_no_target_is_left_out(monkeypatch, targ
     assert torch.equal(torch.cat([chunk for _, _, chunk in found]), wanted)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_a_compiled_model_calls_one_operation_however_many_chunks(monkeypatch):
-    """And what is done to a chunk is compiled once for all of them."""
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_calls_one_op_for_all_chunks(monkeypatch):
+    """The work on a chunk is compiled once for all of them."""
     monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11 * 10)
     inside = CompileCounterWithBackend("eager")
     loss_chunks._compiled.cache_clear()
@@ -62,9 +62,9 @@ def test_a_compiled_model_calls_one_operation_however_many_chunks(monkeypatch):
     assert sum("autograd_function" in str(target) for target in called) == 1
 
 
-def test_the_operations_say_what_they_return():
+def test_the_ops_return_the_shapes_that_they_declare():
     hidden, weight, targets = drawn()
-    for operation in (loss_chunks._learned, loss_chunks._scored):
+    for operation in (loss_chunks._gradients_op, loss_chunks._loss_op):
         torch.library.opcheck(
             operation,
             (hidden.bfloat16(), weight.bfloat16(), targets, None, 1e-2),
@@ -72,7 +72,7 @@ def test_the_operations_say_what_they_return():
         )
 
 
-def test_bytes_are_counted_for_a_gpu(monkeypatch):
+def test_fake_tensors_use_the_chunks_of_a_gpu(monkeypatch):
     monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11)
     monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cuda", 11 * 20)
     with FakeTensorMode():

@@ -1,9 +1,9 @@
-"""The loss by Triton's kernel, in its interpreter against the reference. Letters: N targets, C
-targets of a chunk, D width, V vocabulary.
+"""The loss by the Triton kernel, in Triton's interpreter, against the reference.
+
+Letters: N targets, C targets of a chunk, D width, V vocabulary.
 """
 
 import math
-import sys
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ from test_cross_entropy import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import flatout.ops
 from flatout.assembly.memory import _Live
 from flatout.errors import MissingPackage
 from flatout.models.transformer import Transformer
@@ -29,7 +28,7 @@ from flatout.ops import loss_kernels, loss_rows  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
-)  # the interpreter's NumPy, of what padding happens to hold
+)  # NumPy's, about uninitialised padding
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -68,7 +67,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(
         )
 
 
-def test_chunks_of_odd_lengths_add_up(interpreted, poisoned_memory, chunks):
+def test_chunks_of_odd_lengths_match_the_reference(interpreted, poisoned_memory, chunks):
     hidden, weight, targets = drawn(**CASES["odd"])
     wanted = with_gradients(
         cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS["both"]
@@ -81,7 +80,7 @@ def test_chunks_of_odd_lengths_add_up(interpreted, poisoned_memory, chunks):
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_narrow_products_give_an_fp32_loss_and_gradients_of_the_leaves_types(
+def test_narrow_products_give_an_fp32_loss_and_gradients_in_the_dtypes_of_the_leaves(
     interpreted, poisoned_memory, dtype
 ):
     hidden, weight, targets = drawn(**CASES["odd"])
@@ -105,7 +104,7 @@ def test_narrow_products_give_an_fp32_loss_and_gradients_of_the_leaves_types(
     "vocab",
     [1, 2, 31, loss_rows.BLOCK, loss_rows.BLOCK + 1, 2 * loss_rows.BLOCK * loss_rows.AT_ONCE + 77],
 )
-def test_vocabularies_that_fill_no_whole_blocks(interpreted, poisoned_memory, vocab):
+def test_vocabularies_that_do_not_fill_blocks(interpreted, poisoned_memory, vocab):
     hidden, weight, targets = drawn(rows=1, tokens=5, width=4, vocab=vocab, ignored=0.2)
     extras = {"softcap": 3.0, "z_loss": 1e-2}
     wanted = with_gradients(
@@ -117,8 +116,8 @@ def test_vocabularies_that_fill_no_whole_blocks(interpreted, poisoned_memory, vo
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["rising", "falling"])
-def test_logits_far_apart_neither_overflow_nor_vanish(interpreted, order):
-    """A lane's largest logit so far changes with each block, or never again."""
+def test_distant_logits_neither_overflow_nor_vanish(interpreted, order):
+    """The maximum of a lane changes with each block, or never after the first."""
     hidden, weight = (
         torch.full((1, 2, 1), 1.0),
         torch.linspace(-80.0 * order, 300.0 * order, 3 * loss_rows.BLOCK)[:, None],
@@ -129,7 +128,7 @@ def test_logits_far_apart_neither_overflow_nor_vanish(interpreted, order):
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
-def test_ignored_targets_reach_neither_loss_nor_gradients(interpreted, poison):
+def test_ignored_targets_affect_neither_loss_nor_gradients(interpreted, poison):
     hidden, weight, targets = drawn(**CASES["some ignored"])
     ignored = targets == cross_entropy.IGNORED
     plain = with_gradients(cross_entropy.triton, hidden, weight, targets)
@@ -141,7 +140,7 @@ def test_ignored_targets_reach_neither_loss_nor_gradients(interpreted, poison):
 
 
 @pytest.mark.parametrize("stride", [11, 13, 16, 32])
-def test_an_ignored_row_is_not_read_and_only_padding_is_touched(interpreted, stride):
+def test_an_ignored_row_is_not_read_and_only_padding_is_overwritten(interpreted, stride):
     buffer_CV = torch.full((3, stride), math.nan)
     product_CV = buffer_CV[:, :11]
     product_CV[0] = product_CV[2] = torch.arange(11.0)
@@ -153,7 +152,7 @@ def test_an_ignored_row_is_not_read_and_only_padding_is_touched(interpreted, str
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
-def test_a_number_that_is_none_is_not_hidden(interpreted, broken):
+def test_nan_and_infinity_propagate(interpreted, broken):
     hidden, weight, targets = drawn(**CASES["plain"])
     hidden[0, 3] = broken
     loss_sum, _, grad_hidden, grad_weight = with_gradients(
@@ -164,7 +163,7 @@ def test_a_number_that_is_none_is_not_hidden(interpreted, broken):
     assert not torch.isfinite(grad_weight).all()
 
 
-def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(interpreted, chunks):
+def test_float16_keeps_small_gradients_that_the_loss_scale_preserves(interpreted, chunks):
     hidden, weight, targets = sure_of_their_targets()
     wanted = scaled_gradients(
         cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32
@@ -181,28 +180,27 @@ def test_float16_keeps_small_gradients_that_the_scale_of_the_loss_saves(interpre
     )
 
 
-def test_the_weights_gradient_is_not_rounded_chunk_by_chunk(interpreted, monkeypatch):
-    """Rows give the same gradients to the logits however they are cut; in bfloat16 each chunk's
-    product would be rounded to 8 bits.
+def test_the_weight_gradient_is_not_rounded_per_chunk(interpreted, monkeypatch):
+    """The gradients of logits do not depend on chunks, but in bfloat16 their products would be
+    rounded.
     """
     hidden, weight, targets = drawn(rows=1, tokens=128, width=8, vocab=16, ignored=0.0)
     found = []
     for at_once in (16 * 128, 16 * 16):
         monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", at_once)
         found.append(
-            loss_rows.learned(hidden[0].bfloat16(), weight.bfloat16(), targets[0], None, 0.0)[2]
+            loss_rows.loss_and_gradients(
+                hidden[0].bfloat16(), weight.bfloat16(), targets[0], None, 0.0
+            )[2]
         )
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_compiled_model_calls_one_operation_and_holds_no_whole_logits(
-    interpreted, monkeypatch, dtype
-):
-    """40 targets of 11 logits, 110 at a time: what the kernel is given is never larger."""
+def test_a_compiled_model_calls_one_op_and_never_holds_all_logits(interpreted, monkeypatch, dtype):
+    """The kernel never gets more than 110 of the 40 x 11 logits."""
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", 11 * 10)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
@@ -239,14 +237,14 @@ def test_a_compiled_model_calls_one_operation_and_holds_no_whole_logits(
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_the_operations_say_what_they_return(interpreted, dtype):
+def test_the_ops_return_the_shapes_that_they_declare(interpreted, dtype):
     hidden, weight, targets = drawn(**CASES["one target"])
     hidden, weight, targets = hidden.flatten(0, 1).to(dtype), weight.to(dtype), targets.flatten()
     for operation in (
-        loss_rows._learned,
-        loss_rows._scored,
-        loss_chunks._learned,
-        loss_chunks._scored,
+        loss_rows._gradients_op,
+        loss_rows._loss_op,
+        loss_chunks._gradients_op,
+        loss_chunks._loss_op,
     ):
         torch.library.opcheck(
             operation,
@@ -258,10 +256,8 @@ def test_the_operations_say_what_they_return(interpreted, dtype):
 @pytest.mark.parametrize(
     ("dtype", "bytes_of_hidden"), [(torch.bfloat16, 2), (torch.float16, 4)], ids=str
 )
-def test_logits_are_held_once_and_gradients_nowhere_else(monkeypatch, dtype, bytes_of_hidden):
-    """On tensors without memory, which count as a GPU's: one chunk of logits, both gradients, and
-    little else.
-    """
+def test_memory_holds_one_chunk_of_logits_and_both_gradients(monkeypatch, dtype, bytes_of_hidden):
+    """Fake tensors count the memory of a GPU: one chunk of logits, both gradients, little else."""
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cuda", 2**22)
     with FakeTensorMode():
         hidden, weight = torch.empty(1, 4096, 64, dtype=dtype), torch.empty(4099, 64, dtype=dtype)
@@ -278,8 +274,8 @@ def test_logits_are_held_once_and_gradients_nowhere_else(monkeypatch, dtype, byt
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("learned", [True, False], ids=["learned", "scored"])
 @pytest.mark.parametrize(("vocab", "cap"), [(50_304, 0.0), (50_257, 30.0)])
-def test_the_kernel_compiles_for_a_gpu_that_is_not_here(dtype, learned, vocab, cap):
-    """Down to the binary for an H100 or H200."""
+def test_the_kernel_compiles_for_a_gpu(dtype, learned, vocab, cap):
+    """It compiles to the binary for an H100 or H200."""
     kernel = loss_kernels.losses_and_gradient
     constants = {"Z_LOSS": 1e-4, "SCALE": 4096.0, "GRADIENT": learned, "CAP": cap, "VOCAB": vocab}
     constants |= dict.fromkeys(("PADDED", "STRIDE"), -(-vocab // 16) * 16)
@@ -300,7 +296,7 @@ def test_the_kernel_compiles_for_a_gpu_that_is_not_here(dtype, learned, vocab, c
     assert ".v4.b32" in compiled.asm["ptx"]  # 16 bytes at a time
 
 
-def test_where_triton_does_not_run_it_is_chunked():
+def test_it_is_chunked_where_triton_does_not_run():
     hidden, weight, targets = drawn(**CASES["some ignored"])
     for found, wanted in zip(
         *(
@@ -312,21 +308,15 @@ def test_where_triton_does_not_run_it_is_chunked():
         assert torch.equal(found, wanted)
 
 
-def test_without_triton_it_says_how_to_install_it(monkeypatch):
-    for name in ("loss_kernels", "loss_rows"):
-        monkeypatch.delitem(sys.modules, f"flatout.ops.{name}")
-        monkeypatch.delattr(flatout.ops, name)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(cross_entropy, "_runs_triton", lambda tensor: True)
+def test_missing_triton_names_the_install_command(without_triton):
     with pytest.raises(MissingPackage, match="pip install triton"):
         cross_entropy.triton(*drawn(**CASES["plain"]))
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_a_whole_compiled_model_learns_from_it(interpreted, monkeypatch):
-    torch._dynamo.reset()  # other tests of this process compile the same forward
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_model_has_the_same_gradients(interpreted, monkeypatch):
+    torch._dynamo.reset()  # other tests compile the same forward
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", 65 * 8)
     model = Transformer(
         Transformer.check(

@@ -23,7 +23,7 @@ def with_singular_values(rows, columns, values):
 
 @pytest.fixture(params=sorted(VARIANTS.keys() - {"bf16", "compiled"}))
 def iterate(request):
-    """Each way to carry out the iterations in full precision."""
+    """Each variant of the iterations in full precision."""
     return VARIANTS[request.param]
 
 
@@ -47,7 +47,7 @@ def test_zero_matrices_stay_zero(iterate):
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 48), (8, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_singular_values_land_near_one_and_vectors_stay(iterate, rows, columns, dtype):
+def test_singular_values_approach_one_and_vectors_are_kept(iterate, rows, columns, dtype):
     values = torch.logspace(0, -2, rows, dtype=torch.float64)
     matrix = with_singular_values(rows, columns, values)
     found = iterate(matrix.to(dtype)[None])[0]
@@ -59,11 +59,11 @@ def test_singular_values_land_near_one_and_vectors_stay(iterate, rows, columns, 
     aligned = torch.linalg.solve(matrix @ matrix.T, matrix @ found.double().T)
     torch.testing.assert_close(
         aligned, aligned.T, rtol=1e-3, atol=1e-3
-    )  # U diag V' of the same U and V
+    )  # U diag V' with the same U and V
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e6])
-def test_the_size_of_the_gradient_does_not_matter(iterate, scale):
+def test_the_scale_of_the_gradient_does_not_matter(iterate, scale):
     matrix = drawn((1, 5, 8), 3, torch.float32)
     torch.testing.assert_close(iterate(matrix * scale), iterate(matrix), rtol=1e-4, atol=1e-5)
 
@@ -72,10 +72,9 @@ def test_half_precision_is_orthogonalised_in_float32_on_the_cpu(iterate):
     assert iterate(torch.randn(1, 3, 3).bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_compiled_iterations_match_the_reference_and_compile_once_a_shape():
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_iterations_match_the_reference_and_compile_once_per_shape():
     torch._dynamo.reset()
     watch = CompilationWatch()
     for seed in (1, 2):

@@ -15,7 +15,7 @@ LIMITS = {"states": 1e-5, "drive": 1e-5, "log_decay": 1e-4, "angle": 1e-4, "star
 FAST = sorted(set(VARIANTS) - {"reference"})
 TRITON = {"triton", "triton_narrow"}
 WIDE = [name for name in FAST if name != "triton_narrow"]
-"""Those that differ for a drive in fp32."""
+"""Variants that differ for a drive in fp32."""
 KINDS = {
     "fixed": {},
     "selective": {"selective": True},
@@ -24,19 +24,17 @@ KINDS = {
     "start": {"start": True},
 }
 SIZES = [(1, 4), (5, 128), (37, 8), (64, 64), (100, 1), (129, 128), (300, 7)]
-"""Tokens and chunk size: odd lengths, and chunks that do not divide them."""
+"""Tokens and chunk sizes: odd lengths, and chunks that do not divide them."""
 INTERPRETED = [(1, 4), (5, 128), (23, 4)]
-"""What Triton's interpreter does in a second or two: one token, one chunk, chunks of chunks of
-chunks. A GPU does the rest.
+"""Sizes that Triton's interpreter handles in a second or two: one token, one chunk, three levels of
+chunks. A GPU tests the others.
 """
 CASES = [(name, *size) for name in VARIANTS for size in (INTERPRETED if name in TRITON else SIZES)]
 
 
 @pytest.fixture(autouse=True)
-def kernels_run_here(request):
-    """Triton's variants run in the interpreter, wherever a test is for all variants and not for a
-    GPU.
-    """
+def triton_interpreted(request):
+    """Run Triton variants in the interpreter, except in GPU tests."""
     cases = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     if cases.get("name") in TRITON and not request.node.get_closest_marker("gpu"):
         request.getfixturevalue("interpreted")
@@ -45,8 +43,9 @@ def kernels_run_here(request):
 def drawn(
     rows, tokens, eigenstates, *, selective=False, documents=False, start=False, dtype=torch.float64
 ):
-    """What a recurrence is given; time constants from 1 to the length. Exactly the same numbers in
-    every dtype.
+    """Return the inputs of a recurrence, the same numbers in every dtype.
+
+    Time constants range from 1 to the number of tokens.
     """
     generator = torch.Generator().manual_seed(tokens)
 
@@ -83,7 +82,7 @@ def with_gradients(function, given, doc_ids, weights, chunk_size=128):
 
 
 def apart(found, wanted):
-    """The error of each quantity, relative to its norm."""
+    """Return the error of each quantity, relative to its norm."""
     assert found.keys() == wanted.keys()
     return {
         name: float(
@@ -94,7 +93,7 @@ def apart(found, wanted):
 
 
 def by_complex_numbers(given, doc_ids):
-    """The recurrence in Python's own complex numbers, a token at a time."""
+    """Compute the recurrence with Python's complex numbers, token by token."""
     rows, tokens, parts = given["drive"].shape
     count = parts // 2
     states = torch.empty(rows, tokens, parts, dtype=torch.float64)
@@ -114,7 +113,7 @@ def by_complex_numbers(given, doc_ids):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_reference_is_what_its_words_say(kind):
+def test_the_reference_matches_its_docstring(kind):
     given, doc_ids, _ = drawn(2, 23, 3, **KINDS[kind])
     found = scan.reference(
         given["log_decay"],
@@ -147,14 +146,12 @@ LONG_TEXTS = {"fixed": {}, "one document, then another": {}, "selective": {"sele
 
 @pytest.fixture(scope="module", params=LONG_TEXTS)
 def long_text(request):
-    """Something of 32,768 tokens, and what comes of it; time constants reach over all of them, and
-    documents over thousands.
-    """
+    """Inputs of 32,768 tokens and the expected results; memory spans thousands of tokens."""
     given, _, weights = drawn(1, 32_768, 4, dtype=torch.float32, **LONG_TEXTS[request.param])
     doc_ids = (torch.arange(32_768) >= 9_000).int()[None] if "document" in request.param else None
     exactly = (
         scan.reference if request.param == "fixed" else scan.chunked
-    )  # which is the reference to 1e-11 in fp64, in a fraction of the time
+    )  # it equals the reference to 1e-11 in fp64, and is much faster
     return (
         given,
         doc_ids,
@@ -165,7 +162,7 @@ def long_text(request):
     )
 
 
-@pytest.mark.parametrize("name", sorted({*FAST} - TRITON))  # Triton's wait for a GPU
+@pytest.mark.parametrize("name", sorted({*FAST} - TRITON))  # Triton variants are tested on a GPU
 def test_eigenvalues_keep_their_gradients_over_32768_tokens(name, long_text):
     given, doc_ids, weights, wanted = long_text
     errors = apart(with_gradients(VARIANTS[name], given, doc_ids, weights), wanted)
@@ -176,7 +173,7 @@ def test_eigenvalues_keep_their_gradients_over_32768_tokens(name, long_text):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_bf16_comes_in_and_fp32_goes_out_but_from_the_narrow_one(name):
+def test_a_bf16_drive_gives_fp32_states_except_for_triton_narrow(name):
     given, doc_ids, weights = drawn(2, 30, 3, dtype=torch.bfloat16)
     wanted = with_gradients(
         scan.reference, {key: value.double() for key, value in given.items()}, doc_ids, weights
@@ -188,7 +185,7 @@ def test_bf16_comes_in_and_fp32_goes_out_but_from_the_narrow_one(name):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_autocast_leaves_it_in_fp32(name):
+def test_autocast_does_not_affect_it(name):
     given, doc_ids, weights = drawn(1, 20, 2, dtype=torch.float32)
     plain = with_gradients(VARIANTS[name], given, doc_ids, weights, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -199,7 +196,7 @@ def test_autocast_leaves_it_in_fp32(name):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("selective", [False, True], ids=["fixed", "selective"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-def test_nothing_of_another_document_gets_through_not_even_nan(name, selective, dtype):
+def test_documents_are_separate_even_with_nan(name, selective, dtype):
     given, _, _ = drawn(1, 40, 2, selective=selective, dtype=dtype)
     doc_ids = (torch.arange(40) >= 17).int()[None]
 
@@ -223,7 +220,7 @@ def test_nothing_of_another_document_gets_through_not_even_nan(name, selective, 
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_gradients_are_those_of_finite_differences(name):
+def test_gradients_match_finite_differences(name):
     given, doc_ids, _ = drawn(1, 9, 2, documents=True, start=True)
     leaves = [tensor.requires_grad_() for tensor in given.values()]
 
@@ -237,7 +234,7 @@ def test_gradients_are_those_of_finite_differences(name):
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
 )
-def test_a_text_in_pieces_is_the_text_whole(name, dtype, limit):
+def test_a_document_in_pieces_gives_the_same_states(name, dtype, limit):
     given, _, _ = drawn(1, 50, 3, dtype=dtype)
     whole = VARIANTS[name](given["log_decay"], given["angle"], given["drive"])
     start, states = None, []
@@ -249,7 +246,7 @@ def test_a_text_in_pieces_is_the_text_whole(name, dtype, limit):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"angle": torch.zeros(4)}, "decays"),
         ({"drive": torch.zeros(2, 5, 7)}, "drive"),
@@ -258,11 +255,11 @@ def test_a_text_in_pieces_is_the_text_whole(name, dtype, limit):
         ({"chunk_size": 0}, "chunk of 0"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(name, change, said):
+def test_mismatched_shapes_are_rejected(name, change, message):
     given, _, _ = drawn(2, 5, 3)
     given["start_BE"] = None
     arguments = given | change
-    with pytest.raises(ShapeError, match=said):
+    with pytest.raises(ShapeError, match=message):
         VARIANTS[name](
             arguments.pop("log_decay"), arguments.pop("angle"), arguments.pop("drive"), **arguments
         )
@@ -278,7 +275,7 @@ def on_gpu(given, doc_ids, weights):
 
 LONG_SIZES = [(1_025, 128), (5_000, 2), (32_768, 256)]
 ESSENTIAL = {(37, 8), (1_025, 128), (32_768, 256)}
-"""Sizes at which Triton's kernels are tried on a GPU where there is no time for all."""
+"""Sizes for the Triton kernels on a GPU when time is short."""
 ON_GPU = [
     pytest.param(
         name, *size, marks=[pytest.mark.gpu_essential] * (name == "triton" and size in ESSENTIAL)
@@ -325,7 +322,7 @@ def test_eigenvalues_keep_their_gradients_over_32768_tokens_on_a_gpu(name, long_
     [pytest.param(name, marks=[pytest.mark.gpu_essential] * (name == "triton")) for name in FAST],
 )
 def test_a_compiled_recurrence_in_bf16_on_a_gpu(name, kind):
-    """Without a break in the graph, and all gradients there; twice, the same bits."""
+    """There is no graph break, all gradients exist, and a second call gives the same bits."""
     given, doc_ids, weights = on_gpu(*drawn(2, 1_000, 40, dtype=torch.bfloat16, **KINDS[kind]))
     wanted = with_gradients(
         scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights

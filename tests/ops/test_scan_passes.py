@@ -1,16 +1,15 @@
-"""What is Triton's own about the recurrence; that it is right, test_scan.py shows. Letters: B rows,
-T tokens, K eigenstates.
+"""The Triton passes of the recurrence; test_scan.py tests values and gradients.
+
+Letters: B rows, T tokens, K eigenstates.
 """
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-import flatout.ops
 from flatout.errors import MissingPackage
 from flatout.ops import scan
 
@@ -32,7 +31,7 @@ def gradients(call, leaves, doc_ids):
     return states.detach(), *torch.autograd.grad(states.square().sum(), leaves)
 
 
-def test_eigenstates_that_fill_no_whole_blocks(interpreted):
+def test_eigenstates_that_do_not_fill_blocks(interpreted):
     leaves = drawn(1, 7, scan_passes.BLOCK + 5)
     for found, wanted in zip(
         gradients(scan.triton, leaves, None), gradients(scan.reference, leaves, None), strict=True
@@ -40,11 +39,10 @@ def test_eigenstates_that_fill_no_whole_blocks(interpreted):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("drive_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_compiler_sees_one_op_and_no_break(interpreted, drive_dtype):
+def test_it_compiles_as_one_op_without_a_graph_break(interpreted, drive_dtype):
     leaves, doc_ids = drawn(2, 11, 3, drive_dtype=drive_dtype), (torch.arange(22) // 5).view(2, 11)
 
     def model(log_decay, angle, drive, **others):
@@ -59,7 +57,7 @@ def test_a_compiler_sees_one_op_and_no_break(interpreted, drive_dtype):
         torch.testing.assert_close(found, wanted)
 
 
-def test_a_narrow_drive_is_read_as_it_is(interpreted, monkeypatch):
+def test_a_narrow_drive_is_not_copied(interpreted, monkeypatch):
     leaves, read = drawn(1, 9, 2, drive_dtype=torch.bfloat16), []
     launch = scan_passes._Steps.launch
     monkeypatch.setattr(
@@ -75,16 +73,15 @@ def test_a_narrow_drive_is_read_as_it_is(interpreted, monkeypatch):
         True,
         False,
         True,
-    ]  # what chunks are made into is new
+    ]  # the states of chunks are new tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_states_are_the_wide_ones_rounded_as_they_are_written(interpreted, dtype):
-    """Through chunks of chunks of chunks: were the rounding carried from token to token, it would
-    add up.
+def test_narrow_states_are_the_wide_ones_rounded(interpreted, dtype):
+    """Rounding errors carried from token to token would add up over three levels of chunks.
 
-    The interpreter cuts bits off where a GPU rounds to the nearest bfloat16;
-    `test_kernels_round_to_the_nearest` sees to that.
+    The interpreter truncates where a GPU rounds to the nearest bfloat16;
+    `test_kernels_round_to_nearest` covers that.
     """
     leaves, doc_ids = (
         drawn(2, 90, 3, drive_dtype=dtype),
@@ -102,15 +99,14 @@ def test_narrow_states_are_the_wide_ones_rounded_as_they_are_written(interpreted
         torch.autograd.grad(wide, leaves, weights.float()),
         torch.autograd.grad(narrow, leaves, weights),
     )
-    assert torch.equal(found[2], wanted[2])  # what no state has a part in
+    assert torch.equal(found[2], wanted[2])  # the gradient of the drive uses no state
     for one, other in zip(found[:2], wanted[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_a_compiler_sees_narrow_states_too(interpreted):
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_narrow_states_compile_too(interpreted):
     leaves = drawn(2, 11, 3, drive_dtype=torch.bfloat16)
 
     def model(log_decay, angle, drive, **others):
@@ -126,7 +122,7 @@ def test_a_compiler_sees_narrow_states_too(interpreted):
 
 
 @pytest.mark.parametrize(("rows", "chunk"), [(1, scan_passes.SHORT), (4, scan_passes.LONG)])
-def test_chunks_are_short_where_a_gpu_would_not_be_full(rows, chunk):
+def test_chunks_are_short_when_a_gpu_would_not_be_full(rows, chunk):
     eigenvalues, drive = (
         torch.empty(rows, 32_768, 128, device="meta"),
         torch.empty(rows, 32_768, 256, device="meta"),
@@ -137,9 +133,7 @@ def test_chunks_are_short_where_a_gpu_would_not_be_full(rows, chunk):
 
 
 def compiled(name, form, *, narrow="*bf16", **others):
-    """A kernel's binary for an H100 or H200, none of which is here; with documents, at 128
-    eigenstates.
-    """
+    """Compile a kernel with documents and 128 eigenstates for an H100 or H200."""
     kernel = getattr(scan_kernels, name)
     constants = {
         "COUNT": 128,
@@ -179,20 +173,14 @@ KERNELS = {
     "gradients": ("gradients", {"STARTED": True}),
 }
 REGISTERS = 128
-"""What a thread may use before fewer than 16 warps fit a multiprocessor, each with 4 KiB on its
-way.
-"""
+"""Registers per thread up to which 16 warps fit on a multiprocessor, each with 4 KiB in flight."""
 
 
 @pytest.mark.parametrize("narrow", ["*bf16", "*fp32"])
 @pytest.mark.parametrize("form", ["fixed", "polar"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_compile_for_a_gpu_that_is_not_here_and_fit_its_registers(
-    kernel, form, narrow, tmp_path
-):
-    """Nothing is put off to memory: what the stack holds belongs to CUDA's own sine of large
-    angles.
-    """
+def test_kernels_compile_for_a_gpu_and_fit_its_registers(kernel, form, narrow, tmp_path):
+    """Nothing spills: the stack is used only by CUDA's sine of large angles."""
     name, constants = KERNELS[kernel]
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled(name, form, narrow=narrow, **constants).asm["cubin"])
@@ -207,8 +195,8 @@ def test_kernels_compile_for_a_gpu_that_is_not_here_and_fit_its_registers(
 
 
 @pytest.mark.parametrize("kernel", ["states", "gradients"])
-def test_kernels_round_to_the_nearest(kernel):
-    """A bfloat16 that is cut off instead errs to one side, token after token."""
+def test_kernels_round_to_nearest(kernel):
+    """The error of truncation is biased and would accumulate over tokens."""
     name, constants = KERNELS[kernel]
     conversions = re.findall(
         r"\bcvt\.\S*bf16\S*\.f32\b", compiled(name, "fixed", **constants).asm["ptx"]
@@ -217,7 +205,7 @@ def test_kernels_round_to_the_nearest(kernel):
     assert all(each.startswith("cvt.rn.") for each in conversions)
 
 
-def test_where_triton_does_not_run_it_is_chunked():
+def test_it_is_chunked_where_triton_does_not_run():
     leaves = drawn(1, 20, 2)
     for found, wanted in zip(
         gradients(scan.triton, leaves, None), gradients(scan.chunked, leaves, None), strict=True
@@ -225,11 +213,6 @@ def test_where_triton_does_not_run_it_is_chunked():
         assert torch.equal(found, wanted)
 
 
-def test_without_triton_it_says_how_to_install_it(monkeypatch):
-    for name in ("scan_kernels", "scan_passes"):
-        monkeypatch.delitem(sys.modules, f"flatout.ops.{name}")
-        monkeypatch.delattr(flatout.ops, name)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(scan, "_runs_triton", lambda tensor: True)
+def test_missing_triton_names_the_install_command(without_triton):
     with pytest.raises(MissingPackage, match="pip install triton"):
         scan.triton(*drawn(1, 5, 2))

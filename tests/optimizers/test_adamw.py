@@ -24,7 +24,7 @@ class Tiny(nn.Module):
 
 
 def reference(weight, gradients, rates, decay):
-    """AdamW as published (Loshchilov and Hutter 2019, algorithm 2), one parameter, written out."""
+    """AdamW for one parameter, as published (Loshchilov and Hutter 2019, algorithm 2)."""
     first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     beta1, beta2 = CONFIG.betas
     for number, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
@@ -73,7 +73,7 @@ def test_equals_the_formula(factory, gradients):
         )
 
 
-def test_the_two_agree_to_rounding(gradients):
+def test_both_variants_agree_up_to_rounding(gradients):
     slow, fast = (
         trained(factory, torch.float32, gradients, RATES) for factory in (per_parameter, fused)
     )
@@ -81,7 +81,7 @@ def test_the_two_agree_to_rounding(gradients):
         torch.testing.assert_close(slow[name], fast[name], rtol=1e-6, atol=1e-6)
 
 
-def test_a_weight_without_gradient_only_decays_where_it_should(gradients):
+def test_a_zero_gradient_leaves_only_the_decay(gradients):
     still = {name: [torch.zeros_like(g) for g in each] for name, each in gradients.items()}
     found = trained(per_parameter, torch.float64, still, [0.1])
     start = dict(Tiny(torch.float64).named_parameters())
@@ -95,7 +95,7 @@ def test_a_weight_without_gradient_only_decays_where_it_should(gradients):
 
 
 @pytest.mark.parametrize("factory", [per_parameter, fused])
-def test_the_state_goes_on_where_it_was_saved(factory, gradients):
+def test_a_saved_state_resumes(factory, gradients):
     def step(model, optimizer, numbers):
         for number in numbers:
             for name, parameter in model.named_parameters():

@@ -34,7 +34,7 @@ def test_a_tied_parameter_is_counted_once():
     assert list(named_by_kind(Tiny(KINDS))) == ["table.weight", "inner.weight", "inner.bias"]
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_omitted():
     model = Tiny(KINDS)
     model.inner.bias.requires_grad_(False)
     assert "inner.bias" not in named_by_kind(model)
@@ -48,7 +48,7 @@ def test_a_model_must_state_every_kind(kinds):
         named_by_kind(Tiny(kinds))
 
 
-def test_only_matrices_of_the_hidden_layers_and_the_head_decay():
+def test_only_hidden_matrices_and_the_head_decay():
     parameters = {
         kind: nn.Parameter(torch.zeros(2, 2)) for kind in ("hidden", "embedding", "head", "vector")
     }
@@ -61,7 +61,7 @@ def test_only_matrices_of_the_hidden_layers_and_the_head_decay():
     assert all(group["lr"] == group["peak_lr"] == 0.5 for group in groups)
 
 
-def test_an_empty_group_is_left_out():
+def test_empty_groups_are_omitted():
     assert len(adamw_groups([("vector", nn.Parameter(torch.zeros(2)))], OptimConfig())) == 1
 
 
@@ -73,7 +73,7 @@ def listed(model, config, parts):
     return [single(model, config, parts)]
 
 
-def rateless(model, config, parts):
+def without_peak_lr(model, config, parts):
     return (SGD(model.parameters(), lr=config.lr),)
 
 
@@ -88,16 +88,16 @@ def rateless(model, config, parts):
             r"cannot be called as build\(model, config, parts\): too many positional arguments",
         ),
         (SGD, r"is a class, not a function"),
-        (rateless, r"a parameter group without peak_lr"),
+        (without_peak_lr, r"a parameter group without peak_lr"),
     ],
 )
-def test_an_optimizer_of_ones_own_that_breaks_the_contract_is_named(monkeypatch, made, said):
+def test_a_user_optimizer_that_breaks_the_contract_is_named(monkeypatch, made, said):
     monkeypatch.setattr("flatout.registry.Folder.get", lambda self, name: made)
     with pytest.raises(ConfigError, match=said):
         optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None)
 
 
-def test_a_list_of_optimizers_is_as_good_as_a_tuple(monkeypatch):
+def test_a_list_of_optimizers_is_accepted(monkeypatch):
     monkeypatch.setattr("flatout.registry.Folder.get", lambda self, name: listed)
     assert (
         len(optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None))

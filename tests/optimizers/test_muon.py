@@ -23,7 +23,7 @@ SHAPES = [(6, 6), (4, 10), (10, 4), (4, 10), (1, 5), (6, 6)]
 
 
 def plain_newton_schulz(matrix):
-    """One matrix, as published, in its own orientation."""
+    """Iterate one matrix as published, in its own orientation."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix / matrix.norm()
     for _ in range(5):
@@ -32,7 +32,7 @@ def plain_newton_schulz(matrix):
 
 
 def plain_muon(weight, gradients, rate, decay, momentum):
-    """One matrix: a running mean, Nesterov's look ahead, orthogonalised, at AdamW's size."""
+    """Update one matrix: momentum, Nesterov look-ahead, orthogonalisation, scale."""
     mean = torch.zeros_like(weight)
     for gradient in gradients:
         mean = momentum * mean + (1 - momentum) * gradient
@@ -71,7 +71,7 @@ def test_a_batch_of_many_shapes_equals_one_matrix_at_a_time(monkeypatch, limit, 
 
 @pytest.mark.parametrize("limit", [2**27, 30])
 @pytest.mark.parametrize("rows", [(4, 4, 4), (8, 2, 2), (5, 7)], ids=str)
-def test_stacked_matrices_are_treated_as_if_they_stood_apart(monkeypatch, limit, rows):
+def test_stacked_matrices_are_updated_separately(monkeypatch, limit, rows):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
     whole, other = nn.Parameter(drawn((12, 6), 1)), nn.Parameter(drawn((6, 4), 2))
     apart = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
@@ -103,7 +103,7 @@ def test_stacked_matrices_are_treated_as_if_they_stood_apart(monkeypatch, limit,
     }
 
 
-def test_a_zero_gradient_moves_nothing_but_the_decay():
+def test_a_zero_gradient_leaves_only_the_decay():
     weight = nn.Parameter(torch.ones(3, 4))
     weight.grad = torch.zeros(3, 4)
     Muon([weight], lr=0.1, weight_decay=0.5).step()
@@ -111,14 +111,14 @@ def test_a_zero_gradient_moves_nothing_but_the_decay():
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)])
-def test_an_update_is_as_large_as_adamws(shape):
+def test_updates_are_as_large_as_those_of_adamw(shape):
     weight = nn.Parameter(torch.zeros(shape))
     weight.grad = drawn(shape, 5, torch.float32)
     Muon([weight], lr=1.0, weight_decay=0.0).step()
     assert 0.13 < float(weight.detach().square().mean().sqrt()) < 0.24
 
 
-def test_parameters_without_gradient_are_passed_over():
+def test_parameters_without_gradient_are_skipped():
     moved, still = nn.Parameter(torch.eye(3)), nn.Parameter(torch.eye(3))
     moved.grad = torch.eye(3)
     Muon([moved, still], lr=0.1).step()
@@ -126,7 +126,7 @@ def test_parameters_without_gradient_are_passed_over():
     assert not torch.equal(moved.detach(), torch.eye(3))
 
 
-def test_the_state_goes_on_where_it_was_saved():
+def test_a_saved_state_resumes():
     def steps(weight, optimizer, numbers):
         for number in numbers:
             weight.grad = drawn((4, 6), number, torch.float32)
@@ -148,7 +148,7 @@ def test_the_state_goes_on_where_it_was_saved():
     assert torch.equal(whole, second)
 
 
-def test_a_closure_is_called_with_gradients_on():
+def test_a_closure_runs_with_gradients_enabled():
     weight = nn.Parameter(torch.eye(2))
 
     def closure():
@@ -178,7 +178,7 @@ class Tiny(nn.Module):
 
 
 @pytest.mark.parametrize("factory", [per_parameter, fused])
-def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw(factory):
+def test_muon_gets_hidden_matrices_and_adamw_the_rest(factory):
     model = Tiny(
         {
             "table": "embedding",
@@ -209,7 +209,7 @@ def test_hidden_matrices_go_to_muon_and_the_rest_to_adamw(factory):
     assert all(group["peak_lr"] == 0.3 for group in second.param_groups)
 
 
-def test_a_model_says_which_matrices_are_stacked():
+def test_a_model_declares_stacked_matrices():
     def weight_after_a_step(model):
         model.inner.grad = drawn((4, 4), 1, torch.float32)
         build(model, OptimConfig(lr=0.3), OptimizerParts(fused, reference))[0].step()
@@ -234,11 +234,11 @@ def test_a_model_says_which_matrices_are_stacked():
     assert not torch.allclose(one, other)
     for rows in ((3, 2), (4, 0), (5, -1)):
         apart.rows = rows
-        with pytest.raises(ConfigError, match="cuts the 4 rows of 'inner'"):
+        with pytest.raises(ConfigError, match="splits the 4 rows of 'inner'"):
             build(apart, OptimConfig(), OptimizerParts(fused, reference))
 
 
-def test_an_optimizer_without_parameters_is_left_out():
+def test_an_optimizer_without_parameters_is_omitted():
     assert [
         type(o)
         for o in build(Tiny({"inner": "hidden"}), OptimConfig(), OptimizerParts(fused, reference))
@@ -262,19 +262,18 @@ def test_it_learns_a_linear_map():
     assert loss.item() < 1e-2
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_the_warm_up_goes_through_every_shape_of_a_step_and_changes_nothing():
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_warm_up_covers_every_shape_and_changes_nothing():
     calls = []
 
-    def noted(matrices_NRC):
+    def recorded(matrices_NRC):
         calls.append((tuple(matrices_NRC.shape), torch.is_grad_enabled(), bool(matrices_NRC.any())))
         return newton_schulz.batched(matrices_NRC)
 
     weights = [nn.Parameter(drawn(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
     before = [weight.detach().clone() for weight in weights]
-    optimizer = Muon(weights, lr=0.02, newton_schulz=noted)
+    optimizer = Muon(weights, lr=0.02, newton_schulz=recorded)
     optimizer.warm_up()
     warm, calls[:] = list(calls), []
     assert not any(anything for _, _, anything in warm)
@@ -290,7 +289,7 @@ def test_the_warm_up_goes_through_every_shape_of_a_step_and_changes_nothing():
     assert calls == []
 
 
-def test_batches_are_as_equal_as_can_be(monkeypatch):
+def test_batches_have_equal_sizes_as_far_as_possible(monkeypatch):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", 4 * 12)
     sizes = []
     weights = [nn.Parameter(drawn((3, 4), seed)) for seed in range(6)]
@@ -298,10 +297,8 @@ def test_batches_are_as_equal_as_can_be(monkeypatch):
     assert sizes == [3, 3]
 
 
-def test_a_step_is_few_calls_and_none_waits_for_the_device():
-    """Without sharding nothing goes matrix by matrix: the calls do not grow with the number of
-    matrices.
-    """
+def test_a_step_makes_few_calls_and_never_waits_for_the_device():
+    """The number of calls does not grow with the number of matrices, unless they are sharded."""
 
     def calls_of(count):
         weights = [
@@ -313,11 +310,11 @@ def test_a_step_is_few_calls_and_none_waits_for_the_device():
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         optimizer.step()
-        with Noted() as noted:
+        with Recorder() as recorded:
             optimizer.step()
         return [
             name
-            for name in noted.names
+            for name in recorded.names
             if not name.startswith(
                 (
                     "aten.slice",
@@ -335,8 +332,8 @@ def test_a_step_is_few_calls_and_none_waits_for_the_device():
     assert not {"aten._local_scalar_dense.default", "aten.item.default"} & {*many}
 
 
-class Noted(TorchDispatchMode):
-    """Keeps the names of the calls."""
+class Recorder(TorchDispatchMode):
+    """Records the names of the calls."""
 
     def __init__(self):
         super().__init__()

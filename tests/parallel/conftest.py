@@ -19,8 +19,8 @@ def free_port():
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """Run a file of this folder as several processes, as torchrun would, and return what the main
-    one reported.
+    """Run a file of this folder as several processes, as torchrun does, and return the report of
+    the main one.
     """
 
     def run(worker, world_size, *arguments):

@@ -1,6 +1,4 @@
-"""Run as one of several processes: accumulation with and without an exchange of gradients in every
-micro-batch.
-"""
+"""Accumulate gradients with and without a reduction per micro-batch, in several processes."""
 
 import json
 import sys
@@ -24,12 +22,12 @@ from flatout.speedups.deferred_sync import sync_with_the_last  # noqa: E402
 SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
-"""What fully_shard exchanges gradients by; torch 2.13 renamed it."""
+"""The function by which fully_shard reduces gradients, which torch 2.13 renamed."""
 
 
 def trained(mesh, exchange, steps):
-    """The weights after some steps of gradient descent, and how often gradients were exchanged in
-    the last of them.
+    """Return the weights after some steps of gradient descent, and the number of reductions in the
+    last one.
     """
     core = Tiny(0, torch.float32)
     model = wrap(core, mesh)

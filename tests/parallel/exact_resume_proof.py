@@ -1,6 +1,4 @@
-"""Run as one of several processes: gradients of a model in training, against those of the same
-weights in a fresh DDP.
-"""
+"""Compare gradients of a model in training with those of a new DDP, as one of several processes."""
 
 import json
 import sys
@@ -28,7 +26,7 @@ def network():
 
 
 def backward(model, mesh, step):
-    """A gradient that differs between processes, so that the order of their sum shows."""
+    """Return a gradient that differs between processes, so that the order of summation shows."""
     inputs = torch.randn(4, 50, generator=torch.Generator().manual_seed(100 * step + mesh.rank))
     model(inputs).square().sum().backward()
 

@@ -1,5 +1,5 @@
-"""Run as one of several processes: a sharded model whose weights are gathered in bfloat16, against
-one whose weights are gathered as they are.
+"""Compare a sharded model with weights gathered in bfloat16 and in fp32, as one of several
+processes.
 """
 
 import json
@@ -24,7 +24,7 @@ STEPS, ACCUMULATE = 6, 2
 
 
 def trained(mesh, gathers):
-    """Losses, the first step's gradients, and the types that were seen."""
+    """Return losses, the gradients of the first step, and the dtypes seen."""
     seen = set()
 
     def linear(hidden, weight, bias, *, activation=None):

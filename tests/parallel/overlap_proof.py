@@ -1,6 +1,4 @@
-"""Run as one of several processes: the order in which a compiled model's backward pieces run and
-its gradients are exchanged.
-"""
+"""Record when a compiled model runs backward and reduces gradients, as one of several processes."""
 
 import json
 import sys
@@ -31,9 +29,7 @@ from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 
 def order(mesh, compiled):
-    """What happened in one backward pass: "backward" of a compiled piece, "exchange" of a bucket of
-    gradients.
-    """
+    """Return the events: "backward" of a compiled piece, "exchange" of a bucket."""
     happened = []
 
     def noted(graph, _inputs):
@@ -47,7 +43,7 @@ def order(mesh, compiled):
     )
     config = Transformer.check(
         {"vocab_size": 64, "num_layers": 4, "d_model": 128, "num_heads": 2}, seq_len=8
-    )  # buckets hold 1 MiB and more
+    )  # buckets hold at least 1 MiB
     core = Transformer(config, Ops.plain())
     compiled(core, mesh)
     model = wrap(core, mesh)
@@ -55,9 +51,9 @@ def order(mesh, compiled):
         None, lambda group, bucket: happened.append("exchange") or allreduce_hook(group, bucket)
     )
     tokens_BT = torch.zeros(2, 8, dtype=torch.int64)
-    core(tokens_BT, tokens_BT.clone())[0].backward()  # as the warm-up does, past DDP
+    core(tokens_BT, tokens_BT.clone())[0].backward()  # as the warm-up does, without DDP
     model.zero_grad()
-    for _ in range(2):  # DDP makes its buckets in the first pass, which is one bucket
+    for _ in range(2):  # DDP creates its buckets in the first pass, which has one bucket
         happened.clear()
         model(tokens_BT, tokens_BT.clone())[0].backward()
     return happened

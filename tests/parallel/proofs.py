@@ -1,6 +1,4 @@
-"""Run as one of several processes: what they compute together against what one process computes
-alone.
-"""
+"""Compare what several processes compute with what one process computes, as one of them."""
 
 import json
 import sys
@@ -42,7 +40,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A model on the step contract: forward holds the loss."""
+    """A model with the contract of the step: forward contains the loss."""
 
     def __init__(self, seed, dtype):
         super().__init__()
@@ -71,12 +69,13 @@ class Tiny(nn.Module):
     def stacked_rows(self):
         return {
             f"blocks.{number}.up.weight": (4, 3, 2) for number in range(2)
-        }  # the parts end inside the shards
+        }  # the parts end inside shards
 
 
 def batches(world_size, step):
-    """Per rank and micro-batch tokens and targets; how many targets count differs widely, and once
-    none does.
+    """Return tokens and targets per rank and micro-batch.
+
+    The numbers of valid targets differ widely, and one of them is zero.
     """
     generator = torch.Generator().manual_seed(100 + step)
     shape = (world_size, ACCUMULATE, ROWS, TOKENS)
@@ -94,7 +93,7 @@ def whole(tensor):
 
 
 def backward_together(model, mesh, step):
-    """The loss arithmetic of the step: divide by a constant, correct once by what was counted."""
+    """Run the arithmetic of a step: divide by a constant, then correct by the valid targets."""
     tokens, targets = (each[mesh.rank] for each in batches(mesh.world_size, step))
     nominal = mesh.world_size * ACCUMULATE * ROWS * TOKENS
     valid = torch.zeros((), dtype=torch.int64)
@@ -114,7 +113,7 @@ def backward_alone(model, world_size, step):
 
 
 def distance(found, expected):
-    """Largest relative distance between tensors of two lists, by norm."""
+    """Return the largest relative distance between tensors of two lists, by norm."""
     pairs = zip(found, expected, strict=True)
     return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
 
@@ -131,7 +130,7 @@ def gradients(mesh, dtype):
 
 
 def averaged_naively(mesh):
-    """The error of the mean of means, so that the proof is known to be able to fail."""
+    """Return the error of the mean of means, which shows that the proof can fail."""
     alone, naive = Tiny(0, torch.float64), Tiny(0, torch.float64)
     backward_alone(alone, mesh.world_size, 0)
     tokens, targets = (each.flatten(0, 1) for each in batches(mesh.world_size, 0))
@@ -142,7 +141,9 @@ def averaged_naively(mesh):
 
 
 def weights_after_training(mesh, builder, factory):
-    """Distance of weights and of Muon's state after four steps, together and alone."""
+    """Return the distance of the weights and of Muon's state after four steps from those of one
+    process.
+    """
     alone, core = Tiny(0, torch.float64), Tiny(mesh.rank, torch.float64)
     model = wrap(core, mesh)
     pairs = [
@@ -170,8 +171,8 @@ def weights_after_training(mesh, builder, factory):
 
 
 def resumed_with_sharded_state(mesh):
-    """Distance between two steps in a row, and one step, a state_dict, another optimiser, and a
-    second step.
+    """Return the distance between two steps and one step, a state_dict, a new optimizer and another
+    step.
     """
     straight, broken = Tiny(0, torch.float64), Tiny(0, torch.float64)
     models = [wrap(straight, mesh), wrap(broken, mesh)]

@@ -1,6 +1,4 @@
-"""Run as one of several processes: copies of a model whose weights lie in two parts, against copies
-whose weights are moved off the same ties.
-"""
+"""Compare copies with split weights and copies with fp32 weights, as one of several processes."""
 
 import json
 import sys
@@ -27,8 +25,8 @@ def move_off_ties(model):
 
 
 def trained(mesh, *, in_parts):
-    """Losses and weights; the processes begin with weights of their own, of which the main one's
-    count.
+    """Return losses and weights; the processes start with different weights, and those of the main
+    one count.
     """
     torch.manual_seed(mesh.rank)
     config = Transformer.check(

@@ -16,24 +16,24 @@ def report(request, launch):
     return {"world_size": world_size, "shard": shard, **launch("proofs.py", world_size, shard)}
 
 
-def test_gradients_of_ragged_accumulated_batches_equal_one_processs(report):
+def test_gradients_of_uneven_batches_equal_those_of_one_process(report):
     assert report["replicate"] * report["shard"] == report["world_size"]
-    assert report["naive"] > 0.1  # so the batches do tell right from wrong
+    assert report["naive"] > 0.1  # so these batches detect the error
     assert report["fp32"] < 2e-6
     assert report["fp64"] < 1e-14
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "muon"])
-def test_trained_weights_equal_one_processs(report, optimizer):
+def test_trained_weights_equal_those_of_one_process(report, optimizer):
     assert report["trained"][optimizer]["weights"] < 1e-12
     assert report["trained"][optimizer]["state"] < 1e-12
 
 
-def test_optimizer_state_goes_on_from_its_state_dict(report):
+def test_optimizer_state_resumes_from_its_state_dict(report):
     assert report["resumed"] == 0
 
 
-def test_figures_are_summed_exactly_and_objects_come_from_the_main_process(report):
+def test_sums_are_exact_and_objects_come_from_the_main_process(report):
     world_size = report["world_size"]
     assert report["exchanges"] == {
         "loss": sum(0.5 + rank for rank in range(world_size)),
@@ -46,15 +46,15 @@ def test_figures_are_summed_exactly_and_objects_come_from_the_main_process(repor
     }
 
 
-def test_sampling_finds_whole_weights(report):
+def test_sampling_gathers_the_weights(report):
     assert report["logits"] < 1e-14
 
 
-def test_the_group_is_left_behind_cleanly(report):
+def test_processes_leave_the_group_cleanly(report):
     assert report["left"]
 
 
-def test_alone_the_model_is_left_as_it_is():
+def test_one_process_leaves_the_model_unchanged():
     model = nn.Linear(2, 2)
     assert wrap(model, make_mesh(ParallelConfig(), "cpu")) is model
     assert not isinstance(model.weight, torch.distributed.tensor.DTensor)
@@ -67,8 +67,8 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-def test_a_copied_models_buckets_are_the_same_from_the_first_exchange_on(group_of_one):
-    """Where they are not, three and more processes sum in another order after a resume."""
+def test_the_buckets_of_ddp_do_not_change_after_the_first_reduction(group_of_one):
+    """Otherwise three or more processes would sum in another order after a resume."""
     core = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
     model = wrap(core, Mesh(0, 2, 0, 2, 1, torch.device("cpu")))
     assert all(parameter.grad is None for parameter in core.parameters())
@@ -91,5 +91,5 @@ def test_a_copied_models_buckets_are_the_same_from_the_first_exchange_on(group_o
 
 
 @pytest.mark.faults
-def test_three_copies_resume_in_every_bit(launch):
+def test_three_copies_resume_exactly(launch):
     assert launch("exact_resume_proof.py", 3) == [0] * 4

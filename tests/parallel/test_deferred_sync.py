@@ -1,4 +1,4 @@
-"""Gradients are exchanged once a step, and come to the same."""
+"""Gradients are reduced once per step, with the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def reason(tiny_config, **changes):
     return speedup_named("deferred-sync").reason_against(MACHINE, tiny_config(**changes))
 
 
-def test_it_is_for_several_processes_and_several_micro_batches(tiny_config):
+def test_it_needs_several_processes_and_micro_batches(tiny_config):
     assert "this is one" in reason(tiny_config)
     assert "one micro-batch" in reason(tiny_config, parallel__replicate=2, batch__accumulate=1)
     assert reason(tiny_config, parallel__replicate=2, batch__accumulate=4) is None
@@ -25,7 +25,7 @@ def test_it_is_for_several_processes_and_several_micro_batches(tiny_config):
     )
 
 
-def test_split_weights_keep_split_gradients_unless_it_is_named(tiny_config):
+def test_sharded_weights_keep_sharded_gradients_unless_it_is_named(tiny_config):
     assert "whole gradients" in reason(
         tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4
     )
@@ -41,7 +41,7 @@ def test_split_weights_keep_split_gradients_unless_it_is_named(tiny_config):
     )
 
 
-def test_a_model_of_one_process_has_nothing_to_exchange():
+def test_one_process_reduces_nothing():
     model = torch.nn.Linear(1, 1, bias=False)
     for is_last in (False, True):
         with sync_with_the_last(model, is_last):
@@ -50,7 +50,7 @@ def test_a_model_of_one_process_has_nothing_to_exchange():
 
 
 @pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully_shard"])
-def test_the_weights_are_the_same_and_the_exchanges_fewer(launch, shard):
+def test_the_weights_are_equal_with_fewer_reductions(launch, shard):
     report = launch("deferred.py", 2, shard)
     always, last = report["sync_every_micro_batch"], report["sync_with_the_last"]
     for found, expected in zip(last["weights"], always["weights"], strict=True):

@@ -1,6 +1,4 @@
-"""Weights that travel in bfloat16 are used as autocast would have rounded them, and stay fp32 where
-they are kept.
-"""
+"""Weights gathered in bfloat16 are rounded as by autocast, and stay fp32 in their shards."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ def reason(tiny_config, **changes):
     return speedup_named("bf16-gathers").reason_against(MACHINE, tiny_config(**changes))
 
 
-def test_it_is_for_split_weights_that_bear_rounding(tiny_config):
+def test_it_needs_sharded_weights_and_tolerates_rounding(tiny_config):
     assert "sharded over several processes" in reason(tiny_config)
     assert reason(tiny_config, parallel__shard=2) is None
     assert "need fp32" in reason(tiny_config, parallel__shard=2, model__kind="eigenstate")
@@ -28,7 +26,7 @@ def report(request, launch):
     return launch("gathers_proof.py", *LAYOUTS[request.param])
 
 
-def test_products_find_bfloat16_weights_and_the_same_hidden_states(report):
+def test_products_get_bfloat16_weights_and_the_same_hidden_states(report):
     wide, narrow = report["seen"]
     assert {weight for weight, _ in wide} == {"torch.float32"}
     assert {weight for weight, _ in narrow} == {"torch.bfloat16"}
@@ -39,8 +37,8 @@ def test_weights_and_moments_stay_fp32(report):
     assert report["kept"] == ["torch.float32"]
 
 
-def test_the_first_step_is_that_of_fp32_gathers_but_for_gradients_of_norms_and_biases(report):
-    """Gains begin at 1 and biases at 0, which bfloat16 holds exactly; afterwards they are rounded."""
+def test_the_first_step_differs_only_in_gradients_of_norms_and_biases(report):
+    """Gains of 1 and biases of 0 are exact in bfloat16; later ones are rounded."""
     assert report["narrow"][0] == report["wide"][0]
     assert not [
         name for name in report["other"] if "norm" not in name and not name.endswith("bias")

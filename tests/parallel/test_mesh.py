@@ -7,7 +7,7 @@ from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import Ranks
 
 
-def test_one_process_says_everything_to_itself():
+def test_one_process_communicates_with_itself():
     mesh = make_mesh(ParallelConfig(), "cpu")
     tensor = torch.tensor(3.0)
     assert mesh.is_main
@@ -24,17 +24,17 @@ def test_one_process_says_everything_to_itself():
     assert mesh.device == torch.device("cpu")
 
 
-def test_a_process_takes_the_gpu_of_its_local_rank():
+def test_a_process_uses_the_gpu_of_its_local_rank():
     assert make_mesh(ParallelConfig(), "cuda", Ranks(5, 8, 1)).device == torch.device("cuda", 1)
     assert make_mesh(ParallelConfig(), "cuda:3").device == torch.device("cuda", 3)
 
 
-def test_the_mesh_knows_how_many_processes_share_this_machine():
+def test_the_mesh_counts_the_processes_of_this_machine():
     assert make_mesh(ParallelConfig(), "cpu", Ranks(5, 8, 1, 4)).local_world_size == 4
     assert make_mesh(ParallelConfig(), "cpu").local_world_size == 1
 
 
-def test_auto_copies_what_sharding_leaves():
+def test_auto_replicates_over_the_remaining_processes():
     assert make_mesh(ParallelConfig(), "cpu", Ranks(2, 6, 2)).replicate == 6
     assert make_mesh(ParallelConfig(replicate=6), "cpu", Ranks(2, 6, 2)).replicate == 6
 
@@ -57,6 +57,6 @@ def test_auto_copies_what_sharding_leaves():
         (ParallelConfig(replicate=2), 4, "parallel.replicate=2 x parallel.shard=1"),
     ],
 )
-def test_a_product_other_than_the_number_of_processes_is_refused(config, world_size, says):
+def test_a_product_other_than_the_number_of_processes_is_rejected(config, world_size, says):
     with pytest.raises(ConfigError, match=says):
         make_mesh(config, "cpu", Ranks(0, world_size, 0))

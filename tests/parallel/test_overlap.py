@@ -1,11 +1,11 @@
-"""Gradients of a compiled model travel while its backward pass goes on."""
+"""Gradients of a compiled model are reduced during its backward pass."""
 
 
 def last_piece(happened):
     return len(happened) - 1 - happened[::-1].index("backward")
 
 
-def test_gradients_are_exchanged_before_the_backward_pass_of_a_compiled_model_is_over(launch):
+def test_gradients_are_reduced_during_the_backward_pass_of_a_compiled_model(launch):
     report = launch("overlap_proof.py", 2)
     assert report["compile"].count("exchange") > 1
     assert report["compile"].index("exchange") < last_piece(report["compile"])

@@ -29,7 +29,8 @@ ranks = connect("cpu")
 total = torch.tensor(ranks.rank + 1)
 dist.all_reduce(total)
 if ranks.rank == 1:
-    print(ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size, total.item(), dist.get_backend())
+    numbers = (ranks.rank, ranks.world_size, ranks.local_rank, ranks.local_world_size)
+    print(*numbers, total.item(), dist.get_backend())
 disconnect()
 """
 
@@ -66,13 +67,13 @@ def test_ranks_are_read(environment):
     assert stated_ranks() == Ranks(1, 2, 1, 2)
 
 
-def test_the_processes_of_this_machine_are_told_from_those_of_all(environment):
+def test_the_local_world_size_is_read(environment):
     environment(**WHOLE | {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4})
     assert stated_ranks() == Ranks(5, 8, 1, 4)
 
 
 @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_an_environment_is_refused(environment, missing):
+def test_an_incomplete_environment_is_rejected(environment, missing):
     environment(**{name: value for name, value in WHOLE.items() if name != missing})
     with pytest.raises(ConfigError, match=f"{missing}.*torchrun"):
         connect("cpu")
@@ -89,13 +90,13 @@ def test_half_an_environment_is_refused(environment, missing):
         {"LOCAL_WORLD_SIZE": 3},
     ],
 )
-def test_ranks_that_cannot_be_are_refused(environment, wrong):
+def test_impossible_ranks_are_rejected(environment, wrong):
     environment(**WHOLE | wrong)
     with pytest.raises(ConfigError, match="RANK"):
         connect("cpu")
 
 
-def test_two_processes_do_not_share_one_gpu(environment, monkeypatch):
+def test_two_processes_cannot_share_a_gpu(environment, monkeypatch):
     environment(**WHOLE)
     with pytest.raises(ConfigError, match="names one GPU"):
         connect("cuda:0")
@@ -139,18 +140,16 @@ def test_a_port_in_use_is_named(environment, monkeypatch):
 
 
 @pytest.mark.parametrize("port", ["many", "0", "70000"])
-def test_a_port_that_is_none_is_refused(environment, port):
+def test_an_invalid_port_is_rejected(environment, port):
     environment(**WHOLE | {"MASTER_PORT": port})
     with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port"):
         connect("cpu")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_alone_says_what_it_waits_for_and_gives_up(
-    environment, monkeypatch, capfd, rank
-):
-    monkeypatch.setattr(rendezvous, "PATIENCE_S", 1.0)
-    monkeypatch.setattr(rendezvous, "WAITING_SAID_EVERY_S", 0.2)
+def test_a_lonely_process_reports_that_it_waits_and_gives_up(environment, monkeypatch, capfd, rank):
+    monkeypatch.setattr(rendezvous, "START_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment(**WHOLE | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port})
@@ -165,7 +164,7 @@ def test_a_process_that_is_alone_says_what_it_waits_for_and_gives_up(
     assert not dist.is_initialized()
 
 
-def test_torchrun_is_known_as_the_launcher(environment, monkeypatch):
+def test_torchrun_is_recognised_as_the_launcher(environment, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert launcher() is None
     environment(TORCHELASTIC_RUN_ID="none")

@@ -24,6 +24,7 @@ HOUSE = (
     "transfer",
     "config",
     "hardware",
+    "roof",
     "parallel",
     "sources",
     "data",

@@ -14,6 +14,7 @@ HEAVY_PARTS = {
     "models",
     "optimizers",
     "parallel",
+    "roof",
     "memory",
     "run",
     "build",

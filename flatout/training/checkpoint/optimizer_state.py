@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
-from flatout.optimizers.moments import kept_by, stored_as, way_to_go_on
+from flatout.optimizers.moments import how_to_resume, kept_by, stored_as
 from flatout.training.checkpoint.tensors import Entry, dtype_of
 from flatout.training.checkpoint.weights import parameter_names
 
@@ -179,7 +179,7 @@ def _require_same_moments(run: Run, targets: list[Target]) -> None:
             raise CheckpointError(
                 f"For {parameter_names(run)[parameter]} the checkpoint has {stored.what}; this run "
                 f"keeps {kept.what}.",
-                fix=f"Resume {way_to_go_on(stored, kept)}, {WEIGHTS_ALONE}.",
+                fix=f"Resume {how_to_resume(stored, kept)}, {WEIGHTS_ALONE}.",
             )
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.hardware import Peak
+from flatout.roof import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
 from flatout.training import finish
 from flatout.training.metrics import device

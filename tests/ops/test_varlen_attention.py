@@ -1,12 +1,10 @@
-"""Documents as segments of one line. The flash kernel needs a GPU: a loop over the segments stands
-in for it.
-"""
+"""Variable-length attention with a loop over documents instead of the kernel, which needs a GPU."""
 
 import pytest
 import torch
 from attention_cases import CASES, drawn, with_gradients
 
-from flatout.ops import attention, segments, variants
+from flatout.ops import attention, variants, varlen_attention
 
 PACKED = {name: case for name, case in CASES.items() if "documents" in case} | {
     "long": {"heads": 4, "groups": 2, "queries": 300, "keys": 300, "documents": 9, "head_dim": 16},
@@ -33,8 +31,9 @@ def looped(
     window_size=(-1, -1),
     enable_gqa=False,
 ):
-    """What torch's kernel is said to do, a segment at a time, with its signature; a window (w, 0)
-    is w keys back and one's own.
+    """Compute what torch documents for its kernel, with its signature, document by document.
+
+    A window (w, 0) means the query's own key and w keys before it.
     """
     assert bounds_q.dtype == torch.int32
     assert bounds_q is bounds_k
@@ -54,16 +53,16 @@ def looped(
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """Call the kernels of GPUs, and let them take fp32."""
+    """Use the GPU kernels, and let them accept fp32."""
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
-    monkeypatch.setattr(segments, "_kernel", lambda: looped)
-    monkeypatch.setattr(segments, "DTYPES", (torch.float32, torch.bfloat16))
+    monkeypatch.setattr(varlen_attention, "_kernel", lambda: looped)
+    monkeypatch.setattr(varlen_attention, "DTYPES", (torch.float32, torch.bfloat16))
 
 
 @pytest.mark.parametrize("case", PACKED)
-def test_varlen_gives_the_references_values_and_gradients(case, as_on_gpu):
+def test_values_and_gradients_match_the_reference(case, as_on_gpu):
     tensors, options = drawn(**PACKED[case])
-    assert segments.takes(tensors[0], options["doc_ids_BT"], options["window"]) == (
+    assert varlen_attention.takes(*tensors[:2], options["doc_ids_BT"], options["window"]) == (
         tensors[0].shape[-1] % 8 == 0
     )
     wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
@@ -73,7 +72,7 @@ def test_varlen_gives_the_references_values_and_gradients(case, as_on_gpu):
         )
 
 
-def test_not_even_nan_passes_from_one_document_to_another(as_on_gpu):
+def test_documents_are_separate_even_with_nan(as_on_gpu):
     (q, k, v), options = drawn(**PACKED["long"])
     first = options["doc_ids_BT"][0] == 0
     plain = with_gradients(attention.varlen, (q, k, v), options)
@@ -87,62 +86,63 @@ def test_not_even_nan_passes_from_one_document_to_another(as_on_gpu):
         assert torch.isnan(other[0][:, first]).all()
 
 
-def test_a_document_begins_at_each_row_and_where_the_number_changes():
+def test_documents_start_at_each_row_and_where_the_id_changes():
     ids = torch.tensor(
         [[0, 0, 1, 2, 2, 2], [2, 2, 2, 2, 2, 2], [0, 1, 2, 3, 4, 5]], dtype=torch.int32
     )
-    bounds = segments.cumulative_lengths(ids)
+    bounds = varlen_attention.cumulative_lengths(ids)
     assert bounds.dtype == torch.int32
     assert bounds.tolist() == [0, 2, 3, 6, 12, 13, 14, 15, 16, 17] + [18] * (
-        segments.LEAST_ROOM + 1 - 10
+        varlen_attention.FEWEST_DOCUMENTS + 1 - 10
     )
 
 
-def test_the_number_of_segments_does_not_follow_the_ids():
-    """One shape for one micro-batch, whatever it holds: nothing is read back, nothing is compiled
-    again.
-    """
+def test_the_number_of_bounds_does_not_depend_on_the_ids():
+    """One shape per micro-batch size: nothing is read back or recompiled."""
     shapes = {
-        segments.cumulative_lengths(torch.randint(n, (4, 2048)).sort(dim=1).values).shape
+        varlen_attention.cumulative_lengths(torch.randint(n, (4, 2048)).sort(dim=1).values).shape
         for n in (1, 3, 30)
     }
-    assert shapes == {(4 * 2048 // segments.FEWEST_TOKENS + 4 + 1,)}
+    assert shapes == {(4 * 2048 // varlen_attention.TOKENS_PER_DOCUMENT + 4 + 1,)}
     with torch.device("meta"):
-        assert segments.cumulative_lengths(torch.zeros(2, 64, dtype=torch.int32)).shape == (
-            segments.LEAST_ROOM + 1,
+        assert varlen_attention.cumulative_lengths(torch.zeros(2, 64, dtype=torch.int32)).shape == (
+            varlen_attention.FEWEST_DOCUMENTS + 1,
         )
 
 
-def test_more_documents_than_there_is_room_for_are_refused():
+def test_too_many_documents_are_rejected():
     with pytest.raises(
         RuntimeError,
-        match=r"room for 128 documents in 1 x 129 tokens\. Fix: leave varlen-attention out of speedups",
+        match=r"room for 128 documents in 1 x 129 tokens\. Fix: remove varlen-attention",
     ):
-        segments.cumulative_lengths(torch.arange(129)[None])
-    assert segments.cumulative_lengths(torch.arange(128)[None]).tolist() == list(range(129))
+        varlen_attention.cumulative_lengths(torch.arange(129)[None])
+    assert varlen_attention.cumulative_lengths(torch.arange(128)[None]).tolist() == list(range(129))
 
 
-def test_a_feed_is_told_how_many_documents_there_is_room_for():
+def test_most_documents_returns_the_limit_of_varlen_only():
     wanted = {
-        variant: segments.room if variant is attention.varlen else None
+        variant: varlen_attention.max_documents if variant is attention.varlen else None
         for variant in variants(attention).values()
     }
     assert {variant: attention.most_documents(variant) for variant in wanted} == wanted
     for rows, num_tokens in [(1, 5), (1, 129), (3, 1000), (64, 1024)]:
         ids = torch.zeros(rows, num_tokens, dtype=torch.int32)
-        assert len(segments.cumulative_lengths(ids)) == segments.room(rows, num_tokens) + 1
+        assert (
+            len(varlen_attention.cumulative_lengths(ids))
+            == varlen_attention.max_documents(rows, num_tokens) + 1
+        )
 
 
-def test_as_many_documents_of_one_token_as_there_is_room_for(as_on_gpu):
-    """Each token sees itself alone: what comes out is its own value."""
+def test_the_most_documents_of_one_token_work(as_on_gpu):
+    """Each token attends only to itself, so the output is its own value."""
     tensors, options = drawn(heads=2, groups=1, queries=64, keys=64, documents=1, head_dim=16)
-    assert segments.room(2, 64) == 2 * 64
+    assert varlen_attention.max_documents(2, 64) == 2 * 64
     options["doc_ids_BT"] = torch.arange(64, dtype=torch.int32).expand(2, -1)
     out, *_ = with_gradients(attention.varlen, tensors, options)
     torch.testing.assert_close(out, tensors[2].expand_as(out))
 
 
-def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
+def test_unsupported_inputs_use_flex(monkeypatch):
     called = []
     monkeypatch.setattr(
         attention,
@@ -159,12 +159,12 @@ def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
         "head_dim": 64,
     }
     for change, wanted in [
-        ({}, "segments"),
-        ({"window": 9}, "segments"),
-        ({"dtype": torch.float32}, "block_sparse"),
-        ({"head_dim": 20}, "block_sparse"),
-        ({"head_dim": 256}, "block_sparse"),
-        ({"documents": None, "window": 9}, "block_sparse"),
+        ({}, "varlen_attention"),
+        ({"window": 9}, "varlen_attention"),
+        ({"dtype": torch.float32}, "flex_attention"),
+        ({"head_dim": 20}, "flex_attention"),
+        ({"head_dim": 256}, "flex_attention"),
+        ({"documents": None, "window": 9}, "flex_attention"),
     ]:
         tensors, options = drawn(**packed | change)
         attention.varlen(*tensors, **options)
@@ -173,20 +173,19 @@ def test_what_it_cannot_take_is_left_to_flex(monkeypatch):
     attention.varlen(*tensors, **options)
     assert called == []
     monkeypatch.setattr(
-        segments,
+        varlen_attention,
         "_kernel",
         lambda: lambda q, k, v, bounds_q, bounds_k, longest_q, longest_k, is_causal: q,
     )
     tensors, options = drawn(**packed)
     attention.varlen(*tensors, **options)
-    assert called == ["block_sparse"], "a torch whose kernel takes no window_size"
+    assert called == ["flex_attention"], "a torch whose kernel has no window_size"
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_it_compiles_whole(as_on_gpu, monkeypatch):
-    """With torch's own operator in the graph; its kernel is not called."""
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_it_compiles_without_a_graph_break(as_on_gpu, monkeypatch):
+    """The graph contains torch's operator; its kernel is not called."""
     monkeypatch.undo()
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
     graphs = []
@@ -202,7 +201,7 @@ def test_it_compiles_whole(as_on_gpu, monkeypatch):
     ) == 1
 
 
-def test_torchs_kernel_has_the_parameters_that_are_passed():
+def test_torchs_kernel_has_the_expected_parameters():
     import inspect
 
     from torch.nn.attention.varlen import varlen_attn
@@ -216,4 +215,4 @@ def test_torchs_kernel_has_the_parameters_that_are_passed():
         "max_q",
         "max_k",
     ]
-    assert segments._kernel_has("window_size")
+    assert varlen_attention._kernel_has("window_size")

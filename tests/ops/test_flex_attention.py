@@ -1,6 +1,4 @@
-"""FlexAttention's blocks. No CPU has its backward, so its own plain formula, which asks the mask of
-every pair, stands in for the kernel.
-"""
+"""FlexAttention with its plain formula instead of the kernel, which has no backward on a CPU."""
 
 import gc
 
@@ -9,28 +7,27 @@ import torch
 from attention_cases import CASES, LONG, drawn, with_gradients
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.nn.attention import flex_attention as torchs
+from torch.nn.attention import flex_attention as torch_flex
 
-from flatout.ops import attention, block_sparse
+from flatout.ops import attention, flex_attention
 
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """Call the kernels of GPUs."""
+    """Use the GPU kernels."""
     torch._dynamo.reset()
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
-    monkeypatch.setattr(torchs, "_validate_device", lambda *tensors: None)
-    compiled = torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(block_sparse, "_compiled", lambda: compiled)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+    compiled = torch.compile(torch_flex.flex_attention, fullgraph=True, backend="aot_eager")
+    monkeypatch.setattr(flex_attention, "_compiled", lambda: compiled)
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", LONG)
-def test_flex_gives_the_references_values_and_gradients(case, as_on_gpu):
+def test_values_and_gradients_match_the_reference(case, as_on_gpu):
     tensors, options = drawn(**LONG[case])
-    assert block_sparse.takes(tensors[0], tensors[1], options["doc_ids_BT"], options["window"])
+    assert flex_attention.takes(tensors[0], tensors[1], options["doc_ids_BT"], options["window"])
     wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     for got, want in zip(with_gradients(attention.flex, tensors, options), wanted, strict=True):
         torch.testing.assert_close(
@@ -38,10 +35,9 @@ def test_flex_gives_the_references_values_and_gradients(case, as_on_gpu):
         )
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
-def test_another_first_document_moves_no_bit_of_the_others(as_on_gpu):
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_another_first_document_changes_no_bit_of_the_others(as_on_gpu):
     (q, k, v), options = drawn(**LONG["documents"] | {"rows": 1})
     first = (options["doc_ids_BT"][0] == 0)[:, None]
     plain = with_gradients(attention.flex, (q, k, v), options)
@@ -54,19 +50,19 @@ def test_another_first_document_moves_no_bit_of_the_others(as_on_gpu):
 
 
 def mask_of(options, tokens):
-    return block_sparse.block_mask(
+    return flex_attention.block_mask(
         options["doc_ids_BT"], options["window"], tokens, torch.device("cpu")
     )
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_the_blocks_are_those_that_the_whole_mask_has(case):
-    """torch makes them from a mask of T x T; ours come from bounds alone."""
+def test_the_blocks_match_those_of_the_full_mask(case):
+    """torch derives them from a T x T mask; flatout from bounds."""
     tensors, options = drawn(**LONG[case])
     rows, _, tokens, _ = tensors[0].shape
     found = mask_of(options, tokens)
     rows = 1 if options["doc_ids_BT"] is None else rows
-    wanted = torchs.create_block_mask(found.mask_mod, rows, None, tokens, tokens, device="cpu")
+    wanted = torch_flex.create_block_mask(found.mask_mod, rows, None, tokens, tokens, device="cpu")
     assert torch.equal(found.to_dense(), wanted.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
@@ -76,52 +72,52 @@ def test_the_blocks_are_those_that_the_whole_mask_has(case):
         assert torch.equal(getattr(found, name)[listed], getattr(wanted, name)[listed]), name
 
 
-def test_ids_in_any_order_lose_no_visible_pair():
+def test_ids_in_any_order_skip_no_visible_pair():
     ids = torch.randint(3, (2, 520), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
-    found = block_sparse.block_mask(ids, None, 520, torch.device("cpu"))
-    wanted = torchs.create_block_mask(found.mask_mod, 2, None, 520, 520, device="cpu")
+    found = flex_attention.block_mask(ids, None, 520, torch.device("cpu"))
+    wanted = torch_flex.create_block_mask(found.mask_mod, 2, None, 520, 520, device="cpu")
     assert not (wanted.to_dense() > found.to_dense()).any()
 
 
-def test_blocks_are_skipped():
+def test_masked_blocks_are_skipped():
     halves = (torch.arange(4096) >= 2048).int().expand(1, -1)
     device = torch.device("cpu")
-    assert int(block_sparse.block_mask(None, 4096, 4096, device).to_dense().sum()) == 32 * 33 // 2
+    assert int(flex_attention.block_mask(None, 4096, 4096, device).to_dense().sum()) == 32 * 33 // 2
     assert (
-        int(block_sparse.block_mask(halves, None, 4096, device).to_dense().sum())
+        int(flex_attention.block_mask(halves, None, 4096, device).to_dense().sum())
         == 2 * 16 * 17 // 2
     )
-    assert int(block_sparse.block_mask(None, 128, 4096, device).to_dense().sum()) == 32 + 31
+    assert int(flex_attention.block_mask(None, 128, 4096, device).to_dense().sum()) == 32 + 31
 
 
-def test_layers_share_a_mask_as_long_as_the_ids_stay_what_they_are(monkeypatch):
+def test_layers_share_a_mask_while_the_ids_are_unchanged(monkeypatch):
     ids = torch.zeros(1, 256, dtype=torch.int32)
     device = torch.device("cpu")
-    first = block_sparse.shared_block_mask(ids, None, 256, device)
-    assert block_sparse.shared_block_mask(ids, None, 256, device) is first
-    assert block_sparse.shared_block_mask(ids, 8, 256, device) is not first
+    first = flex_attention.shared_block_mask(ids, None, 256, device)
+    assert flex_attention.shared_block_mask(ids, None, 256, device) is first
+    assert flex_attention.shared_block_mask(ids, 8, 256, device) is not first
     ids[:, 128:] = 1
-    other = block_sparse.shared_block_mask(ids, None, 256, device)
+    other = flex_attention.shared_block_mask(ids, None, 256, device)
     assert (int(first.to_dense().sum()), int(other.to_dense().sum())) == (3, 2)
-    assert block_sparse.shared_block_mask(None, 8, 256, device) is block_sparse.shared_block_mask(
+    assert flex_attention.shared_block_mask(
         None, 8, 256, device
-    )
+    ) is flex_attention.shared_block_mask(None, 8, 256, device)
     with monkeypatch.context() as capture:
-        capture.setattr(block_sparse, "_is_captured", lambda device: True)
-        assert block_sparse.shared_block_mask(ids, None, 256, device) is not other
-    assert block_sparse.shared_block_mask(ids, None, 256, device) is other
-    kept = len(block_sparse._KEPT)
+        capture.setattr(flex_attention, "_is_captured", lambda device: True)
+        assert flex_attention.shared_block_mask(ids, None, 256, device) is not other
+    assert flex_attention.shared_block_mask(ids, None, 256, device) is other
+    kept = len(flex_attention._KEPT)
     del ids
     gc.collect()
-    assert len(block_sparse._KEPT) == kept - 1
+    assert len(flex_attention._KEPT) == kept - 1
 
 
-@pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning"
-)  # torch's own compiler makes objects of its functions
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
-    """Each layer writes the mask down; the compiler's elimination of equal expressions leaves one:
-    as many sorts as for one layer.
+    """Each layer builds the mask, and the compiler's common subexpression elimination leaves one.
+
+    The graph has as many sorts as that of one layer.
     """
     (q, k, v), options = drawn(**LONG["documents"])
     counted = {}
@@ -146,7 +142,7 @@ def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
     assert counted[2] == counted[1]
 
 
-def test_what_it_cannot_take_or_would_not_skip_is_left_to_fused(monkeypatch):
+def test_unsupported_or_unmasked_inputs_use_fused(monkeypatch):
     called = []
     monkeypatch.setattr(attention, "_on_gpu", lambda *given: called.append(given))
     for case in CASES.values():

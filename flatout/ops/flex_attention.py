@@ -1,0 +1,184 @@
+"""FlexAttention on a GPU with masks built from block bounds: `flatout.ops.attention.flex`.
+
+Letters: B rows, T tokens, H query heads, G key and value heads, C head size, N blocks of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from flatout.ops import product_dtype
+
+BLOCK_TOKENS = 128
+"""Tokens per block, the unit that is computed or skipped; FlexAttention's kernels are tuned for
+this size.
+"""
+HEAD_SIZES = (16, 256)
+"""The smallest and largest C: Triton multiplies no narrower tiles, and wider ones exceed the shared
+memory of a multiprocessor.
+"""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_KEPT = WeakTensorKeyDictionary()
+"""Maps document ids to (their version and window, the mask), which all layers share in eager mode.
+"""
+
+
+def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> bool:
+    """Return whether FlexAttention supports these inputs and has a block to skip.
+
+    Shapes:  as `flatout.ops.attention.reference`.
+    """
+    num_tokens, head_dim = q_BHTC.shape[2:]
+    is_masked = doc_ids_BT is not None or (window is not None and window < num_tokens)
+    is_long = k_BGSC.shape[2] == num_tokens > BLOCK_TOKENS
+    fits = HEAD_SIZES[0] <= head_dim <= HEAD_SIZES[1] and q_BHTC.dtype in DTYPES
+    return is_masked and is_long and fits
+
+
+def attend(
+    q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+) -> Tensor:
+    """Return causal attention within documents and window, compiled here in eager mode.
+
+    Eager mode compiles for the first shape and once more for all others: each gets its own kernel,
+    so few shapes are best.
+
+    Shapes:  q_BHTC (B, H, T, C); k_BGTC, v_BGTC (B, G, T, C); doc_ids_BT (B, T) integers.
+    Returns: out_BHTC in the dtype of q, in autocast's dtype under autocast.
+    """
+    q_BHTC, k_BGTC, v_BGTC = autocast(q_BHTC, k_BGTC, v_BGTC)
+    compiling = torch.compiler.is_compiling()
+    make_mask = block_mask if compiling else shared_block_mask
+    kernel: Any = flex_attention if compiling else _compiled()
+    out_BHTC: Tensor = kernel(
+        q_BHTC,
+        k_BGTC,
+        v_BGTC,
+        block_mask=make_mask(doc_ids_BT, window, q_BHTC.shape[2], q_BHTC.device),
+        enable_gqa=q_BHTC.shape[1] != k_BGTC.shape[1],
+    )
+    return out_BHTC
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors in the dtype that autocast uses for products; unchanged without autocast.
+
+    Shapes:  any.
+    """
+    return tuple(tensor.to(product_dtype(tensor, tensor)) for tensor in tensors)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def block_mask(
+    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+) -> BlockMask:
+    """Return the BlockMask: which key blocks a query block reads, and which need no masking.
+
+    The mask is derived from the first and last position and the smallest and largest document id of
+    each block, so no T x T mask is built. A block is skipped only if no pair in it is visible; the
+    converse holds if ids never decrease along a row, as in packed rows. An incomplete last block
+    never counts as fully visible.
+
+    Shapes:  doc_ids_BT (B, T) integers.
+    Cost:    B N^2 comparisons; keeps 8 B N^2 integers of 4 bytes.
+    """
+
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = key <= query
+        if window is not None:
+            visible = visible & (key > query - window)
+        if doc_ids_BT is not None:
+            visible = visible & (doc_ids_BT[row, query] == doc_ids_BT[row, key])
+        return visible
+
+    some_BNN, all_BNN = _some_and_all_visible(doc_ids_BT, window, num_tokens, device)
+    return BlockMask.from_kv_blocks(
+        *_counts_and_indices(some_BNN & ~all_BNN),
+        *_counts_and_indices(all_BNN),
+        BLOCK_SIZE=BLOCK_TOKENS,
+        mask_mod=is_visible,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def shared_block_mask(
+    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+) -> BlockMask:
+    """Return `block_mask`, built once for all layers and cached while the document ids are alive.
+
+    The cache is not used while a CUDA graph is captured: a replay reads new ids from the same
+    memory and must rebuild the mask.
+
+    Shapes:  doc_ids_BT (B, T) integers.
+    """
+    if doc_ids_BT is None:
+        return _window_mask(window, num_tokens, device)
+    if _is_captured(device):
+        return block_mask(doc_ids_BT, window, num_tokens, device)
+    state = (doc_ids_BT._version, window)
+    if _KEPT.get(doc_ids_BT, (None, None))[0] != state:  # type: ignore[no-untyped-call]
+        _KEPT[doc_ids_BT] = (state, block_mask(doc_ids_BT.detach(), window, num_tokens, device))
+    mask: BlockMask = _KEPT[doc_ids_BT][1]
+    return mask
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@lru_cache(maxsize=8)
+def _window_mask(window: int | None, num_tokens: int, device: torch.device) -> BlockMask:
+    return block_mask(None, window, num_tokens, device)
+
+
+def _some_and_all_visible(
+    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return for which query and key blocks some pair, and every pair, is visible."""
+    num_blocks = -(-num_tokens // BLOCK_TOKENS)
+    first_N = torch.arange(num_blocks, device=device) * BLOCK_TOKENS
+    last_N = (first_N + BLOCK_TOKENS - 1).clamp_max(num_tokens - 1)
+    is_full_N = last_N - first_N == BLOCK_TOKENS - 1
+    # Distances from keys to queries; query blocks are rows.
+    least_NN, most_NN = first_N[:, None] - last_N, last_N[:, None] - first_N
+    some_BNN = (most_NN >= 0)[None]
+    all_BNN = ((least_NN >= 0) & is_full_N[:, None] & is_full_N)[None]
+    if window is not None:
+        some_BNN = some_BNN & (least_NN < window)
+        all_BNN = all_BNN & (most_NN < window)
+    if doc_ids_BT is not None:
+        missing = num_blocks * BLOCK_TOKENS - num_tokens
+        if missing:
+            doc_ids_BT = torch.cat((doc_ids_BT, doc_ids_BT[:, -1:].expand(-1, missing)), dim=1)
+        low_BN, high_BN = torch.unflatten(doc_ids_BT, 1, (num_blocks, BLOCK_TOKENS)).aminmax(dim=-1)
+        query_low, query_high, key_low, key_high = (
+            low_BN[:, :, None],
+            high_BN[:, :, None],
+            low_BN[:, None],
+            high_BN[:, None],
+        )
+        some_BNN = some_BNN & (query_low <= key_high) & (key_low <= query_high)
+        all_BNN = all_BNN & (query_low == key_high) & (key_low == query_high)
+    return some_BNN, all_BNN
+
+
+def _counts_and_indices(is_wanted_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many key blocks each query block reads, and the key blocks, those to read first.
+
+    The extra dimension of size 1 is that of the heads.
+    """
+    wanted_B1NN = is_wanted_BNN[:, None].to(torch.int32)
+    order_B1NN = wanted_B1NN.argsort(dim=-1, descending=True, stable=True)
+    return wanted_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)

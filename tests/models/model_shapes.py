@@ -1,0 +1,77 @@
+"""The models of the registry in several shapes, for the tests of every model."""
+
+import pytest
+import torch
+
+from flatout.models.language_model import LanguageModel
+from flatout.ops import Ops, attention, cross_entropy, scan
+from flatout.registry import MODELS
+
+PLAIN = Ops.plain()
+FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused, scan=scan.chunked)
+VOCAB = 61
+SEQ_LEN = 17
+
+TRANSFORMERS = {
+    "default": {},
+    "gpt2": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "bias": True,
+        "dropout": 0.1,
+    },
+    "llama": {
+        "norm": "rmsnorm",
+        "positions": "rotary",
+        "activation": "swiglu",
+        "num_kv_heads": 2,
+        "tied_head": False,
+    },
+    "relu2, qk norm, window": {
+        "activation": "relu2",
+        "qk_norm": True,
+        "window": 5,
+        "tied_head": False,
+        "bias": True,
+    },
+    "own head size": {"head_dim": 6, "num_kv_heads": 1, "d_ff": 40, "norm": "rmsnorm"},
+}
+EIGENSTATES = {
+    "default": {},
+    "hierarchical": {"scales": (1, 2, 4, 8), "tied_head": False},
+    "selective": {"eigenvalues": "selective", "bias": True, "dropout": 0.1, "num_eigenstates": 12},
+}
+SHAPES = {"transformer": TRANSFORMERS, "eigenstate": EIGENSTATES}
+SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
+
+
+def shapes():
+    """Every model of the registry in its shapes; one of which none are known as it is by default,
+    with what it shares of SMALL.
+    """
+    for kind in MODELS.names():
+        known = MODELS.get(kind).Config.model_fields
+        small = {key: value for key, value in SMALL.items() if key in known}
+        for name, own in SHAPES.get(kind, {"default": {}}).items():
+            yield pytest.param((kind, tuple((small | own).items())), id=f"{kind}: {name}")
+
+
+every_model = pytest.mark.parametrize("shape", list(shapes()))
+
+
+def made(shape, ops=FAST, *, seed=0, seq_len=SEQ_LEN, **changes) -> LanguageModel:
+    kind, own = shape
+    model_class = MODELS.get(kind)
+    torch.manual_seed(seed)
+    values = dict(own) | {
+        key: value for key, value in changes.items() if key in model_class.Config.model_fields
+    }
+    return model_class(model_class.check(values | {"vocab_size": VOCAB}, seq_len=seq_len), ops)
+
+
+def drawn(rows=3, seq_len=SEQ_LEN, seed=1):
+    windows = torch.randint(
+        VOCAB, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed)
+    )
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

@@ -1,0 +1,126 @@
+"""Every model under other products, autocast, bf16 weights and torch.compile."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from model_shapes import PLAIN, SMALL, drawn, every_model, made
+
+from flatout.ops import Ops, attention, cross_entropy, heads, linear, scan, variants
+from flatout.registry import MODELS
+
+
+@every_model
+@pytest.mark.parametrize("product", variants(linear))
+def test_any_product_gives_the_same_loss_and_gradients(shape, product):
+    found = made(
+        shape,
+        Ops.plain(
+            attention=attention.fused,
+            cross_entropy=cross_entropy.fused,
+            linear=variants(linear)[product],
+        ),
+        dropout=0.0,
+    )
+    wanted = made(shape, PLAIN, dropout=0.0)
+    losses = [model(*drawn())[0] for model in (found, wanted)]
+    for loss_sum in losses:
+        loss_sum.backward()
+    assert_close(product, *losses)
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert_close(product, one.grad, other.grad)
+
+
+def assert_close(product, found, wanted):
+    """Compare within the precision of the product."""
+    limit = {"bf16": 3e-2}.get(product, 1e-4)
+    torch.testing.assert_close(
+        found, wanted, rtol=limit, atol=limit * max(float(wanted.detach().abs().max()), 1)
+    )
+
+
+@every_model
+def test_repeated_steps_give_the_same_bits(shape):
+    def gradients():
+        model = made(shape)
+        torch.manual_seed(3)
+        model(*drawn())[0].backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert torch.equal(one, other)
+
+
+@every_model
+def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
+    model = made(shape, dropout=0.0)
+    tokens, targets = drawn()
+    wide = model(tokens, targets)[0]
+    seen = []
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.register_forward_hook(
+                lambda module, inputs, output: seen.append(inputs[0].dtype == output.dtype)
+            )
+    for block in model.blocks:
+        block.register_forward_hook(
+            lambda module, inputs, output: seen.append(output.dtype == torch.float32)
+        )
+    with torch.autocast("cpu", torch.bfloat16):
+        loss_sum, _ = model(tokens, targets)
+    loss_sum.backward()
+    assert seen
+    assert all(seen)
+    assert loss_sum.dtype == torch.float32
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(loss_sum, wide, rtol=0.02, atol=0.0)
+
+
+@every_model
+def test_bf16_weights_work(shape):
+    model = made(shape).to(torch.bfloat16)
+    loss_sum, _ = model(*drawn())
+    loss_sum.backward()
+    assert loss_sum.dtype == torch.float32
+
+
+@functools.cache
+def compiler():
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # torch's own compiler still calls torch.jit
+@pytest.mark.skipif(compiler() is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.parametrize("product", variants(linear))
+@pytest.mark.parametrize("kind", MODELS.names())
+def test_it_compiles_without_a_graph_break(kind, product):
+    """Loss and gradients are the same."""
+    losses, gathers = variants(cross_entropy), variants(attention)
+    ops = Ops.plain(
+        attention=gathers.get(product, attention.fused),
+        cross_entropy=losses.get(product, cross_entropy.fused),
+        linear=variants(linear)[product],
+        heads=heads.fused,
+        scan=scan.chunked,
+    )
+    shape = (
+        kind,
+        tuple(
+            {
+                key: value
+                for key, value in (SMALL | {"num_layers": 1}).items()
+                if key in MODELS.get(kind).Config.model_fields
+            }.items()
+        ),
+    )
+    plain, compiled = made(shape), made(shape, ops)
+    call = torch.compile(compiled, fullgraph=True, dynamic=False)
+    wanted, found = plain(*drawn())[0], call(*drawn())[0]
+    wanted.backward()
+    found.backward()
+    assert_close(product, found, wanted)
+    for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
+        assert_close(product, one.grad, other.grad)

@@ -1,0 +1,77 @@
+import dataclasses
+import time
+
+import pytest
+import torch
+
+from flatout import hardware, roof
+from flatout.errors import HardwareError
+from flatout.hardware import Gpu, Machine
+from flatout.roof import Peak
+
+H200 = Gpu("NVIDIA H200", 139.8, (9, 0), "580.1")
+WITH_GPU = Machine("Some CPU", 16, 128.0, (H200,), "3.11.7")
+
+
+def seen_by_torch(monkeypatch, *, count=0):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "NVIDIA H200")
+
+
+def test_measuring_a_cpu_is_quick_and_leaves_the_generator_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    start = time.perf_counter()
+    tflops = roof.measure("cpu", "fp32")[0]
+    assert time.perf_counter() - start < 5
+    assert 1e-4 < tflops < 100
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_dtype_without_a_plain_product_cannot_be_measured():
+    with pytest.raises(HardwareError, match="fp8"):
+        roof.measure("cpu", "fp8")
+
+
+def test_a_cpu_has_a_measured_peak():
+    peak = roof.peak_tflops(WITH_GPU, "cpu", "fp32")
+    assert peak is not None
+    assert peak.source.startswith("measured here, matmul ")
+    assert peak.source.endswith("³, fp32")
+
+
+def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch):
+    seen_by_torch(monkeypatch, count=1)
+    peak = roof.peak_tflops(dataclasses.replace(WITH_GPU, gpus=()), "cuda", "bf16")
+    assert peak is not None
+    assert peak.tflops == 989.5
+    assert peak.source.startswith("data sheet: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM")
+
+
+def test_without_torch_the_name_from_the_driver_counts(monkeypatch):
+    seen_by_torch(monkeypatch)
+    peak = roof.peak_tflops(WITH_GPU, "cuda", "fp8")
+    assert peak is not None
+    assert peak.tflops == 1979
+
+
+def test_a_rate_missing_from_the_data_sheet_is_measured_or_unknown(monkeypatch):
+    monkeypatch.setattr(roof, "measure", lambda device, dtype: (1.5, 4096))
+    seen_by_torch(monkeypatch)
+    old = dataclasses.replace(WITH_GPU, gpus=(dataclasses.replace(H200, name="Tesla T4"),))
+    assert roof.peak_tflops(old, "cuda", "bf16") == Peak(1.5, "measured here, matmul 4096³, bf16")
+    assert roof.peak_tflops(old, "cuda", "fp8") is None
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_not_faster_than_its_data_sheet():
+    machine = hardware.probe()
+    assert machine.gpus
+    device, _ = hardware.pick_device("auto", machine)
+    before = torch.get_float32_matmul_precision()
+    peak = roof.peak_tflops(machine, device, "bf16")
+    if machine.row is not None and peak is not None:
+        # Other tests use the GPU at the same time.
+        assert 0.05 < roof.measure(device, "bf16")[0] / peak.tflops < 1.1
+    assert roof.measure(device, "tf32")[0] > 1.5 * roof.measure(device, "fp32")[0]
+    assert torch.get_float32_matmul_precision() == before
