@@ -155,15 +155,15 @@ def test_a_model_without_a_decoder_recomputes_everything(shape):
         same(decoder.read(piece), model.logits(tokens).detach()[:, decoder.num_tokens - 1])
 
 
-@pytest.mark.parametrize(("window", "places"), [(None, SEQ_LEN), (5, 5), (1000, SEQ_LEN)])
-def test_a_transformer_caches_the_keys_of_its_window(window, places):
+@pytest.mark.parametrize(("window", "slots"), [(None, SEQ_LEN), (5, 5), (1000, SEQ_LEN)])
+def test_a_transformer_caches_the_keys_of_its_window(window, slots):
     model = made(("transformer", tuple((SMALL | {"num_kv_heads": 2, "window": window}).items())))
     decoder = model.decoder()
     assert isinstance(decoder, CachingDecoder)
     for piece in drawn().split(1, dim=1):
         decoder.read(piece)
-        assert [tuple(cache._kept_2BGSC.shape) for _, cache in decoder._layers] == [
-            (2, 3, 2, places, 8)
+        assert [tuple(cache._kept_2BGSC.shape) for cache in decoder._caches] == [
+            (2, 3, 2, slots, 8)
         ] * 2
 
 

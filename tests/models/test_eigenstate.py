@@ -225,9 +225,9 @@ def test_the_decoder_state_does_not_grow():
         reader.read(tokens_of(2, 3))
         held = [
             tensor
-            for layer in reader._carried
+            for layer in reader._states
             for one in layer
-            for tensor in (one.state, one.waiting)
+            for tensor in (one.last, one.pending)
             if tensor is not None
         ]
         sizes.append(sum(tensor.numel() for tensor in held))

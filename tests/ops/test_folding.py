@@ -155,4 +155,4 @@ def test_decoding_states_stay_fp32():
     reader = model.eval().decoder()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         reader.read(torch.tensor([[1, 2, 3]]))
-    assert {one.state.dtype for layer in reader._carried for one in layer} == {torch.float32}
+    assert {one.last.dtype for layer in reader._states for one in layer} == {torch.float32}
