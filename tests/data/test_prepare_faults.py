@@ -183,5 +183,5 @@ def test_resuming_with_changed_text_is_refused(rows, tmp_path):
     rows.write_text(rows.read_text().replace("row 7 ", "row X "))
     code, said = finish(start(rows, tmp_path / "out"))
     assert code == 1
-    assert "holds an unfinished, different dataset: the text has changed" in said
+    assert "contains an unfinished, different dataset: the text has changed" in said
     assert str(tmp_path / ".out.part") in said

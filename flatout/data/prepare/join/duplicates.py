@@ -161,13 +161,15 @@ def first_dropped(plan: WorkPlan, dropped: Dropped) -> list[RowLocation]:
     for work in plan.ranges:
         flags = {name: dropped.of(work.number, name) for name in SPLITS}
         if any(flag.any() for flag in flags.values()):
-            found += _places_in(work, plan, flags)
+            found += _locations_in(work, plan, flags)
         if len(found) >= FIRST_NAMED:
             break
     return found[:FIRST_NAMED]
 
 
-def _places_in(work: Range, plan: WorkPlan, flags: Mapping[SplitName, Array]) -> list[RowLocation]:
+def _locations_in(
+    work: Range, plan: WorkPlan, flags: Mapping[SplitName, Array]
+) -> list[RowLocation]:
     found: list[RowLocation] = []
     counts = dict.fromkeys(SPLITS, 0)
     for job in work.jobs:

@@ -15,9 +15,11 @@ from flatout.errors import TooLittleText, without_secrets
 from flatout.sources import FIRST_NAMED, BadRow, RowLocation
 
 
-def _to_json(place: RowLocation) -> tuple[str, int | None]:
-    """Return a place as JSON can hold it, even when the file name is not UTF-8."""
-    return quote(without_secrets(place.name), safe="/:, ", errors="surrogateescape"), place.offset
+def _to_json(location: RowLocation) -> tuple[str, int | None]:
+    """Return a location in JSON, even if the file name is not UTF-8."""
+    return quote(
+        without_secrets(location.name), safe="/:, ", errors="surrogateescape"
+    ), location.offset
 
 
 def _from_json(stored: Any) -> Any:
@@ -54,12 +56,12 @@ class Skipped:
     cut_documents: int = 0
     """Documents cut where validation begins: not left out, but counted once in each split."""
 
-    def add(self, reason: str, places: Sequence[RowLocation], count: int = 1) -> None:
-        """Count rows; `places` are those of the first."""
+    def add(self, reason: str, locations: Sequence[RowLocation], count: int = 1) -> None:
+        """Count rows; `locations` are where the first are."""
         rows = self.rows.setdefault(reason, SkippedRows(reason))
         rows.count += count
         if len(rows.first) < FIRST_NAMED:
-            rows.first = (*rows.first, *places)[:FIRST_NAMED]
+            rows.first = (*rows.first, *locations)[:FIRST_NAMED]
 
     def add_bad(self, row: BadRow, on_bad_row: OnBadRow) -> None:
         """Count a bad row, or raise its error."""
@@ -76,7 +78,7 @@ class Skipped:
             SkippedEntry(
                 reason=rows.reason,
                 count=rows.count,
-                first=tuple(storable(place.where()) for place in rows.first),
+                first=tuple(storable(location.where()) for location in rows.first),
             )
             for rows in self.rows.values()
         )

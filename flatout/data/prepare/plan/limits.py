@@ -76,10 +76,10 @@ class BadRowLimit:
         limit = max(BAD_ROWS, int(self._rows * BAD_SHARE)) if self._limit is None else self._limit
         if self._bad > limit:
             assert self._first is not None
-            place, what = self._first
+            location, what = self._first
             raise Unfinished(
                 f"{self._bad:,} of the first {self._rows:,} rows are unusable, and {limit:,} may "
-                f"be skipped. The first: {place.where()} {what}.",
+                f"be skipped. The first: {location.where()} {what}.",
                 fix="Look at these rows, or allow more with --max-bad-rows "
                 f"{10 * self._bad}, which keeps the work done so far.",
             )
@@ -89,7 +89,7 @@ class BadRowLimit:
                 self._damaged += rows.first
         if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
             share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
-            damaged = ", ".join(place.where() for place in self._damaged[:FIRST_NAMED])
+            damaged = ", ".join(location.where() for location in self._damaged[:FIRST_NAMED])
             raise DataError(
                 f"{share:.1%} of the text is in damaged files, or damaged regions of files, and at "
                 f"most {UNREAD_SHARE:.0%} may be: {damaged}.",
