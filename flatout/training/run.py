@@ -162,7 +162,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
 
 
 def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
-    """Load the planned checkpoint, or the weights that train.init_from names; return differences to report.
+    """Load the planned checkpoint or initial weights; return differences to report.
 
     Raises: CheckpointError when it does not fit; nothing has been written by then.
     """
