@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 Activation = Callable[[Tensor], Tensor]
-"""A function of each component by itself, such as GELU."""
+"""An elementwise function, such as GELU."""
 FEWEST_ROWS = 8
-"""Below, the product costs less than the way to oneDNN: a model that writes one token at a time."""
+"""With fewer rows, as in token-by-token decoding, calling oneDNN costs more than the product."""
 
 
 def reference(
@@ -25,11 +25,10 @@ def reference(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Each row of the activations times the transposed weight, plus the bias: torch's own linear,
-    and the definition.
+    """Return the activations times the transposed weight, plus the bias, through the activation.
 
-    `activation` is applied to the result; it is here so that a variant may keep what lies between
-    two products in fewer bytes.
+    This is torch's linear, and the definition. The activation is an argument so that a variant can
+    return its result in a narrower dtype for the next product.
 
     Shapes:  hidden (..., I); weight_OI (O, I); bias_O (O,).
     Returns: (..., O).
@@ -45,12 +44,11 @@ def onednn(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """`reference` through oneDNN's fp32 products on a CPU, forward and backward; anything else is
-    left to `reference`.
+    """`reference` by oneDNN for fp32 on a CPU, forward and backward; `reference` for all else.
 
-    torch takes fp32 products on a CPU to MKL, which uses 256-bit vectors on processors that are not
-    Intel's; oneDNN uses the 512-bit ones where they exist. Both are in torch. The sums are in
-    another order: equal to rounding.
+    torch uses MKL for fp32 products on a CPU, which on CPUs not made by Intel uses 256-bit vectors;
+    oneDNN, which torch includes too, uses 512-bit vectors where they exist. The order of summation
+    differs, so results are equal up to rounding.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -70,13 +68,12 @@ def bf16(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """`reference` with fp32 factors rounded to bfloat16 and results widened again, forward and
-    backward: for CPUs that multiply bfloat16.
+    """`reference` with fp32 factors rounded to bfloat16, for CPUs with bf16 products.
 
-    Factors and results are rounded, sums are not. Unlike autocast, only the products are narrow:
-    all else stays fp32, which is what a CPU does well. An activated result without a bias stays in
-    bfloat16 for the product that follows, which would round it anyway; so does its gradient.
-    Factors of other types, and few rows, are left to `reference`.
+    Factors and results are rounded, sums are not, forward and backward. Unlike with autocast, only
+    the products are narrow: everything else stays fp32, which CPUs handle well. An activated result
+    without a bias stays in bfloat16 for the next product, which would round it anyway; so does its
+    gradient. `reference` handles factors of other dtypes and few rows.
 
     Shapes:  as `reference`.
     Returns: as `reference`; in bfloat16 when activated, without a bias.
@@ -101,8 +98,7 @@ def bf16(
 
 
 def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
-    """Say whether `onednn_product` takes these: fp32 on a CPU whose torch has oneDNN's linear,
-    outside autocast, and enough rows.
+    """Return whether `onednn_product` supports these: enough fp32 rows on a CPU, without autocast.
 
     Shapes:  hidden (..., I); weight_OI (O, I).
     """
@@ -116,8 +112,7 @@ def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
 
 
 def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    """Return left times right transposed, by oneDNN; `onednn_fits` says whether it can. Gives no
-    gradients.
+    """Return left times right transposed by oneDNN, if `onednn_fits`; it has no gradient.
 
     Shapes:  left_NI (N, I); right_OI (O, I), either may be a transposed view.
     Returns: (N, O).
@@ -131,9 +126,7 @@ def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
 
 @torch.library.custom_op("flatout::onednn_product", mutates_args=())
 def _opaque_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    """An op of its own, so that a compiled model calls it as it is: the compiler's rules for
-    oneDNN's ops know inference only.
-    """
+    """A custom op that is not traced: the compiler supports oneDNN's ops for inference only."""
     return torch.ops.mkldnn._linear_pointwise(left_NI, right_OI, None, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -147,7 +140,7 @@ class _OneDnn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Return the product, and keep both factors."""
+        """Return the product; both factors are kept for backward."""
         ctx.save_for_backward(hidden_NI, weight_OI)
         product_NO: Tensor = onednn_product(hidden_NI, weight_OI)
         return product_NO
@@ -162,7 +155,7 @@ class _OneDnn(torch.autograd.Function):
 
 
 def _weight_gradient(hidden_NI: Tensor, grad_NO: Tensor) -> Tensor:
-    """oneDNN copies the left factor of a transposed product: the narrower one goes there."""
+    """Return the weight's gradient with the narrower factor on the left, which oneDNN copies."""
     if hidden_NI.shape[1] <= grad_NO.shape[1]:
         return onednn_product(hidden_NI.t(), grad_NO.t()).t()
     return onednn_product(grad_NO.t(), hidden_NI.t())
@@ -173,18 +166,18 @@ class _Bf16(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor, result: torch.dtype) -> Tensor:
-        """Return the product in the type asked for, and keep both factors, rounded."""
+        """Return the product in the requested dtype; the rounded factors are kept for backward."""
         narrow_NI, narrow_OI = hidden_NI.bfloat16(), weight_OI.bfloat16()
         ctx.save_for_backward(narrow_NI, narrow_OI)
         ctx.hidden_dtype = hidden_NI.dtype
         product_NO = functional.linear(narrow_NI, narrow_OI)
-        # A conversion that converts nothing would return another name of the product, and torch
-        # 2.11 compiles that without a gradient.
+        # A conversion to the same dtype would return an alias of the product, which torch 2.11
+        # compiles without a gradient.
         return product_NO if product_NO.dtype == result else product_NO.to(result)
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """Return the gradients of both factors, each in its factor's type."""
+        """Return the gradients of both factors, each in its factor's dtype."""
         narrow_NI, narrow_OI = ctx.saved_tensors
         narrow_NO = grad_NO.bfloat16()
         grad_hidden_NI = (
