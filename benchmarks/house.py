@@ -3,8 +3,8 @@
 `python benchmarks/house.py` measures the package that Python imports, so
 `PYTHONPATH=CHECKOUT python benchmarks/house.py` measures another commit the same way.
 
-- Code tokens: Python's own tokens without comments, docstrings and layout, so that line length and
-  documentation do not count.
+- Code tokens: Python's own tokens without comments, docstrings, layout and trailing commas, so that
+  line length and documentation do not count.
 - Import layers: the longest chain of modules of which each imports the next.
 - Config: the functions of flatout that `train` calls with a config, a section of it or
   the recipe of slots, or with an object that holds one, before the first step: how many functions, in how many files, under how many parameter
@@ -62,10 +62,13 @@ def code_tokens(text: str) -> int:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     }
-    return sum(
-        token.type not in LAYOUT and token.start not in docstrings
+    tokens = [
+        token
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
-    )
+        if token.type not in LAYOUT and token.start not in docstrings
+    ]
+    trailing_commas = sum(a.string == "," and b.string in ")]}" for a, b in pairwise(tokens))
+    return len(tokens) - trailing_commas
 
 
 def imports(modules: dict[str, ast.Module]) -> dict[str, set[str]]:

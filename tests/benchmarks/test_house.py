@@ -23,7 +23,7 @@ def house(monkeypatch):
 
 def test_comments_docstrings_and_layout_are_not_code(house):
     plain = "def f(a):\n    return a + 1\n"
-    explained = '"""Module."""\n\n# Why\ndef f(\n    a\n):\n    """Add one."""\n    return a + 1\n'
+    explained = '"""Module."""\n\n# Why\ndef f(\n    a,\n):\n    """Add one."""\n    return a + 1\n'
     assert house.code_tokens(plain) == house.code_tokens(explained) == 10
 
 
