@@ -280,5 +280,5 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "training/run_dir/layout.py",
         "training/init_from.py",
         "training/run_dir/resume.py",
-        "training/run.py",
+        "training/run_plan.py",
     }
