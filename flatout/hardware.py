@@ -131,7 +131,7 @@ def _multiplies_bf16() -> bool:
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int | None, int | None]:
-    """Return the (cores, bytes) that a container allows, None for no limit; reads cgroups v1 and v2."""
+    """Return the (cores, bytes) that a container allows, None for no limit, by cgroups v1 and v2."""
     paths = {"": "/"}
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -203,7 +203,7 @@ def check_device_name(wanted: str) -> None:
 
 
 def fingerprint(device: str = "cpu") -> dict[str, str | int]:
-    """Return what bit-exact results depend on: with another fingerprint the last bits may differ."""
+    """Return what bit-exact results depend on: otherwise the last bits may differ."""
     import torch
 
     found: dict[str, str | int] = {
