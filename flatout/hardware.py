@@ -131,7 +131,7 @@ def _multiplies_bf16() -> bool:
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int | None, int | None]:
-    """Return the (cores, bytes) that a container allows, None for no limit, by cgroups v1 and v2."""
+    """Return the (cores, bytes) that a container allows by cgroups v1 or v2; None is no limit."""
     paths = {"": "/"}
     for line in _read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
