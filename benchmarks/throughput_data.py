@@ -8,7 +8,7 @@ import numpy as np
 
 from flatout import prepare
 from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.tokenizers.plain import CharTokenizer
+from flatout.data.tokenizers.char import CharTokenizer
 
 FIRST_CHARACTER = 0x20
 """From here on there are 50,256 characters and more, none of them half of a pair."""

@@ -190,7 +190,8 @@ class Folder:
             return found
         self.require(name)
         module = _module(self._files[name.replace("_", "-")])
-        return getattr(importlib.import_module(f"flatout.{self.folder}.{module}"), self.attribute)
+        package = "flatout." + self.folder.replace("/", ".")
+        return getattr(importlib.import_module(f"{package}.{module}"), self.attribute)
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,7 @@ MODELS = Folder(
 OPTIMIZERS = Folder("optimizers", "OPTIMIZER", "optimizer", has=("__call__",))
 SOURCES = Folder("sources", "SOURCE", "source", has=("__call__",))
 SPEEDUPS = Folder("speedups", "SPEEDUP", "speedup", has=("fills", "promise"))
+TOKENIZERS = Folder("data/tokenizers", "TOKENIZER", "tokenizer")
 DATASETS = YamlFolder("datasets", "dataset")
 MACHINES = YamlFolder("machines", "machine")
 RECIPES = YamlFolder("recipes", "recipe")

@@ -88,7 +88,7 @@ def in_chunks(monkeypatch):
         monkeypatch.setattr(tokenize, "HELD_TOKENS", 64)
         monkeypatch.setattr(tokenize, "PIECES_PER_REPORT", 2)
         monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
-        monkeypatch.setattr(cut_points, "AHEAD_CHARACTERS", 20)
+        monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 20)
 
     return begin
 
@@ -174,14 +174,14 @@ def nowhere_to_cut(folder):
     ("spoil", "tokenizer", "said"),
     [
         (bad_utf8, "byte", "offset 3000"),
-        (nowhere_to_cut, "train:300", "Nowhere in the 2,000 characters"),
+        (nowhere_to_cut, "train:300", "anywhere in the 2,000 characters"),
     ],
 )
 def test_an_unusable_long_text_is_one_bad_row_and_leaves_no_tokens(
     corpus, tmp_path, in_chunks, monkeypatch, spoil, tokenizer, said, options
 ):
-    monkeypatch.setattr(base, "LONGEST_PIECE_CHARACTERS", 2_000)
-    monkeypatch.setattr(base, "AHEAD_CHARACTERS", 20)
+    monkeypatch.setattr(base, "MAX_PIECE_CHARACTERS", 2_000)
+    monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 20)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 40)
     spoil(corpus)
     errors = []
@@ -222,8 +222,8 @@ def test_a_word_of_3_mib_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a" * (3 << 20))
     with pytest.raises(
         DataError,
-        match=r"a\.txt cannot be tokenised: Nowhere in the 1,048,576 characters from 0 on may "
-        r"text be cut",
+        match=r"a\.txt cannot be tokenised: .* cannot cut the text anywhere in the "
+        r"1,048,576 characters from 0 on",
     ):
         prepare_dataset(
             [str(tmp_path / "a.txt")],

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
 from flatout.data.tokenizers import parse_tokenizer
-from flatout.data.tokenizers.plain import ByteTokenizer
+from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.models.decoding import RecomputingDecoder
 
 EOT = ByteTokenizer().eot_id

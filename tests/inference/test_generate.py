@@ -9,7 +9,7 @@ import torch
 from scripted import EOT, Script, wordpiece
 from torch import nn
 
-from flatout.data.tokenizers.plain import ByteTokenizer
+from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import ConfigError
 from flatout.inference.generate import draw_token, sample, tokens_after
 from flatout.models.decoding import Decoder

@@ -5,7 +5,7 @@ import random
 import pytest
 from scripted import Script, metaspace, wordpiece
 
-from flatout.data.tokenizers.plain import ByteTokenizer
+from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import ConfigError
 from flatout.inference.generate import sample
 from flatout.inference.text import KEPT_IDS, DecodedText

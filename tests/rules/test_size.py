@@ -19,7 +19,6 @@ TO_SPLIT = frozenset(
         "benchmarks/throughput.py",
         "tests/benchmarks/test_first_contact.py",
         "tests/benchmarks/test_throughput.py",
-        "flatout/data/tokenizers/hub.py:tokenizer_file",
         "tests/benchmarks/test_first_contact_faults.py:kill_and_carry",
         "benchmarks/eigenstate_cpu.py:comparisons",
         "benchmarks/models.py:main",

@@ -19,7 +19,7 @@ from flatout.data.prepare.request.destination import existing_dataset
 from flatout.data.prepare.request.split_rule import parse_rule
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import Manifest
-from flatout.data.tokenizers import Tokenizer, existing_tokenizer, is_made_of_text
+from flatout.data.tokenizers import Tokenizer, existing_tokenizer, kind_named
 from flatout.errors import DataError
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
@@ -69,7 +69,8 @@ def import_chunks(
     files = find_chunks(chunks)
     metadata = read_metadata(chunks)
     check_stated(metadata, chunks, "chunks", len(files))
-    if is_made_of_text(tokenizer):
+    kind = kind_named(tokenizer)
+    if kind is not None and kind.needs_corpus:
         raise DataError(
             f"The chunks are tokens already: --tokenizer {tokenizer} cannot be trained on them.",
             fix="Name the tokenizer that made them: --tokenizer FILE.",

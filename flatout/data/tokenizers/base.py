@@ -1,4 +1,4 @@
-"""What every tokenizer shares: its one-file form, and the calls that follow from encoding one text."""
+"""The base class of all tokenizers: the JSON format, encoding in pieces, and common errors."""
 
 from __future__ import annotations
 
@@ -7,165 +7,221 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flatout.errors import DataError
+from flatout.progress import Progress
 
 FORMAT = "flatout-tokenizer"
 FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 
 PIECE_CHARACTERS = 1 << 18
-"""Longer texts are encoded a piece at a time, which takes less memory."""
-LONGEST_PIECE_CHARACTERS = 1 << 20
-"""A text with no place to cut it for so long is refused: what encoding it takes would not be
-bounded.
-"""
+"""Longer texts are encoded in pieces of this size, to save memory."""
+MAX_PIECE_CHARACTERS = 1 << 20
+"""A text that cannot be cut within this length is refused: encoding it would have no bound."""
+LOOKAHEAD_CHARACTERS = 4096
+"""Characters after a cut that a tokenizer may inspect to decide whether the cut is safe."""
+MAX_VOCAB_SIZE = 1 << 24
+"""Tables of this length must fit in memory. Vocabularies in use have a few hundred thousand ids."""
+UNKNOWN = "\ufffd".encode()
+"""The bytes that an unknown id decodes to."""
+SKIP_DOCUMENTS = "skip such documents with --on-bad-row skip."
 
-AHEAD_CHARACTERS = 4096
-"""How far ahead of a place a tokenizer may look to see whether text may be cut there."""
-
-MOST_IDS = 1 << 24
-"""Ids of a vocabulary: tables of them are held. The largest vocabularies in use have a few hundred
-thousand.
-"""
-
-Ids = np.ndarray[Any, np.dtype[np.uint32]]
+Ids = NDArray[np.uint32]
 Encode = Callable[[str], Ids]
+Sample = Callable[[int | None], Iterable[str]]
+"""Returns about this many bytes of the corpus, evenly spread; None asks for the whole corpus."""
+BoundedSample = Callable[[int], Iterable[str]]
+Document = dict[str, Any]
+"""A parsed JSON file, either our own or a tokenizer.json, whose schema `tokenizers` defines."""
 
 
 class NotEncodable(DataError):
-    """A text that a tokenizer has no ids for: the text's fault, so that the document may be
-    skipped.
+    """A tokenizer has no ids for a text. The text is at fault, so its document may be skipped."""
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer file that another program wrote."""
+
+    name: str
+    """What error messages call it."""
+    data: bytes = b""
+    document: Document | None = None
+    """The parsed content of a JSON file."""
+    pattern: str | None = None
+    """The regular expression that splits text."""
+    end_of_text: str | None = None
+    """The name of the end-of-text token."""
+
+    @property
+    def stem(self) -> str:
+        """The file name without directory and suffix."""
+        return self.name.rpartition("/")[2].removesuffix(".json").removesuffix(".tiktoken")
+
+
+class Tokenizer(ABC):
+    """Converts text to ids below `vocab_size` and back; one JSON document describes it completely.
+
+    Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
+    to TOKENIZER. A kind that `--tokenizer` makes by name also assigns SPEC (`"char"`, or
+    `"train:N"` with an argument), and one that reads the files of another program SUFFIX.
     """
-
-
-class StoredTokenizer(ABC):
-    """A tokenizer that a JSON document describes whole."""
 
     kind: ClassVar[str]
-    engines: tuple[str, ...]
-    """The packages that may encode for it, the fastest first; the last one's ids are the right
-    ones. None where numpy does.
+    """The name of the Python file that defines this kind; it is stored on disk."""
+    needs_corpus: ClassVar[bool] = False
+    """Whether `from_corpus` reads the corpus."""
+    engines: tuple[str, ...] = ()
+    """Packages that can encode for it, fastest first; the last one defines the correct ids.
+
+    Empty when numpy is enough.
     """
-    engine: str
-    """The one that does. It changes no id and is not part of what is saved."""
+    engine: str = ""
+    """The package in use. It changes no id and is not saved."""
     name: str
     vocab_size: int
     eot_id: int
+    """End-of-text, which packing appends to each document."""
     proven = True
-    """Whether every text is encoded in a time and memory that its length bounds; else it depends on
-    what is in the file.
+    """Whether text length bounds the time and memory of encoding, whatever the text is.
+
+    Otherwise the bound depends on the content of the tokenizer file.
     """
     splits_all_text = False
-    """Whether its pattern has to match all of a text, which then comes back as it was; other
-    tokenizers may normalise it.
+    """Whether its pattern must match all of a text, so that decoding restores the text exactly.
+
+    Other tokenizers may normalise text.
     """
-    bounds: Callable[[], AbstractContextManager[None]] = nullcontext
-    """What surrounds the work on each piece of a text."""
+    limits: Callable[[], AbstractContextManager[None]] = nullcontext
+    """A context manager that limits the work on each piece of a text."""
+
+    @classmethod
+    def from_corpus(
+        cls, argument: str, sample: Sample, train_on: BoundedSample, progress: Progress
+    ) -> Tokenizer:
+        """Return the tokenizer that SPEC names; `argument` is the part of it after the colon."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_file(cls, file: TokenizerFile) -> Tokenizer:
+        """Return the tokenizer in a file that another program wrote; its name ends in SUFFIX."""
+        raise NotImplementedError
+
+    @classmethod
+    @abstractmethod
+    def from_document(cls, document: Document) -> Self:
+        """Return the tokenizer that `document` describes."""
+
+    @classmethod
+    def is_proven(cls, document: Document) -> bool:
+        """Return what `proven` will be for `document`, without loading it."""
+        return True
+
+    @classmethod
+    def strings_in(cls, document: Document) -> Iterator[str]:
+        """Yield strings of `document` that it should be tried on."""
+        return iter(())
 
     @abstractmethod
-    def encode_piece(self, text: str, start: int) -> Ids:
-        """Return the ids of a piece of text, none of them special; `start` is its place in the
-        document, for messages.
+    def document(self) -> Document:
+        """Return the values that `from_document` needs."""
 
-        Raises: NotEncodable when the text cannot be written in this vocabulary.
+    @abstractmethod
+    def encode_piece(self, text: str, offset: int) -> Ids:
+        """Return the ids of a piece of text, none of them special.
+
+        `offset` is the position of the piece in its document, for error messages.
+
+        Raises: NotEncodable when the vocabulary cannot express the text.
         """
 
     @abstractmethod
-    def next_cut(self, text: str, place: int, end: int) -> int | None:
-        """Return the first place from `place` up to `end` where cutting the text does not change
-        its ids; None when there is none.
+    def next_cut(self, text: str, start: int, end: int) -> int | None:
+        """Return the first position in `start`..`end` where cutting the text changes no id.
+
+        None when there is no such position.
         """
 
     @abstractmethod
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of some ids, which may end inside a character; an unknown id becomes
-        U+FFFD.
+        """Return the bytes of `ids`, which may end inside a character.
+
+        An unknown id becomes U+FFFD.
         """
-
-    @abstractmethod
-    def document(self) -> dict[str, Any]:
-        """Return what `from_document` needs, as plain values."""
-
-    @classmethod
-    @abstractmethod
-    def from_document(cls, document: dict[str, Any]) -> Self:
-        """Return the tokenizer that `document` describes."""
 
     @final
     def with_engine(self, engine: str) -> Self:
-        """Return this tokenizer with another engine."""
+        """Return a copy of this tokenizer that uses another engine."""
         made = object.__new__(type(self))
-        made.__dict__ |= {
-            key: value for key, value in self.__dict__.items() if key != "encoder"
-        } | {"engine": engine}
+        made.__dict__ |= self.__dict__ | {"engine": engine}
+        made.__dict__.pop("encoder", None)
         return made
 
     @final
     def encode_stream(self, chunks: Iterable[str]) -> Iterator[Ids]:
-        """Yield the ids of one text that comes in chunks, piece by piece, in bounded memory; how it
-        is chunked changes no id.
+        """Yield the ids of one text that arrives in chunks, piece by piece, in bounded memory.
 
-        Raises: NotEncodable when the text cannot be written in this vocabulary, or has no place to
-                cut it for too long.
+        The ids do not depend on the chunks.
+
+        Raises: NotEncodable when the vocabulary cannot express the text, or the text is too long
+                without a position where it can be cut.
         """
-        held, start = "", 0
+        pending, offset = "", 0
         for block in _blocks(chunks):
-            text, place = held + block, 0
-            while True:
-                with self.bounds():
-                    cut = self._cut(text, place, start + place)
-                    ids = None if cut is None else self.encode_piece(text[place:cut], start + place)
-                if cut is None or ids is None:
-                    break
+            text, start = pending + block, 0
+            while (piece := self._next_piece(text, start, offset)) is not None:
+                ids, start = piece
                 yield ids
-                place = cut
-            held, start = text[place:], start + place
-        with self.bounds():
-            ids = self.encode_piece(held, start)
+            pending, offset = text[start:], offset + start
+        with self.limits():
+            ids = self.encode_piece(pending, offset)
         yield ids
 
-    def _cut(self, text: str, place: int, start: int) -> int | None:
-        """Return where the piece that begins at `place` ends, None when the rest may be one piece."""
-        longest = place + LONGEST_PIECE_CHARACTERS
-        cut = (
-            self.next_cut(text, place + PIECE_CHARACTERS, min(longest, len(text)))
-            if place + PIECE_CHARACTERS < len(text)
-            else None
-        )
-        if cut is None and longest + AHEAD_CHARACTERS < len(text):
-            raise NotEncodable(
-                f"Nowhere in the {LONGEST_PIECE_CHARACTERS:,} characters from {start} on may text be cut for the tokenizer {self.name!r}.",
-                fix="Break up the document, prepare with --tokenizer byte or train:N, or skip such documents with --on-bad-row skip.",
-            )
-        return cut
+    def _next_piece(self, text: str, start: int, offset: int) -> tuple[Ids, int] | None:
+        """Return the ids of the piece that begins at `start`, and its end.
 
-    @final
-    def encode_pieces(self, text: str) -> Iterator[Ids]:
-        """Yield the ids of one text, piece by piece."""
-        return self.encode_stream([text])
+        None when the rest of the text may be one piece.
+        """
+        longest, first = start + MAX_PIECE_CHARACTERS, start + PIECE_CHARACTERS
+        with self.limits():
+            cut = None
+            if first < len(text):
+                cut = self.next_cut(text, first, min(longest, len(text)))
+            if cut is not None:
+                return self.encode_piece(text[start:cut], offset + start), cut
+        if longest + LOOKAHEAD_CHARACTERS < len(text):
+            raise NotEncodable(
+                f"The tokenizer {self.name!r} cannot cut the text anywhere in the "
+                f"{MAX_PIECE_CHARACTERS:,} characters from {offset + start} on.",
+                fix="Break up the document, prepare with --tokenizer byte or train:N, or "
+                + SKIP_DOCUMENTS,
+            )
+        return None
 
     @final
     def encode(self, text: str) -> list[int]:
-        """Return the ids of one text."""
-        return [index for ids in self.encode_pieces(text) for index in ids.tolist()]
+        """Return the ids of a text."""
+        return [index for ids in self.encode_stream([text]) for index in ids.tolist()]
 
     @final
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of some ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), {"name": self.name} | self.document(), self.engine)
+    def __reduce__(self) -> tuple[Callable[..., Tokenizer], tuple[object, ...]]:
+        return _unpickle, (type(self), {"name": self.name} | self.document(), self.engine)
 
     @cached_property
     def text(self) -> str:
-        """What `save` writes."""
+        """The content of the file that `save` writes."""
         head = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -176,7 +232,7 @@ class StoredTokenizer(ABC):
 
     @final
     def save(self, path: Path) -> None:
-        """Write the tokenizer, whole, to one JSON file."""
+        """Write the complete tokenizer to one JSON file."""
         path.write_text(self.text, encoding="utf-8")
 
     @final
@@ -186,7 +242,7 @@ class StoredTokenizer(ABC):
 
 
 def _blocks(chunks: Iterable[str]) -> Iterator[str]:
-    """Join chunks to blocks that are worth looking for a cut in, however small they come."""
+    """Join small chunks into blocks of at least PIECE_CHARACTERS, so that few cuts are searched."""
     waiting: list[str] = []
     size = 0
     for chunk in chunks:
@@ -198,23 +254,21 @@ def _blocks(chunks: Iterable[str]) -> Iterator[str]:
     yield "".join(waiting)
 
 
-def _restored(
-    kind: type[StoredTokenizer], document: dict[str, Any], engine: str
-) -> StoredTokenizer:
+def _unpickle(kind: type[Tokenizer], document: Document, engine: str) -> Tokenizer:
     return kind.from_document(document).with_engine(engine)
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic in Rust, which is no Exception; each package has a class
-    of its own for it.
+    """Return whether an error is a Rust panic, which is not an Exception.
+
+    Each package defines its own class for it.
     """
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
-def failures_named(name: str) -> Iterator[None]:
-    """Turn what the engine of a tokenizer raises for a text, a bare Exception or a panic, into an
-    error that names the tokenizer.
+def engine_failures(name: str) -> Iterator[None]:
+    """Convert a bare Exception or a panic of an engine to an error that names the tokenizer.
 
     Raises: NotEncodable.
     """
@@ -224,34 +278,36 @@ def failures_named(name: str) -> Iterator[None]:
         if type(error) is not Exception and not is_panic(error):
             raise
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        fix = "Use another tokenizer, or skip such documents with --on-bad-row skip."
-        raise NotEncodable(f"The tokenizer {name!r} fails: {reason}.", fix=fix) from error
+        raise NotEncodable(
+            f"The tokenizer {name!r} fails: {reason}.",
+            fix=f"Use another tokenizer, or {SKIP_DOCUMENTS}",
+        ) from error
 
 
 def require_ids(name: str, vocab_size: int) -> None:
-    """Do nothing when a vocabulary is of a size that can be held.
+    """Check that tables of the vocabulary fit in memory.
 
     Raises: DataError.
     """
-    if not 0 < vocab_size <= MOST_IDS:
+    if not 0 < vocab_size <= MAX_VOCAB_SIZE:
         raise DataError(
-            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; ids are below {MOST_IDS:,}.",
-            fix="Number its ids from 0 on, without gaps.",
+            f"The tokenizer {name!r} has the id {vocab_size - 1:,}; "
+            f"ids must be below {MAX_VOCAB_SIZE:,}.",
+            fix="Number its ids from 0 without gaps.",
         )
 
 
 def join_pieces(table: Sequence[bytes], ids: Sequence[int]) -> bytes:
-    """Return the pieces of some ids one after another; an id outside the table becomes U+FFFD."""
+    """Return the concatenated bytes of `ids`; an id outside the table becomes U+FFFD."""
     size = len(table)
-    return b"".join(table[i] if 0 <= i < size else b"\xef\xbf\xbd" for i in (int(i) for i in ids))
+    return b"".join(table[i] if 0 <= i < size else UNKNOWN for i in map(int, ids))
 
 
-def not_text(error: UnicodeEncodeError, start: int = 0) -> NotEncodable:
-    """Return the error for half a surrogate pair: a code point that is no character, so no encoding
-    has it.
-    """
+def not_text(error: UnicodeEncodeError, offset: int = 0) -> NotEncodable:
+    """Return the error for half of a surrogate pair, which no encoding can express."""
     code = ord(error.object[error.start])
     return NotEncodable(
-        f"Character {start + error.start} is U+{code:04X}, half of a surrogate pair, which is not text.",
-        fix="Repair the document, or skip such documents with --on-bad-row skip.",
+        f"Character {offset + error.start} is U+{code:04X}, half of a surrogate pair, "
+        "which is not text.",
+        fix=f"Repair the document, or {SKIP_DOCUMENTS}",
     )

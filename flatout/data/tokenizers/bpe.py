@@ -1,6 +1,4 @@
-"""Byte-level BPE by ranks, encoded by tiktoken: trained on the corpus here, or read from a
-.tiktoken file.
-"""
+"""Byte-level BPE, trained on the corpus or read from a .tiktoken file; tiktoken defines its ids."""
 
 from __future__ import annotations
 
@@ -8,34 +6,43 @@ import base64
 import binascii
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 from flatout.data.tokenizers.base import (
     END_OF_TEXT,
-    MOST_IDS,
+    MAX_VOCAB_SIZE,
+    UNKNOWN,
+    BoundedSample,
+    Document,
     Encode,
     Ids,
     NotEncodable,
-    StoredTokenizer,
-    failures_named,
+    Sample,
+    Tokenizer,
+    TokenizerFile,
+    engine_failures,
     is_panic,
     join_pieces,
     not_text,
     require_ids,
 )
+from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
 from flatout.data.tokenizers.engines import gigatoken_of_ranks, tiktoken_of
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
-GPT2_PATTERN = r"'(?:[sdmt]|ll|re|ve)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-"""Where GPT-2 splits text before merging, with possessive quantifiers, so that long runs need no
-backtracking.
-"""
+SPEC = "train:N"
+SUFFIX = ".tiktoken"
 
-_CL100K = r"'(?i:[sdmt]|ll|re|ve)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+GPT2_PATTERN = r"'(?:[sdmt]|ll|re|ve)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+"""GPT-2's pattern, with possessive quantifiers, so that long runs need no backtracking."""
+
+_CL100K = (
+    r"'(?i:[sdmt]|ll|re|ve)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+)
 _O200K_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K = "|".join(
     [
@@ -48,47 +55,49 @@ _O200K = "|".join(
 )
 
 SCHEMES = {GPT2_PATTERN: "gpt2", _CL100K: "gpt4", _O200K: "o200k"}
-"""What gigatoken calls the known patterns."""
+"""gigatoken's names of the known patterns."""
 
-
+TRAINING_BYTES = 8_000_000
+"""Bytes of text to train on: a few seconds of work. More hardly changes the vocabulary."""
 TRAINING_PIECE_CHARACTERS = 1 << 15
-LONGEST_TRAINING_PIECE_CHARACTERS = 1 << 16
+MAX_TRAINING_PIECE_CHARACTERS = 1 << 16
+VOCABULARY_SIZES = range(258, 1_000_001)
+_WHOLE_FILE = "Use a complete .tiktoken file."
 
 
-@dataclass(frozen=True)
-class Known:
-    """A published .tiktoken file: what the file itself does not say."""
+class KnownFile(NamedTuple):
+    """What a published .tiktoken file does not state itself."""
 
     name: str
     pattern: str
     eot_id: int
 
 
-KNOWN = {
-    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": Known(
+KNOWN_FILES = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": KnownFile(
         "gpt2", GPT2_PATTERN, 50256
     ),
-    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": Known(
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": KnownFile(
         "p50k_base", GPT2_PATTERN, 50256
     ),
-    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": Known(
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": KnownFile(
         "cl100k_base", _CL100K, 100257
     ),
-    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": Known(
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": KnownFile(
         "o200k_base", _O200K, 199999
     ),
 }
-"""By the SHA-256 of the file."""
+"""Published files by their SHA-256."""
 
 
-class RankTokenizer(StoredTokenizer):
-    """Byte-level BPE: text is split by a pattern, then adjacent pieces merge, the lowest resulting
-    id first.
+class RankTokenizer(Tokenizer):
+    """Byte-level BPE: a pattern splits text, then neighbours merge, lowest resulting id first.
 
-    `pieces` holds the bytes of each id; None where an id is not used, as for end-of-text.
+    `pieces` holds the bytes of each id; None for an unused id, such as end-of-text.
     """
 
     kind: ClassVar[str] = "bpe"
+    needs_corpus = True
     splits_all_text = True
     engines: tuple[str, ...] = ("gigatoken", "tiktoken")
 
@@ -103,15 +112,81 @@ class RankTokenizer(StoredTokenizer):
         self.vocab_size = max(len(pieces), eot_id + 1)
         require_ids(name, self.vocab_size if eot_id >= 0 else eot_id + 1)
         self.proven = pattern in SCHEMES
-        unused = b"\xef\xbf\xbd"
-        self._bytes = [unused if piece is None else piece for piece in pieces] + [unused] * (
-            self.vocab_size - len(pieces)
-        )
+        self._bytes = [UNKNOWN if piece is None else piece for piece in pieces]
+        self._bytes += [UNKNOWN] * (self.vocab_size - len(pieces))
         self._bytes[eot_id] = END_OF_TEXT.encode()
+
+    @classmethod
+    def from_corpus(
+        cls, argument: str, sample: Sample, train_on: BoundedSample, progress: Progress
+    ) -> RankTokenizer:
+        """Return a tokenizer with a vocabulary of at most `argument` ids, trained on the corpus.
+
+        Raises: DataError when `argument` is not a vocabulary size, or the corpus is empty.
+        """
+        if not argument.isdecimal() or int(argument) not in VOCABULARY_SIZES:
+            raise DataError(
+                f"{f'train:{argument}'!r} does not name a vocabulary size.",
+                fix="Give a number from 258 (the bytes, end-of-text, one merge) to 1,000,000, "
+                "for example train:4096.",
+            )
+        size = int(argument)
+        made = train_bpe(train_on(TRAINING_BYTES), size, progress=progress)
+        if made.vocab_size < size:
+            progress.say(
+                f"The vocabulary has {made.vocab_size:,} tokens, not {size:,}: "
+                "no other pairs repeat in the text."
+            )
+        return made
+
+    @classmethod
+    def from_file(cls, file: TokenizerFile) -> Self:
+        """Return the tokenizer in a .tiktoken file: one id per line, as base64 and rank.
+
+        Raises: DataError when it is not one, or its pattern is neither known nor given.
+        """
+        if file.pattern == "":
+            raise DataError(
+                "--pattern '' splits no text.",
+                fix="Give the regular expression that the tokenizer was trained with.",
+            )
+        known = KNOWN_FILES.get(hashlib.sha256(file.data).hexdigest())
+        if known is None and file.pattern is None:
+            raise DataError(
+                f"{file.name} is not a known .tiktoken file, so the pattern that splits text is "
+                "unknown.",
+                fix="Give its regular expression with --pattern. "
+                "If it is a published file, it may be damaged.",
+            )
+        ranks = _ranks(file)
+        pieces = [ranks.get(rank) for rank in range(max(ranks) + 1)]
+        if known is not None:
+            return cls(known.name, pieces, file.pattern or known.pattern, known.eot_id)
+        return cls(file.stem, pieces, str(file.pattern), len(pieces))
+
+    @classmethod
+    def from_document(cls, document: Document) -> Self:
+        """Return the tokenizer that `document` describes."""
+        pieces = [
+            None if piece is None else base64.b64decode(piece) for piece in document["pieces"]
+        ]
+        return cls(str(document["name"]), pieces, str(document["pattern"]), int(document["eot_id"]))
+
+    @classmethod
+    def is_proven(cls, document: Document) -> bool:
+        """Return whether the pattern is a known one."""
+        return document.get("pattern") in SCHEMES
+
+    def document(self) -> Document:
+        """Return the pattern, the end-of-text id, and every piece as base64."""
+        pieces = [
+            None if piece is None else base64.b64encode(piece).decode() for piece in self.pieces
+        ]
+        return {"pattern": self.pattern, "eot_id": self.eot_id, "pieces": pieces}
 
     @cached_property
     def encoder(self) -> Encode:
-        """What encodes, by the engine of this tokenizer."""
+        """The encoder of this tokenizer's engine."""
         if self.engine == "gigatoken":
             return gigatoken_of_ranks(self.pieces, SCHEMES.get(self.pattern))
         ranks = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
@@ -125,68 +200,41 @@ class RankTokenizer(StoredTokenizer):
                 fix="Correct --pattern.",
             ) from error
 
-    def encode_piece(self, text: str, start: int) -> Ids:
+    def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text."""
         encoder = self.encoder
         try:
-            with failures_named(self.name):
+            with engine_failures(self.name):
                 return encoder(text)
         except UnicodeEncodeError as error:
-            raise not_text(error, start) from error
+            raise not_text(error, offset) from error
         except ValueError as error:
             raise NotEncodable(
-                f"The text cannot be split by the tokenizer's pattern: {error}.",
+                f"The tokenizer's pattern cannot split the text: {error}.",
                 fix="Shorten its longest run of spaces.",
             ) from error
 
-    def next_cut(self, text: str, place: int, end: int) -> int | None:
-        """Return the next place that no token crosses: by the known patterns, or as tried out for
-        another.
-        """
-        return (
-            known_cut(text, place, end)
-            if self.pattern in SCHEMES
-            else confirmed_cut(self.encoder, text, place, end)
-        )
+    def next_cut(self, text: str, start: int, end: int) -> int | None:
+        """Return the next position that no token crosses, proved or tried for the pattern."""
+        if self.proven:
+            return known_cut(text, start, end)
+        return confirmed_cut(self.encoder, text, start, end)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of the pieces."""
         return join_pieces(self._bytes, ids)
 
-    def document(self) -> dict[str, Any]:
-        """Return the pattern, end-of-text, and every piece as base64."""
-        pieces = [
-            None if piece is None else base64.b64encode(piece).decode() for piece in self.pieces
-        ]
-        return {"pattern": self.pattern, "eot_id": self.eot_id, "pieces": pieces}
 
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Self:
-        """Return the tokenizer that `document` describes."""
-        pieces = [
-            None if piece is None else base64.b64decode(piece) for piece in document["pieces"]
-        ]
-        return cls(str(document["name"]), pieces, str(document["pattern"]), int(document["eot_id"]))
+TOKENIZER = RankTokenizer
 
 
-def read_tiktoken(data: bytes, name: str, *, pattern: str | None = None) -> RankTokenizer:
-    """Return the tokenizer in the bytes of a .tiktoken file: a line an id, base64 and rank.
+def _ranks(file: TokenizerFile) -> dict[int, bytes]:
+    """Return the bytes of each rank in a .tiktoken file.
 
-    Raises: DataError when it is not one, or its pattern is neither known nor given.
+    Raises: DataError for a malformed line, or a single byte that is missing.
     """
-    if pattern == "":
-        raise DataError(
-            "--pattern '' splits no text.",
-            fix="Give the regular expression that the tokenizer was trained with.",
-        )
-    known = KNOWN.get(hashlib.sha256(data).hexdigest())
-    if known is None and pattern is None:
-        raise DataError(
-            f"{name} is not a .tiktoken file that is known here, so how it splits text is not known.",
-            fix="Give its regular expression with --pattern; a file that should be known may be damaged.",
-        )
     ranks: dict[int, bytes] = {}
-    for number, line in enumerate(data.splitlines(), 1):
+    for number, line in enumerate(file.data.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -194,49 +242,41 @@ def read_tiktoken(data: bytes, name: str, *, pattern: str | None = None) -> Rank
             rank, decoded = int(digits), base64.b64decode(piece, validate=True)
         except (ValueError, binascii.Error) as error:
             raise DataError(
-                f"{name}, line {number} is not `BASE64 RANK`: {error}.",
-                fix="Give a whole .tiktoken file.",
+                f"{file.name}, line {number} is not `BASE64 RANK`: {error}.", fix=_WHOLE_FILE
             ) from error
-        if not 0 <= rank < MOST_IDS or rank in ranks:
-            reason = "is there twice" if rank in ranks else f"is not between 0 and {MOST_IDS - 1:,}"
+        if not 0 <= rank < MAX_VOCAB_SIZE or rank in ranks:
+            reason = "appears twice"
+            if rank not in ranks:
+                reason = f"is not between 0 and {MAX_VOCAB_SIZE - 1:,}"
             raise DataError(
-                f"{name}, line {number}: the rank {rank:,} {reason}.",
-                fix="Give a whole .tiktoken file.",
+                f"{file.name}, line {number}: the rank {rank:,} {reason}.", fix=_WHOLE_FILE
             )
         ranks[rank] = decoded
     missing = 256 - sum(len(piece) == 1 for piece in set(ranks.values()))
     if missing:
-        raise DataError(
-            f"{name} lacks {missing} of the 256 single bytes.", fix="Give a whole .tiktoken file."
-        )
-    pieces = [ranks.get(rank) for rank in range(max(ranks) + 1)]
-    if known is not None:
-        return RankTokenizer(known.name, pieces, pattern or known.pattern, known.eot_id)
-    return RankTokenizer(
-        name.rpartition("/")[2].removesuffix(".tiktoken"), pieces, str(pattern), len(pieces)
-    )
+        raise DataError(f"{file.name} lacks {missing} of the 256 single bytes.", fix=_WHOLE_FILE)
+    return ranks
 
 
 def train_bpe(
     texts: Iterable[str], vocab_size: int, *, progress: Progress = SILENT
 ) -> RankTokenizer:
-    """Return a byte-level BPE of at most `vocab_size` ids, end-of-text included, trained on the
-    texts.
+    """Return a byte-level BPE of at most `vocab_size` ids, end-of-text included, trained on texts.
 
-    The 256 bytes come first, then the merges in the order found, end-of-text last. Text is split as
-    GPT-2 does. Equal texts give equal vocabularies.
+    The 256 bytes come first, then the merges in the order found, then end-of-text. Text is split by
+    GPT-2's pattern. Equal texts give equal vocabularies.
 
     Raises: DataError when there is no text.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-    held = [text.encode("utf-8", errors="ignore").decode() for text in texts]
-    if not any(held):
+    corpus = [text.encode("utf-8", errors="ignore").decode() for text in texts]
+    if not any(corpus):
         raise DataError(
-            "The corpus is empty: there is nothing to train a tokenizer on.",
-            fix="Name a file or folder with text in it.",
+            "The corpus is empty: there is no text to train a tokenizer on.",
+            fix="Name a file or directory with text in it.",
         )
-    size_mb = sum(len(text) for text in held) / 1e6
+    size_mb = sum(map(len, corpus)) / 1e6
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -248,33 +288,24 @@ def train_bpe(
     with progress.task(
         f"Training a tokenizer of {vocab_size:,} tokens on {size_mb:.1f} MB of text"
     ):
-        model.train_from_iterator((piece for text in held for piece in _pieces(text)), trainer)
+        model.train_from_iterator((piece for text in corpus for piece in _pieces(text)), trainer)
     byte_of = byte_level_alphabet()
-    vocabulary = sorted(model.get_vocab().items(), key=lambda item: item[1])
-    pieces = [bytes(byte_of[character] for character in piece) for piece, _ in vocabulary]
+    ids = model.get_vocab()
+    pieces = [
+        bytes(byte_of[character] for character in piece)
+        for piece in sorted(ids, key=ids.__getitem__)
+    ]
     return RankTokenizer(f"bpe-{len(pieces) + 1}", pieces, GPT2_PATTERN, len(pieces))
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in pieces that split as the whole does; where it cannot be cut, no more than a
-    piece may be long.
+    """Yield the text in pieces that split as the whole does.
 
-    The trainer takes a hundred bytes for each character of a piece, and for a word the square of
-    its length in time.
+    A text that cannot be cut is truncated, because the trainer needs a hundred bytes of memory per
+    character of a piece, and for a word time that grows with the square of its length.
     """
-    place = 0
-    while (cut := known_cut(text, place + TRAINING_PIECE_CHARACTERS, len(text))) is not None:
-        yield text[place : min(cut, place + LONGEST_TRAINING_PIECE_CHARACTERS)]
-        place = cut
-    yield text[place : place + LONGEST_TRAINING_PIECE_CHARACTERS]
-
-
-def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte behind each character of a byte-level vocabulary: printable Latin-1 stands
-    for itself, the rest from U+0100 on.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [value for value in range(256) if value not in printable]
-    return {chr(value): value for value in printable} | {
-        chr(0x100 + index): value for index, value in enumerate(rest)
-    }
+    start = 0
+    while (cut := known_cut(text, start + TRAINING_PIECE_CHARACTERS, len(text))) is not None:
+        yield text[start : min(cut, start + MAX_TRAINING_PIECE_CHARACTERS)]
+        start = cut
+    yield text[start : start + MAX_TRAINING_PIECE_CHARACTERS]

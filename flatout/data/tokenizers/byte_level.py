@@ -1,92 +1,92 @@
-"""What of a tokenizer.json decides its ids, where it is a byte-level BPE of the kind that GPT-2,
-Llama 3 and Qwen have.
-"""
+"""Analyses a tokenizer.json whose model is a byte-level BPE, as in GPT-2, Llama 3 and Qwen."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
-from flatout.data.tokenizers.base import Encode
-from flatout.data.tokenizers.bpe import byte_level_alphabet
+from flatout.data.tokenizers.base import Document, Encode
 from flatout.data.tokenizers.engines import (
     after_nfc,
     around_added_tokens,
-    cannot,
+    cannot_encode,
     gigatoken_of_json,
     tiktoken_of,
 )
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""What the ByteLevel pre-tokeniser of `tokenizers` splits by."""
+"""The pattern of the ByteLevel pre-tokeniser of `tokenizers`."""
 
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 CUT_PATTERNS = frozenset({_GPT2, _LLAMA3, _QWEN2})
-"""Those of which `tokenizers_cuts` proves where a text may be cut."""
+"""Patterns for which `cut_points` proves where a text can be cut."""
+_MODEL_OPTIONS = (
+    "dropout",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "byte_fallback",
+)
+"""Options of a BPE model that the faster engines do not have."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A byte-level BPE, taken apart."""
+    """The parts of a byte-level BPE that determine its ids."""
 
-    model: Mapping[str, Any]
-    """The model of the file: vocabulary, merges, ignore_merges."""
-    pre_tokenizer: Mapping[str, Any]
+    model: Document
+    """The model of the file: vocab, merges, ignore_merges."""
+    pre_tokenizer: Document
     pattern: str
-    """The regular expression that the pre-tokeniser splits by."""
+    """The regular expression by which the pre-tokeniser splits text."""
     normalizer: Literal["NFC"] | None
     raw_added: Mapping[str, int | None]
-    """Added tokens looked for in the text as it comes; None for special ones, which stay text."""
+    """Added tokens that are matched in the original text; None for special ones, which stay text.
+    """
     normalized_added: Mapping[str, int | None]
-    """Added tokens looked for in the normalised text, between the others."""
+    """Added tokens that are matched in the normalised text between the others."""
 
     @property
     def splits_in_bounds(self) -> bool:
-        """Whether the pattern is one of the usual ones, whose time and memory a text's length
-        bounds.
-        """
+        """Whether the pattern is a known one: text length bounds its time and memory."""
         return self.pattern in CUT_PATTERNS
 
     @property
     def cuts_are_known(self) -> bool:
-        """Whether `tokenizers_cuts` proves where a text may be cut: by the pattern, and as no kept
-        token holds white space.
-        """
-        kept = [
-            content
+        """Whether `known_cut` applies: the pattern is known, and no added token has white space."""
+        return self.splits_in_bounds and not any(
+            index is not None and any(map(str.isspace, content))
             for added in (self.raw_added, self.normalized_added)
             for content, index in added.items()
-            if index is not None
-        ]
-        return self.pattern in CUT_PATTERNS and not any(
-            character.isspace() for content in kept for character in content
         )
 
     def gigatoken(self) -> Encode:
-        """Return gigatoken for it.
+        """Return gigatoken's encoder for this layout.
 
         Raises: MissingPackage; DataError when it cannot be used.
         """
-        bare: dict[str, Any] = {
+        bare: Document = {
             "version": "1.0",
             "added_tokens": [],
             "normalizer": None,
             "pre_tokenizer": self.pre_tokenizer,
+            "post_processor": None,
+            "decoder": {"type": "ByteLevel"},
+            "model": self.model,
         }
-        return self._complete(
-            gigatoken_of_json(
-                bare
-                | {"post_processor": None, "decoder": {"type": "ByteLevel"}, "model": self.model}
-            )
-        )
+        return self._complete(gigatoken_of_json(bare))
 
     def tiktoken(self) -> Encode:
-        """Return tiktoken for it: ids taken as ranks, which they are when they grow along the
-        merges.
+        """Return tiktoken's encoder for this layout, with ids as ranks.
+
+        Ids are ranks if they increase along the merges.
 
         Raises: MissingPackage; DataError when it cannot be used.
         """
@@ -94,11 +94,11 @@ class Layout:
         try:
             return self._complete(tiktoken_of("tokenizer.json", ranks, self.pattern))
         except ValueError as error:
-            raise cannot("tiktoken", str(error).rstrip(".")) from error
+            raise cannot_encode("tiktoken", str(error).rstrip(".")) from error
 
     def _ranks(self) -> dict[bytes, int]:
         byte_of = byte_level_alphabet()
-        vocabulary: Mapping[str, int] = self.model["vocab"]
+        vocabulary: dict[str, int] = self.model["vocab"]
         results = [
             "".join(merge.split(" ") if isinstance(merge, str) else merge)
             for merge in self.model["merges"]
@@ -109,7 +109,7 @@ class Layout:
             or -1 in ids
             or not byte_of.keys() <= vocabulary.keys()
         ):
-            raise cannot("tiktoken", "its ids do not grow along its merges")
+            raise cannot_encode("tiktoken", "its ids do not increase along its merges")
         reached = vocabulary if self.model.get("ignore_merges") else [*byte_of, *results]
         return {
             bytes(byte_of[character] for character in piece): vocabulary[piece]
@@ -122,34 +122,23 @@ class Layout:
         return around_added_tokens(after_nfc(encode) if self.normalizer else encode, self.raw_added)
 
 
-def layout_of(definition: Mapping[str, Any]) -> Layout | None:
-    """Return the layout of a parsed tokenizer.json; None when it is of another kind."""
+def layout_of(definition: Document) -> Layout | None:
+    """Return the layout of a parsed tokenizer.json; None when it is not a byte-level BPE."""
     model, pre_tokenizer = definition.get("model") or {}, definition.get("pre_tokenizer") or {}
     pattern, normalizer = _pattern(pre_tokenizer), (definition.get("normalizer") or {}).get("type")
-    plain = not any(
-        model.get(key)
-        for key in (
-            "dropout",
-            "unk_token",
-            "continuing_subword_prefix",
-            "end_of_word_suffix",
-            "byte_fallback",
-        )
-    )
     if (
         model.get("type") != "BPE"
-        or not plain
+        or any(map(model.get, _MODEL_OPTIONS))
         or pattern is None
         or normalizer not in (None, "NFC")
     ):
         return None
     added = definition.get("added_tokens") or []
-    kept = [entry for entry in added if not entry.get("special")]
-    if any(
-        entry.get(flag) for entry in kept for flag in ("single_word", "lstrip", "rstrip")
-    ) or not all(entry["content"] for entry in added):
-        return None
-    if normalizer is not None and any(entry.get("normalized") for entry in kept):
+    unusual = ["single_word", "lstrip", "rstrip", *(["normalized"] if normalizer else [])]
+    if not all(
+        entry["content"] and (entry.get("special") or not any(map(entry.get, unusual)))
+        for entry in added
+    ):
         return None
     raw, normalized = (
         {
@@ -162,26 +151,40 @@ def layout_of(definition: Mapping[str, Any]) -> Layout | None:
     return Layout(model, pre_tokenizer, pattern, normalizer, raw, normalized)
 
 
-def _pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
-    """Return what a pre-tokeniser splits by; None when it is not one that splits by one pattern and
-    then writes bytes.
+def _pattern(pre_tokenizer: Document) -> str | None:
+    """Return the pattern of a pre-tokeniser that splits by one pattern and then writes bytes.
+
+    None for any other pre-tokeniser.
     """
-    if (
-        pre_tokenizer.get("type") == "ByteLevel"
-        and not pre_tokenizer.get("add_prefix_space")
-        and pre_tokenizer.get("use_regex", True)
-    ):
+    if _is_byte_level(pre_tokenizer, use_regex=True):
         return _GPT2
     steps = pre_tokenizer.get("pretokenizers") or []
-    if [step.get("type") for step in steps] != ["Split", "ByteLevel"]:
-        return None
-    split, level = steps
     if (
-        split.get("behavior") != "Isolated"
-        or split.get("invert")
-        or level.get("add_prefix_space")
-        or level.get("use_regex", True)
+        [step.get("type") for step in steps] != ["Split", "ByteLevel"]
+        or not _is_byte_level(steps[1], use_regex=False)
+        or steps[0].get("behavior") != "Isolated"
+        or steps[0].get("invert")
     ):
         return None
-    pattern = split.get("pattern", {}).get("Regex")
+    pattern = steps[0].get("pattern", {}).get("Regex")
     return pattern if isinstance(pattern, str) else None
+
+
+def _is_byte_level(step: Document, *, use_regex: bool) -> bool:
+    return (
+        step.get("type") == "ByteLevel"
+        and not step.get("add_prefix_space")
+        and bool(step.get("use_regex", True)) == use_regex
+    )
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each character in a byte-level vocabulary.
+
+    Printable Latin-1 stands for itself, and the other bytes are numbered from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {
+        chr(0x100 + index): value for index, value in enumerate(rest)
+    }

@@ -1,8 +1,7 @@
-"""The packages that turn text into ids. Which one runs changes the time, never the ids: `fast_path`
-sees to that.
+"""The packages that encode text. The choice changes the speed, never the ids (`engine_choice`).
 
 An encoder takes text and returns its ids. It knows no special tokens, and raises UnicodeEncodeError
-for half a surrogate pair.
+for half of a surrogate pair.
 """
 
 from __future__ import annotations
@@ -14,72 +13,70 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
 
-from flatout.data.tokenizers.base import Encode, Ids
+from flatout.data.tokenizers.base import Document, Encode, Ids
 from flatout.errors import DataError, MissingPackage
 
 if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer, SentencePieceTokenizer
 
-LOOKED_AT_BYTES = 1_000_000
-"""Text after which the growth of the process is looked at again."""
-GROWN_BYTES = 32 << 20
-"""gigatoken remembers every word it meets and forgets none: when the process has grown by so much,
-it is loaded anew.
-"""
+GROWTH_CHECK_BYTES = 1_000_000
+"""Bytes of text between two checks of the memory of the process."""
+MAX_GROWTH_BYTES = 32 << 20
+"""gigatoken caches every word it meets; it is reloaded when the process has grown by this much."""
 
 NEVER_CHANGED_BY_NFC = (
     "\x00-\u02ff\u0400-\u0482\u048a-\u052f\u0531-\u0556\u05d0-\u05ea\u0620-\u064a"
-    "\u2010-\u2027\u2030-\u205e\u2190-\u2328\u3001-\u3029\u3041-\u3096\u309b-\u30fe\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5e"
+    "\u2010-\u2027\u2030-\u205e\u2190-\u2328\u3001-\u3029\u3041-\u3096\u309b-\u30fe\u4e00-\u9fa5"
+    "\uac00-\ud7a3\uff01-\uff5e"
 )
-"""Characters that NFC never changes or joins to what stands before them, as ranges of a regular
-expression.
+"""Regular-expression ranges of characters that NFC neither changes nor joins to the previous one.
 """
 
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
-"""An escape, a class, or what cuts and nests alternatives."""
+"""An escape, a character class, a parenthesis, or a bar."""
 _FLAGS = re.compile(r"\(\?[a-zA-Z-]+\)")
-"""A flag for all that follows, which a group would end."""
-_HOLDING = r"(?<!\\)(?:[+*?]|\{[\d,]+\})\+"
-_HARD = re.compile(rf"\(\?(?:[=!>]|<[=!])|{_HOLDING}|\\[1-9k]")
-"""Looking around, holding on to what matched, and matching it again."""
-_HOLDS_LAST = re.compile(rf"{_HOLDING}$")
+"""A flag for the rest of the pattern, which a group would end."""
+_POSSESSIVE = r"(?<!\\)(?:[+*?]|\{[\d,]+\})\+"
+_HARD = re.compile(rf"\(\?(?:[=!>]|<[=!])|{_POSSESSIVE}|\\[1-9k]")
+"""Lookaround, possessive quantifiers, and back references."""
+_ENDS_POSSESSIVE = re.compile(rf"{_POSSESSIVE}$")
 _MAY_CHANGE = re.compile(f"[^{NEVER_CHANGED_BY_NFC}]+")
 _NO_IDS = np.zeros(0, np.uint32)
 
 
-def described(engine: str) -> str:
-    """Return an engine's name with its version.
+def versioned(engine: str) -> str:
+    """Return an engine's name and version.
 
     Raises: MissingPackage when it is not installed.
     """
     try:
         return f"{engine} {metadata.version(engine)}"
     except metadata.PackageNotFoundError as error:
-        raise missing(engine) from error
+        raise not_installed(engine) from error
 
 
-def missing(engine: str) -> MissingPackage:
+def not_installed(engine: str) -> MissingPackage:
     """Return the error for an engine that is not installed."""
     return MissingPackage(
         f"{engine} is not installed.", fix=f"Install it with `pip install {engine}`."
     )
 
 
-def cannot(engine: str, why: str) -> DataError:
-    """Return the error for an engine that cannot do a tokenizer's work."""
+def cannot_encode(engine: str, why: str) -> DataError:
+    """Return the error for an engine that cannot encode for a tokenizer."""
     return DataError(
         f"{engine} cannot encode for this tokenizer: {why}.",
-        fix="Let another engine encode: the ids are the same.",
+        fix="Use another engine: the ids are the same.",
     )
 
 
-def gigatoken_of_json(definition: Mapping[str, Any]) -> Encode:
-    """Return gigatoken for a bare tokenizer.json: one without normaliser and added tokens.
+def gigatoken_of_json(definition: Document) -> Encode:
+    """Return gigatoken's encoder for a tokenizer.json without normaliser and added tokens.
 
     Raises: MissingPackage; DataError when gigatoken cannot read it.
     """
@@ -93,19 +90,15 @@ def gigatoken_of_json(definition: Mapping[str, Any]) -> Encode:
     return _Gigatoken(load)
 
 
-GIGATOKEN_SCHEMES = ("gpt2", "gpt4", "o200k")
-"""Ways to split text that gigatoken knows by name, among those that a .tiktoken file may ask for.
-"""
-
-
 def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str | None) -> Encode:
-    """Return gigatoken for the pieces of a .tiktoken file, in order of their ids, split by the
-    scheme of this name.
+    """Return gigatoken's encoder for the pieces of a .tiktoken file, in the order of their ids.
+
+    `scheme` is gigatoken's name for the pattern; None when it has none.
 
     Raises: MissingPackage; DataError when gigatoken cannot read them.
     """
-    if scheme not in GIGATOKEN_SCHEMES:
-        raise cannot("gigatoken", "it does not split text by this one's pattern")
+    if scheme is None:
+        raise cannot_encode("gigatoken", "it does not support this pattern")
     lines = b"".join(
         base64.b64encode(piece) + b" %d\n" % rank
         for rank, piece in enumerate(pieces)
@@ -124,52 +117,56 @@ def gigatoken_of_ranks(pieces: Sequence[bytes | None], scheme: str | None) -> En
 
 
 class _Gigatoken:
-    """gigatoken on the calling thread, loaded anew when it has grown."""
+    """gigatoken on the calling thread, reloaded when its cache has grown."""
 
     def __init__(self, load: Callable[[], BPETokenizer | SentencePieceTokenizer]) -> None:
         self._load = load
         self._loaded: BPETokenizer | SentencePieceTokenizer | None = None
         try:
-            self._renew()
+            self._reload()
         except ImportError as error:
-            raise missing("gigatoken") from error
+            raise not_installed("gigatoken") from error
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # a panic in Rust is no Exception
-            raise cannot("gigatoken", str(error).partition("\n")[0].rstrip(".")) from error
+        except BaseException as error:  # a Rust panic is not an Exception
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise cannot_encode("gigatoken", reason) from error
 
-    def _renew(self) -> None:
-        self._loaded = None  # first, so that there are never two
+    def _reload(self) -> None:
+        self._loaded = None  # first, so that two are never in memory
         self._loaded = self._load()
         self._resident_bytes = psutil.Process().memory_info().rss
-        self._room_bytes = LOOKED_AT_BYTES
+        self._bytes_to_check = GROWTH_CHECK_BYTES
 
     def __call__(self, text: str) -> Ids:
         data = text.encode()
-        self._room_bytes -= len(data)
-        if self._room_bytes < 0:
-            self._room_bytes = LOOKED_AT_BYTES
-            if psutil.Process().memory_info().rss - self._resident_bytes > GROWN_BYTES:
-                self._renew()
+        self._bytes_to_check -= len(data)
+        if self._bytes_to_check < 0:
+            self._bytes_to_check = GROWTH_CHECK_BYTES
+            if psutil.Process().memory_info().rss - self._resident_bytes > MAX_GROWTH_BYTES:
+                self._reload()
         assert self._loaded is not None
         return self._loaded.encode(data)
 
 
 def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
-    """Return tiktoken for some pieces with their ids.
+    """Return tiktoken's encoder for pieces with their ids.
 
     Raises: MissingPackage; ValueError when it cannot use the pattern.
     """
     try:
         import tiktoken
     except ImportError as error:
-        raise missing("tiktoken") from error
+        raise not_installed("tiktoken") from error
 
-    # Without a special token tiktoken looks for the empty one, which it finds, and passes over, at
+    # Without any special token, tiktoken searches for the empty string, and finds and skips it at
     # every character.
     unused = {"<|unused|>": max(ranks.values(), default=0) + 1}
     encoding = tiktoken.Encoding(
-        name, pat_str=delegated(pattern), mergeable_ranks=dict(ranks), special_tokens=unused
+        name,
+        pat_str=grouped_alternatives(pattern),
+        mergeable_ranks=dict(ranks),
+        special_tokens=unused,
     )
 
     def encode(text: str) -> Ids:
@@ -179,29 +176,29 @@ def tiktoken_of(name: str, ranks: Mapping[bytes, int], pattern: str) -> Encode:
     return encode
 
 
-def delegated(pattern: str) -> str:
-    """Return the pattern with neighbouring alternatives in one group wherever none looks around or
-    holds on to what it matched.
+def grouped_alternatives(pattern: str) -> str:
+    """Return the pattern with simple neighbouring alternatives joined to one group.
 
-    It matches the same: alternatives are tried in the same order. But tiktoken's engine hands such
-    a group to a faster one, whole, where it would try alternatives one by one; half as much text
-    more is encoded a second. A possessive `+` at the end of an alternative, where nothing follows
-    that could want a character back, is dropped for that.
+    Simple alternatives have no lookaround, possessive quantifier or back reference. The pattern
+    matches the same, since alternatives are tried in the same order, but tiktoken's engine passes
+    such a group as a whole to a faster engine instead of trying alternatives one by one, and
+    encodes about 1.5 times as much text per second. To allow this, a possessive `+` at the end of
+    an alternative is dropped: nothing follows that could need backtracking.
     """
     if _FLAGS.search(pattern):
         return pattern
     groups: list[str] = []
-    for easy, run in groupby(
-        map(_without_last_hold, _alternatives(pattern)),
-        key=lambda alternative: not _HARD.search(alternative),
+    for hard, run in groupby(
+        map(_without_last_possessive, _alternatives(pattern)),
+        key=lambda alternative: _HARD.search(alternative) is not None,
     ):
-        held = list(run)
-        groups += [f"(?:{'|'.join(held)})"] if easy and len(held) > 1 else held
+        neighbours = list(run)
+        groups += neighbours if hard or len(neighbours) < 2 else [f"(?:{'|'.join(neighbours)})"]
     return "|".join(groups)
 
 
 def _alternatives(pattern: str) -> Iterator[str]:
-    """Cut a regular expression at the bars that are in no group, class or escape."""
+    """Split a regular expression at the bars outside of groups, classes and escapes."""
     depth, start = 0, 0
     for found in _PARTS.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -211,18 +208,15 @@ def _alternatives(pattern: str) -> Iterator[str]:
     yield pattern[start:]
 
 
-def _without_last_hold(alternative: str) -> str:
-    return (
-        alternative[:-1]
-        if _HOLDS_LAST.search(alternative) and "$" not in alternative
-        else alternative
-    )
+def _without_last_possessive(alternative: str) -> str:
+    droppable = _ENDS_POSSESSIVE.search(alternative) and "$" not in alternative
+    return alternative[:-1] if droppable else alternative
 
 
-def falling_back(encode: Encode, reference: Encode) -> Encode:
-    """Return `encode`, which gives text that it cannot split at all to `reference`."""
+def with_fallback(encode: Encode, reference: Encode) -> Encode:
+    """Return an encoder that uses `reference` for text that `encode` fails to split."""
 
-    def either(text: str) -> Ids:
+    def encode_either(text: str) -> Ids:
         try:
             return encode(text)
         except UnicodeEncodeError:
@@ -230,17 +224,16 @@ def falling_back(encode: Encode, reference: Encode) -> Encode:
         except ValueError:
             return reference(text)
 
-    return either
+    return encode_either
 
 
 def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Encode:
-    """Return an encoder that gives added tokens in a text their own ids and `encode` what lies
-    between them.
+    """Return an encoder that maps added tokens to their ids, and encodes the text between them.
 
-    The longest token wins at each place. One without an id is text, but what overlaps it is text
-    too: so does `tokenizers`.
+    At each position the longest token wins. A token without an id is text, and so is any token that
+    overlaps it: `tokenizers` does the same.
     """
-    if not any(index is not None for index in tokens.values()):
+    if all(index is None for index in tokens.values()):
         return encode
     by_length = sorted(tokens, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, by_length)))
@@ -260,18 +253,18 @@ def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Enc
     def encode_around(text: str) -> Ids:
         if pattern.search(text) is None:
             return encode(text)
-        text.encode()  # an error names the place in the whole text
+        text.encode()  # so that an error states the position in the whole text
         return np.concatenate([_NO_IDS, *pieces(text)])
 
     return encode_around
 
 
 def after_nfc(encode: Encode) -> Encode:
-    """Return an encoder of NFC-normalised text, normalised by `tokenizers` itself: others follow
-    newer versions of Unicode.
+    """Return an encoder that first applies NFC.
 
-    It sees only the runs of characters that may change, each with the one before, to which the run
-    may be joined.
+    `tokenizers` normalises, since other packages follow newer versions of Unicode. It only receives
+    the runs of characters that may change, each with the character before it, to which the run may
+    be joined.
     """
     from tokenizers import normalizers
 

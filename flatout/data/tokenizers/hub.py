@@ -1,6 +1,4 @@
-"""The tokenizer.json of a repository of the Hugging Face hub: from the hub's cache on this machine,
-else fetched into it.
-"""
+"""Finds the tokenizer.json of a Hugging Face repository in the local cache, or downloads it."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ _FILE_ENDINGS = (".json", ".tiktoken", ".model", ".gz")
 
 
 def is_repository(name: str) -> bool:
-    """Return whether a name has the form of a repository, `ORG/NAME` or `ORG/NAME@REVISION`, and
-    not of a file.
-    """
+    """Return whether a name looks like `ORG/NAME` or `ORG/NAME@REVISION`, not like a file."""
     return _REPOSITORY.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
 
 
@@ -31,76 +27,78 @@ def tokenizer_file(
     endpoint: str | None = None,
     progress: Progress = SILENT,
 ) -> Path:
-    """Return the tokenizer.json of a repository, on this machine.
+    """Return the local path of a repository's tokenizer.json.
 
-    What the cache holds of that revision is taken without asking the hub. `cache` and `endpoint`
-    are those of huggingface_hub unless stated.
+    A cached file is used without contacting the hub. `cache` and `endpoint` default to those of
+    huggingface_hub.
 
-    Raises: MissingPackage; DataError when there is no such repository, revision or file, or the hub
-            cannot be reached.
+    Raises: MissingPackage; DataError when the repository, revision or file does not exist, or the
+            hub cannot be reached.
     """
     try:
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            GatedRepoError,
-            LocalEntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     except ImportError as error:
         raise MissingPackage(
-            f"The tokenizer {name} lies on the Hugging Face hub, and huggingface_hub is not installed.",
+            f"The tokenizer {name} is on the Hugging Face hub, but huggingface_hub is not "
+            "installed.",
             fix="Install it with `pip install huggingface_hub`, or name a tokenizer.json file.",
         ) from error
     match = _REPOSITORY.fullmatch(name)
-    assert match is not None, "only what is_repository accepts is asked for"
-    repository, revision = match["repository"], match["revision"]
+    assert match is not None, "the caller has checked is_repository"
 
-    def fetched(local_files_only: bool) -> Path:
-        found = hf_hub_download(
-            repository,
+    def download(local_files_only: bool) -> Path:
+        path = hf_hub_download(
+            match["repository"],
             "tokenizer.json",
-            revision=revision,
+            revision=match["revision"],
             cache_dir=cache,
             endpoint=endpoint,
             local_files_only=local_files_only,
         )
-        return Path(str(found))
+        return Path(str(path))
 
-    with suppress(LocalEntryNotFoundError):  # the cache may lack it: then the hub is asked
-        return fetched(local_files_only=True)
-    where = f"{repository}{f' at revision {revision}' if revision else ''}"
+    with suppress(LocalEntryNotFoundError):  # if it is not cached, ask the hub
+        return download(local_files_only=True)
     try:
-        with progress.task(f"Fetching the tokenizer of {where}"):
-            return fetched(local_files_only=False)
-    except GatedRepoError as error:
-        raise DataError(
-            f"{where} is only for those whom its owners let in.",
-            fix="Ask on its page, then run `hf auth login`.",
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise DataError(
-            f"There is no file {name} here and no repository {repository} on the hub that you may read.",
-            fix="Check the name, or run `hf auth login`.",
-        ) from error
-    except RevisionNotFoundError as error:
-        raise DataError(
+        with progress.task(f"Downloading the tokenizer of {name}"):
+            return download(local_files_only=False)
+    except (OSError, EntryNotFoundError) as error:
+        raise _explained(error, name, match["repository"], match["revision"]) from error
+
+
+def _explained(error: Exception, name: str, repository: str, revision: str | None) -> DataError:
+    """Return the error and its fix for what huggingface_hub raised."""
+    from huggingface_hub import errors
+
+    where = f"{repository}{f' at revision {revision}' if revision else ''}"
+    answers = {  # subclasses first
+        errors.GatedRepoError: (
+            f"{where} is gated: only users whom its owners approve can read it.",
+            "Request access on its page, then run `hf auth login`.",
+        ),
+        errors.RepositoryNotFoundError: (
+            f"There is no file {name}, and no repository {repository} on the hub that you may "
+            "read.",
+            "Check the name, or run `hf auth login`.",
+        ),
+        errors.RevisionNotFoundError: (
             f"{repository} has no revision {revision}.",
-            fix="Name a branch, a tag or a whole commit hash after the @.",
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise DataError(
-            f"There is no file {name} here, the cache has no {where}, and the hub cannot be reached.",
-            fix="Check the name and the connection, or name a tokenizer.json file.",
-        ) from error
-    except EntryNotFoundError as error:
-        raise DataError(
+            "Name a branch, a tag or a full commit hash after the @.",
+        ),
+        errors.LocalEntryNotFoundError: (
+            f"There is no file {name}, {where} is not in the cache, and the hub cannot be reached.",
+            "Check the name and the connection, or name a tokenizer.json file.",
+        ),
+        errors.EntryNotFoundError: (
             f"{where} has no tokenizer.json.",
-            fix="Name a repository that has one, or a tokenizer file.",
-        ) from error
-    except OSError as error:
-        raise DataError(
-            f"The tokenizer of {where} could not be fetched: {error}.",
-            fix="Check the connection, then run it again.",
-        ) from error
+            "Name a repository that has one, or a tokenizer file.",
+        ),
+    }
+    for kind, (what, fix) in answers.items():
+        if isinstance(error, kind):
+            return DataError(what, fix=fix)
+    return DataError(
+        f"Cannot download the tokenizer of {where}: {error}.",
+        fix="Check the connection, then run it again.",
+    )

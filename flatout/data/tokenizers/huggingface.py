@@ -1,33 +1,34 @@
-"""A Hugging Face tokenizer.json, of any model: the ids of `tokenizers`, by whichever engine gives
-the same.
-"""
+"""A Hugging Face tokenizer.json of any model. `tokenizers` defines its ids."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 
 from flatout.data.tokenizers.base import (
+    SKIP_DOCUMENTS,
+    UNKNOWN,
+    Document,
     Encode,
     Ids,
     NotEncodable,
-    StoredTokenizer,
-    failures_named,
+    Tokenizer,
+    TokenizerFile,
+    engine_failures,
     is_panic,
     join_pieces,
     not_text,
     require_ids,
 )
-from flatout.data.tokenizers.bpe import byte_level_alphabet
-from flatout.data.tokenizers.byte_level import Layout, layout_of
+from flatout.data.tokenizers.byte_level import Layout, byte_level_alphabet, layout_of
 from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
-from flatout.data.tokenizers.engines import falling_back
+from flatout.data.tokenizers.engines import with_fallback
 from flatout.errors import DataError
 from flatout.registry import nearest
 
@@ -44,32 +45,99 @@ USUAL_NAMES = (
     "<|eot_id|>",
     "<|im_end|>",
 )
-"""What end-of-text is called, the likelier first."""
+"""Names of end-of-text, most likely first."""
+MAX_STRINGS = 256
+"""Strings of a file that are among the texts that it is tried on."""
+MAX_STRING_CHARACTERS = 5_000
 
 
-class HuggingFaceTokenizer(StoredTokenizer):
-    """The tokenizer of a tokenizer.json, without what it adds around a text (a beginning token,
-    truncation, padding).
+class HuggingFaceTokenizer(Tokenizer):
+    """The tokenizer of a tokenizer.json, without its post-processing (BOS, truncation, padding).
 
-    Special tokens written out in a text are text: they are split like any other words.
+    Special tokens that are written in a text are text: they are split like other words.
     """
 
     kind: ClassVar[str] = "huggingface"
 
-    def __init__(self, name: str, definition: dict[str, Any], eot_id: int) -> None:
+    def __init__(self, name: str, definition: Document, eot_id: int) -> None:
         self.layout: Layout | None = layout_of(definition)
         self.engines = ("gigatoken", "tiktoken", "tokenizers") if self.layout else ("tokenizers",)
         self.engine = "tokenizers"
         self.name = name
         self.definition = definition
         self.eot_id = eot_id
-        self.proven = is_proven(definition)
+        self.proven = _is_proven(definition)
         self.vocab_size = self._largest_id() + 1
         require_ids(name, self.vocab_size)
 
+    @classmethod
+    def from_file(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
+        """Return the tokenizer of a parsed tokenizer.json.
+
+        Raises: DataError when it is not one, or has no token of the given or a usual name for
+                end-of-text.
+        """
+        definition = file.document or {}
+        vocabulary = _vocabulary_of(definition, file.name)
+        token = file.end_of_text or next(filter(vocabulary.__contains__, USUAL_NAMES), None)
+        if token not in vocabulary:
+            guess = nearest(token, vocabulary) if token else None
+            raise DataError(
+                f"{file.name} has no token {token!r}."
+                if token
+                else f"{file.name} has none of the usual end-of-text tokens.",
+                fix=f"Did you mean {guess!r}?"
+                if guess
+                else "Name its end-of-text token with --end-of-text.",
+            )
+        added = [
+            entry | {"special": True} if entry["content"] == token else entry
+            for entry in definition.get("added_tokens") or []
+        ]
+        return cls(file.stem, definition | {"added_tokens": added}, vocabulary[token])
+
+    @classmethod
+    def to_try_out(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
+        """Return the tokenizer of a parsed tokenizer.json, with any id as end-of-text.
+
+        Raises: DataError when it is not one.
+        """
+        definition = file.document or {}
+        _vocabulary_of(definition, file.name)
+        return cls(file.name, definition, 0)
+
+    @classmethod
+    def from_document(cls, document: Document) -> Self:
+        """Return the tokenizer that `document` describes."""
+        return cls(str(document["name"]), dict(document["tokenizer"]), int(document["eot_id"]))
+
+    @classmethod
+    def is_proven(cls, document: Document) -> bool:
+        """Return whether the model is a byte-level BPE with a known pattern."""
+        return _is_proven(document.get("tokenizer") or {})
+
+    @classmethod
+    def strings_in(cls, document: Document) -> Iterator[str]:
+        """Yield the first strings of the normaliser, pre-tokeniser and decoder."""
+        definition = document["tokenizer"]
+        waiting = [definition.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+        left = MAX_STRINGS
+        while waiting and left:
+            found = waiting.pop(0)
+            if isinstance(found, str) and 0 < len(found) <= MAX_STRING_CHARACTERS:
+                left -= 1
+                yield found.encode(errors="ignore").decode()
+            elif isinstance(found, dict | list):
+                waiting += found.values() if isinstance(found, dict) else found
+
+    def document(self) -> Document:
+        """Return the end-of-text id and the whole definition."""
+        return {"eot_id": self.eot_id, "tokenizer": self.definition}
+
     def _largest_id(self) -> int:
-        """Return the largest id; a byte-level BPE is not loaded for that, since another engine may
-        do its work.
+        """Return the largest id.
+
+        A byte-level BPE is not loaded for this, since another engine may encode.
         """
         added = [int(entry["id"]) for entry in self.definition.get("added_tokens") or []]
         known: dict[str, int] = (
@@ -81,12 +149,12 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
     @cached_property
     def encoder(self) -> Encode:
-        """What encodes, by the engine of this tokenizer."""
+        """The encoder of this tokenizer's engine."""
         if self.layout is None or self.engine == "tokenizers":
             return self._encode_by_reference
         if self.engine == "gigatoken":
             return self.layout.gigatoken()
-        return falling_back(self.layout.tiktoken(), self._encode_by_reference)
+        return with_fallback(self.layout.tiktoken(), self._encode_by_reference)
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
@@ -96,48 +164,38 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """The tokens that text must not become; an unknown-token is what unknown text honestly
-        becomes.
+        """The tokens that text must not be encoded as, by content.
+
+        The unknown token is not among them: unknown text is encoded as it.
         """
-        model = self.definition.get("model", {})
-        unknown = {model.get("unk_token"), "<unk>", "[UNK]"}
-        tokens = {
-            entry["content"]: int(entry["id"])
-            for entry in self.definition.get("added_tokens", [])
-            if entry.get("special")
-        }
-        ends = {self._token_of(self.eot_id): self.eot_id}
+        unknown = {self.definition.get("model", {}).get("unk_token"), "<unk>", "[UNK]"}
+        entries = self.definition.get("added_tokens") or []
+        by_id = {int(entry["id"]): entry["content"] for entry in reversed(entries)}
+        end = by_id.get(self.eot_id) or str(self._tokenizer.id_to_token(self.eot_id))
         return {
-            content: index for content, index in tokens.items() if content not in unknown
-        } | ends
+            entry["content"]: int(entry["id"])
+            for entry in entries
+            if entry.get("special") and entry["content"] not in unknown
+        } | {end: self.eot_id}
 
-    def _token_of(self, index: int) -> str:
-        named = (
-            entry["content"]
-            for entry in self.definition.get("added_tokens") or []
-            if int(entry["id"]) == index
-        )
-        return next(named, None) or str(self._tokenizer.id_to_token(index))
-
-    def encode_piece(self, text: str, start: int) -> Ids:
+    def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text."""
         try:
-            with failures_named(self.name):
+            with engine_failures(self.name):
                 ids = self.encoder(text)
         except UnicodeEncodeError as error:
-            raise not_text(error, start) from error
+            raise not_text(error, offset) from error
         if not self._has_special(ids):
             return ids
-        literal = "|".join(
-            re.escape(content) for content in sorted(self._special, key=len, reverse=True)
-        )
+        literal = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
         cuts = [0, *(match.start() + 1 for match in re.finditer(literal, text)), len(text)]
-        pieces = [text[start:end] for start, end in itertools.pairwise(cuts)]
-        ids = np.concatenate([self.encoder(piece) for piece in pieces])
+        ids = np.concatenate(
+            [self.encoder(text[start:end]) for start, end in itertools.pairwise(cuts)]
+        )
         if self._has_special(ids):
             raise NotEncodable(
-                f"The tokenizer {self.name!r} turns plain text into a special token.",
-                fix="Use another tokenizer, or skip such documents with --on-bad-row skip.",
+                f"The tokenizer {self.name!r} encodes plain text as a special token.",
+                fix=f"Use another tokenizer, or {SKIP_DOCUMENTS}",
             )
         return ids
 
@@ -151,8 +209,9 @@ class HuggingFaceTokenizer(StoredTokenizer):
         return min(self._special.values())
 
     def _has_special(self, ids: Ids) -> bool:
-        """Return whether a special token is among the ids; mostly they are the last of a
-        vocabulary, so that the largest id tells.
+        """Return whether a special token is among the ids.
+
+        Special tokens are usually the last ids, so that the largest id is checked first.
         """
         return bool(ids.max(initial=0) >= self._lowest_special) and bool(
             np.isin(ids, list(self._special.values())).any()
@@ -160,79 +219,41 @@ class HuggingFaceTokenizer(StoredTokenizer):
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
-        """The bytes of each id, when the model writes bytes; other models only decode whole
-        sequences.
-        """
-        decoder = self.definition.get("decoder") or {}
-        if decoder.get("type") != "ByteLevel":
+        """The bytes of each id of a byte-level model; other models only decode whole sequences."""
+        if (self.definition.get("decoder") or {}).get("type") != "ByteLevel":
             return None
         byte_of = byte_level_alphabet()
         added = {int(entry["id"]) for entry in self.definition.get("added_tokens", [])}
-        table = [b"\xef\xbf\xbd"] * self.vocab_size
+        table = [UNKNOWN] * self.vocab_size
         for piece, index in self._tokenizer.get_vocab(with_added_tokens=True).items():
-            plain = index in added or not all(character in byte_of for character in piece)
-            table[index] = (
-                piece.encode() if plain else bytes(byte_of[character] for character in piece)
-            )
+            is_bytes = index not in added and byte_of.keys() >= set(piece)
+            table[index] = bytes(map(byte_of.__getitem__, piece)) if is_bytes else piece.encode()
         return table
 
-    def next_cut(self, text: str, place: int, end: int) -> int | None:
-        """Return the next place that no token crosses, by a known way to split text or as tried
-        out; None without a pre-tokeniser.
+    def next_cut(self, text: str, start: int, end: int) -> int | None:
+        """Return the next position that no token crosses, proved or tried for the pattern.
+
+        None without a pre-tokeniser.
         """
         if self.layout is not None and self.layout.cuts_are_known:
-            return known_cut(text, place, end)
+            return known_cut(text, start, end)
         if not self.definition.get("pre_tokenizer"):
             return None
-        return confirmed_cut(lambda piece: self.encode_piece(piece, 0), text, place, end)
+        return confirmed_cut(lambda piece: self.encode_piece(piece, 0), text, start, end)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the bytes of some ids."""
+        """Return the bytes of `ids`."""
         if self._bytes is not None:
             return join_pieces(self._bytes, ids)
-        with failures_named(self.name):
+        with engine_failures(self.name):
             text: str = self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
         return text.encode()
 
-    def document(self) -> dict[str, Any]:
-        """Return end-of-text and the whole definition."""
-        return {"eot_id": self.eot_id, "tokenizer": self.definition}
 
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Self:
-        """Return the tokenizer that `document` describes."""
-        return cls(str(document["name"]), dict(document["tokenizer"]), int(document["eot_id"]))
-
-    @classmethod
-    def from_file(
-        cls, definition: dict[str, Any], name: str, *, end_of_text: str | None = None
-    ) -> HuggingFaceTokenizer:
-        """Return the tokenizer of a parsed tokenizer.json.
-
-        Raises: DataError when it is not one, or end-of-text is neither named nor called by a usual
-                name.
-        """
-        vocabulary = vocabulary_of(definition, name)
-        token = end_of_text or next((usual for usual in USUAL_NAMES if usual in vocabulary), None)
-        if token is None or token not in vocabulary:
-            guess = nearest(token, vocabulary) if token else None
-            raise DataError(
-                f"{name} has no token {token!r}."
-                if token
-                else f"{name} has none of the usual end-of-text tokens.",
-                fix=f"Did you mean {guess!r}?"
-                if guess
-                else "Name its end-of-text token with --end-of-text.",
-            )
-        added = [
-            entry | {"special": True} if entry["content"] == token else entry
-            for entry in definition.get("added_tokens") or []
-        ]
-        stem = name.rpartition("/")[2].removesuffix(".json")
-        return cls(stem, definition | {"added_tokens": added}, vocabulary[token])
+TOKENIZER = HuggingFaceTokenizer
 
 
-def vocabulary_of(definition: dict[str, Any], name: str) -> dict[str, int]:
+def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
     """Return the ids of a tokenizer.json's tokens.
 
     Raises: DataError when it is not one.
@@ -244,23 +265,24 @@ def vocabulary_of(definition: dict[str, Any], name: str) -> dict[str, int]:
             raise
         raise DataError(
             f"{name} is not a tokenizer: {error}.",
-            fix="Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file.",
+            fix="Give a file that flatout saved, a Hugging Face tokenizer.json, "
+            "or a .tiktoken file.",
         ) from error
     return vocabulary
 
 
-def _loaded(definition: dict[str, Any]) -> tokenizers.Tokenizer:
+def _loaded(definition: Document) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
-    # What surrounds a text changes no id, and may be nested without end.
-    return Tokenizer.from_str(
-        json.dumps(definition | {"post_processor": None, "truncation": None, "padding": None})
-    )
+    # These parts change no id of the text, and may be nested without bound.
+    unused = {"post_processor": None, "truncation": None, "padding": None}
+    return Tokenizer.from_str(json.dumps(definition | unused))
 
 
-def is_proven(definition: Any) -> bool:
-    """Return whether a tokenizer.json is of a kind whose time and memory a text's length bounds: as
-    GPT-2, Llama 3 and Qwen have.
+def _is_proven(definition: Document) -> bool:
+    """Return whether text length bounds the time and memory of a tokenizer.json.
+
+    True for the patterns of GPT-2, Llama 3 and Qwen.
     """
     try:
         layout, decoder = layout_of(definition), definition.get("decoder") or {}

@@ -1,6 +1,4 @@
-"""Limits that the system enforces on native code, which no signal handler or timeout of Python's
-can stop.
-"""
+"""Resource limits of the operating system, for native code that Python cannot interrupt."""
 
 from __future__ import annotations
 
@@ -16,15 +14,9 @@ import psutil
 
 @contextmanager
 def cpu_bounded(seconds: float) -> Iterator[None]:
-    """Let the system end this process with SIGXCPU when the block takes more CPU time, the time of
-    all its threads together.
-    """
-    soft, hard = before = resource.getrlimit(resource.RLIMIT_CPU)
-    ends = math.ceil(time.process_time() + seconds)
-    resource.setrlimit(
-        resource.RLIMIT_CPU,
-        (min([ends, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]), hard),
-    )
+    """End this process with SIGXCPU if the block uses more CPU time, summed over all threads."""
+    before = resource.getrlimit(resource.RLIMIT_CPU)
+    _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
     try:
         yield
     finally:
@@ -32,23 +24,23 @@ def cpu_bounded(seconds: float) -> Iterator[None]:
 
 
 def bound_memory(num_bytes: int) -> None:
-    """Let this process have no more than so many bytes of memory on top of those it has; where the
-    system does not say, nothing is bounded.
+    """Limit this process to `num_bytes` of memory more than it has now.
+
+    Does nothing where the system does not report the memory in use.
     """
-    held = getattr(psutil.Process().memory_info(), "data", None)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if held is not None:
-        limits = [
-            held + num_bytes,
-            *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY),
-        ]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    in_use = getattr(psutil.Process().memory_info(), "data", None)
+    if in_use is not None:
+        _lower(resource.RLIMIT_DATA, in_use + num_bytes)
 
 
-def end_of(code: int) -> str:
-    """Return how a process with such a limit ended by its exit code, as a sentence continues: it
-    took too much time, or else memory.
-    """
-    return (
-        "takes too much CPU time" if code == -signal.SIGXCPU else "crashes or takes too much memory"
-    )
+def _lower(limit: int, value: int) -> None:
+    soft, hard = resource.getrlimit(limit)
+    finite = (bound for bound in (soft, hard) if bound != resource.RLIM_INFINITY)
+    resource.setrlimit(limit, (min([value, *finite]), hard))
+
+
+def failure_of(code: int) -> str:
+    """Return how a process with these limits ended, from its exit code, as a verb phrase."""
+    if code == -signal.SIGXCPU:
+        return "takes too much CPU time"
+    return "crashes or takes too much memory"

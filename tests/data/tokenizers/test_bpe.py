@@ -9,11 +9,12 @@ import tiktoken
 from texts import CORPUS, STRANGE
 
 from flatout.data.tokenizers import base, bpe
-from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN, byte_level_alphabet, train_bpe
-from flatout.data.tokenizers.engines import delegated
+from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN_FILES, train_bpe
+from flatout.data.tokenizers.byte_level import byte_level_alphabet
+from flatout.data.tokenizers.engines import grouped_alternatives
 
 
-@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
+@pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
 def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
     """Every run of characters is a piece here, so that a token across a cut would show."""
     text = "".join(
@@ -30,7 +31,7 @@ def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
     made = bpe.RankTokenizer(known.name, pieces, known.pattern, len(pieces))
     whole = made.encode(text)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 3)
-    assert len(list(made.encode_pieces(text))) > 50
+    assert len(list(made.encode_stream([text]))) > 50
     assert made.encode(text) == whole
 
 
@@ -45,7 +46,7 @@ def test_training_gives_the_size_asked_for_and_the_same_each_time():
 
 
 HUGGING_FACE = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-PATTERNS = {known.name: known.pattern for known in KNOWN.values()} | {
+PATTERNS = {known.name: known.pattern for known in KNOWN_FILES.values()} | {
     "hugging face": HUGGING_FACE,
     "escapes": r"\++|[a|)]++|(?:b|c)++|\s+(?!\S)|[^x]|x",
 }
@@ -96,20 +97,21 @@ def test_a_pattern_whose_alternatives_are_grouped_splits_the_same(name):
     }
     plain, fast = (
         tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        for pattern in (PATTERNS[name], delegated(PATTERNS[name]))
+        for pattern in (PATTERNS[name], grouped_alternatives(PATTERNS[name]))
     )
     assert fast.encode_ordinary(text) == plain.encode_ordinary(text)
 
 
 def test_alternatives_that_look_around_or_hold_on_stay_alone():
     assert (
-        delegated(r"a|[b|]c|(d|e)++|\s++$|\s+(?!\S)|\s") == r"(?:a|[b|]c|(d|e)+)|\s++$|\s+(?!\S)|\s"
+        grouped_alternatives(r"a|[b|]c|(d|e)++|\s++$|\s+(?!\S)|\s")
+        == r"(?:a|[b|]c|(d|e)+)|\s++$|\s+(?!\S)|\s"
     )
-    assert delegated(GPT2_PATTERN).startswith(
+    assert grouped_alternatives(GPT2_PATTERN).startswith(
         r"(?:'(?:[sdmt]|ll|re|ve)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+)|"
     )
     for unchanged in (r"(?i)a|b", r"a?+b|c", r"\p{L}+", r"\++"):
-        assert delegated(unchanged) == unchanged
+        assert grouped_alternatives(unchanged) == unchanged
 
 
 @pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
@@ -152,7 +154,7 @@ def test_the_byte_level_alphabet_is_the_one_in_use():
         assert ours[piece] == value
 
 
-@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
+@pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
 def test_every_known_pattern_compiles_and_loses_nothing(known):
     made = bpe.RankTokenizer(
         known.name, [bytes([value]) for value in range(256)], known.pattern, known.eot_id
@@ -174,7 +176,7 @@ def test_known_patterns_equal_those_in_the_field():
         pieces = list(ranks)
 
         def load(address, expected_hash):
-            assert expected_hash in KNOWN
+            assert expected_hash in KNOWN_FILES
             return ranks
 
         original = public.load_tiktoken_bpe
@@ -189,7 +191,7 @@ def test_known_patterns_equal_those_in_the_field():
         pieces, pattern, eot = definition(name)
         ours = next(
             known
-            for known in KNOWN.values()
+            for known in KNOWN_FILES.values()
             if known.name in (name, {"r50k_base": "gpt2"}.get(name))
         )
         assert ours.eot_id == eot

@@ -17,8 +17,8 @@ from flatout.data.prepare.workers import local as local_workers
 from flatout.data.tokenizers import check, load_tokenizer, make_tokenizer, process_limits
 from flatout.data.tokenizers.base import NotEncodable
 from flatout.data.tokenizers.bpe import GPT2_PATTERN, RankTokenizer
+from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.data.tokenizers.check import bound_pieces, require_usable
-from flatout.data.tokenizers.plain import ByteTokenizer
 from flatout.errors import DataError
 
 VOCABULARY = {"<unk>": 0, "<|endoftext|>": 1, "a": 2, "b": 3}
@@ -163,7 +163,7 @@ def test_the_usual_kinds_start_no_process(tmp_path, no_process):
 
 
 def tokenizer_alphabet():
-    from flatout.data.tokenizers.bpe import byte_level_alphabet
+    from flatout.data.tokenizers.byte_level import byte_level_alphabet
 
     return byte_level_alphabet()
 
@@ -176,7 +176,7 @@ def tokenizer_alphabet():
             "line 257: the rank 1,099,511,627,776 is not between 0 and 16,777,215",
         ),
         (b"YWI= -1\n", "line 257: the rank -1 is not between"),
-        (b"YWI= 9\n", "line 257: the rank 9 is there twice"),
+        (b"YWI= 9\n", "line 257: the rank 9 appears twice"),
         (b"YW!= 256\n", "line 257 is not `BASE64 RANK`"),
         (b"YWI= " + b"9" * 5000, "line 257 is not `BASE64 RANK`"),
     ],
@@ -195,9 +195,9 @@ def test_an_id_that_no_table_can_hold_is_named(tmp_path, monkeypatch):
         "vocab": VOCABULARY | {"z": 2**32 - 2},
         "merges": [],
     }
-    with pytest.raises(DataError, match="has the id 4,294,967,294; ids are below 16,777,216"):
+    with pytest.raises(DataError, match="has the id 4,294,967,294; ids must be below 16,777,216"):
         load_tokenizer(hub_file(tmp_path, model=model))
-    with pytest.raises(DataError, match="ids are below"):
+    with pytest.raises(DataError, match="ids must be below"):
         RankTokenizer("x", BYTES, GPT2_PATTERN, 2**40)
 
 
@@ -211,7 +211,7 @@ def try_pattern(pattern, name="x"):
         (r"\w+", "leaves out text"),
         ("(", "The pattern of the tokenizer 'x' cannot be used"),
         ("a*", "cannot be used: .* Correct --pattern"),
-        ("(a|a)*", "fails: the library that encodes stopped"),
+        ("(a|a)*", "fails: the engine failed internally"),
     ],
 )
 def test_a_pattern_that_does_not_split_text_is_named(pattern, said):
@@ -277,7 +277,7 @@ def test_workers_have_limits_for_tokenizers_that_are_not_proven(monkeypatch):
     monkeypatch.setattr(check, "bound_memory", bounded.append)
     proven, other = ByteTokenizer(), RankTokenizer("x", BYTES, r"[\s\S]", 256)
     bound_pieces(proven)
-    assert (bounded, proven.bounds) == ([], ByteTokenizer.bounds)
+    assert (bounded, proven.limits) == ([], ByteTokenizer.limits)
     bound_pieces(other)
     assert bounded == [check.PIECE_BYTES]
     limits = []

@@ -15,17 +15,22 @@ import numpy as np
 import pytest
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
-from flatout.data.tokenizers import engine_choice, load_tokenizer, make_tokenizer, parse_tokenizer
-from flatout.data.tokenizers import engines as fast_path_engines
+from flatout.data.tokenizers import (
+    engine_choice,
+    engines,
+    load_tokenizer,
+    make_tokenizer,
+    parse_tokenizer,
+)
 from flatout.data.tokenizers.bpe import (
     GPT2_PATTERN,
-    KNOWN,
+    KNOWN_FILES,
     RankTokenizer,
-    byte_level_alphabet,
     train_bpe,
 )
+from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.engine_choice import choose_engine, difference, probes
-from flatout.data.tokenizers.plain import ByteTokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT
 
@@ -82,13 +87,13 @@ def from_json(trained):
 
 def wrong(monkeypatch, *, only_if: str = ""):
     """Make gigatoken give one id too many, for texts with `only_if` in them."""
-    original = fast_path_engines._Gigatoken.__call__
+    original = engines._Gigatoken.__call__
 
     def encode(self, text):
         ids = original(self, text)
         return np.append(ids, np.uint32(1)) if only_if in text and text else ids
 
-    monkeypatch.setattr(fast_path_engines._Gigatoken, "__call__", encode)
+    monkeypatch.setattr(engines._Gigatoken, "__call__", encode)
 
 
 def test_the_fastest_is_taken_and_said(trained, from_json, listener):
@@ -128,7 +133,7 @@ def test_an_engine_that_panics_is_passed_over(trained, listener, monkeypatch):
             raise PanicException("index out of bounds")
         return np.zeros(0, np.uint32)
 
-    monkeypatch.setattr(fast_path_engines._Gigatoken, "__call__", encode)
+    monkeypatch.setattr(engines._Gigatoken, "__call__", encode)
     monkeypatch.setattr(engine_choice, "probes", lambda tokenizer: ["1234"])
     assert choose_engine(trained, TEXTS, cache=None, progress=listener).engine == "tiktoken"
     assert "fails: index out of bounds" in listener.said[0]
@@ -140,7 +145,7 @@ def test_an_interrupt_is_no_difference(trained, monkeypatch):
             raise KeyboardInterrupt
         return np.zeros(0, np.uint32)
 
-    monkeypatch.setattr(fast_path_engines._Gigatoken, "__call__", encode)
+    monkeypatch.setattr(engines._Gigatoken, "__call__", encode)
     with pytest.raises(KeyboardInterrupt):
         choose_engine(trained, TEXTS, cache=None, progress=SILENT)
 
@@ -167,7 +172,7 @@ def test_a_vocabulary_that_gigatoken_cannot_read_says_why(trained, listener):
     odd = RankTokenizer("odd", trained.pieces, r"\S+|\s+", trained.eot_id)
     assert choose_engine(odd, TEXTS, cache=None, progress=listener).engine == "tiktoken"
     assert listener.said[0].startswith(
-        "gigatoken cannot encode for this tokenizer: it does not split text by this one's pattern: encodes"
+        "gigatoken cannot encode for this tokenizer: it does not support this pattern: encodes"
     )
     gap = RankTokenizer(
         "gap", [*trained.pieces[:-3], None, *trained.pieces[-2:]], GPT2_PATTERN, trained.eot_id
@@ -195,7 +200,7 @@ def test_the_verdict_on_the_probes_is_kept_and_the_corpus_tried_each_time(
     assert listener.said[-1] == "gigatoken differs from tiktoken at 'x': encodes with tiktoken."
     kept.write_text("{torn")
     assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
-    monkeypatch.setattr(engine_choice, "described", lambda engine: f"{engine} 99.0")
+    monkeypatch.setattr(engine_choice, "versioned", lambda engine: f"{engine} 99.0")
     choose_engine(trained, TEXTS, cache=tmp_path, progress=listener)
     assert len(calls) == 3, "another version is another verdict"
 
@@ -253,7 +258,7 @@ def test_making_a_tokenizer_chooses_its_engine(tmp_path, trained, from_json, lis
     assert load_tokenizer(path, pattern=GPT2_PATTERN).engine == "tiktoken"
 
 
-@pytest.mark.parametrize("known", KNOWN.values(), ids=lambda known: known.name)
+@pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
 def test_gigatoken_has_the_ids_of_tiktoken_for_every_known_pattern(known, crossing):
     slow = RankTokenizer(known.name, crossing, known.pattern, len(crossing))
     assert difference(slow.with_engine("gigatoken"), slow, probes(slow)) == ""
@@ -292,8 +297,8 @@ def test_the_probes_are_the_same_each_time(trained):
 
 @pytest.mark.parametrize(("grown", "times"), [(-(1 << 40), len(TEXTS)), (1 << 40, 0)])
 def test_gigatoken_is_loaded_anew_when_the_process_has_grown(trained, monkeypatch, grown, times):
-    monkeypatch.setattr(fast_path_engines, "LOOKED_AT_BYTES", 1)
-    monkeypatch.setattr(fast_path_engines, "GROWN_BYTES", grown)
+    monkeypatch.setattr(engines, "GROWTH_CHECK_BYTES", 1)
+    monkeypatch.setattr(engines, "MAX_GROWTH_BYTES", grown)
     fast = trained.with_engine("gigatoken")
     load, loaded = fast.encoder._load, []
     fast.encoder._load = lambda: loaded.append(1) or load()
@@ -308,7 +313,7 @@ def test_text_that_an_engine_cannot_split_goes_to_the_reference():
             raise ValueError("stack")
         return text.encode() and np.array([1], np.uint32)
 
-    either = fast_path_engines.falling_back(fails, lambda text: np.array([2], np.uint32))
+    either = engines.with_fallback(fails, lambda text: np.array([2], np.uint32))
     assert either("a").tolist() == [1]
     assert either("x").tolist() == [2]
     with pytest.raises(UnicodeEncodeError):
@@ -317,7 +322,7 @@ def test_text_that_an_engine_cannot_split_goes_to_the_reference():
 
 def test_refusals_say_what_to_do():
     with pytest.raises(DataError, match="gigatoken cannot encode"):
-        fast_path_engines.gigatoken_of_json({"model": {}})
+        engines.gigatoken_of_json({"model": {}})
 
 
 def test_the_data_set_is_the_same_whichever_engine_ran(tmp_path, from_json, listener, monkeypatch):
@@ -337,17 +342,17 @@ def test_the_data_set_is_the_same_whichever_engine_ran(tmp_path, from_json, list
         return {file.name: file.read_bytes() for file in out.iterdir()}
 
     monkeypatch.setattr(
-        engine_choice, "_kept", lambda candidate, reference, cache: ""
+        engine_choice, "_cached_difference", lambda candidate, reference, cache: ""
     )  # nothing of a test is kept in the user's folder
     fast = prepared("fast")
     wrong(monkeypatch)
     middle = prepared("middle")
     monkeypatch.setattr(engine_choice, "WORTHWHILE_CHARACTERS", 10**9)
     slow = prepared("slow")
-    engines = [
+    used = [
         line.split(" (")[0].rpartition("ncodes with ")[2].split()[0]
         for line in listener.said
         if "ncodes with" in line
     ]
-    assert engines == ["gigatoken", "tiktoken"]
+    assert used == ["gigatoken", "tiktoken"]
     assert fast == middle == slow

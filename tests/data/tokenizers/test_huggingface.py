@@ -201,7 +201,7 @@ LONG = (
 def test_cut_and_streamed_text_has_the_same_ids(tokenizer, style, monkeypatch, size):
     whole = ids_of(style, LONG)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", size)
-    pieces = list(tokenizer.encode_pieces(LONG))
+    pieces = list(tokenizer.encode_stream([LONG]))
     assert len(pieces) > 5
     assert np.concatenate(pieces).tolist() == whole
     for chunk in (3, 64, 1000):
@@ -222,12 +222,12 @@ def test_no_cut_changes_an_id(text):
 
 def test_a_text_with_nowhere_to_cut_it_is_refused_from_a_length_on(tokenizer, monkeypatch):
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 10)
-    monkeypatch.setattr(base, "LONGEST_PIECE_CHARACTERS", 100)
-    monkeypatch.setattr(base, "AHEAD_CHARACTERS", 50)
+    monkeypatch.setattr(base, "MAX_PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 50)
     assert tokenizer.decode(tokenizer.encode("a" * 90)) == "a" * 90
-    with pytest.raises(DataError, match="Nowhere in the 100 characters from 10 on"):
+    with pytest.raises(DataError, match="anywhere in the 100 characters from 10 on"):
         tokenizer.encode("a" * 10 + " " + "b" * 200)
-    with pytest.raises(DataError, match="Nowhere in the 100 characters"):
+    with pytest.raises(DataError, match="anywhere in the 100 characters"):
         list(tokenizer.encode_stream(["b" * 50] * 10))
 
 
@@ -248,8 +248,8 @@ def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypat
     tokenizer = parse_tokenizer(model.to_str(), "tokenizer.json")
     assert tokenizer.engines == ("tokenizers",)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 20)
-    monkeypatch.setattr(cut_points, "AHEAD_CHARACTERS", 30)
-    pieces = [ids.tolist() for ids in tokenizer.encode_pieces(text)]
+    monkeypatch.setattr(cut_points, "LOOKAHEAD_CHARACTERS", 30)
+    pieces = [ids.tolist() for ids in tokenizer.encode_stream([text])]
     assert len(pieces) > 5
     for size in (1, 7, 21, 50, 100):
         chunks = [text[start : start + size] for start in range(0, len(text), size)]
@@ -301,7 +301,7 @@ def test_a_vocabulary_whose_ids_do_not_grow_along_its_merges_is_not_for_tiktoken
     )
     vocabulary[first], vocabulary[last] = vocabulary[last], vocabulary[first]
     tokenizer = parse_tokenizer(json.dumps(shuffled), "tokenizer.json").with_engine("tiktoken")
-    with pytest.raises(DataError, match="do not grow along its merges"):
+    with pytest.raises(DataError, match="do not increase along its merges"):
         tokenizer.encode("x")
 
 

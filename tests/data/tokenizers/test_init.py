@@ -10,7 +10,7 @@ from texts import CORPUS, STRANGE
 
 from flatout.data.prepare.request.identity import tokenizer_mark
 from flatout.data.tokenizers import base, load_tokenizer, make_tokenizer, parse_tokenizer
-from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN, Known, read_tiktoken, train_bpe
+from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN_FILES, KnownFile, train_bpe
 from flatout.errors import DataError
 
 LITERALS = ["<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "</s>", "<eos>[EOS]<|im_end|>"]
@@ -59,7 +59,7 @@ def tokenizer(request, tmp_path):
 
 def test_text_comes_back_exactly(tokenizer):
     for text in CORPUS + STRANGE + LITERALS:
-        pieces = list(tokenizer.encode_pieces(text))
+        pieces = list(tokenizer.encode_stream([text]))
         assert {ids.dtype for ids in pieces} == {np.dtype(np.uint32)}
         ids = np.concatenate(pieces)
         assert tokenizer.decode(ids) == text
@@ -127,7 +127,7 @@ def test_a_long_text_in_pieces_has_the_same_ids(tokenizer, monkeypatch, size):
         text = "".join(CORPUS * 15)
     whole = tokenizer.encode(text)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", size)
-    pieces = list(tokenizer.encode_pieces(text))
+    pieces = list(tokenizer.encode_stream([text]))
     assert np.concatenate(pieces).tolist() == whole == tokenizer.encode(text)
     if type(tokenizer).__name__ != "HuggingFaceTokenizer":
         assert len(pieces) > (1 if size > 100 else 5)
@@ -221,8 +221,10 @@ def test_a_known_tiktoken_file_needs_none(tmp_path, monkeypatch):
     import hashlib
 
     data = tiktoken_file(tmp_path / "known.tiktoken").read_bytes()
-    monkeypatch.setitem(KNOWN, hashlib.sha256(data).hexdigest(), Known("known", GPT2_PATTERN, 300))
-    made = read_tiktoken(data, "known.tiktoken")
+    monkeypatch.setitem(
+        KNOWN_FILES, hashlib.sha256(data).hexdigest(), KnownFile("known", GPT2_PATTERN, 300)
+    )
+    made = load_tokenizer(tmp_path / "known.tiktoken")
     assert (made.name, made.vocab_size, made.eot_id) == ("known", 301, 300)
     assert made.decode([299]) == "\ufffd"
 
@@ -357,7 +359,7 @@ def test_a_long_text_is_looked_through_once_however_small_its_chunks(monkeypatch
 def test_a_folder_without_a_tokenizer_is_said(tmp_path):
     with pytest.raises(
         DataError,
-        match=rf"The folder {tmp_path} has no tokenizer\.json\. Fix: Name a folder that has one",
+        match=rf"The directory {tmp_path} has no tokenizer\.json\. Fix: Name a directory that has one",
     ):
         make_tokenizer(str(tmp_path), give)
     tiktoken_file(tmp_path / "own.tiktoken")

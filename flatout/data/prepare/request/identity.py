@@ -10,7 +10,7 @@ from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.split_rule import NAMED, parse_rule
-from flatout.data.tokenizers import read_tokenizer, tokenizer_place
+from flatout.data.tokenizers import kind_named, read_tokenizer, tokenizer_path
 from flatout.errors import OutputInUse, without_secrets
 from flatout.registry import DATASETS
 
@@ -67,9 +67,9 @@ def tokenizer_mark(spec: str) -> str:
 
     Raises: DataError when its file cannot be read, or is missing from a directory.
     """
-    if spec in ("char", "byte") or spec.startswith("train:"):
+    if kind_named(spec) is not None:
         return spec
-    path = tokenizer_place(spec)
+    path = tokenizer_path(spec)
     return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec
 
 
