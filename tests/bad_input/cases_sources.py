@@ -201,7 +201,7 @@ CASES = [
     Case(
         "a Hugging Face tokenizer without a connection",
         "prepare book.txt --out data/new --tokenizer org/model",
-        ("org/model", "the cache has no", "cannot be reached"),
+        ("org/model", "is not in the cache", "cannot be reached"),
         ("tokenizer.json",),
         offline,
     ),
