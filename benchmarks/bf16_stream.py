@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from main_job import RESULTS
-from optimisers import built, code_state
+from training_runs import built, code_state
 
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig

@@ -101,7 +101,7 @@ def shape(layers: int, **smaller: int) -> dict[str, Any]:
 
 
 def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
-    """Return the three, on inputs drawn once."""
+    """Return the comparisons, on inputs drawn once."""
     config: Any = Eigenstate.check(model, seq_len=tokens)
     torch.manual_seed(0)
     weights = Eigenstate(config, Ops.plain()).state_dict()
@@ -119,48 +119,24 @@ def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
             made, lambda hidden_BTD: walk(made, hidden_BTD), hidden_BTD, wanted_BTD
         )
 
-    fast_products = linear.bf16 if probe().cpu_multiplies_bf16 else linear.onednn
-    narrow = NARROW if fast_products is linear.bf16 else EXACT
-    recurrence = "the recurrence alone"
+    scans = plain_and(chunked=scan.chunked)
+    products = linear.bf16 if probe().cpu_multiplies_bf16 else linear.onednn
+    fast = layers(at_once, scan=scan.chunked, linear=products)
+    recurrences = {name: alone(function, config, tokens) for name, function in scans}
+    layers_by_scan = {name: layers(at_once, scan=function) for name, function in scans}
+    by_product = {"fp32": layers(at_once, scan=scan.chunked), products.__name__: fast}
+    by_step = {
+        "step by step": layers(token_by_token, scan=scan.reference),
+        f"chunked, {products.__name__}": fast,
+    }
+    narrow = NARROW if products is linear.bf16 else EXACT
     return [
+        Comparison("recurrence", "recurrence alone", EXACT, recurrences),
+        Comparison("layers", "layers, by recurrence", EXACT, layers_by_scan),
         Comparison(
-            "recurrence",
-            recurrence,
-            EXACT,
-            {
-                name: alone(function, config, tokens)
-                for name, function in plain_and(chunked=scan.chunked)
-            },
+            "products", "layers with the chunked recurrence, by product", narrow, by_product
         ),
-        Comparison(
-            "layers",
-            "layers, the recurrence exchanged",
-            EXACT,
-            {
-                name: layers(at_once, scan=function)
-                for name, function in plain_and(chunked=scan.chunked)
-            },
-        ),
-        Comparison(
-            "products",
-            "layers with the chunked recurrence, the products exchanged",
-            narrow,
-            {
-                "fp32": layers(at_once, scan=scan.chunked),
-                fast_products.__name__: layers(at_once, scan=scan.chunked, linear=fast_products),
-            },
-        ),
-        Comparison(
-            "steps",
-            "layers token by token, against all that is fast",
-            narrow,
-            {
-                "step by step": layers(token_by_token, scan=scan.reference),
-                f"chunked, {fast_products.__name__}": layers(
-                    at_once, scan=scan.chunked, linear=fast_products
-                ),
-            },
-        ),
+        Comparison("steps", "layers token by token, against the fast path", narrow, by_step),
     ]
 
 

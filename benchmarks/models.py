@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -37,8 +36,9 @@ from typing import Any
 
 import psutil
 import torch
-from main_job import RESULTS, spread
-from optimisers import built, code_state, trained
+from main_job import RESULTS
+from models_report import LENGTHS, LONGER, STEPS, loss_of, table
+from training_runs import built, code_state, trained
 
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
@@ -68,17 +68,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "model.chunk_size": 32,
     },
 }
-TOKENS_PER_STEP, STEPS = 4096, 200
-LENGTHS = (256, 1024, 4096)
+TOKENS_PER_STEP = 4096
 TUNED_AT, TUNING_SEED = 1024, 1000
 RATES = {"muon": (4e-3, 8e-3, 16e-3), "adamw": (2e-3, 4e-3, 8e-3)}
 """Learning rates tried first; more, by factors of two, while the best is the first or the last."""
-TITLES = {"muon": "Muon", "adamw": "AdamW"}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"optim.momentum": 0.9},
     "adamw": {"optim.betas": [0.9, 0.99]},
 }
-LONGER = 800
 SEEDS: dict[str, tuple[tuple[int, int, int], ...]] = {
     "muon": (
         *((1024, 1, STEPS), (4096, 1, STEPS), (256, 1, STEPS), (256, 1, LONGER)),
@@ -111,56 +108,50 @@ Run = Callable[[Trial], dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--part",
-        choices=("loss", "speed"),
-        required=True,
-        help="speed takes a machine that does nothing else",
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        required=True,
-        help="the text that the data set card `shakespeare` names",
-    )
-    parser.add_argument("--rounds", type=int, default=4, help="times that every timing is repeated")
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("data/models"),
-        help="folder for the prepared data and the runs that are done",
-    )
-    parser.add_argument(
-        "--timed",
-        nargs=2,
-        metavar=("MODEL", "LENGTH"),
-        help="time this in this process and print the figures",
-    )
-    arguments = parser.parse_args()
-    prepare(str(arguments.text), arguments.work / "characters", tokenizer="char", workers=1)
-    dataset = Dataset.open(arguments.work / "characters")
+    arguments = parser().parse_args()
+    characters, cache = arguments.work / "characters", arguments.work / "models.jsonl"
+    prepare(str(arguments.text), characters, tokenizer="char", workers=1)
+    dataset = Dataset.open(characters)
     if arguments.timed:
         print(json.dumps(timed(arguments.timed[0], int(arguments.timed[1]), dataset)))
         return
     if arguments.part == "loss":
         torch.set_num_threads(1)
-        measure_loss(dataset, arguments.work / "models.jsonl")
+        measure_loss(dataset, cache)
     else:
-        words = [
-            sys.executable,
-            __file__,
-            "--part",
-            "speed",
-            "--text",
-            str(arguments.text),
-            "--work",
-            str(arguments.work),
-        ]
-        measure_speed(words, arguments.rounds, arguments.work / "models.jsonl")
+        words = ["--part", "speed", "--text", str(arguments.text), "--work", str(arguments.work)]
+        measure_speed([sys.executable, __file__, *words], arguments.rounds, cache)
     print((RESULTS / "models.md").read_text())
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--part",
+        choices=("loss", "speed"),
+        required=True,
+        help="speed needs an otherwise idle machine",
+    )
+    made.add_argument(
+        "--text", type=Path, required=True, help="text file named by the dataset card `shakespeare`"
+    )
+    made.add_argument("--rounds", type=int, default=4, help="repeats of each timing")
+    made.add_argument(
+        "--work",
+        type=Path,
+        default=Path("data/models"),
+        help="directory for prepared data and finished runs",
+    )
+    made.add_argument(
+        "--timed",
+        nargs=2,
+        metavar=("MODEL", "LENGTH"),
+        help="time one model in this process and print the figures",
+    )
+    return made
 
 
 def keep(part: str, found: dict[str, Any]) -> None:
@@ -262,11 +253,6 @@ def tuned(model: str, optimizer: str, run: Run) -> float:
         losses[rate] = loss_of(run(replace(first, lr=rate)))
 
 
-def loss_of(row: dict[str, Any]) -> float:
-    """Return the validation loss of a run; one that diverged ended nowhere."""
-    return math.inf if row["val_loss"] is None else float(row["val_loss"])
-
-
 def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
     """Time both models at every length, turn by turn in fresh processes; the figures so far are
     written after every one.
@@ -322,133 +308,6 @@ def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
         "steps": len(seconds),
         "gib": (process_peak_bytes() - before) / GIB,
     }
-
-
-def table(whole: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
-    return (
-        "\n".join(
-            text
-            for part, write in (("loss", loss_table), ("speed", speed_table))
-            if part in whole
-            for text in write(whole[part])
-        )
-        + "\n"
-    )
-
-
-def loss_table(found: dict[str, Any]) -> list[str]:
-    """Return the lines about losses: the seeds at the tuned rate, and what lies beside that rate."""
-    runs = found["runs"]
-    best = best_rates(runs, found["tuning_seed"])
-    lines = [
-        "| validation loss, by seed | transformer | eigenstate | eigenstate less transformer, mean |",
-        "|---|---|---|---|",
-    ]
-    for optimizer, seq_len, steps in itertools.product(OPTIMIZERS, LENGTHS, (STEPS, LONGER)):
-        losses: dict[str, dict[int, float]] = {model: {} for model in SHAPES}
-        for row in runs:
-            is_tuned = (
-                row["lr"] == best[row["model"], row["optimizer"]]
-                and row["seed"] != found["tuning_seed"]
-            )
-            if is_tuned and (row["optimizer"], row["seq_len"], row["steps"]) == (
-                optimizer,
-                seq_len,
-                steps,
-            ):
-                losses[row["model"]][row["seed"]] = loss_of(row)
-        seeds = sorted(set.intersection(*(set(each) for each in losses.values())))
-        if seeds:
-            cells = [", ".join(f"{each[seed]:.3f}" for seed in seeds) for each in losses.values()]
-            apart = statistics.fmean(
-                losses["eigenstate"][seed] - losses["transformer"][seed] for seed in seeds
-            )
-            lines.append(
-                f"| {TITLES[optimizer]}, T = {seq_len:,}, {steps} steps | {' | '.join(cells)} | **{apart:+.3f}** |"
-            )
-    sizes = {row["model"]: f"{row['parameters']:,} ({row['model']})" for row in runs}
-    rates = "; ".join(
-        f"{model}, {TITLES[optimizer]}: {rate:g}" for (model, optimizer), rate in best.items()
-    )
-    return [
-        *lines,
-        "",
-        f"Characters of Shakespeare, nats a token on the whole validation split; {' and '.join(sizes.values())} parameters; "
-        f"steps of {found['tokens_per_step']:,} tokens at every length; "
-        f"learning rates tuned at T = {found['tuned_at']:,}, {STEPS} steps, on another seed: {rates}. {beside(runs, best)}"
-        f"{found['machine']}, one thread, torch {found['torch']}; commit {found['commit']}; "
-        "`python benchmarks/models.py --part loss`.",
-        "",
-    ]
-
-
-def best_rates(runs: list[dict[str, Any]], tuning_seed: int) -> dict[tuple[str, str], float]:
-    """Return the best rate on the tuning seed so far, by model and optimizer."""
-    tuning = [row for row in sorted(runs, key=loss_of) if row["seed"] == tuning_seed]
-    return {(row["model"], row["optimizer"]): row["lr"] for row in reversed(tuning)}
-
-
-def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> str:
-    """Return what half and twice the tuned rate come to at the longest length."""
-    parts = []
-    for (model, optimizer), rate in best.items():
-        at_end = {
-            row["lr"]: row
-            for row in runs
-            if (row["model"], row["optimizer"], row["seq_len"], row["seed"])
-            == (model, optimizer, LENGTHS[-1], 1)
-        }
-        if {rate / 2, rate, rate * 2} <= at_end.keys():
-            parts.append(
-                f"{model} {', '.join(f'{loss_of(at_end[each]):.3f}' for each in (rate / 2, rate, rate * 2))}"
-            )
-    return (
-        f"At T = {LENGTHS[-1]:,}, half the rate, the rate and twice it come to: {'; '.join(parts)}. "
-        if parts
-        else ""
-    )
-
-
-def speed_table(found: dict[str, Any]) -> list[str]:
-    """Return the lines about rates and memory."""
-    lines = [
-        "| training, tokens/s | transformer | eigenstate | times faster | GiB, transformer | GiB, eigenstate |",
-        "|---|---|---|---|---|---|",
-    ]
-    for seq_len in dict.fromkeys(row["seq_len"] for row in found["rows"]):
-        rows = {
-            model: {
-                row["round"]: row
-                for row in found["rows"]
-                if (row["model"], row["seq_len"]) == (model, seq_len)
-            }
-            for model in SHAPES
-        }
-        rounds = sorted(set.intersection(*(set(each) for each in rows.values())))
-        if not rounds:
-            continue
-        rates = {
-            model: [rows[model][number]["tokens_per_s"] for number in rounds] for model in SHAPES
-        }
-        ratios = [
-            new / old for new, old in zip(rates["eigenstate"], rates["transformer"], strict=True)
-        ]
-        gib = [
-            f"{statistics.median(rows[model][number]['gib'] for number in rounds):.2f}"
-            for model in SHAPES
-        ]
-        lines.append(
-            f"| T = {seq_len:,} | {spread(rates['transformer'])} | {spread(rates['eigenstate'])} | **{spread(ratios, 1)}** | {' | '.join(gib)} |"
-        )
-    return [
-        *lines,
-        "",
-        f"The same models; steps of {found['tokens']:,} tokens in one micro-batch, whatever the length; {found['rounds']} rounds, turn by turn in "
-        f"fresh processes, median (smallest to largest); GiB is what the process took at most beyond what it had before its first step. "
-        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}; commit {found['commit']}; "
-        "`python benchmarks/models.py --part speed`.",
-    ]
 
 
 if __name__ == "__main__":

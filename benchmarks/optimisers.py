@@ -20,12 +20,9 @@ that does nothing else: how long a step of each takes.
 from __future__ import annotations
 
 import argparse
-import functools
-import hashlib
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -36,15 +33,11 @@ from typing import Any
 import torch
 from main_job import RESULTS
 from optimisers_report import picture, summary, table
+from training_runs import built, code_state, trained
 
 from flatout import Dataset, load_config, prepare
-from flatout.assembly.build import build
-from flatout.assembly.resolve import resolve
-from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
 from flatout.hardware import probe
-from flatout.parallel.mesh import make_mesh
-from flatout.training.evaluation import score
 from flatout.training.step import train_step
 
 SHARED = {
@@ -128,33 +121,7 @@ Trial = Callable[[Setting, float, int], dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        required=True,
-        help="the text that the data set card `shakespeare` names",
-    )
-    parser.add_argument(
-        "--prose",
-        type=Path,
-        required=True,
-        help="documents of English prose: text files, or JSON lines with `text`",
-    )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("data/optimisers"),
-        help="folder for the prepared data and the runs that are done",
-    )
-    parser.add_argument(
-        "--cost",
-        action="store_true",
-        help="measure the time of a step instead, and add it to the results",
-    )
-    arguments = parser.parse_args()
+    arguments = parser().parse_args()
     torch.set_num_threads(1)
     code_state()  # before anything is measured: the files may change while that takes its time
     RESULTS.mkdir(exist_ok=True)
@@ -182,35 +149,38 @@ def main() -> None:
     print(table(found))
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--text", type=Path, required=True, help="text file named by the dataset card `shakespeare`"
+    )
+    made.add_argument(
+        "--prose",
+        type=Path,
+        required=True,
+        help="English prose: text files, or JSON lines with a `text` field",
+    )
+    made.add_argument(
+        "--work",
+        type=Path,
+        default=Path("data/optimisers"),
+        help="directory for prepared data and finished runs",
+    )
+    made.add_argument(
+        "--cost",
+        action="store_true",
+        help="measure the time per step instead, and add it to the results",
+    )
+    return made
+
+
 def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
     """Return the corpus's data set, prepared if it is not yet."""
     prepare(str(source), out, tokenizer=corpus.tokenizer, workers=1)
     return Dataset.open(out)
-
-
-@functools.cache
-def code_state(root: Path = RESULTS.parents[1]) -> str:
-    """Return the commit that last changed what a run computes with; `+` and a digest follow where
-    those files differ from it now.
-    """
-    files = ("flatout", "benchmarks/optimisers.py")
-
-    def git(*words: str) -> list[str]:
-        done = subprocess.run(
-            ["git", *words, "--", *files], capture_output=True, text=True, cwd=root, check=True
-        )
-        return done.stdout.splitlines()
-
-    (commit,) = git("log", "-1", "--format=%h")
-    if not git("status", "--porcelain", "--untracked-files=all"):
-        return commit
-    digest = hashlib.sha256()
-    for name in sorted({*git("ls-files"), *git("ls-files", "--others", "--exclude-standard")}):
-        path = root / name
-        digest.update(
-            f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None}\n".encode()
-        )
-    return f"{commit}+{digest.hexdigest()[:8]}"
 
 
 def facts() -> dict[str, Any]:
@@ -338,41 +308,6 @@ def remembered(
         file.write(json.dumps({"key": key, "found": found}) + "\n")
     print(f"{corpus.name}: {asked} {found}", file=sys.stderr, flush=True)
     return {**asked, **found}
-
-
-def built(config: RunConfig, dataset: Dataset) -> Run:
-    """Return the run that a configuration describes, in this process."""
-    machine = probe()
-    resolved, decisions = resolve(config, machine=machine, dataset=dataset, world_size=1)
-    mesh = make_mesh(resolved.parallel, "cpu")
-    return build(
-        resolved,
-        machine=machine,
-        mesh=mesh,
-        dataset=dataset,
-        folder=Path("unused"),
-        decisions=decisions,
-    )
-
-
-def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
-    """Train a run to its end; return its validation loss and the mean training loss of its last
-    twentieth, None when it diverged.
-    """
-    losses = []
-    for batch in run.feed:
-        losses.append(float(train_step(run, batch).loss))
-        run.step += 1
-        if run.step == run.last_step or not math.isfinite(losses[-1]):
-            break
-    run.feed.close()
-    val_loss = score(run, max_tokens=eval_tokens).loss
-    if not math.isfinite(losses[-1]) or not math.isfinite(val_loss):
-        return {"val_loss": None, "train_loss": None}
-    return {
-        "val_loss": val_loss,
-        "train_loss": statistics.mean(losses[-max(1, len(losses) // 20) :]),
-    }
 
 
 def step_ms(

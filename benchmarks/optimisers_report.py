@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
+Scale = Callable[[float], float]
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t for a two-sided interval of 95%, by the number of values."""
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
@@ -170,14 +171,24 @@ def _panel(corpus: dict[str, Any], offset: int) -> str:
     margin = 0.08 * (max(losses) - min(losses))
     across = _scale(math.log(fractions[0]), math.log(fractions[-1]), LEFT + 15, WIDTH - RIGHT - 15)
     down = _scale(max(losses) + margin, min(losses) - margin, TOP, HEIGHT - BOTTOM)
+    drawn = _axes(corpus, fractions, losses, across, down)
+    for number, (kind, curve) in enumerate(corpus["curves"].items()):
+        drawn += _curve(curve, across, down, COLOURS[kind])
+        label_y = TOP + 16 * (number + 1)
+        drawn.append(
+            _text(WIDTH - RIGHT - 8, label_y, f"{NAMES[kind]}, tuned", "end", COLOURS[kind])
+        )
+    return f'<g transform="translate({offset},0)">\n' + "\n".join(drawn) + "\n</g>"
+
+
+def _axes(
+    corpus: dict[str, Any], fractions: list[float], losses: list[float], across: Scale, down: Scale
+) -> list[str]:
+    """Return the title, the grid with its labels, and a dashed line at AdamW's full-length loss."""
+    caption = "million training tokens per run (each point is a whole run)"
     drawn = [
         _text(WIDTH / 2, 20, corpus["title"], "middle"),
-        _text(
-            WIDTH / 2,
-            HEIGHT - 8,
-            "million training tokens of a run (all points: whole runs)",
-            "middle",
-        ),
+        _text(WIDTH / 2, HEIGHT - 8, caption, "middle"),
     ]
     for fraction in fractions:
         x = across(math.log(fraction))
@@ -191,47 +202,33 @@ def _panel(corpus: dict[str, Any], offset: int) -> str:
             _line(LEFT, down(loss), WIDTH - RIGHT, down(loss), GREY, 'stroke-opacity="0.25"'),
             _text(LEFT - 6, down(loss) + 4, f"{loss:.2f}", "end"),
         ]
-    target = next(
-        statistics.mean(point["val_losses"])
-        for point in corpus["curves"]["adamw"]
-        if point["fraction"] == 1.0
-    )
-    drawn.append(
-        _line(
-            LEFT,
-            down(target),
-            WIDTH - RIGHT,
-            down(target),
-            COLOURS["adamw"],
-            'stroke-dasharray="5 4"',
+    y = down(
+        next(
+            statistics.mean(point["val_losses"])
+            for point in corpus["curves"]["adamw"]
+            if point["fraction"] == 1.0
         )
     )
-    for number, (kind, curve) in enumerate(corpus["curves"].items()):
-        means = [
-            (across(math.log(point["fraction"])), down(statistics.mean(point["val_losses"])))
-            for point in curve
-        ]
-        drawn.append(
-            f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in means)}" fill="none" stroke="{COLOURS[kind]}" stroke-width="2"/>'
-        )
-        drawn += [
-            f'<circle cx="{across(math.log(point["fraction"])):.1f}" cy="{down(loss):.1f}" r="3" fill="{COLOURS[kind]}" fill-opacity="0.6"/>'
-            for point in curve
+    dashed = 'stroke-dasharray="5 4"'
+    return [*drawn, _line(LEFT, y, WIDTH - RIGHT, y, COLOURS["adamw"], dashed)]
+
+
+def _curve(curve: list[dict[str, Any]], across: Scale, down: Scale, colour: str) -> list[str]:
+    """Return a line through the means, and a dot for each run."""
+    line, dots = [], []
+    for point in curve:
+        x = f"{across(math.log(point['fraction'])):.1f}"
+        line.append(f"{x},{down(statistics.mean(point['val_losses'])):.1f}")
+        dots += [
+            f'<circle cx="{x}" cy="{down(loss):.1f}" r="3" fill="{colour}" fill-opacity="0.6"/>'
             for loss in point["val_losses"]
         ]
-        drawn.append(
-            _text(
-                WIDTH - RIGHT - 8,
-                TOP + 16 * (number + 1),
-                f"{NAMES[kind]}, tuned",
-                "end",
-                COLOURS[kind],
-            )
-        )
-    return f'<g transform="translate({offset},0)">\n' + "\n".join(drawn) + "\n</g>"
+    points = " ".join(line)
+    style = f'fill="none" stroke="{colour}" stroke-width="2"'
+    return [f'<polyline points="{points}" {style}/>', *dots]
 
 
-def _scale(low: float, high: float, first: float, last: float) -> Callable[[float], float]:
+def _scale(low: float, high: float, first: float, last: float) -> Scale:
     return lambda value: first + (value - low) / ((high - low) or 1.0) * (last - first)
 
 

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ NANOGPT_OPTIONS = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=50 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
     "--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
 )
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 400, 60, 30, 20, 50
+LOW, HIGH = 1.4, 2.6
+"""Losses at the bottom and the top of the picture."""
+TARGET_COLOUR = "#c0392b"
 COLOURS = {"flatout": "#2f6fde", "flatout, few steps": "#3a9d6e", "nanoGPT": "#d98324"}
 
 
@@ -204,68 +209,67 @@ def table(found: dict[str, Any]) -> str:
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return loss against wall seconds as SVG: every repeat a thin line, every evaluation a dot,
-    the targets as crosses.
+    """Return loss against wall seconds as SVG.
+
+    Each repeat is a line, each evaluation a dot, each target a cross.
     """
-    width, height, left, top, right, bottom = 720, 400, 60, 30, 20, 50
     curves = [(name, run["curve"]) for name, repeats in found["runs"].items() for run in repeats]
-    last = max(
-        [second for _, curve in curves for second, _ in curve] + [second for second, _ in TARGETS]
-    )
-    low, high = 1.4, 2.6
+    last = max([*(second for _, curve in curves for second, _ in curve), *(s for s, _ in TARGETS)])
 
-    def place(second: float, loss: float) -> str:
-        y = top + (high - min(loss, high)) / (high - low) * (height - top - bottom)
-        return f"{left + second / last * (width - left - right):.1f},{y:.1f}"
-
-    drawn = [f'<rect width="{width}" height="{height}" fill="#ffffff"/>']
-    for tenth in range(14, 27, 2):
-        x, y = place(0, tenth / 10).split(",")
-        drawn.append(f'<line x1="{x}" y1="{y}" x2="{width - right}" y2="{y}" stroke="#dddddd"/>')
-        drawn.append(
-            f'<text x="{left - 8}" y="{float(y) + 4:.1f}" text-anchor="end">{tenth / 10:.1f}</text>'
+    def position(second: float, loss: float) -> tuple[float, float]:
+        down = (HIGH - min(loss, HIGH)) / (HIGH - LOW)
+        return (
+            round(LEFT + second / last * (WIDTH - LEFT - RIGHT), 1),
+            round(TOP + down * (HEIGHT - TOP - BOTTOM), 1),
         )
-    seconds = [(second, place(second, low).split(",")[0]) for second in range(0, int(last) + 1, 10)]
-    drawn += [
-        f'<text x="{x}" y="{height - bottom + 18}" text-anchor="middle">{second}</text>'
-        for second, x in seconds
-    ]
-    drawn.append(
-        f'<text x="{width / 2}" y="{height - 10}" text-anchor="middle">seconds since the process began</text>'
-    )
-    drawn.append(f'<text x="{left}" y="18">validation loss, nats a character</text>')
+
+    drawn = axes(last, position)
     for name, curve in curves:
-        points = [place(second, loss) for second, loss in curve]
+        points = [position(second, loss) for second, loss in curve]
+        line = " ".join(f"{x},{y}" for x, y in points)
+        colour = COLOURS[name]
         drawn.append(
-            f'<polyline points="{" ".join(points)}" fill="none" stroke="{COLOURS[name]}" stroke-opacity="0.6"/>'
+            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-opacity="0.6"/>'
         )
+        drawn += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in points]
+    for x, y in (position(second, loss) for second, loss in TARGETS):
+        cross = f"M{x - 6:.1f},{y} h12 M{x},{y - 6:.1f} v12"
+        drawn.append(f'<path d="{cross}" stroke="{TARGET_COLOUR}" stroke-width="2"/>')
+    legend = [*((name, COLOURS[name]) for name in found["runs"]), ("target", TARGET_COLOUR)]
+    drawn += [
+        label(WIDTH - RIGHT - 10, TOP + 18 * (number + 1), name, "end", f' fill="{colour}"')
+        for number, (name, colour) in enumerate(legend)
+    ]
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="12">'
+    )
+    return "\n".join([opening, *drawn, "</svg>"]) + "\n"
+
+
+def axes(last: float, position: Callable[[float, float], tuple[float, float]]) -> list[str]:
+    """Return the background, the grid lines and the labels of both axes."""
+    drawn = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>']
+    for loss in (tenth / 10 for tenth in range(14, 27, 2)):
+        x, y = position(0, loss)
         drawn += [
-            f'<circle cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="2.5" fill="{COLOURS[name]}"/>'
-            for point in points
+            f'<line x1="{x}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="#dddddd"/>',
+            label(LEFT - 8, round(y + 4, 1), f"{loss:.1f}", "end"),
         ]
-    for second, loss in TARGETS:
-        x, y = (float(part) for part in place(second, loss).split(","))
-        drawn.append(
-            f'<path d="M{x - 6},{y} h12 M{x},{y - 6} v12" stroke="#c0392b" stroke-width="2"/>'
-        )
-    for number, name in enumerate(found["runs"]):
-        drawn.append(
-            f'<text x="{width - right - 10}" y="{top + 18 * (number + 1)}" text-anchor="end" fill="{COLOURS[name]}">{name}</text>'
-        )
-    drawn.append(
-        f'<text x="{width - right - 10}" y="{top + 18 * (len(found["runs"]) + 1)}" text-anchor="end" fill="#c0392b">wanted</text>'
-    )
-    opening = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-    return (
-        "\n".join(
-            [
-                opening + 'font-family="Helvetica, Arial, sans-serif" font-size="12">',
-                *drawn,
-                "</svg>",
-            ]
-        )
-        + "\n"
-    )
+    drawn += [
+        label(position(second, LOW)[0], HEIGHT - BOTTOM + 18, str(second), "middle")
+        for second in range(0, int(last) + 1, 10)
+    ]
+    return [
+        *drawn,
+        label(WIDTH / 2, HEIGHT - 10, "seconds since the process started", "middle"),
+        label(LEFT, 18, "validation loss, nats per character", "start"),
+    ]
+
+
+def label(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
+    """Return a text element."""
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{style}>{text}</text>'
 
 
 if __name__ == "__main__":

@@ -25,22 +25,18 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import functools
-import hashlib
-import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from main_job import RESULTS
+from throughput_available import Availability
 from throughput_data import random_data, text_data
 from throughput_entries import (
     ENTRIES,
@@ -54,19 +50,15 @@ from throughput_entries import (
     shape,
 )
 from throughput_ladder import ladder
+from throughput_process import code_digest, run_apart
 from throughput_report import Measurements, best_rows, read_document, table, verdicts
 
-from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
 from flatout.files import write_text
 from flatout.hardware import Machine, probe
-from flatout.measure.resolving import with_needs
 from flatout.measure.results import commit_of_package
 from flatout.measure.rounds import in_turn
-from flatout.measure.trial import end_group
-from flatout.registry import PACKAGE_DIR, SPEEDUPS
 
-HERE = Path(__file__).parent
 NAME = "throughput"
 TOKENS, TINY_TOKENS = 1 << 23, 1 << 15
 LIMIT_S = 300.0
@@ -75,14 +67,6 @@ FIRST_GUESS_S = 75.0
 """What a measurement is expected to take as long as none of its entry has been made: most of it
 compiles.
 """
-ADD = {
-    "nanogpt": "git clone https://github.com/karpathy/nanoGPT, then --nanogpt nanoGPT",
-    "huggingface": "pip install transformers",
-    "litgpt": "pip install litgpt, or --litgpt FOLDER",
-    "nanochat": "git clone https://github.com/karpathy/nanochat, then --nanochat nanochat",
-}
-"""The line that adds a peer."""
-PACKAGES = {"huggingface": "transformers", "litgpt": "litgpt", "nanochat": "nanochat"}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -158,7 +142,10 @@ class Session:
     out: Path
     scratch: Path
     began_s: float = field(default_factory=time.monotonic)
-    said: set[str] = field(default_factory=set)
+    available: Availability = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.available = Availability(self.arguments, self.machine, self.say)
 
     def measure(self) -> None:
         """Measure what is due, round by round, and write after each."""
@@ -174,7 +161,7 @@ class Session:
         ready = [
             (entry, asked)
             for entry in entries
-            if (asked := self.configured(entry, works[entry.work])) is not None
+            if (asked := self.available.config(entry, works[entry.work])) is not None
         ]
         left = 0
         for number in range(rounds):
@@ -258,7 +245,7 @@ class Session:
             ).to_dict(),
             "rows": rows,
             "compiled": entry.compiled and not self.arguments.tiny,
-            "peer_folder": self.folder(entry.kind),
+            "peer_folder": self.available.folder(entry.kind),
             "vocabulary": TINY_VOCABULARY if self.arguments.tiny else VOCABULARY,
             "folder": tempfile.mkdtemp(dir=self.scratch),
             **(TINY_STEPS if self.arguments.tiny else STEPS),
@@ -300,83 +287,6 @@ class Session:
             if self.arguments.tiny
             else entry.rows
         )
-
-    def configured(self, entry: Entry, config: RunConfig) -> RunConfig | None:
-        """Return the configuration of an entry; None, with a message, when it cannot be measured
-        here.
-        """
-        name = f"{entry.work}/{entry.name}"
-        config = config.with_values(dict(entry.values))
-        if entry.kind != "flatout":
-            if self.is_missing(entry.kind):
-                self.say(f"{name} is left out: it is not here. To add it: {ADD[entry.kind]}.")
-                return None
-            return config
-        if entry.plain:
-            return config.with_values({"speedups": "none"})
-        if not entry.adds:
-            return config
-        able, reasons = self.able(entry, config)
-        for reason in reasons:
-            self.say_once(f"{reason[0].upper()}{reason[1:]}")
-        if entry.about and entry.about not in able:
-            self.say(f"{name} is left out: it is about {entry.about}.")
-            return None
-        if entry.without and self.why_not(entry.without, config):
-            self.say(
-                f"{name} is left out: it is the set without {entry.without}, which cannot be used here."
-            )
-            return None
-        dropped = [name for name in entry.drops if name in SPEEDUPS.names()]
-        return config.with_values(
-            {
-                "speedups": ",".join(
-                    ["auto", *(f"+{name}" for name in able), *(f"-{name}" for name in dropped)]
-                )
-            }
-        )
-
-    def able(self, entry: Entry, config: RunConfig) -> tuple[list[str], list[str]]:
-        """Return which of the speedups that an entry adds can be added here, each with what it
-        needs, and why the others cannot.
-        """
-        able: list[str] = []
-        reasons: list[str] = []
-        for added in entry.adds:
-            if ":" not in added and added not in SPEEDUPS.names():
-                reasons.append(f"there is no speedup {added}: entries go without it.")
-                continue
-            parts = with_needs(added)
-            why_not = next(
-                (reason for part in parts if (reason := self.why_not(part, config))), None
-            )
-            if why_not:
-                reasons.append(f"entries go without {added}: {why_not.rstrip('.')}.")
-            else:
-                able += [part for part in parts if part not in able]
-        return able, reasons
-
-    def why_not(self, name: str, config: RunConfig) -> str | None:
-        """Return why a speedup cannot be added here, None when it can."""
-        speedup = speedup_named(name)
-        if (
-            self.arguments.tiny
-            and speedup.transform is not None
-            and speedup.transform.stage == "compile"
-        ):
-            return "toy shapes are not compiled"
-        return speedup.why_not(self.machine, config)
-
-    def is_missing(self, kind: str) -> bool:
-        """Say whether a peer is neither installed nor in a folder that was given."""
-        if kind == "people" or self.folder(kind):
-            return False
-        return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind]) is None
-
-    def folder(self, kind: str) -> str | None:
-        """Return the folder with a peer that was given."""
-        given = getattr(self.arguments, kind, None)
-        return str(given.resolve()) if given else None
 
     def data(self, kind: str) -> Path:
         """Return the data set of that kind, made when it is first asked for."""
@@ -453,12 +363,6 @@ class Session:
         """Tell whoever watches."""
         print(line, file=sys.stderr, flush=True)
 
-    def say_once(self, line: str) -> None:
-        """Tell it unless it has been told."""
-        if line not in self.said:
-            self.said.add(line)
-            self.say(line)
-
 
 def is_asked(entry: Entry, only: str) -> bool:
     """Say whether `--only` names an entry, or its work."""
@@ -467,60 +371,6 @@ def is_asked(entry: Entry, only: str) -> bool:
         for word in only.split(",")
         for name in (entry.work, f"{entry.work}/{entry.name}")
     )
-
-
-@functools.cache
-def code_digest(*, ours: bool) -> str:
-    """Return a digest of the code that measures, and of flatout's own when the figure depends on
-    it.
-    """
-    digest = hashlib.sha256()
-    for path in code_files(ours):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def code_files(ours: bool) -> Iterator[Path]:
-    """Yield the files, in order."""
-    yield from (HERE / "throughput_worker.py", HERE / "throughput_peers.py")
-    if ours:
-        yield HERE / "throughput_entries.py"
-        yield from sorted(
-            path for path in PACKAGE_DIR.rglob("*") if path.suffix in (".py", ".yaml")
-        )
-
-
-def run_apart(
-    spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None
-) -> dict[str, Any]:
-    """Measure in a fresh process; return what came of it, even if it was killed, hung, or printed
-    nonsense. `command` replaces it, for tests.
-    """
-    program = f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main; main()"
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(
-        command or [sys.executable, "-c", program],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        start_new_session=True,
-        text=True,
-    )
-    try:
-        out, err = process.communicate(
-            json.dumps(spec), timeout=timeout_s if timeout_s < float("inf") else None
-        )
-    except subprocess.TimeoutExpired:
-        return {"status": "timed-out", "reason": f"It had not ended after {timeout_s:.0f} s."}
-    finally:
-        end_group(process)
-    with suppress(ValueError, IndexError):
-        return dict(json.loads(out.strip().splitlines()[-1]))
-    said = (err.strip().splitlines() or ["nothing"])[-1][:300]
-    return {
-        "status": "failed",
-        "reason": f"The process ended with exit code {process.returncode} and no figures; it said: {said}",
-    }
 
 
 if __name__ == "__main__":

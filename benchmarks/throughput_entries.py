@@ -1,9 +1,8 @@
-"""What throughput.py measures: the works, the ways of training each, and what is asked of them.
-Nothing here imports torch.
+"""The workloads of throughput.py, the entries measured on each, and their targets.
 
-A work is a shape. An entry is one way of training it: a recipe of ours with a set of speedups, or a
-peer. A shape is stated once, by the recipe; peers are given the recipe's. Where a recipe does not
-exist, the overrides of another say the same.
+A workload (`Work`) is a model shape with a sequence length. An entry is one way to train it: a
+flatout recipe with a set of speedups, or a peer. The recipe defines the shape and peers receive the
+same one; a missing recipe is replaced by another with overrides. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.registry import RECIPES
 
 VOCABULARY, TINY_VOCABULARY = 50_257, 512
-"""Ids of the data set; models have as many rows as their recipe says."""
+"""Token ids in the dataset; the embedding size comes from the recipe."""
 STEPS = {"warmup_steps": 8, "steps": 20}
 TINY_STEPS = {"warmup_steps": 2, "steps": 8}
 TINY_ROWS = 8
-"""Windows of a step at toy shapes: enough for a loss that falls steadily."""
+"""Sequences per step at toy shapes: enough for the loss to fall steadily."""
 SAME = {
     "schedule.kind": "constant",
     "schedule.warmup": 0,
@@ -30,11 +29,12 @@ SAME = {
     "optim.lr": 3e-4,
     "optim.clip": 1.0,
 }
-"""The update that all make: so few steps show that the loss falls only when the rate does not begin
-near zero.
+"""Optimiser settings shared by all entries.
+
+There is no warm-up: in so few steps the loss falls only if the learning rate starts high enough.
 """
 TINY_TOKENS = {1_024: 32, 32_768: 64}
-"""Window lengths in place of the real ones at toy shapes."""
+"""Toy sequence length for each real one."""
 TINY_MODEL = {
     "transformer": {"num_layers": 2, "d_model": 32, "num_heads": 2},
     "eigenstate": {"num_layers": 2, "d_model": 32, "num_eigenstates": 16, "chunk_size": 16},
@@ -43,7 +43,7 @@ TINY_MODEL = {
 FFT_SCAN = Speedup(
     name="fft-scan",
     fills={"ops.scan": lazy("flatout.ops.scan:fft")},
-    saves="nothing: the recurrence by Fourier transforms, as public code has it, to compare with",
+    saves="nothing: a baseline that computes the recurrence by FFT, as public code does",
     promise=Promise.rounding(rtol=1e-3),
 )
 FFT = "throughput_entries:FFT_SCAN"
@@ -51,16 +51,16 @@ FFT = "throughput_entries:FFT_SCAN"
 
 @dataclass(frozen=True)
 class Work:
-    """A shape."""
+    """A model shape and sequence length."""
 
     name: str
     title: str
     recipe: str
     otherwise: tuple[str, Mapping[str, Any]] | None = None
-    """A recipe and overrides that say the same, where there is no such recipe."""
+    """An equivalent recipe with overrides, used when `recipe` does not exist."""
 
     def config(self) -> RunConfig:
-        """Return the recipe's configuration."""
+        """Return the config of the recipe."""
         if self.otherwise is None or self.recipe in RECIPES.names():
             return load_config(self.recipe)
         recipe, overrides = self.otherwise
@@ -72,40 +72,40 @@ Role = Literal["ours", "peer"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One way of training a work."""
+    """One way to train a workload."""
 
     work: str
     name: str
     title: str
-    """What it is; of ours, but for the speedups that are added."""
+    """Description for tables, without the added speedups."""
     rows: tuple[int | None, ...]
-    """Windows of a step that are tried, the likeliest first; None is the recipe's own batch."""
+    """Sequences per step to try, most promising first; None is the recipe's own batch."""
     kind: str = "flatout"
-    """flatout, or a function of throughput_peers."""
+    """`flatout`, or the name of a function in throughput_peers."""
     role: Role = "ours"
-    """ours: what the targets are asked of; peer: what it is compared with, be it a recipe of ours.
-    """
+    """`ours` counts towards targets; `peer` is a baseline, possibly a flatout recipe."""
     adds: tuple[str, ...] = ()
-    """Speedups named besides auto. Those that do not exist are left out with a message."""
+    """Speedups added to auto; names that do not exist are skipped with a message."""
     drops: tuple[str, ...] = ()
-    """Speedups of auto that are left out."""
+    """Speedups removed from auto."""
     about: str | None = None
-    """The speedup that it is about: without it there is no such entry."""
+    """The speedup under test; the entry is skipped where it is unavailable."""
     without: str | None = None
-    """The speedup that it is measured without: where that cannot run there is no such entry."""
+    """The speedup left out; the entry is skipped where that speedup cannot run anyway."""
     micro_batch: int | None = None
-    """Rows of a micro-batch where the step is the recipe's own, as it is for Muon, whose update is
-    as large whatever the batch.
+    """Rows per micro-batch when the step keeps the recipe's batch.
+
+    Muon entries use this: the cost of Muon's update does not depend on the batch.
     """
     plain: bool = False
-    """speedups=none in place of auto."""
+    """Use speedups=none instead of auto."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Configuration keys."""
+    """Config overrides."""
     compiled: bool = False
-    """Of peers: under torch.compile."""
+    """For peers: use torch.compile."""
     data: Literal["random", "text"] = "random"
     variant: str | None = None
-    """Apart from the others of its work: only targets of the same variant count it."""
+    """Only targets of the same variant consider this entry."""
 
 
 WIDE = {"model.num_heads": 6}
@@ -114,7 +114,7 @@ WORKS = (
     Work("gpt2-124m", "GPT-2 124M, T = 1,024, exact fp32 update", "gpt2-124m"),
     Work(
         "gpt2-124m-fast",
-        "the same shape, freest: heads of 128, ReLU², Muon",
+        "the same size, free choice: heads of 128, ReLU², Muon",
         "gpt2-124m-fast",
         ("gpt2-124m", WIDE | {"model.activation": "relu2", "optim.kind": "muon"}),
     ),
@@ -142,23 +142,15 @@ WORKS = (
 )
 
 FAST = ("compile", "collector", "bf16-stream")
-"""What every set of ours adds to auto. Its weights are fp32: bf16-weights is measured beside it,
-not in it.
-"""
+"""Speedups that every `set` entry adds to auto. Weights stay fp32; bf16-weights is its own entry."""
 AUTO = "flatout, auto"
 NO_BIAS: Mapping[str, Any] = {"model.bias": False}
-"""The peers' published figures are of models without biases, so both sides leave them out; `-bias`
-is the same with them, on both sides.
-"""
+"""No biases on either side, as in the peers' published figures; `-bias` entries have them on both."""
 ONE_TEXT = {"data.document_mask": False}
 SWITCHES = ("triton-ce",)
-"""Speedups whose gain is predicted but not measured: each is measured on top of a set alone, and
-all of them together.
-"""
+"""Speedups with a predicted, unmeasured gain: each is added to the set alone, then all together."""
 ALONE = ("bf16-weights", "cuda-graphs", "liger-ce", "coordinate-descent")
-"""Measured on top of a set alone: they exclude one of the others, or take minutes of compiling, as
-coordinate-descent does.
-"""
+"""Only ever added alone: they conflict with others, or compile for minutes (coordinate-descent)."""
 
 
 def _ours(
@@ -171,18 +163,16 @@ def _ours(
     optional: tuple[str, ...] = (),
     micro_batch: int | None = None,
 ) -> tuple[Entry, ...]:
-    """The recipe as it stands, a set of speedups at several batches, and what else may pay on top
-    of it, or does without a part, at one.
-    """
+    """Return the recipe unchanged, the set at several batches, and ablations of the set at one."""
     added = (*FAST, *extra)
     plus = (*(switches if len(switches) > 1 else ()), *optional, *ALONE)
     blocks = tuple(
         "compile-blocks" if name == "compile" else name for name in added if name != "fp8"
-    )  # which needs compile
+    )  # fp8 needs compile
     narrow = tuple(name for name in added if name != "bf16-stream")
     ours = partial(Entry, work, title=f"{AUTO}, no biases", values=NO_BIAS, micro_batch=micro_batch)
     return (
-        Entry(work, "recipe", "flatout, the recipe as it stands", (None,)),
+        Entry(work, "recipe", "flatout, recipe unchanged", (None,)),
         ours("set", rows=rows, adds=added),
         ours("set-every", rows=(best,), adds=(*added, *switches), about=switches[0]),
         *(ours(f"set-{name}", rows=(best,), adds=(*added, name), about=name) for name in plus),
@@ -213,17 +203,15 @@ def _peer(
 
 
 OWN_BIASES = ("huggingface", "nanochat")
-"""Peers whose models have biases or none whatever is asked for: Hugging Face's GPT-2 always,
-nanochat's never.
-"""
+"""Peers that ignore `model.bias`: Hugging Face's GPT-2 always has biases, nanochat never."""
 
 
 def _eigenstate(work: str) -> tuple[Entry, ...]:
     chunks = {**ONE_TEXT, "model.chunk_size": 128}
-    title, scan = f"{AUTO}, one text a window", "fast-scan"
+    title, scan = f"{AUTO}, one document per sequence", "fast-scan"
     switches = ("folded-weights", "bf16-states", *SWITCHES)
     return (
-        Entry(work, "recipe", "flatout, the recipe as it stands (documents kept apart)", (None,)),
+        Entry(work, "recipe", "flatout, recipe unchanged (document mask)", (None,)),
         Entry(work, "set", title, (4, 1), adds=FAST, values=ONE_TEXT),
         Entry(
             work,
@@ -253,7 +241,7 @@ def _eigenstate(work: str) -> tuple[Entry, ...]:
         Entry(
             work,
             "fft",
-            "the recurrence by FFT, compiled",
+            "recurrence by FFT, compiled",
             (1,),
             role="peer",
             adds=("compile", FFT),
@@ -284,11 +272,11 @@ ENTRIES = (
     ),
     _peer("gpt2-124m", "litgpt", "litgpt, compiled", (32, 16), "litgpt"),
     _peer("gpt2-124m", "nanochat", "nanochat, its own model and Muon, compiled", (32,), "nanochat"),
-    _peer("gpt2-124m", "people", "the way people write it", (8,), "people", compiled=False),
+    _peer("gpt2-124m", "people", "a typical hand-written loop", (8,), "people", compiled=False),
     Entry(
         "gpt2-124m",
         "none",
-        "flatout, speedups=none: text tokenised in the step",
+        "flatout, speedups=none: tokenises in the step",
         (8,),
         role="peer",
         plain=True,
@@ -322,30 +310,28 @@ ENTRIES = (
 
 
 TARGET_GPU, TARGET_TFLOPS = "NVIDIA H200", 790.0
-"""The device that targets are for, and its bf16 matrix-product rate: it measured 781 to 803
-TFLOP/s.
-"""
+"""The GPU that targets are set for, and its bf16 matmul rate: measured at 781 to 803 TFLOP/s."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked of the best of ours in a work, on one TARGET_GPU."""
+    """A target for the best flatout entry of a workload, on one TARGET_GPU."""
 
     work: str
     what: Literal["tokens_per_s", "times", "peak_gib"]
     least: float | None
-    """At least this; of peak_gib at most."""
+    """Lower bound; for peak_gib the upper bound."""
     aim: float | None = None
     against: str | None = None
-    """The entry it is compared with, for `times`."""
+    """The baseline entry, for `times`."""
     most_gib: float | None = None
-    """Only entries within this much memory count."""
+    """Only consider entries below this memory."""
     rows: int | None = None
-    """Only this batch counts."""
+    """Only consider this batch."""
     variant: str | None = None
-    """Only entries of this variant count."""
+    """Only consider entries of this variant."""
     predicted: tuple[float, float] | None = None
-    """What a review by arithmetic expected of the code before the switches above, from and to."""
+    """Predicted range, computed by hand before the speedups above existed."""
 
 
 TARGETS = (
@@ -369,9 +355,7 @@ TARGETS = (
 
 
 def shape(work: Work, *, tiny: bool) -> RunConfig:
-    """Return the configuration of a work with the update that all make; at toy shapes, on the CPU,
-    when `tiny`.
-    """
+    """Return the config of a workload with the shared optimiser; a toy CPU shape if `tiny`."""
     config = work.config().with_values(SAME)
     if not tiny:
         return config

@@ -72,68 +72,67 @@ def figures(results):
     }
 
 
+def start(folder, call, *, python, site, nanogpt, only):
+    """Start a call in a fresh tree, seeded with the results carried so far."""
+    tree = extracted(folder / "tree")
+    environment = {
+        "PATH": str(folder),
+        "HOME": str(folder),
+        "PYTHONPATH": f"{site}:{tree}",
+        "OMP_NUM_THREADS": "1",
+    }
+    words = ["--call", call, "--tiny", "--seed", folder / "carried", "--results", folder / "out"]
+    words += ["--commit", "abc", "--only", only, "--nanogpt", nanogpt]
+    with (folder / "said").open("w+") as err:
+        return subprocess.Popen(
+            [python, "benchmarks/first_contact.py", *map(str, words)],
+            cwd=tree,
+            env=environment,
+            stderr=err,
+            start_new_session=True,
+        )
+
+
+def finishes(process, seconds, log):
+    """Wait for a call, at most `seconds`, and kill it after that; return whether it finished."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return False
+    assert process.returncode == 0, log.read_text()
+    return True
+
+
 def kill_and_carry(
     folder, *, nanogpt, python=sys.executable, site="", seconds=(3, 60), kills=6, only="*", seed=0
 ):
-    """Make the first three calls at toy shapes, each in a fresh tree with the results of those
-    before; kill the first `kills` processes.
+    """Make the first three calls at toy shapes, each in a fresh tree with the earlier results.
 
-    Returns: the folder of the last results, and what the last process of each call said.
+    The first `kills` processes are killed at random moments.
+
+    Returns: the folder of the last results, and the stderr of each call's last process.
     """
-    chance, carried, known, said = random.Random(seed), folder / "carried", {}, []
-    for number in ("1", "2", "3"):
+    chance, carried, out = random.Random(seed), folder / "carried", folder / "out"
+    known, said = {}, []
+    for call in ("1", "2", "3"):
         ended = False
         while not ended:
-            tree, out = extracted(folder / "tree"), folder / "out"
             shutil.rmtree(out, ignore_errors=True)
-            environment = {
-                "PATH": str(folder),
-                "HOME": str(folder),
-                "PYTHONPATH": f"{site}:{tree}",
-                "OMP_NUM_THREADS": "1",
-            }
-            words = [
-                "--call",
-                number,
-                "--tiny",
-                "--seed",
-                carried,
-                "--results",
-                out,
-                "--commit",
-                "abc",
-                "--only",
-                only,
-                "--nanogpt",
-                nanogpt,
-            ]
-            with (folder / "said").open("w+") as err:
-                process = subprocess.Popen(
-                    [python, "benchmarks/first_contact.py", *map(str, words)],
-                    cwd=tree,
-                    env=environment,
-                    stderr=err,
-                    start_new_session=True,
-                )
-                try:
-                    process.wait(chance.uniform(*seconds) if kills else None)
-                    assert process.returncode == 0, (folder / "said").read_text()
-                    ended = True
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                    kills -= 1
+            process = start(folder, call, python=python, site=site, nanogpt=nanogpt, only=only)
+            limit_s = chance.uniform(*seconds) if kills else None
+            ended = finishes(process, limit_s, folder / "said")
+            kills -= not ended
             now = figures(out)
-            assert known.items() <= now.items() or not out.exists(), "what was measured is lost"
+            assert known.items() <= now.items() or not out.exists(), "a measurement was lost"
             if out.exists():
                 assert len(list(out.iterdir())) <= 8
                 shutil.rmtree(carried, ignore_errors=True)
                 shutil.copytree(out, carried)
                 known = now
-            print(
-                f"call {number}: {'ended' if ended else 'killed'}, {len(known)} measurements",
-                flush=True,
-            )
+            state = "finished" if ended else "killed"
+            print(f"call {call}: {state}, {len(known)} measurements", flush=True)
         said.append((folder / "said").read_text())
     return carried, said
 

@@ -5,9 +5,9 @@ judged, and is never lost.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import runpy
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.assembly.selection import assemble, select
 from flatout.hardware import Gpu, probe
+from flatout.registry import SPEEDUPS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
@@ -165,62 +165,10 @@ def test_every_entry_has_a_configuration_at_toy_shapes(
     assert {spec["config"]["data"]["seq_len"] for spec in specs} == {32, 64}
 
 
-@pytest.fixture
-def every_package(monkeypatch):
-    """The GPU machine has packages that this one may lack: entries about them must go together too."""
-    for name in ("fp8", "liger_ce", "triton_ce", "packed_heads", "triton_scan", "flex_attention"):
-        monkeypatch.setattr(f"flatout.speedups.{name}.find_spec", lambda package: package)
-    monkeypatch.setattr("flatout.speedups.flash_attention_4.version", lambda package: "4")
-
-
-@pytest.mark.usefixtures("every_package")
-def test_every_entry_is_a_set_of_speedups_that_go_together_on_a_gpu(benchmark, tmp_path):
-    session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
-    for entry in benchmark.ENTRIES:
-        work = next(work for work in benchmark.WORKS if work.name == entry.work)
-        config = (
-            session.configured(entry, benchmark.shape(work, tiny=False))
-            if entry.kind == "flatout"
-            else None
-        )
-        if config is not None:
-            decisions = select(config, H200, device="cuda", minutes=60.0)
-            assemble(decisions)
-            on = {decision.name for decision in decisions if decision.on}
-            assert entry.about is None or entry.about in on
-            assert on or entry.plain
-            assert not on & set(entry.drops)
-
-
-def test_a_speedup_brings_what_it_needs(benchmark, tmp_path):
-    session = benchmark.Session(
-        benchmark.parser().parse_args(["--tiny"]), probe(), tmp_path, tmp_path
-    )
-    entry = benchmark.Entry("gpt2-124m", "x", "x", (1,), adds=("bf16-weights",))
-    assert (
-        session.configured(entry, benchmark.shape(benchmark.WORKS[0], tiny=True)).speedups
-        == "auto,+bf16-weights,+bf16"
-    )
-
-
 def test_a_measurement_is_a_process_of_its_own(benchmark, tmp_path, capsys):
     benchmark.main(["--tiny", "--only", "gpt2-124m/people", "--out", str(tmp_path)])
     (row,) = written(tmp_path)["measurements"]
     assert (row["status"], len(row["steps_ms"]), len(row["losses"])) == ("ok", 8, 10)
-
-
-def test_the_real_shapes_are_the_recipes(benchmark):
-    shapes = {work.name: benchmark.shape(work, tiny=False) for work in benchmark.WORKS}
-    models = {name: config.model.own() for name, config in shapes.items()}
-    assert {name: config.data.seq_len for name, config in shapes.items()} == {
-        name: 32_768 if "32k" in name else 1_024 for name in shapes
-    }
-    assert [models["gpt2-700m"][key] for key in ("num_layers", "d_model")] == [24, 1536]
-    for name in ("gpt2-124m", "gpt2-124m-fast", "gpt2-124m-32k", "gpt2-124m-32k-wide-heads"):
-        assert [models[name][key] for key in ("num_layers", "d_model")] == [12, 768]
-    assert [
-        models[name]["num_heads"] for name in ("gpt2-124m-32k", "gpt2-124m-32k-wide-heads")
-    ] == [12, 6]
 
 
 def test_without_a_gpu_real_shapes_are_refused(benchmark, monkeypatch):
@@ -309,8 +257,8 @@ def test_toy_figures_do_not_mix_with_real_ones(benchmark, on_gpu, tmp_path):
 
 
 def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(benchmark.SPEEDUPS.__class__, "names", lambda self: ["compile", "bf16"])
-    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(type(SPEEDUPS), "names", lambda self: ["compile", "bf16"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     benchmark.main(
         [
             "--only",
@@ -335,34 +283,6 @@ def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_p
     }
 
 
-@pytest.mark.usefixtures("every_package")
-def test_no_two_entries_are_one_run_on_a_gpu(benchmark, tmp_path):
-    session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
-    runs = []
-    for work in benchmark.WORKS:
-        for entry in (
-            entry
-            for entry in benchmark.ENTRIES
-            if entry.work == work.name and entry.kind == "flatout" and entry.name != "recipe"
-        ):
-            config = session.configured(entry, benchmark.shape(work, tiny=False))
-            decisions = (
-                select(config, H200, device="cuda", minutes=60.0) if config is not None else ()
-            )
-            on = frozenset(decision.name for decision in decisions if decision.on)
-            chunk = (
-                config.model.own().get("chunk_size")
-                if config is not None and "fast-scan" in on
-                else None
-            )
-            runs += (
-                [(work.name, entry.variant, on, chunk)]
-                if on and all(":" not in added for added in entry.adds)
-                else []
-            )
-    assert len(set(runs)) == len(runs) > 20
-
-
 @pytest.mark.parametrize(
     "part",
     [path.name for path in [*FOLDER.glob("throughput_*.py"), FOLDER / "optimisers_report.py"]],
@@ -377,84 +297,3 @@ def test_a_part_that_is_run_by_hand_names_the_command(part, monkeypatch, capsys)
         == f"It is a part of {command}, which is the command: python {command} --help"
     )
     assert capsys.readouterr() == ("", "")
-
-
-def test_every_target_names_entries_that_exist(benchmark):
-    entries = importlib.import_module("throughput_entries")
-    names = {(entry.work, entry.name) for entry in entries.ENTRIES}
-    assert len(names) == len(entries.ENTRIES)
-    assert {work.name for work in entries.WORKS} == {work for work, _ in names}
-    assert all(
-        (target.work, target.against) in names for target in entries.TARGETS if target.against
-    )
-
-
-@pytest.mark.parametrize(
-    ("program", "status", "reason"),
-    [
-        ("print('no figures'); raise SystemExit(3)", "failed", "exit code 3"),
-        ("import os; os.kill(os.getpid(), 9)", "failed", "exit code -9"),
-        ("import time; time.sleep(60)", "timed-out", "had not ended after 1 s"),
-        ("print('noise'); print('{\"status\": \"ok\"}')", "ok", None),
-    ],
-)
-def test_whatever_happens_to_a_process_a_row_comes_of_it(benchmark, program, status, reason):
-    found = benchmark.run_apart(
-        {}, 1.0 if status == "timed-out" else 60.0, command=[sys.executable, "-c", program]
-    )
-    assert found["status"] == status
-    assert reason is None or reason in found["reason"]
-
-
-@pytest.mark.parametrize(
-    ("losses", "status"),
-    [
-        ([10.9, 10.8, 10.5, 10.4, 10.3], None),
-        ([10.9] * 5, "failed"),
-        ([10.9, float("nan"), 10.0], "failed"),
-        ([10.0, 11.0, 12.0], "failed"),
-    ],
-)
-def test_a_loss_that_does_not_fall_is_no_figure(worker, losses, status):
-    assert worker.unless_it_trains(losses).get("status") == status
-
-
-def test_an_error_becomes_a_row(worker, monkeypatch):
-    def measure(error):
-        def raises(spec):
-            raise error
-
-        monkeypatch.setattr(worker, "measure", raises)
-        return worker.measured({})
-
-    assert measure(torch.OutOfMemoryError("CUDA out of memory. Tried\nmore")) == {
-        "status": "out-of-memory",
-        "reason": "CUDA out of memory. Tried",
-    }
-    assert measure(RuntimeError("no\nmore")) == {"status": "failed", "reason": "RuntimeError: no"}
-
-
-def test_flops_are_six_a_weight_and_attention_over_what_is_seen(worker, benchmark):
-    config = benchmark.shape(benchmark.WORKS[0], tiny=False)
-    matmul = 12 * 12 * 768**2 + 50304 * 768
-    assert worker.flops_per_token(config) == pytest.approx(6 * matmul + 6 * 12 * 1025 * 768)
-
-
-def test_steps_are_timed_from_begin_to_begin(worker, monkeypatch):
-    marks = iter([0.0, 5.0, 6.0, 8.0, 11.0])
-    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(marks))
-    times = worker.StepTimes(torch.device("cpu"), 1, 3)
-    assert [times.asked() for _ in range(5)] == [False, False, False, False, True]
-    assert times.milliseconds() == [1000.0, 2000.0, 3000.0]
-
-
-@pytest.mark.gpu
-def test_steps_are_timed_on_the_device(worker):
-    device = torch.device("cuda")
-    times = worker.StepTimes(device, 1, 2)
-    matrix = torch.randn(2048, 2048, device=device)
-    while not times.asked():
-        for _ in range(20):
-            matrix = torch.nn.functional.normalize(matrix @ matrix)
-    assert len(times.milliseconds()) == 2
-    assert min(times.milliseconds()) > 0

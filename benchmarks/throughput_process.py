@@ -1,0 +1,78 @@
+"""Measurements in processes of their own, and the digest of the code that makes them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flatout.measure.trial import end_group
+from flatout.registry import PACKAGE_DIR
+
+HERE = Path(__file__).parent
+
+
+@functools.cache
+def code_digest(*, ours: bool) -> str:
+    """Return a digest of the code that measures, and of flatout's own when the figure depends on
+    it.
+    """
+    digest = hashlib.sha256()
+    for path in code_files(ours):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def code_files(ours: bool) -> Iterator[Path]:
+    """Yield the files, in order."""
+    yield from (HERE / "throughput_worker.py", HERE / "throughput_peers.py")
+    if ours:
+        yield HERE / "throughput_entries.py"
+        yield from sorted(
+            path for path in PACKAGE_DIR.rglob("*") if path.suffix in (".py", ".yaml")
+        )
+
+
+def run_apart(
+    spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None
+) -> dict[str, Any]:
+    """Measure in a fresh process; return what came of it, even if it was killed, hung, or printed
+    nonsense. `command` replaces it, for tests.
+    """
+    program = f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main; main()"
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        command or [sys.executable, "-c", program],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(
+            json.dumps(spec), timeout=timeout_s if timeout_s < float("inf") else None
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "timed-out", "reason": f"It had not ended after {timeout_s:.0f} s."}
+    finally:
+        end_group(process)
+    with suppress(ValueError, IndexError):
+        return dict(json.loads(out.strip().splitlines()[-1]))
+    said = (err.strip().splitlines() or ["nothing"])[-1][:300]
+    return {
+        "status": "failed",
+        "reason": f"The process ended with exit code {process.returncode} and no figures; it said: {said}",
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+    )
