@@ -18,12 +18,12 @@ from throughput_ladder import ladder
 from flatout.config.schema import RunConfig
 
 END_S = 8.0
-"""What the end of a call takes."""
+"""Time reserved for the end of a call."""
 
 
 @dataclass
 class Contact:
-    """One call at work."""
+    """One running call."""
 
     session: throughput.Session
     results: Results
@@ -31,9 +31,9 @@ class Contact:
     began_s: float
     clock: Callable[[], float] = time.monotonic
     tried: set[str] = field(default_factory=set)
-    """What this call has begun: nothing is begun twice."""
+    """Names of the steps started by this call; no step starts twice."""
     waiting: dict[str, Step] = field(default_factory=dict)
-    """What there was no time for."""
+    """Steps that did not fit in the remaining time, by name."""
     configs: dict[tuple[str, str], RunConfig | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Contact:
         }
 
     def run(self, number: int) -> None:
-        """Do what is due, what matters most first, as far as the time goes."""
+        """Take the steps that are due, most important first, until the time is up."""
         for pattern in missing(CALLS[number], throughput.is_asked):
             self.session.say(f"{pattern}: there is no such entry. The call goes on without it.")
         for step in self.order(number):
@@ -69,7 +69,8 @@ class Contact:
         self.session.write(self.found)
 
     def order(self, number: int) -> Iterator[Step]:
-        """Yield the steps of a call, then what the other calls left, then what was stopped before."""
+        """Yield this call's steps, then the other calls' remaining ones, then those stopped before.
+        """
         plans = {
             each: steps(CALLS[each], self.session.batches, throughput.is_asked)
             for each in (number, *(n for n in CALLS if n != number))
@@ -85,7 +86,7 @@ class Contact:
     def planned(
         self, plans: dict[int, tuple[list[Step], list[Step]]], number: int
     ) -> Iterator[Step]:
-        """Yield the steps in order, whether they are done or not."""
+        """Yield all steps in order, finished or not."""
         yield from plans[number][0]
         if CALLS[number].repeats:
             yield from self.repeats()
@@ -97,13 +98,13 @@ class Contact:
         yield from (step for _, later in plans.values() for step in later)
 
     def repeats(self) -> Iterator[Step]:
-        """Yield two more measurements of what lies near a target, and of what it is compared with."""
+        """Yield two more measurements of entries near a target, and of their baselines."""
         for again in (1, 2):
             for entry, rows in near_targets(self.found):
                 yield Step("measure", entry, rows, again)
 
     def do(self, step: Step, number: int) -> None:
-        """Do one step and write down what came of it."""
+        """Take one step and record its outcome."""
         self.results.begin(step.name, number)
         began_s = self.clock()
         own_limit_s, left_s = self.estimates.limit_s(step), self.remaining_s()
@@ -138,7 +139,7 @@ class Contact:
         self.results.end(spent)
 
     def climb(self, limit_s: float) -> str:
-        """Measure the ladder; a failure is written down."""
+        """Run the ladder; a failure is recorded."""
         try:
             ladder(
                 self.results.folder,
@@ -158,7 +159,7 @@ class Contact:
         return "ok"
 
     def measure(self, step: Step, limit_s: float) -> str:
-        """Measure an entry, or only profile it; return the status of the row."""
+        """Measure or only profile an entry; return the status of its row."""
         assert step.entry is not None
         before = self.rows(step)
         profiled = step.kind == "profile" or (
@@ -187,7 +188,7 @@ class Contact:
         return str(row["status"])
 
     def row(self, step: Step, limit_s: float, *, profiled: bool) -> dict[str, Any]:
-        """Measure and return the row; a profile is written down."""
+        """Measure an entry and return its row; store its profile if there is one."""
         assert step.entry is not None
         config = self.config(step)
         assert config is not None
@@ -208,7 +209,7 @@ class Contact:
         return row
 
     def rows(self, step: Step) -> list[dict[str, Any]]:
-        """Return the rows of what a step measures."""
+        """Return the rows that belong to a step."""
         assert step.entry is not None
         return [
             row
@@ -217,8 +218,9 @@ class Contact:
         ]
 
     def is_done(self, step: Step) -> bool:
-        """Say whether nothing is left to do of a step; what failed with other code, or while it was
-        profiled, is tried again.
+        """Return whether a step is finished.
+
+        A step that failed with other code, or while it was profiled, is retried.
         """
         if step.kind == "ladder":
             held = self.results.of("ladder")
@@ -241,7 +243,7 @@ class Contact:
         return any(self.stands(row) for row in self.rows(step))
 
     def stands(self, row: dict[str, Any]) -> bool:
-        """Say whether a row is the last word on what it measured."""
+        """Return whether a row is final."""
         if row["status"] in ("ok", "timed-out"):
             return bool(row["status"] == "ok")
         entry = next(
@@ -252,14 +254,14 @@ class Contact:
         return row["code"] == self.session.identity(entry)["code"] and not row.get("profiled")
 
     def was_stopped(self, step: Step) -> bool:
-        """Say whether a step was stopped before because it took too long, and not because its call
-        was over.
+        """Return whether a step was stopped for taking too long, rather than because its call
+        ended.
         """
         ends = [row for row in self.results.spent if row["step"] == step.name]
         return bool(ends) and ends[-1]["status"] == "timed-out" and not ends[-1]["cut"]
 
     def can_be_done(self, step: Step) -> bool:
-        """Say whether an entry can be measured here; if not, that has been said."""
+        """Return whether an entry can be measured here; the reason is printed if not."""
         if step.entry is None:
             return True
         return (
@@ -267,7 +269,7 @@ class Contact:
         )
 
     def config(self, step: Step) -> RunConfig | None:
-        """Return the configuration of an entry, None for one that cannot be measured here."""
+        """Return the config of an entry, or None if it cannot be measured here."""
         assert step.entry is not None
         key = (step.entry.work, step.entry.name)
         if key not in self.configs:
@@ -278,15 +280,15 @@ class Contact:
 
     @property
     def estimates(self) -> Estimates:
-        """What steps take, as far as is known now."""
+        """Estimates from the steps that have finished so far."""
         return Estimates(self.results.spent)
 
     def remaining_s(self) -> float:
-        """Return the seconds that the call has left for its steps."""
+        """Return the seconds left for steps."""
         return 60 * float(self.arguments.minutes) - END_S - (self.clock() - self.began_s)
 
     def next_call(self) -> int:
-        """Return the first call that has steps left that matter, the last when none has."""
+        """Return the first call with core steps left, or the last call."""
         for number, call in CALLS.items():
             core, _ = steps(call, self.session.batches, throughput.is_asked)
             if any(
@@ -297,7 +299,7 @@ class Contact:
         return max(CALLS)
 
     def table(self, number: int) -> list[str]:
-        """Return what the call came to, and write it beside the figures."""
+        """Return the summary of a call, and write it next to the figures."""
         core, _ = steps(CALLS[number], self.session.batches, throughput.is_asked)
         left = [name for name in self.waiting if name in {step.name for step in core}]
         lines = summary(self.found, self.results, call=number, left=left)

@@ -1,6 +1,4 @@
-"""What a bare machine lacks, collected in a folder that travels with the tree: packages, nanoGPT's
-model, and the commit.
-"""
+"""Collect what a bare machine lacks: packages, nanoGPT's model and the commit."""
 
 from __future__ import annotations
 
@@ -27,12 +25,14 @@ PACKAGES = (
     "torchao",
     "liger_kernel",
 )
-"""What a machine with torch, Triton and the common packages of machine learning does not have. The
-first of a name that it has wins: ours.
+"""Packages missing on a machine with torch, Triton and the usual ML packages.
+
+The packed copy shadows an installed one.
 """
 NEEDLESS = ("torchao/*.so", "torchao/testing/**", "torchao/prototype/mx_formats/**/*.so")
-"""Parts of the wheels that stay here: torchao's kernels, which are built for another torch and none
-of which fp8 training uses.
+"""Parts of the wheels that are not packed.
+
+torchao's kernels are built for another torch, and fp8 training uses none of them.
 """
 PYTHON = "3.12"
 PLATFORMS = tuple(
@@ -40,16 +40,17 @@ PLATFORMS = tuple(
     for glibc in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
 )
 MOST_BYTES = 64 << 20
-"""What may travel: the tree and the folder."""
+"""Size limit of the repository and the packed folder together."""
 MANIFEST = "manifest.json"
 
 
 def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -> list[str]:
-    """Fill a folder with what a bare machine lacks; return what is in it, and the commands of the
-    calls. `code` is the code's digest.
+    """Fill a folder with what a bare machine lacks; return its contents and the call commands.
 
-    Raises: SystemExit when nanoGPT is not there, a package cannot be had, or the tree and the
-            folder are too large to travel.
+    `code` is the digest of the code.
+
+    Raises: SystemExit when nanoGPT is missing, a package cannot be downloaded, or the result is too
+            large.
     """
     if nanogpt is not None:
         check_nanogpt(nanogpt)
@@ -94,7 +95,7 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
 
 
 def instructions(folder: Path) -> Iterator[str]:
-    """Yield how the calls are made."""
+    """Yield the instructions for making the calls."""
     yield f"Take the tree and {folder} to the machine, an empty folder for what comes back as $OUT, and in the tree's root, one call at a time:"
     for number in ("1", "2", "3", "4"):
         yield f"  {command(folder, number)}"
@@ -102,13 +103,13 @@ def instructions(folder: Path) -> Iterator[str]:
 
 
 def command(folder: Path, number: str) -> str:
-    """Return the line that makes one call."""
+    """Return the command line of one call."""
     paths = f'PYTHONPATH="$PWD/{folder}/site:$PWD"'
     return f'{paths} python3 benchmarks/first_contact.py --call {number} --kit {folder} --seed {folder}/results --results "$OUT"'
 
 
 def check_nanogpt(folder: Path) -> None:
-    """Check that a folder has nanoGPT's model.
+    """Check that a folder contains nanoGPT's model.
 
     Raises: SystemExit.
     """
@@ -119,9 +120,7 @@ def check_nanogpt(folder: Path) -> None:
 
 
 def commit_of(folder: Path | None, *, code: str) -> str | None:
-    """Return the commit that was packed, with + when the code has another digest by now; None where
-    nothing was packed.
-    """
+    """Return the packed commit, with + if the code changed since; None if nothing was packed."""
     path = None if folder is None else folder / MANIFEST
     if path is None or not path.exists():
         return None
@@ -135,20 +134,20 @@ def commit_of(folder: Path | None, *, code: str) -> str | None:
 
 
 def pinned(constraints: str) -> dict[str, str]:
-    """Return the versions that a constraints file pins, by plain name."""
+    """Return the pinned version of each package in a constraints file, by normalised name."""
     found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", constraints, re.MULTILINE)
     return {plain(name): version for name, version in found}
 
 
 def plain(name: str) -> str:
-    """Return a package's name as indexes compare it."""
+    """Return a package name in normalised form."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def download(wanted: list[str], folder: Path) -> None:
-    """Have pip fetch the wheels for the machine's Python, whatever this one is.
+    """Download the wheels for the target machine's Python with pip.
 
-    Raises: SystemExit with what pip said.
+    Raises: SystemExit with pip's output.
     """
     words = [
         "--disable-pip-version-check",
@@ -177,14 +176,14 @@ def download(wanted: list[str], folder: Path) -> None:
 
 
 def unpack(wheel: Path, site: Path) -> str:
-    """Unpack a wheel; return its SHA-256."""
+    """Unpack a wheel and return its SHA-256."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     return hashlib.sha256(wheel.read_bytes()).hexdigest()
 
 
 def digests(folder: Path) -> dict[str, Any]:
-    """Return how many files and bytes there are, and a digest of nanoGPT's model where it is."""
+    """Return the number of files and bytes, and the digest of nanoGPT's model if present."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
     model = folder / "nanoGPT" / "model.py"
     found: dict[str, Any] = {
@@ -197,13 +196,13 @@ def digests(folder: Path) -> dict[str, Any]:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of a folder's files."""
+    """Return the total size of the files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def tree_bytes(folder: Path) -> int:
-    """Return the bytes of the files that travel with the tree: those that git tracks or would,
-    without the packed folder.
+    """Return the total size of the repository's files, tracked or untracked, without the packed
+    folder.
     """
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     paths = (
@@ -218,7 +217,7 @@ def tree_bytes(folder: Path) -> int:
 
 
 def git(*words: str) -> str | None:
-    """Return what git says, None where there is no git or no repository."""
+    """Return git's output, or None without git or a repository."""
     try:
         done = subprocess.run(
             ["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False

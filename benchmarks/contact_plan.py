@@ -1,8 +1,7 @@
-"""What the calls of first_contact.py do, in which order, and how long each part of it is expected
-to take.
+"""The steps of each call of first_contact.py, their order and their expected durations.
 
-A call names its entries as `--only` of throughput.py does, what matters most first. A step is one
-of them at one batch, or the environment, the tests, a profile, the ladder. Nothing here imports
+A call names its entries as `--only` of throughput.py does, most important first. A step is one
+entry at one batch, or the environment, the tests, a profile or the ladder. Nothing here imports
 torch.
 """
 
@@ -27,11 +26,11 @@ class Step:
     entry: Entry | None = None
     rows: int | None = None
     number: int = 0
-    """The round that a measurement is of."""
+    """The round of a measurement."""
 
     @property
     def name(self) -> str:
-        """What it is, in a word or three."""
+        """A short, unique name."""
         if self.entry is None:
             return self.kind
         named = f"{self.entry.work}/{self.entry.name}"
@@ -46,23 +45,21 @@ class Step:
 
 @dataclass(frozen=True)
 class Call:
-    """What one call does, if there is time."""
+    """The contents of one call, time permitting."""
 
     title: str
     first: tuple[str, ...] = ()
-    """Kinds of steps that come before all measurements."""
+    """Kinds of steps that precede all measurements."""
     entries: tuple[str, ...] = ()
-    """First each at its likeliest batch, then, after the repeats, at the others."""
+    """Entries to measure: each at its first batch, then, after the repeats, at the others."""
     profiles: tuple[str, ...] = ()
-    """Entries that are profiled, unless their measurement was."""
+    """Entries to profile, unless their measurement already was."""
     repeats: bool = False
-    """Whether what lies near a target is measured twice more."""
+    """Whether entries near a target are measured twice more."""
     more: tuple[str, ...] = ()
-    """Entries for the time that is left."""
+    """Entries for the remaining time."""
     ladder: bool = False
-    """Whether the rest of the call is the ladder's, once nothing that matters is left of the other
-    calls.
-    """
+    """Whether the ladder takes the rest of the call, after the core steps of the other calls."""
 
 
 CALLS = {
@@ -132,8 +129,9 @@ WORK_S = {
     "gpt2-124m-32k-wide-heads": 90.0,
     "eigenstate-small-32k": 90.0,
 }
-"""Seconds that a compiled entry of a work may take in all, before anything has been measured. Most
-of them compile.
+"""Expected total seconds of a compiled entry, by workload, before anything was measured.
+
+Compilation takes most of it.
 """
 SHARE = {
     "nanogpt": 0.8,
@@ -144,20 +142,20 @@ SHARE = {
     "huggingface": 0.5,
     "nanogpt-bias": 0.8,
 }
-"""What an entry takes of that; others take all of it."""
+"""Fraction of WORK_S that an entry takes; entries not listed take all of it."""
 KIND_S = {"environment": 12.0, "tests": 120.0, "ladder": 480.0}
 ENVIRONMENT_LIMIT_S, TESTS_LIMIT_S, LADDER_LEAST_S = 120.0, 150.0, 180.0
 PROFILE_S = 12.0
 LIMIT_S = 300.0
-"""The longest that a step may take while nothing is known of this machine's speed."""
+"""Upper limit of a step while this machine's speed is unknown."""
 NEEDED, MOST = 1.25, 2.5
-"""A step is begun when so many times its expected seconds are left, and stopped after so many."""
+"""A step starts if NEEDED times its expected seconds are left, and is stopped after MOST times."""
 LEAST_LIMIT_S = 45.0
-"""No step is stopped before: a process takes some seconds to start, whatever it measures."""
+"""Minimum time limit of a step: starting a process takes some seconds."""
 
 
 def guess_s(step: Step) -> float:
-    """Return what a step is expected to take before anything has been measured."""
+    """Return the expected seconds of a step before anything was measured."""
     if step.entry is None:
         return KIND_S[step.kind]
     profiled = PROFILE_S if step.kind == "profile" or is_profiled(step) else 0.0
@@ -168,7 +166,7 @@ def guess_s(step: Step) -> float:
 
 
 def is_profiled(step: Step) -> bool:
-    """Say whether a measurement is one that is profiled after its steps: the first of its entry."""
+    """Return whether a measurement is profiled after its steps: the first of its entry is."""
     return (
         step.kind == "measure"
         and step.number == 0
@@ -179,22 +177,21 @@ def is_profiled(step: Step) -> bool:
 
 @dataclass
 class Estimates:
-    """What steps take on this machine, from those that have ended: {"step", "entry", "guess_s",
-    "seconds", "status"} each.
+    """Durations of steps on this machine, estimated from finished ones.
+
+    Each is {"step", "entry", "guess_s", "seconds", "status"}.
     """
 
     spent: list[dict[str, Any]]
 
     @property
     def known(self) -> bool:
-        """Whether any measurement has ended."""
+        """Whether any measurement has finished."""
         return any(row["entry"] and row["status"] != "timed-out" for row in self.spent)
 
     @property
     def scale(self) -> float:
-        """How many times its guess a measurement takes here; of those that were stopped at least
-        what they had taken.
-        """
+        """Median ratio of actual to guessed seconds; a stopped step counts with its time so far."""
         ratios = [
             row["seconds"] / row["guess_s"]
             for row in self.spent
@@ -214,10 +211,10 @@ class Estimates:
         )
 
     def expected_s(self, step: Step) -> float:
-        """Return the seconds that a step is expected to take: as long as its entry's longest, else
-        the guess at this machine's pace.
+        """Return the expected seconds of a step.
 
-        Of a step that was stopped before, a fifth more than it had.
+        The longest run of its entry, or the guess scaled to this machine. A step that was stopped
+        before gets a fifth more than it had.
         """
         stopped = [
             1.2 * row["seconds"]
@@ -234,13 +231,13 @@ class Estimates:
         return max([max(own, default=self.scale * guess_s(step)), *stopped])
 
     def needed_s(self, step: Step) -> float:
-        """Return how much time must be left for a step to begin."""
+        """Return the seconds that must be left to start a step."""
         if step.kind == "tests":
             return TESTS_LIMIT_S
         return LADDER_LEAST_S if step.kind == "ladder" else NEEDED * self.expected_s(step)
 
     def limit_s(self, step: Step) -> float:
-        """Return after how long a step is stopped."""
+        """Return the seconds after which a step is stopped."""
         if step.entry is None:
             return {
                 "environment": ENVIRONMENT_LIMIT_S,
@@ -252,15 +249,14 @@ class Estimates:
 
 
 def matching(pattern: str, is_asked: Callable[[Entry, str], bool]) -> list[Entry]:
-    """Return the entries that a pattern of `--only` names."""
+    """Return the entries that match a pattern of `--only`."""
     return [entry for entry in ENTRIES if is_asked(entry, pattern)]
 
 
 def steps(
     call: Call, batches: Batches, is_asked: Callable[[Entry, str], bool]
 ) -> tuple[list[Step], list[Step]]:
-    """Return the steps of a call that are known beforehand: those that matter, then those for the
-    time that is left.
+    """Return a call's core steps, and those for the remaining time.
 
     Repeats come between the two.
     """
@@ -285,7 +281,7 @@ def steps(
 
 
 def at_batch(entries: Sequence[Entry], place: int, batches: Batches) -> list[Step]:
-    """Return the measurement of each entry at the batch in that place of its list."""
+    """Return a measurement of each entry at the batch with that index."""
     return [
         Step("measure", entry, rows)
         for entry in entries
@@ -294,16 +290,14 @@ def at_batch(entries: Sequence[Entry], place: int, batches: Batches) -> list[Ste
 
 
 def missing(call: Call, is_asked: Callable[[Entry, str], bool]) -> list[str]:
-    """Return the patterns that name no entry."""
+    """Return the patterns that match no entry."""
     return [
         pattern for pattern in (*call.entries, *call.profiles) if not matching(pattern, is_asked)
     ]
 
 
 def plan_lines(batches: Batches, is_asked: Callable[[Entry, str], bool]) -> Iterator[str]:
-    """Yield what each call does, with the seconds that its steps are expected to take before
-    anything is measured.
-    """
+    """Yield the contents of each call, with the expected seconds of its steps."""
     for number, call in CALLS.items():
         core, later = steps(call, batches, is_asked)
         waits = [step for step in core if step.kind != "profile"] + [

@@ -1,6 +1,4 @@
-"""What the calls of first_contact.py came to, on one screen: each target beside its prediction,
-where the time goes, what is left.
-"""
+"""The summary of a call of first_contact.py: targets, profiles, and remaining steps on one screen."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from throughput_report import (
 )
 
 NEAR = 0.03
-"""Share of a target by which a figure may miss or pass it and still be measured again."""
+"""An entry within this share of its target is measured again."""
 WHAT = {"tokens_per_s": "tokens/s", "peak_gib": "GiB, at most"}
 MOST_FAILURES = 5
 MOST_CHARACTERS, LINES = 90, 40
 
 
 def near_targets(found: Measurements) -> list[tuple[Entry, int | None]]:
-    """Return what lies within 3% of a target, each at its best batch, and what it is compared with."""
+    """Return the entries within 3% of a target, each at its best batch, and their baselines."""
     again: list[tuple[Entry, int | None]] = []
     for target in TARGETS:
         measured = verdict(found, target).get("measured")
@@ -47,7 +45,7 @@ def near_targets(found: Measurements) -> list[tuple[Entry, int | None]]:
 
 
 def summary(found: Measurements, results: Results, *, call: int, left: Sequence[str]) -> list[str]:
-    """Return the lines that a call prints last: 40 at most with the targets that there are."""
+    """Return the lines that a call prints at its end, about 40 at most."""
     seconds = results.calls[-1]["seconds"] if results.calls else 0.0
     measured = [row for row in found.rows if row["status"] == "ok"]
     lines = [f"Call {call}: {seconds:.0f} s. {environment_line(results)}"]
@@ -86,9 +84,7 @@ def summary(found: Measurements, results: Results, *, call: int, left: Sequence[
 
 
 def shortened(lines: list[str]) -> list[str]:
-    """Return 40 lines at most: targets that nothing has been measured of go first, then what comes
-    last.
-    """
+    """Return at most 40 lines; unmeasured targets are dropped first, then the last lines."""
     empty = [line for line in lines if line.startswith("| ") and line.endswith("|  |  |  |")]
     gone = set(empty[: max(len(lines) - LINES, 0)])
     kept = [line for line in lines if line not in gone]
@@ -96,7 +92,7 @@ def shortened(lines: list[str]) -> list[str]:
 
 
 def environment_line(results: Results) -> str:
-    """Return the machine, and how fast it copies."""
+    """Return the machine and its copy bandwidth."""
     held = results.of("environment")
     if "packages" not in held:
         return (
@@ -110,7 +106,7 @@ def environment_line(results: Results) -> str:
 
 
 def tests_line(results: Results) -> str:
-    """Return how the GPU tests ended."""
+    """Return the outcome of the GPU tests."""
     held = results.of("tests")
     if not held:
         return "GPU tests: not run yet."
@@ -126,7 +122,7 @@ def tests_line(results: Results) -> str:
 
 
 def target_lines(found: Measurements) -> Iterator[str]:
-    """Yield a table of the targets, each with what was predicted and what was measured."""
+    """Yield a table of the targets with predictions and measurements."""
     yield "| | target | predicted | measured | by | times nanoGPT |"
     yield "|---|---|---|---|---|---|"
     for target in TARGETS:
@@ -140,9 +136,7 @@ def target_lines(found: Measurements) -> Iterator[str]:
 
 
 def times_nanogpt(found: Measurements, target: Target) -> str:
-    """Return the best of ours over nanoGPT at its best batch, for a rate; nothing where either has
-    not been measured.
-    """
+    """Return the best flatout rate over nanoGPT's best, or an empty string if either is missing."""
     ours = best_of_ours(found, target)
     peers = [
         made
@@ -156,7 +150,7 @@ def times_nanogpt(found: Measurements, target: Target) -> str:
 
 
 def profile_lines(results: Results) -> Iterator[str]:
-    """Yield a table of where the time of a step goes, a column a profiled entry."""
+    """Yield a table of the time per step by group, one column per profiled entry."""
     good = {name: profile for name, profile in results.profiles.items() if profile.get("groups")}
     for name, profile in results.profiles.items():
         if name not in good:

@@ -1,6 +1,4 @@
-"""The folder of results of first_contact.py: a few small files, each written whole after every
-step, which can be carried.
-"""
+"""The results folder of first_contact.py: a few small files, each replaced atomically after a step."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ NAME = "contact"
 
 
 class Results:
-    """What is known beside the measurements of throughput.json: contact.json, and the table,
-    contact.md.
-    """
+    """Results besides throughput.json: contact.json, and the summary in contact.md."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,50 +28,50 @@ class Results:
 
     @property
     def spent(self) -> list[dict[str, Any]]:
-        """Every step that has ended, with its seconds."""
+        """Every finished step with its duration."""
         return list(self._held["spent"])
 
     @property
     def profiles(self) -> dict[str, Any]:
-        """Where the time of a step goes, by entry."""
+        """Profiles by entry."""
         return dict(self._held["profiles"])
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """The calls that have ended."""
+        """The calls that have finished."""
         return list(self._held["calls"])
 
     def of(self, kind: str) -> dict[str, Any]:
-        """Return what a step that is no measurement found, empty when it has not been taken."""
+        """Return the result of a step other than a measurement, or an empty dict."""
         return dict(self._held.get(kind, {}))
 
     def keep(self, kind: str, found: dict[str, Any]) -> None:
-        """Write down what a step that is no measurement found."""
+        """Store the result of a step other than a measurement."""
         self._held[kind] = found
         self._write()
 
     def profile(self, entry: Entry) -> dict[str, Any]:
-        """Return an entry's profile, empty when it has none."""
+        """Return an entry's profile, or an empty dict."""
         return dict(self._held["profiles"].get(f"{entry.work}/{entry.name}", {}))
 
     def keep_profile(self, entry: Entry, found: dict[str, Any]) -> None:
-        """Write down a profile."""
+        """Store a profile."""
         self._held["profiles"][f"{entry.work}/{entry.name}"] = found
         self._write()
 
     def begin(self, step: str, call: int) -> None:
-        """Write down what is being done, so that it is known what a killed call was at."""
+        """Record the running step, to show what a killed call was doing."""
         self._held["begun"] = {"step": step, "call": call}
         self._write()
 
     def end(self, spent: dict[str, Any]) -> None:
-        """Write down that it has ended, and how long it took."""
+        """Record that the running step finished, and its duration."""
         self._held["begun"] = None
         self._held["spent"].append(spent)
         self._write()
 
     def end_call(self, number: int, seconds: float) -> None:
-        """Write down that a call has ended."""
+        """Record that a call finished."""
         self._held["calls"].append(
             {
                 "call": number,
@@ -86,7 +82,7 @@ class Results:
         self._write()
 
     def write_table(self, lines: list[str]) -> None:
-        """Write the table."""
+        """Write the summary."""
         write_text(self.folder / f"{NAME}.md", "\n".join(lines) + "\n")
 
     def _write(self) -> None:

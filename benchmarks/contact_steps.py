@@ -1,6 +1,4 @@
-"""The steps of first_contact.py that are no measurements: what the machine is, and the tests that
-need a GPU.
-"""
+"""The steps of first_contact.py other than measurements: the environment and the GPU tests."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 MARKER = "gpu_essential"
 TEST_SETTINGS = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""A process a core is enough: what each of them compiles must not start more."""
+"""One compile process per test worker is enough."""
 GPU_TESTS = (
     *(
         "-m",
@@ -49,7 +47,7 @@ GPU_TESTS = (
     ),
     "--continue-on-collection-errors",
 )
-"""The essential half of the tests that need a GPU: it ends within 120 s."""
+"""The essential half of the GPU tests; runs in under 120 s."""
 TINY_TESTS = (
     "-m",
     "pytest",
@@ -95,8 +93,7 @@ print(json.dumps(found))
 
 
 def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
-    """Return what the machine is: GPU, versions, the bandwidth of a copy on the device, and whether
-    the command line starts.
+    """Return the GPU, the versions, the device copy bandwidth, and whether the command line starts.
     """
     found: dict[str, Any] = {"status": "ok"}
     code, out, err = finished([sys.executable, "-c", TELL], limit_s)
@@ -114,10 +111,9 @@ def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
 
 
 def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
-    """Run the essential GPU tests; return how many passed, failed and were skipped, and the names
-    of those that failed.
+    """Run the essential GPU tests; return counts by outcome and the names of failed tests.
 
-    After `limit_s` they are stopped, and those that had ended by then are counted.
+    They are stopped after `limit_s`; tests that finished before are counted.
     """
     began_s = time.monotonic()
     if not tiny and not marked_files():
@@ -152,8 +148,9 @@ def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
 
 
 def marked_files() -> list[str]:
-    """Return the files that have such tests: the others need not be read, nor the packages that
-    they import be there.
+    """Return the test files with GPU tests.
+
+    Other files, and the packages they import, are not needed.
     """
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [
@@ -164,15 +161,16 @@ def marked_files() -> list[str]:
 
 
 def profile_steps(*, tiny: bool) -> int:
-    """Return how many steps are profiled."""
+    """Return the number of profiled steps."""
     return TINY_PROFILE_STEPS if tiny else PROFILE_STEPS
 
 
 def finished(
     command: list[str], limit_s: float, *, settings: Mapping[str, str] | None = None
 ) -> tuple[int | None, str, str]:
-    """Run a command in the repository, with `settings` in its environment; return its exit code,
-    None when it was stopped, and its output.
+    """Run a command in the repository; return its exit code (None if stopped) and output.
+
+    `settings` are added to its environment.
     """
     from flatout.measure.trial import end_group
 
@@ -199,7 +197,7 @@ def finished(
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last non-empty line."""
     return next(
         (line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()),
         "nothing was printed",

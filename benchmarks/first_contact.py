@@ -1,18 +1,19 @@
-"""The first half hour on a GPU: every figure of docs/gpu.md in three short calls, on a machine that
-may be bare and offline.
+"""Every figure of docs/gpu.md in three short calls, on a GPU machine that may be bare and offline.
 
-    python benchmarks/first_contact.py --plan                                  # what the calls do,
-    and how long it may take python benchmarks/first_contact.py --pack .kit --nanogpt
-    path/to/nanoGPT   # collect what a bare machine lacks; prints the calls python
-    benchmarks/first_contact.py --call next --kit .kit --results FOLDER # one call: the first that
-    is not done python benchmarks/first_contact.py --call 1 --tiny --results FOLDER        # at toy
-    shapes on a CPU: proves that it runs
+    # print the calls and how long they may take
+    python benchmarks/first_contact.py --plan
+    # collect what a bare machine lacks, and print the commands of the calls
+    python benchmarks/first_contact.py --pack .kit --nanogpt path/to/nanoGPT
+    # make the first call that is not finished
+    python benchmarks/first_contact.py --call next --kit .kit --results FOLDER
+    # check on a CPU, at toy shapes, that everything runs
+    python benchmarks/first_contact.py --call 1 --tiny --results FOLDER
 
-A call ends within --minutes and begins nothing that would not: what a step takes is learned from
-those before it. Results are written after each step, so a call may be killed at any time; the same
-call, or another, goes on where it stopped, on another machine too when the folder of the results is
-brought along. Figures that were made with other code of flatout are kept, with their commit; only
-what failed is tried again. A call whose steps are done goes on with those of the others.
+A call ends within --minutes and starts no step that would not finish in time; it estimates each
+step from the steps before it. Results are written after each step, so a call can be killed at any
+time. The same call or another one continues from there, also on another machine if the results
+folder is copied along. Figures measured with other flatout code are kept with their commit; only
+failed steps are retried. A call that has finished its own steps continues with those of the others.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ except ModuleNotFoundError as error:
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".kit-cache"
-"""Where compiled kernels lie: a machine that is still there at the next call finds them."""
+"""Compiled kernels, reused by the next call if the machine is still there."""
 MINUTES = 9.0
 
 
@@ -82,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what the command takes."""
+    """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_call(arguments: argparse.Namespace, began_s: float) -> None:
-    """Run one call and print the table."""
+    """Run one call and print its table."""
     if not arguments.tiny and not probe().gpus:
         raise SystemExit(
             "It measures a GPU, and there is none here. --tiny runs every step at toy shapes on the CPU."
@@ -150,7 +151,7 @@ def run_call(arguments: argparse.Namespace, began_s: float) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Check what a call was given, before it takes any of its time.
+    """Check the arguments of a call before it spends any time.
 
     Raises: SystemExit.
     """
@@ -168,10 +169,9 @@ def check(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Hold the folder of the results for this call; the system lets go of it when the process ends,
-    however it ends.
+    """Lock the results folder for this call; the lock ends with the process.
 
-    Raises: SystemExit when another call holds it, or it cannot be written.
+    Raises: SystemExit when another call holds the lock, or the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,8 +199,8 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def sow(seed: Path, folder: Path) -> None:
-    """Copy the results of calls before, each file whole or not at all, to where there are none; a
-    copy that was cut short is completed.
+    """Copy earlier results that `folder` lacks, each file atomically; an interrupted copy is
+    repeated.
     """
     for path in sorted(seed.iterdir()):
         if path.is_file() and not path.name.endswith(PART) and not (folder / path.name).exists():
@@ -210,9 +210,7 @@ def sow(seed: Path, folder: Path) -> None:
 
 
 def session(arguments: argparse.Namespace, scratch: Path) -> throughput.Session:
-    """Return what measures an entry: throughput.py's own, with the peer and the commit that were
-    packed.
-    """
+    """Return the throughput.py session, with the packed nanoGPT and commit."""
     packed = arguments.kit / "nanoGPT" if arguments.kit else None
     nanogpt = arguments.nanogpt or (packed if packed and packed.is_dir() else None)
     commit = arguments.commit or commit_of(arguments.kit, code=throughput.code_digest(ours=True))

@@ -1,24 +1,23 @@
-"""Tokens a second of every shape that counts on one GPU, ours and peers', in one run.
+"""Training throughput of the shapes that matter on one GPU, for flatout and its peers.
 
     python benchmarks/throughput.py --nanogpt path/to/nanoGPT --only gpt2-124m --minutes 9
-    python benchmarks/throughput.py --tiny --out FOLDER       # every entry at toy shapes on a CPU:
-    proves that it runs
+    # check on a CPU, at toy shapes, that every entry runs
+    python benchmarks/throughput.py --tiny --out FOLDER
 
-Ours is measured through the real path: the recipe, its speedups, a packed data set, the feed, the
+flatout runs its normal path: the recipe, its speedups, a packed dataset, the feed and the training
 loop. A peer's model takes the same step (forward, backward, clip at 1.0, its fused AdamW) on random
-tokens of the same shape that lie on the GPU already. Each measurement is a process of its own: the
-median of 20 steps after 8. Every entry is tried at several batches in the first round; the best,
-and what comes within 3% of it, go on in the rounds that follow, all entries in turn. MFU counts 6
-N_matmul + 6 L T d FLOPs a token against the rate of a bf16 product of 8192 cubed, measured in the
-same process.
+tokens of the same shape that are already on the GPU. Each measurement runs in its own process and
+is the median of 20 steps after 8 of warm-up. The first round tries every entry at several batches;
+later rounds repeat the best one and those within 3% of it, with the entries interleaved. MFU counts
+6 N_matmul + 6 L T d FLOPs per token, relative to the rate of a bf16 matmul of size 8192 measured in
+the same process.
 
-Tokens are random, drawn from half of the vocabulary: a model that trains learns which half, so its
-loss must have fallen by 1% at the end, on batches that it has not seen. An entry whose loss does
-not is a failed one.
+Tokens are random, drawn from half of the vocabulary. A model that trains learns which half, so its
+loss must fall by 1% on unseen batches; otherwise the entry fails.
 
-OUT/throughput.json is written as each measurement ends; the same command goes on where it stopped,
-and what was measured with other code, on another machine or with another torch is measured anew.
-Nothing is installed: a peer that is missing is left out, aloud.
+OUT/throughput.json is written after each measurement, and the same command continues from it.
+Measurements of other code, another machine or another torch version are repeated. Nothing is
+installed: a missing peer is skipped with a message.
 """
 
 from __future__ import annotations
@@ -62,11 +61,9 @@ from flatout.measure.rounds import in_turn
 NAME = "throughput"
 TOKENS, TINY_TOKENS = 1 << 23, 1 << 15
 LIMIT_S = 300.0
-"""A measurement that has not ended by then is stopped, and its row says so."""
+"""A measurement that takes longer is stopped and recorded as timed out."""
 FIRST_GUESS_S = 75.0
-"""What a measurement is expected to take as long as none of its entry has been made: most of it
-compiles.
-"""
+"""Expected seconds of an entry's first measurement; most of it is compilation."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -95,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what the command takes."""
+    """Return the parser of the command's arguments."""
     made = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -135,7 +132,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Session:
-    """One command: what it measures goes into the file that the ones before wrote."""
+    """One command; its measurements are added to the file of earlier commands."""
 
     arguments: argparse.Namespace
     machine: Machine
@@ -148,7 +145,7 @@ class Session:
         self.available = Availability(self.arguments, self.machine, self.say)
 
     def measure(self) -> None:
-        """Measure what is due, round by round, and write after each."""
+        """Measure what is due, round by round, writing after each measurement."""
         entries = [entry for entry in ENTRIES if is_asked(entry, self.arguments.only)]
         if not entries:
             raise SystemExit(
@@ -179,11 +176,10 @@ class Session:
     def round(
         self, number: int, ready: dict[str, tuple[Entry, RunConfig]], found: Measurements
     ) -> int:
-        """Measure one work's entries once, each at its batches; return how many the time did not
-        suffice for.
+        """Measure each entry of a workload once per batch; return how many did not fit in the time.
 
-        The first batches of all come before the second ones: where the time ends early, there is
-        something to compare.
+        The first batch of every entry precedes the second ones, so that an interrupted round still
+        allows a comparison.
         """
         left = 0
         order = in_turn(list(ready), number)
@@ -204,7 +200,9 @@ class Session:
     def point(
         self, entry: Entry, rows: int | None, number: int, asked: RunConfig, found: Measurements
     ) -> bool:
-        """Measure an entry at one batch, and write it down; say whether there was time for it."""
+        """Measure an entry at one batch and store the row; return False if there was no time for
+        it.
+        """
         remaining_s = self.remaining_s()
         known_s = [row["process_s"] for row in found.of(entry) if row["status"] == "ok"]
         if remaining_s < max(known_s, default=0.0 if self.arguments.tiny else FIRST_GUESS_S):
@@ -224,8 +222,7 @@ class Session:
         limit_s: float,
         **more: Any,
     ) -> dict[str, Any]:
-        """Measure an entry at one batch and return the row; `more` goes into what the worker is
-        told.
+        """Measure an entry at one batch and return the row; `more` is added to the worker's spec.
         """
         batch = (
             {}
@@ -268,7 +265,7 @@ class Session:
         }
 
     def keep(self, row: dict[str, Any], found: Measurements) -> None:
-        """Write a row down, and tell it."""
+        """Store a row and print it."""
         found.add(row)
         self.write(found)
         figures = (
@@ -281,7 +278,7 @@ class Session:
         )
 
     def batches(self, entry: Entry) -> Sequence[int | None]:
-        """Return the batches that are tried: one at toy shapes."""
+        """Return the batches to try; one at toy shapes."""
         return (
             tuple(rows and TINY_ROWS for rows in entry.rows[:1])
             if self.arguments.tiny
@@ -289,7 +286,7 @@ class Session:
         )
 
     def data(self, kind: str) -> Path:
-        """Return the data set of that kind, made when it is first asked for."""
+        """Return the dataset of a kind; it is made on first use."""
         place, tiny = self.scratch / kind, self.arguments.tiny
         vocabulary = TINY_VOCABULARY if tiny else VOCABULARY
         if place.exists():
@@ -299,8 +296,9 @@ class Session:
         return random_data(place, tokens=TINY_TOKENS if tiny else TOKENS, vocabulary=vocabulary)
 
     def identity(self, entry: Entry) -> dict[str, str]:
-        """Return what a figure depends on: with another one it is measured anew. A peer does not
-        depend on flatout's code.
+        """Return what a figure depends on; a change makes it stale.
+
+        A peer's figures do not depend on flatout's code.
         """
         device = (
             self.machine.gpus[0].name
@@ -315,7 +313,7 @@ class Session:
         }
 
     def forget(self, found: Measurements, entries: Sequence[Entry]) -> None:
-        """Drop the measurements that have to be made again, and say so."""
+        """Drop stale measurements with a message."""
         for entry in entries:
             own = found.of(entry)
             identity = self.identity(entry)
@@ -332,7 +330,7 @@ class Session:
                 )
 
     def read(self) -> Measurements:
-        """Return what the commands before measured."""
+        """Return the measurements of earlier commands."""
         path = self.out / f"{NAME}.json"
         held = (
             read_document(path, "tiny", "measurements")
@@ -346,13 +344,13 @@ class Session:
         return Measurements(held["measurements"], tiny=self.arguments.tiny)
 
     def write(self, found: Measurements) -> None:
-        """Write the figures, the verdicts on them, and the table."""
+        """Write the figures, the verdicts and the table."""
         document = {"tiny": found.tiny, "targets": verdicts(found), "measurements": found.rows}
         write_text(self.out / f"{NAME}.json", json.dumps(document, indent=1) + "\n")
         write_text(self.out / f"{NAME}.md", table(found))
 
     def remaining_s(self) -> float:
-        """Return the seconds that the command has left."""
+        """Return the seconds left for this command."""
         return (
             float("inf")
             if self.arguments.minutes is None
@@ -360,12 +358,12 @@ class Session:
         )
 
     def say(self, line: str) -> None:
-        """Tell whoever watches."""
+        """Print a line to stderr."""
         print(line, file=sys.stderr, flush=True)
 
 
 def is_asked(entry: Entry, only: str) -> bool:
-    """Say whether `--only` names an entry, or its work."""
+    """Return whether `--only` matches an entry or its workload."""
     return any(
         fnmatch.fnmatchcase(name, word.strip())
         for word in only.split(",")

@@ -21,7 +21,7 @@ ADD = {
     "litgpt": "pip install litgpt, or --litgpt FOLDER",
     "nanochat": "git clone https://github.com/karpathy/nanochat, then --nanochat nanochat",
 }
-"""The line that adds a peer."""
+"""How to add each peer."""
 PACKAGES = {"huggingface": "transformers", "litgpt": "litgpt", "nanochat": "nanochat"}
 
 
@@ -35,9 +35,7 @@ class Availability:
     said: set[str] = field(default_factory=set)
 
     def config(self, entry: Entry, config: RunConfig) -> RunConfig | None:
-        """Return the configuration of an entry; None, with a message, when it cannot be measured
-        here.
-        """
+        """Return the config of an entry; None, with a message, if it cannot be measured here."""
         name = f"{entry.work}/{entry.name}"
         config = config.with_values(dict(entry.values))
         if entry.kind != "flatout":
@@ -70,8 +68,8 @@ class Availability:
         )
 
     def addable(self, entry: Entry, config: RunConfig) -> tuple[list[str], list[str]]:
-        """Return which of the speedups that an entry adds can be added here, each with what it
-        needs, and why the others cannot.
+        """Return the usable speedups that an entry adds, with their needs, and why others are
+        skipped.
         """
         able: list[str] = []
         reasons: list[str] = []
@@ -90,7 +88,7 @@ class Availability:
         return able, reasons
 
     def why_not(self, name: str, config: RunConfig) -> str | None:
-        """Return why a speedup cannot be added here, None when it can."""
+        """Return why a speedup cannot be added here, or None."""
         speedup = speedup_named(name)
         if (
             self.arguments.tiny
@@ -101,13 +99,13 @@ class Availability:
         return speedup.why_not(self.machine, config)
 
     def is_missing(self, kind: str) -> bool:
-        """Say whether a peer is neither installed nor in a folder that was given."""
+        """Return whether a peer is neither installed nor given as a folder."""
         if kind == "people" or self.folder(kind):
             return False
         return kind not in PACKAGES or importlib.util.find_spec(PACKAGES[kind]) is None
 
     def folder(self, kind: str) -> str | None:
-        """Return the folder with a peer that was given."""
+        """Return the folder given for a peer."""
         given = getattr(self.arguments, kind, None)
         return str(given.resolve()) if given else None
 

@@ -1,4 +1,4 @@
-"""The data sets that throughput.py trains on, made at once and offline."""
+"""The datasets that throughput.py trains on, made quickly and offline."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers.char import CharTokenizer
 
 FIRST_CHARACTER = 0x20
-"""From here on there are 50,256 characters and more, none of them half of a pair."""
+"""At least 50,256 characters follow this one, none of them a surrogate."""
 LENGTHS = (200, 1800)
-"""A document has so many tokens at least, and so many at most."""
+"""Minimum and maximum document length in tokens."""
 
 
 def random_data(out: Path, *, tokens: int, vocabulary: int, val_tokens: int = 4_096) -> Path:
-    """Write a packed data set of random tokens in documents of random lengths; return its folder.
+    """Write a packed dataset of random tokens in documents of random lengths; return its path.
 
-    Each token is drawn evenly from the first half of the vocabulary: that half of it never comes is
-    what there is to learn, so a model that trains falls from about ln V towards ln(V / 2). An id
-    stands for one character, so that the tokens have a text.
+    Tokens are drawn uniformly from the first half of the vocabulary. A model that trains learns
+    this, and its loss falls from about ln V towards ln(V / 2). Each token id stands for one
+    character, so that tokens can be decoded to text.
     """
     tokenizer = CharTokenizer(
         "".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + vocabulary - 1)))
@@ -39,10 +39,10 @@ def random_data(out: Path, *, tokens: int, vocabulary: int, val_tokens: int = 4_
 
 
 def text_data(out: Path, *, vocabulary: int, max_bytes: int | None = None) -> Path:
-    """Prepare Python's own standard library with a vocabulary trained on it, as many ids as the
-    random tokens have; return the folder.
+    """Prepare Python's standard library with a tokenizer trained on it; return the dataset's path.
 
-    It is for runs that tokenise text in the step, whose cost random tokens would not show.
+    The vocabulary is as large as that of the random tokens. Runs that tokenise in the step use it:
+    random tokens would hide that cost.
     """
     prepare("python-stdlib", out, tokenizer=f"train:{vocabulary}", max_bytes=max_bytes)
     return out

@@ -1,5 +1,6 @@
-"""The ladder of GPT-2 124M, from the plain way (micro-batches of 8 rows) to the full set: `flatout
-bench` on text made here.
+"""The ladder of GPT-2 124M from the baseline (8 rows per micro-batch) to the full set of speedups.
+
+It is `flatout bench` on text made here.
 """
 
 from __future__ import annotations
@@ -16,9 +17,7 @@ from throughput_entries import TINY_VOCABULARY, VOCABULARY, WORKS, shape
 from flatout.files import write_text
 
 TOKENS_PER_STEP = 32_768
-"""Fewer than the recipe's: the plain way takes seconds for them, 8 rows at a time, and a trial must
-end.
-"""
+"""Fewer tokens than the recipe's: the baseline takes seconds for them, 8 rows at a time."""
 
 LEAST_MINUTES = 1.0
 
@@ -28,8 +27,8 @@ def ladder(
 ) -> None:
     """Measure the ladder and write OUT/throughput_ladder.json and .md.
 
-    The data set is text, Python's own library: its first rung tokenises in the step, which random
-    tokens would make too cheap. Preparing it counts among the minutes.
+    The dataset is text, Python's own library: the first rung tokenises in the step, which random
+    tokens would make too cheap. Preparing it counts towards the minutes.
     """
     began_s = time.monotonic()
     config = shape(WORKS[0], tiny=tiny)

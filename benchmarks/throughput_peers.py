@@ -1,9 +1,8 @@
-"""Other projects' models in the training step that throughput.py measures. They are imported where
-they are, never copied.
+"""Other projects' models in the training step of throughput.py, imported from their own code.
 
-Each function builds one at a shape of ours and returns its loss and its optimiser, set up as its
-own project does; products in bfloat16 by autocast, but for the way people write it, and for
-nanochat, which narrows by itself.
+Each function builds a model at the given shape and returns its loss and its optimiser, set up as
+its project does. Matmuls run in bfloat16 under autocast, except in the hand-written loop (`people`)
+and in nanochat, which casts by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 
 @dataclass(frozen=True)
 class Order:
-    """What is asked of a peer."""
+    """What a peer has to build."""
 
     shape: TransformerConfig
     seq_len: int
@@ -40,25 +39,25 @@ class Order:
     device: torch.device
     compiled: bool
     folder: Path | None
-    """Where its sources lie; None: it is installed."""
+    """Folder with its sources; None if it is installed."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A model at work."""
+    """A model ready to train."""
 
     parameters: list[nn.Parameter]
     loss: Callable[[Tensor, Tensor], Tensor]
     """(tokens_BT, targets_BT) -> the mean loss."""
     optimizers: list[torch.optim.Optimizer]
     products: AbstractContextManager[Any]
-    """Entered around the forward pass."""
+    """Context of the forward pass."""
     each_step: Callable[[Tensor], Any] = lambda loss: None
-    """What is done with the loss after the update."""
+    """Called with the loss after each update."""
 
 
 def nanogpt(order: Order) -> Peer:
-    """Return nanoGPT's GPT with its own grouping and its fused AdamW."""
+    """Return nanoGPT's GPT with its own parameter groups and its fused AdamW."""
     module = file_module("nanogpt_model", _folder(order) / "model.py")
     shape = order.shape
     sizes = {
@@ -81,7 +80,7 @@ def nanogpt(order: Order) -> Peer:
 
 
 def huggingface(order: Order) -> Peer:
-    """Return Hugging Face's GPT-2 with torch's scaled-dot-product attention and the fused AdamW."""
+    """Return Hugging Face's GPT-2 with scaled-dot-product attention and fused AdamW."""
     transformers: Any = importlib.import_module("transformers")
     shape = order.shape
     sizes = {
@@ -107,8 +106,9 @@ def huggingface(order: Order) -> Peer:
 
 
 def litgpt(order: Order) -> Peer:
-    """Return litgpt's model with learned norms, biases and a GELU MLP, the nearest it has to GPT-2,
-    and the fused AdamW.
+    """Return litgpt's closest model to GPT-2, with fused AdamW.
+
+    It has learned norms, biases and a GELU MLP.
     """
     with _found_in(order.folder):
         found: Any = importlib.import_module("litgpt.model")
@@ -146,8 +146,9 @@ def litgpt(order: Order) -> Peer:
 
 
 def nanochat(order: Order) -> Peer:
-    """Return nanochat's own model of this depth and width, heads of 128 where they fit, with its
-    own Muon and rates.
+    """Return nanochat's model of this depth and width with its own Muon and rates.
+
+    It has heads of 128 where they fit.
     """
     with _found_in(order.folder):
         module: Any = importlib.import_module("nanochat.gpt")
@@ -176,8 +177,9 @@ def nanochat(order: Order) -> Peer:
 
 
 def people(order: Order) -> Peer:
-    """Return the way people write it: fp32, eager, attention with its whole matrix, AdamW parameter
-    by parameter, `.item()` a step.
+    """Return a typical hand-written loop: fp32, eager, full attention matrix, unfused AdamW.
+
+    It calls `.item()` at each step.
     """
     torch.set_float32_matmul_precision("highest")
     model = Transformer(order.shape, Ops.plain(cross_entropy=fused)).to(order.device)
@@ -207,10 +209,9 @@ PEERS: dict[str, Callable[[Order], Peer]] = {
 
 
 def step(peer: Peer, tokens_BT: Tensor, targets_BT: Tensor, clip: float) -> Tensor:
-    """Take one training step as people write it: forward, backward, clip, update; return the loss,
-    still on the device.
+    """Take one training step: forward, backward, clip, update; return the loss on the device.
 
-    Shapes:  tokens_BT, targets_BT (B, T) int64.
+    Shapes: tokens_BT, targets_BT (B, T) int64.
     """
     with peer.products:
         loss = peer.loss(tokens_BT, targets_BT)
@@ -225,7 +226,7 @@ def step(peer: Peer, tokens_BT: Tensor, targets_BT: Tensor, clip: float) -> Tens
 
 
 def file_module(name: str, path: Path) -> ModuleType:
-    """Import a file under a name of its own."""
+    """Import a file under a given name."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # noqa: PT018  # a path that ends in .py has both
     module = importlib.util.module_from_spec(spec)
@@ -241,7 +242,7 @@ def _folder(order: Order) -> Path:
 
 @contextmanager
 def _found_in(folder: Path | None) -> Iterator[None]:
-    """Let imports find what lies in a folder; None changes nothing."""
+    """Put a folder on the import path; None changes nothing."""
     if folder is not None:
         sys.path.insert(0, str(folder))
     yield

@@ -20,9 +20,7 @@ HERE = Path(__file__).parent
 
 @functools.cache
 def code_digest(*, ours: bool) -> str:
-    """Return a digest of the code that measures, and of flatout's own when the figure depends on
-    it.
-    """
+    """Return a digest of the measuring code, with flatout's own if `ours`."""
     digest = hashlib.sha256()
     for path in code_files(ours):
         digest.update(path.name.encode() + path.read_bytes())
@@ -42,8 +40,9 @@ def code_files(ours: bool) -> Iterator[Path]:
 def run_apart(
     spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None
 ) -> dict[str, Any]:
-    """Measure in a fresh process; return what came of it, even if it was killed, hung, or printed
-    nonsense. `command` replaces it, for tests.
+    """Measure in a new process; return a result even if it crashed, hung or printed nonsense.
+
+    `command` replaces the process in tests.
     """
     program = f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main; main()"
     pipe = subprocess.PIPE

@@ -1,9 +1,8 @@
-"""Where the device's time goes in a step: the kernels of a few profiled steps, grouped by what they
-do.
+"""The device time per step by kind of kernel, from a few profiled steps.
 
-Kernels are told apart by name, those of the update by the range they were launched in. The names
-are those that cuBLAS, cuDNN, flash-attention, Inductor and torch's own kernels have on an NVIDIA
-GPU; on a CPU the outermost operators take their place.
+Kernels are classified by name, those of the update by the range that launched them. The names are
+those of cuBLAS, cuDNN, flash-attention, Inductor and torch on an NVIDIA GPU; on a CPU the outermost
+operators take their place.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 UPDATE = "Optimizer.step"
-"""How the range of an update begins; torch's own optimizers name theirs so."""
+"""Prefix of the name of an update's range; torch's own optimizers use it."""
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 COPY, UPDATES, ATTENTION, LOSS, MATMUL, ELEMENTWISE, OTHER, IDLE = GROUPS = (
     "copy",
@@ -53,8 +52,10 @@ RULES = tuple(
         ),
     )
 )
-"""The first that matches decides. Inductor names a fused kernel after all its operators, so that
-its kernels are known before attention's.
+"""The first matching rule decides.
+
+Inductor names a fused kernel after all its operators, so the rules for its kernels precede
+attention's.
 """
 MOST_NAMES = 8
 
@@ -62,9 +63,7 @@ Event = dict[str, Any]
 
 
 class ProfiledSteps:
-    """Stands where a run asks whether to stop: profiles so many steps after the warm-up, then says
-    to stop.
-    """
+    """Replaces the run's stop check: profiles some steps after the warm-up, then stops."""
 
     def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
         self._device, self._first, self._most = device, warmup_steps, warmup_steps + steps
@@ -73,7 +72,7 @@ class ProfiledSteps:
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_cuda], acc_events=True)
 
     def asked(self, run: Any = None) -> bool:
-        """Begin or end the profile where a step begins."""
+        """Start or stop the profile at the beginning of a step."""
         if self._asked in (self._first, self._most):
             self._wait()
             (self._profile.start if self._asked == self._first else self._profile.stop)()
@@ -81,7 +80,7 @@ class ProfiledSteps:
         return self._asked > self._most
 
     def groups(self, folder: Path) -> dict[str, Any]:
-        """Return what the profile shows, per step; a trace is written into `folder` and deleted."""
+        """Return the profile per step; a trace is written to `folder` and deleted."""
         trace = folder / "trace.json"
         self._profile.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
@@ -96,7 +95,7 @@ class ProfiledSteps:
 
 
 def in_range(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an optimiser's `step` in a range by which its kernels are known."""
+    """Wrap an optimiser's `step` in a range that identifies its kernels."""
 
     def ranged(*arguments: Any, **options: Any) -> Any:
         with record_function(UPDATE):
@@ -106,10 +105,10 @@ def in_range(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def grouped(events: Sequence[Event], *, steps: int, on_device: bool = True) -> dict[str, Any]:
-    """Return the milliseconds of each group in a step, and of the whole, and the longest kernels.
+    """Return the milliseconds per step of each group and in total, and the longest kernels.
 
-    The whole lasts from the first kernel's begin to the last one's end; idle is what no kernel
-    covers of it. Kernels that run at once count in each of their groups.
+    The total lasts from the start of the first kernel to the end of the last; idle is the part that
+    no kernel covers. Concurrent kernels count in each of their groups.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     work = (
@@ -161,13 +160,12 @@ def grouped(events: Sequence[Event], *, steps: int, on_device: bool = True) -> d
 
 
 def group_of(name: str) -> str:
-    """Return the group of a kernel, by its name."""
+    """Return the group of a kernel by its name."""
     return next((group for group, words in RULES if words.search(name)), OTHER)
 
 
 def launched_in_updates(events: Iterable[Event]) -> set[int]:
-    """Return the correlations of what was launched inside a range of an update, on the range's own
-    thread.
+    """Return the correlation ids of launches inside an update's range, on the range's own thread.
     """
     ranges: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     launches: list[Event] = []
@@ -189,7 +187,7 @@ def launched_in_updates(events: Iterable[Event]) -> set[int]:
 
 
 def outermost(events: Iterable[Event]) -> list[Event]:
-    """Return torch's operators, and the updates, that lie in no other of their thread."""
+    """Return the operators and updates that are not nested in another on their thread."""
     wanted = [event for event in events if event["name"].startswith(("aten::", UPDATE))]
     ends: dict[Any, float] = {}
     found = []
@@ -201,12 +199,12 @@ def outermost(events: Iterable[Event]) -> list[Event]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Return how long at least one of the spans lasts."""
+    """Return the duration covered by at least one span."""
     return sum(end - begin for begin, end in joined(spans))
 
 
 def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the union of spans, in order, none touching another."""
+    """Return the union of spans, sorted and disjoint."""
     union: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if union and begin <= union[-1][1]:

@@ -1,6 +1,4 @@
-"""What the measurements of throughput.py come to: medians with their spread, the best batch, and
-each target, kept or missed.
-"""
+"""Tables of throughput.py: medians with their spread, the best batches, and a verdict per target."""
 
 from __future__ import annotations
 
@@ -15,38 +13,36 @@ from typing import Any
 from throughput_entries import ENTRIES, TARGET_GPU, TARGET_TFLOPS, TARGETS, WORKS, Entry, Target
 
 NEAR = 0.97
-"""A batch whose median comes this near to the best one's is measured again: the first round may
-have misjudged it.
-"""
+"""A batch within this share of the best is measured again: the first round may mislead."""
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Measurements:
-    """All rows of a file."""
+    """All rows of a results file."""
 
     rows: list[Row]
     tiny: bool
 
     def of(self, entry: Entry) -> list[Row]:
-        """Return an entry's rows."""
+        """Return the rows of an entry."""
         return [row for row in self.rows if (row["work"], row["entry"]) == (entry.work, entry.name)]
 
     def add(self, row: Row) -> None:
-        """Take a row more."""
+        """Add a row."""
         self.rows.append(row)
 
     def drop(self, rows: Sequence[Row]) -> None:
-        """Let rows go."""
+        """Remove rows."""
         gone = {id(row) for row in rows}
         self.rows = [row for row in self.rows if id(row) not in gone]
 
 
 def read_document(path: Path, *keys: str) -> dict[str, Any]:
-    """Return what a file of results holds: an object with these keys.
+    """Return the object in a results file, which has at least these keys.
 
-    Raises: SystemExit when the file is damaged, which is left as it is.
+    Raises: SystemExit when the file is damaged; the file is not changed.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -65,7 +61,7 @@ class Best:
 
     entry: Entry
     rows: list[Row]
-    """Its measurements at that batch, one a round."""
+    """Its measurements at that batch, one per round."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,12 +70,12 @@ class Best:
 
     @property
     def peak_gib(self) -> float:
-        """The most of any round."""
+        """Maximum over the rounds."""
         return max(float(row["peak_gib"]) for row in self.rows)
 
 
 def by_batch(found: Measurements, entry: Entry) -> dict[int | None, list[Row]]:
-    """Return an entry's rows that have figures, by batch."""
+    """Return the successful rows of an entry by batch."""
     batches: dict[int | None, list[Row]] = {}
     for row in found.of(entry):
         if row["status"] == "ok":
@@ -88,7 +84,7 @@ def by_batch(found: Measurements, entry: Entry) -> dict[int | None, list[Row]]:
 
 
 def best_rows(found: Measurements, entry: Entry) -> list[int | None]:
-    """Return the batches that are worth another round."""
+    """Return the batches worth another round."""
     medians = {
         rows: statistics.median(row["tokens_per_s"] for row in group)
         for rows, group in by_batch(found, entry).items()
@@ -99,8 +95,9 @@ def best_rows(found: Measurements, entry: Entry) -> list[int | None]:
 def best(
     found: Measurements, entry: Entry, *, rows: int | None = None, most_gib: float | None = None
 ) -> Best | None:
-    """Return an entry at its best batch, or at that of `rows`, within so much memory; None when it
-    has no figures there.
+    """Return an entry at its best batch, or None without figures.
+
+    `rows` selects a batch, `most_gib` limits the memory.
     """
     groups = [
         Best(entry, group)
@@ -112,7 +109,7 @@ def best(
 
 
 def best_of_ours(found: Measurements, target: Target) -> Best | None:
-    """Return the fastest of ours in a target's work; of a target of memory the leanest."""
+    """Return the fastest flatout entry for a target, or the leanest for a memory target."""
     ours = [
         entry
         for entry in ENTRIES
@@ -129,8 +126,7 @@ def best_of_ours(found: Measurements, target: Target) -> Best | None:
 
 
 def ratio(ours: Best, theirs: Best) -> tuple[float, float, float]:
-    """Return (median, low, high) of ours over theirs: of the same rounds where both have them, else
-    of the medians.
+    """Return (median, low, high) of ours over theirs, from common rounds if any, else from medians.
     """
     rates = {row["round"]: row["tokens_per_s"] for row in theirs.rows}
     ratios = [
@@ -141,16 +137,15 @@ def ratio(ours: Best, theirs: Best) -> tuple[float, float, float]:
 
 
 def verdicts(found: Measurements) -> list[Row]:
-    """Return each target with what was measured beside it."""
+    """Return every target with its measurement."""
     return [verdict(found, target) for target in TARGETS]
 
 
 def verdict(found: Measurements, target: Target) -> Row:
-    """Return a target, the figure, by which entry, and whether it is kept; None where there is no
-    figure, or it is of another GPU.
+    """Return a target, its measurement, the entry, and whether the target is kept.
 
-    `per_tflops` is a rate over the target's, each divided by its GPU's own matrix-product rate:
-    what can be compared between GPUs.
+    `kept` is None without a figure, or when it comes from another GPU. `per_tflops` compares GPUs:
+    our rate over the target's, each divided by the matmul rate of its GPU.
     """
     ours = best_of_ours(found, target)
     theirs = None if target.against is None else best(found, entry_against(target))
@@ -185,26 +180,26 @@ def verdict(found: Measurements, target: Target) -> Row:
 
 
 def per_tflops(ours: Best, target: Target) -> float:
-    """Return our rate over the target's, each per TFLOP/s of matrix products of its own GPU."""
+    """Return our rate over the target's, each per TFLOP/s of its GPU's matmul rate."""
     roof_tflops = statistics.median(row["roof_tflops"] for row in ours.rows)
     wanted_rate = target.least or target.aim or math.nan
     return (ours.tokens_per_s / roof_tflops) / (wanted_rate / TARGET_TFLOPS)
 
 
 def entry_against(target: Target) -> Entry:
-    """Return what a target of `times` compares with."""
+    """Return the baseline of a `times` target."""
     return next(
         entry for entry in ENTRIES if (entry.work, entry.name) == (target.work, target.against)
     )
 
 
 def reaches(measured: float, wanted_figure: float, target: Target) -> bool:
-    """Say whether a figure is good enough: memory at most, all else at least."""
+    """Return whether a figure meets its target: memory at most, all else at least."""
     return measured <= wanted_figure if target.what == "peak_gib" else measured >= wanted_figure
 
 
 def wanted(target: Target) -> str:
-    """Return what a target asks for, in words."""
+    """Return the description of a target."""
     within = f", within {target.most_gib:g} GiB" if target.most_gib else ""
     if target.what == "times":
         return f"times as fast as {entry_against(target).title}{within}"
@@ -213,7 +208,7 @@ def wanted(target: Target) -> str:
 
 
 def table(found: Measurements) -> str:
-    """Return the figures as Markdown: the targets, then every entry."""
+    """Return the figures as Markdown: targets first, then every entry."""
     lines = (
         ["Toy shapes: they prove that every entry runs, and say nothing about speed.", ""]
         if found.tiny
@@ -256,8 +251,9 @@ def table(found: Measurements) -> str:
 
 
 def judged(row: Row, *, tiny: bool) -> str:
-    """Say whether a target is kept and an aim reached. Toy shapes are not judged; nor are other
-    GPUs, whose rates are put in proportion.
+    """Return the verdict on a target and its aim.
+
+    Toy shapes get none. Rates of other GPUs are given in proportion to their matmul rate.
     """
     if tiny or row["measured"] is None:
         return "not judged" if tiny else "not measured"
@@ -282,19 +278,19 @@ def judged(row: Row, *, tiny: bool) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Return a number with three digits at least, nothing for none."""
+    """Return a number with at least three digits, or an empty string for None."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 1_000 else f"{value:,.4g}"
 
 
 def span(values: Sequence[float] | None) -> str:
-    """Return a smallest and a largest number, once when they are one; nothing for none."""
+    """Return a range, or one number if both ends are equal; an empty string for None."""
     return "" if values is None else " to ".join(dict.fromkeys(map(figure, values)))
 
 
 def entry_lines(found: Measurements, entry: Entry) -> list[str]:
-    """Return a line for each batch that was tried, the best in bold."""
+    """Return a line per measured batch, the best one in bold."""
     groups = by_batch(found, entry)
     top = best(found, entry)
     lines = []
@@ -318,19 +314,19 @@ def entry_lines(found: Measurements, entry: Entry) -> list[str]:
 
 
 def title_of(entry: Entry, row: Row) -> str:
-    """Return what an entry is, with the speedups of those it adds that were really on."""
+    """Return an entry's title with the added speedups that were active."""
     on = [added for added in entry.adds if added in row["speedups"]]
     return f"{entry.title}, with {', '.join(on)}" if on and entry.role == "ours" else entry.title
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return the median, and with several values the smallest and the largest in brackets."""
+    """Return the median, with the minimum and maximum if there are several values."""
     median = f"{statistics.median(values):,.0f}"
     return median if len(values) == 1 else f"{median} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def circumstances(found: Measurements) -> list[str]:
-    """Return what a reader of the figures has to know about how they were made."""
+    """Return how the figures were measured."""
     measured = [row for row in found.rows if row["status"] == "ok"]
     if not measured:
         return ["Nothing has been measured yet."]

@@ -1,10 +1,8 @@
-"""One measurement of throughput.py, in a process of its own: a spec as JSON comes in, figures go
-out.
+"""One measurement of throughput.py in its own process: reads a spec as JSON, prints figures as JSON.
 
-Ours is the run that `flatout train` makes, trained by its own loop; a peer's model takes the same
-step on random tokens that lie on the device already. The time of a step is from where it begins on
-the device to where the next one does, so what the device waits for is in it, and nothing waits for
-the measuring.
+flatout trains as `flatout train` does, in its own loop. A peer's model takes the same step on
+random tokens that are already on the device. A step lasts from its start on the device to the start
+of the next one, so device idle time is included and the measurement adds no synchronisation.
 """
 
 from __future__ import annotations
@@ -42,14 +40,13 @@ from flatout.training.metrics.log import Log
 from flatout.training.warmup import warm_up
 
 BATCHES = 32
-"""Different batches that a peer goes round."""
+"""Number of different batches that a peer cycles through."""
 LEAST_FALL = 0.01
-"""Share by which the loss must have fallen: then it has trained."""
+"""The loss must fall by this share to prove that the model trains."""
 
 
 class StepTimes:
-    """Stands where a run asks whether to stop, and marks where each step begins; says to stop when
-    there are enough of them.
+    """Replaces the run's stop check: marks the start of each step, and stops after enough of them.
     """
 
     def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
@@ -57,12 +54,12 @@ class StepTimes:
         self._marks: list[Any] = []
 
     def asked(self, run: Run | None = None) -> bool:
-        """Mark the end of the step before and the begin of the next one."""
+        """Mark the start of a step."""
         self._marks.append(self._mark())
         return len(self._marks) > self._most
 
     def milliseconds(self) -> list[float]:
-        """Return the time of each step after the warm-up; waits for the device."""
+        """Return the time of each step after the warm-up; synchronises the device."""
         marks = self._marks[self._warmup_steps :]
         if self._device.type != "cuda":
             return [1e3 * (end - begin) for begin, end in itertools.pairwise(marks)]
@@ -78,9 +75,7 @@ class StepTimes:
 
 
 def main() -> None:
-    """Read a spec from standard input, measure, print the figures. Whatever else prints goes to
-    standard error.
-    """
+    """Read a spec from stdin, measure, and print the figures; other output goes to stderr."""
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
@@ -89,7 +84,7 @@ def main() -> None:
 
 
 def measured(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure; an error becomes a row that says why there are no figures."""
+    """Measure; an error becomes a row with the reason."""
     try:
         return measure(spec)
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -106,15 +101,14 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
+    """Return the first line of an error message."""
     return (str(error).splitlines() or [""])[0][:300]
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of one entry at one batch; with `profile_steps` also where the time of so
-    many more steps goes.
+    """Return the figures of one entry at one batch, profiled too with `profile_steps`.
 
-    Raises: whatever building and training raise; out of memory too.
+    Raises: whatever building and training raise, including out of memory.
     """
     config = validate(spec["config"])
     device = torch.device(config.train.device if config.train.device != "auto" else "cuda")
@@ -143,13 +137,14 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def matmul_tflops(device: str) -> float:
-    """Return the rate that 100% stands for, measured here and now: bf16 on a GPU, fp32 on a CPU."""
+    """Return the matmul rate used as 100% MFU, measured now: bf16 on a GPU, fp32 on a CPU."""
     return measure_roof(device, "bf16" if device == "cuda" else "fp32")
 
 
 def flops_per_token(config: RunConfig) -> float:
-    """Return the FLOPs a token that MFU counts: 6 N_matmul + 6 L T d, every query against the keys
-    it may see; no product in a recurrence.
+    """Return the FLOPs per token that MFU counts: 6 N_matmul + 6 L T d, causal.
+
+    A recurrence counts no matmul.
     """
     return float(
         MODELS.get(config.model.kind)
@@ -159,15 +154,14 @@ def flops_per_token(config: RunConfig) -> float:
 
 
 def model_config(config: RunConfig) -> Any:
-    """Return the checked configuration of the model."""
+    """Return the validated config of the model."""
     return MODELS.get(config.model.kind).check(
         config.model.own() | {"vocab_size": config.model.vocab_size}, seq_len=config.data.seq_len
     )
 
 
 def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
-    """Return nothing when the losses are finite and fall from fresh batch to fresh batch; else what
-    makes the row a failed one.
+    """Return an empty dict if the losses are finite and falling, else the fields of a failed row.
     """
     lost = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if lost is not None:
@@ -183,7 +177,7 @@ def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
 def train_ours(
     spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes
 ) -> dict[str, Any]:
-    """Train the recipe's run in its own loop; return what is known but for the times."""
+    """Train the recipe's run in its own loop; return everything but the step times."""
     settled = resolve_here(
         config.with_values(QUIET)
     )  # nothing is evaluated, so no graph of an evaluation is compiled
@@ -232,9 +226,7 @@ def train_ours(
 
 
 def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
-    """Return where the time of the next steps goes; an error is no reason to lose what was measured
-    before.
-    """
+    """Return a profile of the next steps; an error does not discard earlier measurements."""
     steps = ProfiledSteps(run.mesh.device, 1, spec["profile_steps"])
     for optimizer in run.optimizers:
         optimizer.step = in_range(optimizer.step)  # type: ignore[method-assign]
@@ -250,7 +242,7 @@ def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
 def train_peer(
     spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes
 ) -> dict[str, Any]:
-    """Train a peer's model on random tokens; return what is known but for the times."""
+    """Train a peer's model on random tokens; return everything but the step times."""
     torch.manual_seed(config.train.seed)
     torch.set_float32_matmul_precision("high")
     folder = Path(spec["peer_folder"]) if spec["peer_folder"] else None
