@@ -69,8 +69,7 @@ class Contact:
         self.session.write(self.found)
 
     def order(self, number: int) -> Iterator[Step]:
-        """Yield this call's steps, then the other calls' remaining ones, then those stopped before.
-        """
+        """Yield this call's steps, then the other calls' remaining ones, then those stopped before."""
         plans = {
             each: steps(CALLS[each], self.session.batches, throughput.is_asked)
             for each in (number, *(n for n in CALLS if n != number))
@@ -254,9 +253,7 @@ class Contact:
         return row["code"] == self.session.identity(entry)["code"] and not row.get("profiled")
 
     def was_stopped(self, step: Step) -> bool:
-        """Return whether a step was stopped for taking too long, rather than because its call
-        ended.
-        """
+        """Return whether a step was stopped for taking too long, not because its call ended."""
         ends = [row for row in self.results.spent if row["step"] == step.name]
         return bool(ends) and ends[-1]["status"] == "timed-out" and not ends[-1]["cut"]
 

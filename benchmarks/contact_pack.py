@@ -201,9 +201,7 @@ def size_of(folder: Path) -> int:
 
 
 def tree_bytes(folder: Path) -> int:
-    """Return the total size of the repository's files, tracked or untracked, without the packed
-    folder.
-    """
+    """Return the size of the repository's tracked and untracked files without the packed folder."""
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     paths = (
         [ROOT / name for name in listed.split("\0") if name] if listed else list(ROOT.rglob("*"))

@@ -93,8 +93,7 @@ print(json.dumps(found))
 
 
 def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
-    """Return the GPU, the versions, the device copy bandwidth, and whether the command line starts.
-    """
+    """Return the GPU, the versions, the device copy bandwidth, and whether the command line starts."""
     found: dict[str, Any] = {"status": "ok"}
     code, out, err = finished([sys.executable, "-c", TELL], limit_s)
     if code:

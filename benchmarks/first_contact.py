@@ -199,8 +199,9 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def sow(seed: Path, folder: Path) -> None:
-    """Copy earlier results that `folder` lacks, each file atomically; an interrupted copy is
-    repeated.
+    """Copy the earlier results that `folder` lacks, each file atomically.
+
+    An interrupted copy is repeated.
     """
     for path in sorted(seed.iterdir()):
         if path.is_file() and not path.name.endswith(PART) and not (folder / path.name).exists():

@@ -200,9 +200,7 @@ class Session:
     def point(
         self, entry: Entry, rows: int | None, number: int, asked: RunConfig, found: Measurements
     ) -> bool:
-        """Measure an entry at one batch and store the row; return False if there was no time for
-        it.
-        """
+        """Measure an entry at one batch and store the row; return whether there was time."""
         remaining_s = self.remaining_s()
         known_s = [row["process_s"] for row in found.of(entry) if row["status"] == "ok"]
         if remaining_s < max(known_s, default=0.0 if self.arguments.tiny else FIRST_GUESS_S):
@@ -222,8 +220,7 @@ class Session:
         limit_s: float,
         **more: Any,
     ) -> dict[str, Any]:
-        """Measure an entry at one batch and return the row; `more` is added to the worker's spec.
-        """
+        """Measure an entry at one batch and return the row; `more` is added to the worker's spec."""
         batch = (
             {}
             if rows is None

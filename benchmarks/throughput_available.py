@@ -68,9 +68,7 @@ class Availability:
         )
 
     def addable(self, entry: Entry, config: RunConfig) -> tuple[list[str], list[str]]:
-        """Return the usable speedups that an entry adds, with their needs, and why others are
-        skipped.
-        """
+        """Return the speedups to add for an entry, with their needs, and why others are skipped."""
         able: list[str] = []
         reasons: list[str] = []
         for added in entry.adds:

@@ -165,8 +165,7 @@ def group_of(name: str) -> str:
 
 
 def launched_in_updates(events: Iterable[Event]) -> set[int]:
-    """Return the correlation ids of launches inside an update's range, on the range's own thread.
-    """
+    """Return the correlation ids of launches inside an update's range, on the range's own thread."""
     ranges: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     launches: list[Event] = []
     for event in events:

@@ -126,8 +126,7 @@ def best_of_ours(found: Measurements, target: Target) -> Best | None:
 
 
 def ratio(ours: Best, theirs: Best) -> tuple[float, float, float]:
-    """Return (median, low, high) of ours over theirs, from common rounds if any, else from medians.
-    """
+    """Return (median, low, high) of ours over theirs, from common rounds if any, else from medians."""
     rates = {row["round"]: row["tokens_per_s"] for row in theirs.rows}
     ratios = [
         row["tokens_per_s"] / rates[row["round"]] for row in ours.rows if row["round"] in rates

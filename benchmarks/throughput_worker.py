@@ -24,11 +24,12 @@ import torch
 from throughput_peers import PEERS, Order, step
 from throughput_profile import ProfiledSteps, in_range
 
+from flatout import roof
 from flatout.assembly.build import build
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig, validate
 from flatout.errors import FlatoutError
-from flatout.hardware import fingerprint, measure_roof
+from flatout.hardware import fingerprint
 from flatout.measure.resolving import resolve_here
 from flatout.measure.trial import end_with
 from flatout.measure.workload import QUIET, FirstLosses
@@ -46,8 +47,7 @@ LEAST_FALL = 0.01
 
 
 class StepTimes:
-    """Replaces the run's stop check: marks the start of each step, and stops after enough of them.
-    """
+    """Replaces the run's stop check: marks the start of each step, and stops after enough of them."""
 
     def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
         self._device, self._warmup_steps, self._most = device, warmup_steps, warmup_steps + steps
@@ -138,7 +138,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 @functools.cache
 def matmul_tflops(device: str) -> float:
     """Return the matmul rate used as 100% MFU, measured now: bf16 on a GPU, fp32 on a CPU."""
-    return measure_roof(device, "bf16" if device == "cuda" else "fp32")
+    return roof.measure(device, "bf16" if device == "cuda" else "fp32")[0]
 
 
 def flops_per_token(config: RunConfig) -> float:
@@ -161,8 +161,7 @@ def model_config(config: RunConfig) -> Any:
 
 
 def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
-    """Return an empty dict if the losses are finite and falling, else the fields of a failed row.
-    """
+    """Return an empty dict if the losses are finite and falling, else the fields of a failed row."""
     lost = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if lost is not None:
         return {"status": "failed", "reason": f"The loss of step {lost} is {losses[lost - 1]}."}

@@ -39,7 +39,7 @@ def test_every_way_is_timed_in_every_round_and_agrees(benchmark):
             "commit": "abc",
         }
     )
-    assert "| layers token by token, against all that is fast: step by step |" in text
+    assert "| layers token by token, against the fast path: step by step |" in text
     assert text.count("**") == 8
 
 
