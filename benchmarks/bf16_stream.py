@@ -1,14 +1,14 @@
-"""What hidden states in two bytes between blocks do to the loss of a whole run: `bf16` with and
-without `bf16-stream`, over seeds.
+"""The effect on a run's loss of hidden states in bfloat16: `bf16` with and without `bf16-stream`.
 
     OMP_NUM_THREADS=1 python benchmarks/bf16_stream.py --text shakespeare.txt
 
-Characters of one text, trained on the CPU under autocast in bfloat16. The two runs of a seed begin
-with the same weights and see the same batches in the same order; the figure is the difference of
-their losses on the whole validation split, with Student's interval over the seeds. Three small
-models: a transformer, one that is deep and narrow, and an eigenstate network. Each run is written
-down in WORK/runs.jsonl as it ends, and the same code does not run it again. Writes
-benchmarks/results/bf16_stream.json and .md. Figures are losses, not times: the machine may be busy.
+Trains on the characters of one text, on the CPU under bfloat16 autocast. The two runs of a seed
+start from the same weights and see the same batches in the same order; the figure is the difference
+of their losses on the whole validation split, with Student's interval over the seeds. There are
+three small models: a transformer, a deep and narrow one, and an eigenstate network. Each finished
+run is stored in WORK/runs.jsonl and not repeated by the same code. Writes
+benchmarks/results/bf16_stream.json and .md. Losses are measured, not times, so the machine may be
+busy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARED = {
     "schedule.warmup": 0.05,
     "train.device": "cpu",
 }
-"""What all runs share; the rest are the defaults of flatout/config/schema.py."""
+"""Settings of all runs; the rest are the defaults of flatout/config/schema.py."""
 TRANSFORMER = {
     "model.kind": "transformer",
     "model.num_heads": 2,
@@ -59,12 +59,12 @@ SPEEDUPS = {
     WITH: "auto,-compile,-bf16-products,+bf16,+bf16-stream",
 }
 FIRST_STEPS = 20
-"""Steps over which the promise is judged, as `bench` does."""
+"""Number of steps over which the promise is checked, as in `bench`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how long it is trained."""
+    """A model and its training length."""
 
     name: str
     shape: dict[str, Any]
@@ -146,7 +146,7 @@ def main() -> None:
 
 
 def measure(case: Case, dataset: Dataset, seeds: range, cache: Path) -> dict[str, Any]:
-    """Run every seed with and without, and return all runs with what they come to."""
+    """Run every seed with and without the speedup; return all runs and their summary."""
     pairs = [
         {way: remembered(case, dataset, way, seed, cache) for way in SPEEDUPS} for seed in seeds
     ]
@@ -178,9 +178,7 @@ def measure(case: Case, dataset: Dataset, seeds: range, cache: Path) -> dict[str
 
 
 def remembered(case: Case, dataset: Dataset, way: str, seed: int, cache: Path) -> dict[str, Any]:
-    """Return a run's losses: from the cache when this code has run it before, else it is run now
-    and written there.
-    """
+    """Return the losses of a run, from the cache if this code has run it before."""
     key = {"case": asdict(case), "shared": SHARED, "way": way, "seed": seed, "code": code_state()}
     if cache.exists():
         for text in cache.read_text().splitlines():
@@ -194,7 +192,7 @@ def remembered(case: Case, dataset: Dataset, way: str, seed: int, cache: Path) -
 
 
 def configured(case: Case, dataset: Dataset, way: str, seed: int) -> RunConfig:
-    """Return the whole configuration of one run."""
+    """Return the config of one run."""
     own = {
         "model.num_layers": case.num_layers,
         "model.d_model": case.d_model,
@@ -218,8 +216,7 @@ def configured(case: Case, dataset: Dataset, way: str, seed: int) -> RunConfig:
 
 
 def trained(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
-    """Train a run to its end; return the training loss of each step, and the loss on the whole
-    validation split.
+    """Train a run to its end; return the training losses and the loss on the validation split.
 
     Raises: SystemExit when it diverges.
     """

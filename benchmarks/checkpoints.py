@@ -1,16 +1,16 @@
-"""How long saving keeps training waiting: in the loop, against beside it.
+"""How long saving blocks training: synchronous against asynchronous checkpoints.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py --repeats 5 [--out DIR]
 
-trains a transformer of about 57 million parameters (0.7 GB of weights and moments) on random tokens
-in a temporary folder, turn by turn with `speedups=auto,-async-checkpoints` and
-`auto,+async-checkpoints`, and saves every few steps. Of each save, the event says how long the loop
-was blocked and when the checkpoint was whole. The last save of a run, for which it waits either
-way, is not counted. The first save stands apart: beside training it finds its room made before the
-first step, and that time has a column of its own. The wall time of both is told too: a thread that
-writes takes its share of the cores. Medians over all other saves of all repeats; the ratio is that
-of the medians of each repeat. Prints a table; writes checkpoints.json and .md where --out names a
-folder.
+Trains a transformer of about 57 million parameters (0.7 GB of weights and moments) on random tokens
+in a temporary directory, alternating `speedups=auto,-async-checkpoints` and
+`auto,+async-checkpoints`, and saves every few steps. The event of each save says how long the loop
+was blocked and when the checkpoint was complete. The last save of a run is not counted, since the
+run waits for it either way. The first save is reported separately: an asynchronous one uses memory
+reserved before the first step, and the time of that has its own column. The wall time of each run
+is reported too, since a writing thread takes its share of the cores. Figures are medians over all
+other saves of all repeats; the ratio is that of the medians per repeat. Prints a table, and writes
+checkpoints.json and .md if --out names a directory.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> 
 
 
 def settings(data: Path, saves: int, every: int, device: str, speedups: str) -> RunConfig:
-    """Return a run that saves `saves` times and once more at its end."""
+    """Return the settings of a run that saves `saves` times and once more at its end."""
     model = {f"model.{key}": value for key, value in SHAPE.items()}
     short = {
         "data.path": str(data),
@@ -113,7 +113,7 @@ def settings(data: Path, saves: int, every: int, device: str, speedups: str) -> 
 
 
 def train(run: Path, config: RunConfig) -> dict:
-    """Train once, and return what its saves took."""
+    """Train once and return the timings of its saves."""
     summary = run_training(config, run)
     events = read_events(run)
     saved = [event for event in events if event["event"] == "save"][
@@ -136,7 +136,7 @@ def train(run: Path, config: RunConfig) -> dict:
 def table(found: dict) -> str:
     """Return the figures as Markdown.
 
-    Raises: SystemExit when the two ways trained different weights.
+    Raises: SystemExit when the two variants trained different weights.
     """
     rows = found["rows"]
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:

@@ -1,14 +1,13 @@
-"""The eigenstate network's copy task: say which of eight symbols stood at the start of a text,
-thousands of equal tokens before.
+"""The copy task with the eigenstate network: recall one of eight symbols across thousands of tokens.
 
     OMP_NUM_THREADS=1 python benchmarks/copy_task.py
 
-A row is a symbol, filler, and a token that asks for the symbol; the loss is that of the one answer.
-There is a row for each of the eight symbols, so a step sees the whole task and chance is a loss of
-log 8 = 2.079. One layer is trained by Muon from each initialisation and each seed, for all the
-steps or until every answer is right with a loss below 0.02. Writes
-benchmarks/results/copy_task.json and .md. Figures are losses and steps, not times: the machine may
-be busy.
+A row is a symbol, filler, and a token that asks for the symbol; only the answer counts in the loss.
+There is a row for each of the eight symbols, so a step covers the whole task, and guessing has a
+loss of log 8 = 2.079. One layer is trained with Muon from each initialisation and each seed, for
+all the steps or until every answer is right with a loss below 0.02. Writes
+benchmarks/results/copy_task.json and .md. Losses and steps are measured, not times, so the machine
+may be busy.
 """
 
 from __future__ import annotations
@@ -42,15 +41,13 @@ SHAPE = {
 }
 LEARNING_RATE = 0.02
 LEARNED = 0.02
-"""A loss below which there is nothing more to see."""
+"""Training stops below this loss."""
 FAR = 4096
-"""Beyond so many tokens one seed is tried, and not every form."""
+"""Beyond this distance only one seed and some of the forms are tried."""
 
 
 def forms(distance: int) -> dict[str, dict]:
-    """Return the forms of the network that are tried at a distance, and the keys under `model.`
-    that make them.
-    """
+    """Return the forms of the network to try at a distance, with their keys under `model.`."""
     beside = (
         {"hierarchical": {"scales": [1, 2, 4, 8]}, "selective": {"eigenvalues": "selective"}}
         if distance <= FAR
@@ -101,7 +98,7 @@ def main() -> None:
 
 
 def rows_of(distance: int) -> Tensor:
-    """Return one row for each symbol, which stands `distance` tokens before the query.
+    """Return one row per symbol, which precedes the query by `distance` tokens.
 
     Returns: tokens_BT.
     """
@@ -111,8 +108,9 @@ def rows_of(distance: int) -> Tensor:
 
 
 def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
-    """Train one model; return its last loss and accuracy, and after how many steps all answers were
-    right (None: never).
+    """Train one model; return its last loss and accuracy, and the step when all answers were right.
+
+    The step is None if that never happened.
     """
     torch.manual_seed(seed)
     ops = Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused)

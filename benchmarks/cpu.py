@@ -1,9 +1,8 @@
-"""The ladder of `shakespeare-char` on this machine's CPU: what each optimisation gains, at equal
-loss.
+"""The ladder of `shakespeare-char` on this machine's CPU: the gain of each optimisation.
 
     python benchmarks/cpu.py --text shakespeare.txt --repeats 5
 
-prepares the text and runs `flatout bench shakespeare-char` on it; writes
+Prepares the text, runs `flatout bench shakespeare-char` on it, and writes
 benchmarks/results/cpu.json, .md and .svg.
 """
 

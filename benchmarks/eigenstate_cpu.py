@@ -1,19 +1,17 @@
-"""What the fast forms of an eigenstate network are worth on a CPU, at equal losses: layers of
-`eigenstate-small-32k` on 4,096 tokens.
+"""The gain of each fast path of an eigenstate network on a CPU, at equal losses.
 
     OMP_NUM_THREADS=2 python benchmarks/eigenstate_cpu.py --rounds 5
 
-takes layers of that shape (d 1024, 128 eigenstates, MLP 4096), one row of 4,096 tokens, forward and
-backward, and exchanges one thing at a time: (a) the recurrence alone, token by token or in chunks;
-(b) it in whole layers, and there the products in bfloat16 for those in fp32; (c) whole layers
-evaluated one token after the other, as decoding does, with the gradient through all of them,
-against layers with everything fast. Layers are alike: two of them stand for all, and (c) takes
-minutes even so.
+Takes layers of `eigenstate-small-32k` (d 1024, 128 eigenstates, MLP 4096) and one row of 4,096
+tokens, forward and backward, and changes one thing at a time: (a) the recurrence alone, token by
+token or in chunks; (b) the same in whole layers, and there the matmuls in bfloat16 instead of fp32;
+(c) whole layers evaluated token by token, as in decoding, with gradients through all of them,
+against layers with everything fast. Since layers are alike, two of them are enough; even so (c)
+takes minutes.
 
-All ways of a comparison run turn by turn in every round, so ratios are of the same round. Their
-losses and input gradients are compared in the same run; it fails where they differ by more than
-1e-4, with products in bfloat16 by more than 2e-2. Writes benchmarks/results/eigenstate_cpu.json and
-.md.
+The variants of a comparison alternate in every round, and ratios are within a round. Losses and
+input gradients are compared in the same run, which fails if they differ by more than 1e-4, or 2e-2
+with bfloat16 matmuls. Writes benchmarks/results/eigenstate_cpu.json and .md.
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from flatout.ops import Ops, linear, scan
 
 RECIPE = "eigenstate-small-32k"
 EXACT, NARROW = 1e-4, 2e-2
-"""How much losses and gradients may differ, relative: of fp32, and of products in bfloat16."""
+"""Largest relative difference of losses and gradients: in fp32, and with bfloat16 matmuls."""
 
 Evaluate = Callable[[], tuple[float, Tensor]]
-"""A forward and a backward pass: (loss, gradient of the input)."""
+"""A forward and backward pass: (loss, gradient of the input)."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ways of evaluating one thing; the first is what the others are measured against."""
+    """Variants of one computation; the first is the baseline."""
 
     name: str
     title: str
@@ -94,8 +92,9 @@ def main() -> None:
 
 
 def shape(layers: int, **smaller: int) -> dict[str, Any]:
-    """Return the recipe's own model keys with so many layers, and no vocabulary to speak of: the
-    head is not measured.
+    """Return the recipe's model keys with that many layers and a tiny vocabulary.
+
+    The head is not measured.
     """
     return {**load_config(RECIPE).model.own(), "num_layers": layers, "vocab_size": 8, **smaller}
 
@@ -141,14 +140,14 @@ def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
 
 
 def plain_and(**others: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
-    """Return the recurrence's reference, then others, by name."""
+    """Return the reference recurrence and others, by name."""
     return [("reference", scan.reference), *others.items()]
 
 
 def at_once(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
-    """Put all tokens through every layer, as training does.
+    """Apply all layers to all tokens at once, as training does.
 
-    Shapes:  hidden_BTD (B, T, D).
+    Shapes: hidden_BTD (B, T, D).
     """
     for block in model.blocks:
         hidden_BTD = block(hidden_BTD)
@@ -156,10 +155,9 @@ def at_once(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
 
 
 def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
-    """Put one token after the other through every layer, each layer's state carried along, as
-    decoding does.
+    """Apply all layers token by token with their states, as decoding does.
 
-    Shapes:  hidden_BTD (B, T, D).
+    Shapes: hidden_BTD (B, T, D).
     """
     carried = [[MemoryState() for _ in block.recurrence.memories] for block in model.blocks]  # type: ignore[union-attr]
     outputs = []
@@ -174,10 +172,9 @@ def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
 def passed(
     model: torch.nn.Module, walk: Callable[[Tensor], Tensor], hidden_BTD: Tensor, wanted_BTD: Tensor
 ) -> tuple[float, Tensor]:
-    """Return the loss, a mean squared distance from what is wanted, and the gradient of the input;
-    every weight gets its own too.
+    """Return the mean squared error and the gradient of the input; weights get theirs too.
 
-    Shapes:  hidden_BTD, wanted_BTD (B, T, D).
+    Shapes: hidden_BTD, wanted_BTD (B, T, D).
     """
     model.zero_grad(set_to_none=True)
     given_BTD = hidden_BTD.clone().requires_grad_()
@@ -188,9 +185,7 @@ def passed(
 
 
 def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate:
-    """Return the recurrence by itself, on eigenvalues as a fresh layer has them and on a drive that
-    it would scale so.
-    """
+    """Return the recurrence alone, with the eigenvalues and the drive of a fresh layer."""
     generator = torch.Generator().manual_seed(1)
     count = config.num_eigenstates
     rate_K = torch.exp(
@@ -220,11 +215,10 @@ def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate
 
 
 def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> dict[str, Any]:
-    """Return the seconds of every way in every round, and how far apart their losses and gradients
-    are.
+    """Return the seconds of every variant per round, and the differences of losses and gradients.
 
-    A round that would not end within the minutes is not begun. One turn before the first is not
-    counted: it is where losses are compared.
+    A round that would not finish in time is not started. The first pass compares losses and is not
+    timed.
     """
     began_s = time.perf_counter()
     found: dict[str, Any] = {comparison.name: compared(comparison) for comparison in every}
@@ -249,8 +243,9 @@ def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> d
 
 
 def compared(comparison: Comparison) -> dict[str, Any]:
-    """Evaluate every way once; return the losses and the differences. Ends the program where they
-    are not equal.
+    """Evaluate every variant once; return losses and differences.
+
+    Exits if they differ by more than the tolerance.
     """
     results = {name: evaluate() for name, evaluate in comparison.ways.items()}
     plain_loss, plain_grad = next(iter(results.values()))

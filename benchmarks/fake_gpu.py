@@ -1,17 +1,17 @@
-"""Every set of throughput.py, traced as it would run on an H200, on a machine that has none: graph
-breaks, wrong branches, refused shapes.
+"""Trace every set of throughput.py as on an H200, on a machine without a GPU.
 
-    python benchmarks/fake_gpu.py                       # every entry of ours; about 20 s each
+    # every flatout entry; about 20 s each
+    python benchmarks/fake_gpu.py
     python benchmarks/fake_gpu.py --only gpt2-124m/set
 
-It takes a CUDA build of torch, without a GPU. Tensors have shapes, types and a CUDA device, but no
-storage (torch's FakeTensorMode), and fake_gpu_driver.c answers the questions that torch asks of the
-driver. The model is compiled with `fullgraph`, so that a graph break is an error, up to the graphs
-that Inductor would be given; backward and the optimizer's step are traced too. Shapes are the real
-ones, with two layers. Printed for each entry: the graphs, and which attention, loss, scan and
-low-precision operations are in them.
+Finds graph breaks, wrong branches and rejected shapes. It needs a CUDA build of torch, but no GPU.
+Tensors have shapes, dtypes and a CUDA device, but no storage (torch's FakeTensorMode), and
+fake_gpu_driver.c answers torch's calls to the driver. The model is compiled with `fullgraph`, so a
+graph break is an error, up to the graphs that Inductor would receive; backward and the optimizer
+step are traced too. Shapes are the real ones, with two layers. For each entry it prints the graphs
+and their attention, loss, scan and low-precision operations.
 
-What it cannot show: Inductor's own work, and anything about a kernel's result or speed.
+It does not cover Inductor itself, nor the results or speed of kernels.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ SMALLER = {"model.num_layers": 2}
 MAX_ROWS = 4
 LIMIT_S = 600
 READ_BACK = ("liger-ce",)
-"""Speedups that break the graph by design: Liger's loss asks the device how many targets count, and
-fake tensors hold no answer.
+"""Speedups that break the graph by design.
+
+Liger's loss reads the number of targets back from the device, and fake tensors have no values.
 """
 ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Unsupported)\b: ")
-"""How Python names an error; torch's compiler adds lines of advice after it."""
+"""Matches the name of a Python error; torch's compiler adds lines of advice after it."""
 TOLD = ("attention", "flatout", "_scaled_mm", "torchao")
-"""Parts of the names of operations that are worth a line: those that a branch on the device
-chooses.
-"""
+"""Operations to print: those chosen by a branch on the device."""
 
 
 def main() -> None:
@@ -84,7 +83,7 @@ def main() -> None:
 
 
 def why_not() -> str | None:
-    """Return why it cannot work here, None when it can."""
+    """Return why this machine cannot trace, or None."""
     import torch
 
     if torch.version.cuda is None:
@@ -95,9 +94,7 @@ def why_not() -> str | None:
 
 
 def build_driver(folder: Path) -> Path:
-    """Compile fake_gpu_driver.c against the headers of the CUDA packages that torch brought; return
-    the library.
-    """
+    """Compile fake_gpu_driver.c against the headers of torch's CUDA packages; return the library."""
     includes = [
         path
         for name in ("nvidia", "triton")
@@ -118,7 +115,7 @@ def build_driver(folder: Path) -> Path:
 
 
 def package_folder(name: str) -> Path:
-    """Return where a package lies, without importing it."""
+    """Return the folder of a package without importing it."""
     spec = find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
     if not places:
@@ -129,13 +126,13 @@ def package_folder(name: str) -> Path:
 
 
 def with_driver(library: Path) -> dict[str, str]:
-    """Return the environment in which torch finds that library in front of CUDA's own."""
+    """Return an environment in which torch loads that library instead of CUDA's own."""
     paths = [str(library.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return {**os.environ, "LD_PRELOAD": str(library), "LD_LIBRARY_PATH": ":".join(paths)}
 
 
 def trace_apart(entry: Entry, environment: dict[str, str]) -> dict[str, Any]:
-    """Trace in a process of its own: what torch does not expect of a driver ends the process."""
+    """Trace in a separate process, since unexpected driver calls end the process."""
     command = [sys.executable, __file__, "--trace", f"{entry.work}/{entry.name}"]
     try:
         done = subprocess.run(
@@ -149,14 +146,14 @@ def trace_apart(entry: Entry, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def reason_in(said: str) -> str:
-    """Return why a process failed: the line of its last error, else the last that says something."""
+    """Return why a process failed: its last error line, else its last non-empty line."""
     lines = [text for text in said.splitlines() if text.strip() and not text.startswith("frame #")]
     errors = [text for text in lines if ERROR.match(text)]
     return (errors or lines or ["nothing was said"])[-1]
 
 
 def line(entry: Entry, found: dict[str, Any]) -> str:
-    """Return what is printed of an entry."""
+    """Return the line printed for an entry."""
     name = f"{entry.work}/{entry.name}"
     if found["status"] != "ok":
         return f"{name}: {found['status']}: {found['reason']}"
@@ -166,7 +163,7 @@ def line(entry: Entry, found: dict[str, Any]) -> str:
 
 
 def traced(name: str) -> dict[str, Any]:
-    """Return what the graphs of an entry hold, by its name `work/entry`."""
+    """Return the operations in an entry's graphs; the name is `work/entry`."""
     entry = next(entry for entry in ENTRIES if f"{entry.work}/{entry.name}" == name)
     work = next(work for work in WORKS if work.name == entry.work)
     if entry.plain or set(entry.adds) & set(READ_BACK):
@@ -182,9 +179,7 @@ def traced(name: str) -> dict[str, Any]:
 
 
 def trace(config: RunConfig, rows: int) -> list[list[str]]:
-    """Trace one training step; return the operations of each graph that a compiler would have been
-    given.
-    """
+    """Trace one training step; return the operations of each graph."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -223,9 +218,7 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
 
 @contextmanager
 def recorded_compiler() -> Iterator[list[list[str]]]:
-    """Have torch.compile trace whole graphs and write down their operations, forward and backward,
-    in place of generating code.
-    """
+    """Make torch.compile trace whole graphs and record their operations instead of generating code."""
     import torch
     import torch.cuda.amp.common
     from torch._dynamo.backends.common import aot_autograd

@@ -1,11 +1,11 @@
-"""Sampling with the keys and values kept, against computing the whole text anew for each token.
+"""Sampling with a key-value cache against recomputing the whole text for each token.
 
     OMP_NUM_THREADS=1 python benchmarks/generate.py --repeats 5
 
-takes a small transformer with fresh weights, reads a text that fills its context but for the tokens
-that are then drawn, and draws them, with the cache and without, turn by turn in one process on one
-thread. Writes benchmarks/results/generate.json and .md. Rates are medians over the repeats, with
-the smallest and the largest; the tokens drawn are compared, too.
+Takes a small transformer with fresh weights and a prompt that leaves room for the sampled tokens in
+the context, and samples them with and without the cache, alternating in one process on one thread.
+Writes benchmarks/results/generate.json and .md. Rates are medians over the repeats, with minimum
+and maximum; the sampled tokens are compared too.
 """
 
 from __future__ import annotations
@@ -64,9 +64,7 @@ def main() -> None:
 
 
 def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
-    """Return, for each repeat, the rate with and without the cache and the seconds to the first
-    token.
-    """
+    """Return the rates with and without the cache, and the seconds to the first token, per repeat."""
     torch.manual_seed(0)
     model = Transformer(
         Transformer.check(SHAPE, seq_len=context),
@@ -95,9 +93,7 @@ def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
 
 
 def timed(model: LanguageModel, prompt: list[int], num_tokens: int) -> tuple[dict, list[int]]:
-    """Draw tokens after a prompt; return the first one's seconds and the rate of the others, and
-    the tokens.
-    """
+    """Sample after a prompt; return first-token seconds, the rate of the rest, and the tokens."""
     times, drawn = [time.perf_counter()], []
     for token in islice(
         tokens_after(model, prompt, lambda logits_V: int(logits_V.argmax())), num_tokens
@@ -110,7 +106,7 @@ def timed(model: LanguageModel, prompt: list[int], num_tokens: int) -> tuple[dic
 
 @contextmanager
 def decoding_by(model: LanguageModel, decoder: Callable[..., Decoder]) -> Iterator[None]:
-    """Let the model decode in another way for a while."""
+    """Replace the model's decoding for the duration of the context."""
     model.decoder = decoder
     try:
         yield

@@ -1,15 +1,16 @@
-"""Measures the house itself: size, import layers, and how far a config and a token travel.
+"""Measure the code itself: size, import layers, and the functions that a config and a token visit.
 
 `python benchmarks/house.py` measures the package that Python imports, so
 `PYTHONPATH=CHECKOUT python benchmarks/house.py` measures another commit the same way.
 
-- Code tokens: Python's own tokens without comments, docstrings, layout and trailing commas, so that
-  line length and documentation do not count.
-- Import layers: the longest chain of modules of which each imports the next.
-- Config: the functions of flatout that `train` calls with a config, a section of it or
-  the recipe of slots, or with an object that holds one, before the first step: how many functions, in how many files, under how many parameter
-  names, and how often a call goes to a file of an earlier layer's caller ("back up").
-- Token: the files of flatout that run while a text is prepared, and during one later step.
+- Code tokens: Python's own tokens without comments, docstrings, layout and trailing commas, so
+  that line length and documentation do not count.
+- Import layers: the longest chain of modules in which each imports the next.
+- Config: the functions of flatout that `train` calls before the first step with a config, a section
+  of it, a recipe of slots, or an object that holds one: how many functions, in how many files,
+  under how many parameter names, and how often a call returns to the file of an earlier caller
+  ("back up").
+- Token: the files of flatout that run while text is prepared, and during one later step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ train: {steps: 3, eval_tokens: 256, device: cpu}
 
 
 def code_tokens(text: str) -> int:
-    """Return how many tokens of code `text` has."""
+    """Return the number of code tokens in `text`."""
     docstrings = {
         (node.value.lineno, node.value.col_offset)
         for parent in ast.walk(ast.parse(text))
@@ -72,7 +73,7 @@ def code_tokens(text: str) -> int:
 
 
 def imports(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """Return the modules of the package that each of its modules imports anywhere."""
+    """Return the imports of each module within the package, at any level."""
     found: dict[str, set[str]] = {name: set() for name in modules}
     for name, tree in modules.items():
         for node in ast.walk(tree):
@@ -89,7 +90,7 @@ def imports(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
 
 
 def import_layers(graph: dict[str, set[str]]) -> dict[str, int]:
-    """Return each module's layer: 1 for one that imports none, else one above its highest import."""
+    """Return each module's layer: 1 without imports, else one above its highest import."""
 
     @cache
     def layer(module: str) -> int:
@@ -100,14 +101,14 @@ def import_layers(graph: dict[str, set[str]]) -> dict[str, int]:
 
 @dataclass
 class Journey:
-    """Functions of flatout that ran, and those that were given a config."""
+    """Functions of flatout that ran, and those that received a config."""
 
     files: set[str] = field(default_factory=set)
-    """Every file in which a function ran."""
+    """Files in which a function ran."""
     stops: list[tuple[str, str]] = field(default_factory=list)
     """File and function of each first call with a config."""
     names: set[str] = field(default_factory=set)
-    """Parameters in which a config was given."""
+    """Names of parameters that received a config."""
     seen: set[CodeType] = field(default_factory=set)
     ended: bool = False
 
@@ -131,7 +132,7 @@ class Journey:
 
 
 def carries_config(value: Any) -> bool:
-    """Say whether `value` is a config, a section of one or a recipe, or holds one."""
+    """Return whether `value` is or holds a config, a section of one or a recipe."""
     if is_config(value):
         return True
     held = getattr(value, "__dict__", None)
@@ -145,7 +146,7 @@ def is_config(value: Any) -> bool:
 
 @contextmanager
 def watched(journey: Journey, *, threads: bool = False) -> Iterator[None]:
-    """Record calls of this thread, and of threads that start inside."""
+    """Record the calls of this thread and of threads started inside."""
 
     def profile(frame: FrameType, event: str, _argument: Any) -> None:
         if event == "call":
@@ -162,7 +163,7 @@ def watched(journey: Journey, *, threads: bool = False) -> Iterator[None]:
 
 
 class FilesOfLaterSteps(Journey):
-    """Files that run from the second training step to the third, in any thread."""
+    """Files that run from the second to the third training step, in any thread."""
 
     steps = 0
 
@@ -177,7 +178,7 @@ class FilesOfLaterSteps(Journey):
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Return every figure, working in an empty folder."""
+    """Return every figure; works in an empty directory."""
     texts = {path: path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     names = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(

@@ -1,14 +1,13 @@
-"""How fast windows are read from packed shards in random order, how soon the first batch comes, and
-what seeking costs.
+"""Reading sequences from packed shards in random order: throughput, first batch and seeking.
 
     OMP_NUM_THREADS=1 python benchmarks/loader.py --repeats 5
 
-writes a data set of 100 shards of random tokens into a temporary folder (or takes --data DIR),
-reads it once so that it lies in the page cache, and reads windows of 1,024 and of 32,768 tokens,
-262,144 tokens a batch, in the caller's thread. Each repeat opens the data set anew. The first batch
-is counted from there: sizes, the tokenizer, and the checksum of every block that it touches.
-Seeking goes to the last of 10^9 windows and reads on. Writes benchmarks/results/loader.json and
-.md; medians over the repeats.
+Writes a dataset of 100 shards of random tokens to a temporary directory (or takes --data DIR),
+reads it once to fill the page cache, and reads sequences of 1,024 and of 32,768 tokens, 262,144
+tokens per batch, in the caller's thread. Each repeat reopens the dataset. The time to the first
+batch starts there and includes sizes, the tokenizer, and the checksums of the blocks it touches.
+Seeking moves to the last of 10^9 sequences and reads one. Writes benchmarks/results/loader.json and
+.md; figures are medians over the repeats.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ BATCH_TOKENS = 262_144
 SEQ_LENS = (1_024, 32_768)
 WINDOWS = 10**9
 TARGETS = {"tokens_per_s": 1e9, "first_s": 0.1, "seek_s": 1e-3}
-"""Read at least so fast; no longer than so long."""
+"""Lower bound of the rate; upper bounds of the times."""
 
 
 def main() -> None:
@@ -67,7 +66,7 @@ def main() -> None:
 
 
 def make_data(out: Path, shard_bytes: int, shards: int = SHARDS) -> Path:
-    """Write shards of random bytes as tokens, and return their folder."""
+    """Write shards of random bytes as tokens, and return their path."""
     tokenizer, rng = make_tokenizer("byte", lambda _: iter([])), np.random.default_rng(0)
     with DatasetWriter(out, vocab_size=tokenizer.vocab_size, shard_bytes=shard_bytes) as writer:
         for _ in range(shards):
@@ -109,9 +108,7 @@ def measure(
 
 
 def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
-    """Open the data set, read batches until each block has been checked, then time the rest;
-    seconds and tokens a second.
-    """
+    """Open the dataset, read until each block is checked, then time the rest; return the figures."""
     began = time.perf_counter()
     feed = DirectFeed(
         SequenceSteps(
@@ -134,7 +131,7 @@ def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
 
 
 def plan(seq_len: int, rows: int) -> BatchPlan:
-    """Return the plan of one process that reads `rows` windows a step."""
+    """Return the batch plan of one process that reads `rows` sequences per step."""
     return BatchPlan(
         seq_len=seq_len,
         rows_per_device=rows,
@@ -149,16 +146,16 @@ def plan(seq_len: int, rows: int) -> BatchPlan:
 
 
 class ManyWindows:
-    """A split of 10^9 windows as far as its order goes; there are no tokens behind it."""
+    """A split of 10^9 sequences that has an order but no tokens."""
 
     name, num_tokens, has_mask, dtype = "train", WINDOWS, False, np.dtype(np.uint16)
 
     def num_sequences(self, seq_len: int) -> int:
-        """Return how many there are."""
+        """Return the number of sequences."""
         return WINDOWS
 
     def sequences_at(self, positions: Any, seq_len: int, *, seed: int) -> Any:
-        """Return the window at each position."""
+        """Return the sequence at each position."""
         return shuffled(positions, WINDOWS, seed=seed)
 
     def read_sequences(self, indices: Any, seq_len: int, out: Any) -> None:
@@ -167,9 +164,7 @@ class ManyWindows:
 
 
 def seek() -> float:
-    """Return the seconds that it takes to go to the last of 10^9 windows and have a batch of one
-    window from there.
-    """
+    """Return the seconds to seek to the last of 10^9 sequences and read a batch of one."""
     feed = DirectFeed(SequenceSteps(ManyWindows(), plan(1_024, 1), ShardReader()))
     next(feed)
     began = time.perf_counter()
@@ -179,7 +174,7 @@ def seek() -> float:
 
 
 def table(found: dict) -> str:
-    """Return the figures as Markdown, each against its target."""
+    """Return the figures as Markdown with their targets."""
     lines = [
         "| random order, from the page cache | M tokens/s | first batch, ms after opening |",
         "|---|---|---|",
@@ -204,7 +199,7 @@ def table(found: dict) -> str:
 
 
 def missed(found: dict) -> str:
-    """Say which targets the medians miss."""
+    """Return the targets that the medians miss."""
     every = [
         (
             f"tokens a second at {seq_len}",

@@ -1,14 +1,13 @@
-"""The main job, the plain way against the way it comes: the table at the head of README.md.
+"""The main job with and without speedups: the table at the top of README.md.
 
     python benchmarks/main_job.py --text shakespeare.txt --repeats 5
 
-prepares the text once a repeat (characters, the last tenth for validation), trains the recipe
-`shakespeare-char` with `speedups=none` and as it comes, turn by turn in fresh processes, and writes
-benchmarks/results/main_job.json and .md. The plain way is fp32, eager, an optimizer that loops over
-parameters, text tokenised in the step, and the micro-batch that people write: the most rows up to
-12 that divide the step. Rates are medians over the repeats, with the smallest and the largest. The
-losses are those of the same steps on the same windows: both runs have the same number of steps
-there.
+In each repeat, prepares the text (characters, the last tenth for validation) and trains the recipe
+`shakespeare-char` with `speedups=none` and with the defaults, alternating in fresh processes.
+Writes benchmarks/results/main_job.json and .md. The baseline is fp32 and eager, with an optimizer
+that loops over parameters, text tokenised in the step, and a typical micro-batch: the most rows up
+to 12 that divide the step. Rates are medians over the repeats, with minimum and maximum. Losses are
+compared over the same steps on the same sequences: both runs have the same number of steps there.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from flatout.measure.results import commit_of_package
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PATHS = ("run", "path", "resumed_from", "by_dataset")
-"""Fields that name a folder of this one measurement."""
+"""Fields that name a directory of this measurement."""
 
 
 def main() -> None:
@@ -126,7 +125,7 @@ def train(run: Path, data: Path, steps: int, wish: str) -> dict:
 
 
 def flatout(*words: str) -> dict:
-    """Run a command; return its --json with the seconds of the whole process."""
+    """Run a command; return its --json and the seconds of the whole process."""
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "flatout", *words, "--json"], capture_output=True, text=True
@@ -142,20 +141,18 @@ def flatout(*words: str) -> dict:
 
 
 def commit() -> str:
-    """Return the commit that is checked out, short, with + when the package was changed since;
-    "unknown" without git or a checkout.
-    """
+    """Return the short commit hash, with + if the package has changed, or "unknown" without git."""
     return commit_of_package() or "unknown"
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Return the median, and in brackets the smallest and the largest."""
+    """Return the median, with minimum and maximum in brackets."""
     median, low, high = statistics.median(values), min(values), max(values)
     return f"{median:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
 
 
 def batch_of(row: dict) -> str:
-    """Return a run's micro-batch and how many make a step."""
+    """Return a run's micro-batch and accumulation count."""
     return f"{row['rows_per_device']} x {row['accumulate']}"
 
 

@@ -1,22 +1,20 @@
-"""Which model to choose: a transformer and an eigenstate network of equal size, trained on equal
-tokens, by the length of a sequence.
+"""A transformer and an eigenstate network of equal size and training tokens, by sequence length.
 
     OMP_NUM_THREADS=1 python benchmarks/models.py --part loss --text shakespeare.txt
     python benchmarks/models.py --part speed --text shakespeare.txt
 
-Both models have 0.8 M parameters (4 layers, d 128; the eigenstates fill up to what attention
-takes), and every step sees 4,096 tokens of characters, whatever the length. The learning rate of
-each model with each optimizer is tuned at one length, on a seed of its own, over a grid of factors
-of two that grows while the best rate is at its edge; that rate is then used at every length, with
-other seeds. At the longest length half and twice the rate are tried too, to see whether the choice
-carries over, and at the shortest one run takes four times the steps.
+Both models have 0.8 M parameters (4 layers, d 128; the number of eigenstates makes up for
+attention's weights), and every step sees 4,096 characters, whatever the sequence length. The
+learning rate of each model and optimizer is tuned at one length on a separate seed, over a grid of
+factors of two that grows while the best rate is at its edge. That rate is used at every length with
+other seeds. At the longest length half and twice the rate are tried too, to check that the choice
+transfers; at the shortest, one run takes four times the steps.
 
-`loss` compares validation losses: the machine may be busy. It takes about 45 minutes of one core.
-Each run is written to WORK/models.jsonl as it ends, and the same code does not run it again.
-`speed` times training steps of 16,384 tokens in fresh processes, turn by turn, with the memory that
-a process takes at most beyond what it had before its first step: nothing else may run meanwhile.
-Each part writes its own section of benchmarks/results/models.json, and models.md from both, after
-every run.
+`loss` compares validation losses and takes about 45 minutes on one core; the machine may be busy.
+Each finished run is stored in WORK/models.jsonl and not repeated by the same code. `speed` times
+training steps of 16,384 tokens, alternating in fresh processes, with the peak memory above that
+before the first step; the machine must be idle. Each part updates its section of
+benchmarks/results/models.json, and models.md from both, after every run.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ SHARED = {
     "schedule.warmup": 0.05,
     "speedups": "auto,-compile",
 }
-"""What all runs share; the rest are the defaults of flatout/config/schema.py."""
+"""Settings of all runs; the rest are the defaults of flatout/config/schema.py."""
 SHAPES: dict[str, dict[str, Any]] = {
     "transformer": {
         "model.kind": "transformer",
@@ -71,7 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 TOKENS_PER_STEP = 4096
 TUNED_AT, TUNING_SEED = 1024, 1000
 RATES = {"muon": (4e-3, 8e-3, 16e-3), "adamw": (2e-3, 4e-3, 8e-3)}
-"""Learning rates tried first; more, by factors of two, while the best is the first or the last."""
+"""Initial learning rates; the grid grows by factors of two while the best is at its edge."""
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"optim.momentum": 0.9},
     "adamw": {"optim.betas": [0.9, 0.99]},
@@ -83,12 +81,12 @@ SEEDS: dict[str, tuple[tuple[int, int, int], ...]] = {
     ),
     "adamw": ((1024, 1, STEPS), (1024, 2, STEPS)),
 }
-"""Lengths, seeds and steps that run with the tuned rate, in this order."""
+"""(length, seed, steps) of the runs with the tuned rate, in order."""
 SPEED_LENGTHS = (256, 1024, 4096, 16384)
 SPEED_TOKENS = 16384
-"""Tokens of a timed step, in one micro-batch."""
+"""Tokens per timed step, in one micro-batch."""
 TIMED_S, MOST_TIMED = 2.0, 8
-"""Steps are timed until so much time has passed: at least two, and at most this many."""
+"""Steps are timed for TIMED_S seconds: at least two, and at most MOST_TIMED."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Trial:
 
 
 Run = Callable[[Trial], dict[str, Any]]
-"""Returns the run's row: the trial and what came of it."""
+"""Returns the run's row: the trial and its results."""
 
 
 def main() -> None:
@@ -155,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def keep(part: str, found: dict[str, Any]) -> None:
-    """Write a part's figures so far beside those of the other part."""
+    """Write the current figures of a part; those of the other part stay."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "models.json"
     whole = json.loads(path.read_text()) if path.exists() else {}
@@ -173,9 +171,7 @@ def keep(part: str, found: dict[str, Any]) -> None:
 def remembered(
     key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return what came of a run: from the cache when this code has run it before, else it runs now
-    and is written there.
-    """
+    """Return the result of a run, from the cache if this code has run it before."""
     key = {**key, "shared": SHARED, "shapes": SHAPES, "code": code_state()}
     for text in cache.read_text().splitlines() if cache.exists() else ():
         if (known := json.loads(text))["key"] == json.loads(json.dumps(key)):
@@ -187,7 +183,7 @@ def remembered(
 
 
 def configured(trial: Trial, dataset: Dataset) -> RunConfig:
-    """Return the whole configuration of a training run."""
+    """Return the config of a training run."""
     optim = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
     length = {
         "data.seq_len": trial.seq_len,
@@ -201,7 +197,7 @@ def configured(trial: Trial, dataset: Dataset) -> RunConfig:
 
 
 def measure_loss(dataset: Dataset, cache: Path) -> None:
-    """Tune, then run the seeds; the figures so far are written after every run."""
+    """Tune, then run the seeds; the figures are written after every run."""
     rows: list[dict[str, Any]] = []
 
     def run(trial: Trial) -> dict[str, Any]:
@@ -240,9 +236,7 @@ def fitted(trial: Trial, dataset: Dataset) -> dict[str, Any]:
 
 
 def tuned(model: str, optimizer: str, run: Run) -> float:
-    """Return the learning rate that ends lowest on the tuning seed, from a grid that reaches beyond
-    it on both sides.
-    """
+    """Return the best learning rate on the tuning seed, strictly inside the grid."""
     first = Trial(model, optimizer, 0.0, TUNED_AT, TUNING_SEED)
     losses = {rate: loss_of(run(replace(first, lr=rate))) for rate in RATES[optimizer]}
     while True:
@@ -254,8 +248,9 @@ def tuned(model: str, optimizer: str, run: Run) -> float:
 
 
 def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
-    """Time both models at every length, turn by turn in fresh processes; the figures so far are
-    written after every one.
+    """Time both models at every length, alternating in fresh processes.
+
+    The figures are written after every measurement.
     """
     rows: list[dict[str, Any]] = []
     for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
@@ -278,7 +273,7 @@ def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
 
 
 def in_a_process(command: list[str]) -> dict[str, Any]:
-    """Return what a command prints as its last line, JSON."""
+    """Return the JSON in the last line of a command's output."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -286,7 +281,7 @@ def in_a_process(command: list[str]) -> dict[str, Any]:
 
 
 def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
-    """Return the rate of training in this process, and the memory that it took."""
+    """Return the training rate in this process and its memory."""
     batch = {
         "data.seq_len": seq_len,
         "batch.tokens_per_step": SPEED_TOKENS,

@@ -29,7 +29,7 @@ def table(whole: dict[str, Any]) -> str:
 
 
 def loss_table(found: dict[str, Any]) -> list[str]:
-    """Return the lines about losses: the seeds at the tuned rate, and what lies beside that rate."""
+    """Return the table of losses by seed at the tuned rate, with a note on the rates."""
     runs = found["runs"]
     best = best_rates(runs, found["tuning_seed"])
     lines = [
@@ -81,7 +81,7 @@ def best_rates(runs: list[dict[str, Any]], tuning_seed: int) -> dict[tuple[str, 
 
 
 def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> str:
-    """Return what half and twice the tuned rate come to at the longest length."""
+    """Return the losses at half and twice the tuned rate at the longest length."""
     parts = []
     for (model, optimizer), rate in best.items():
         at_end = {
@@ -102,7 +102,7 @@ def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> st
 
 
 def speed_table(found: dict[str, Any]) -> list[str]:
-    """Return the lines about rates and memory."""
+    """Return the table of rates and memory."""
     lines = [
         "| training, tokens/s | transformer | eigenstate | times faster | GiB, transformer | GiB, eigenstate |",
         "|---|---|---|---|---|---|",
@@ -143,7 +143,7 @@ def speed_table(found: dict[str, Any]) -> list[str]:
 
 
 def loss_of(row: dict[str, Any]) -> float:
-    """Return the validation loss of a run; one that diverged ended nowhere."""
+    """Return the validation loss of a run, or infinity if it diverged."""
     return math.inf if row["val_loss"] is None else float(row["val_loss"])
 
 

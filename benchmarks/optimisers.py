@@ -1,20 +1,19 @@
-"""Muon against AdamW: how many tokens Muon needs to reach the loss that AdamW reaches with all of
-them.
+"""Muon against AdamW: the share of tokens that Muon needs to reach AdamW's final loss.
 
-    python benchmarks/optimisers.py --text shakespeare.txt --prose prose.jsonl --work
-    data/optimisers
+    python benchmarks/optimisers.py --text shakespeare.txt --prose prose.jsonl \\
+        --work data/optimisers
 
-Two corpora (characters of one text, bytes of another), a small model each, the same model, windows,
-batch, warm-up, clipping and schedule for both optimisers; every run has the whole schedule of its
-own length. Tuned on one seed, over the same grid: AdamW with all the tokens, Muon with 0.65 of
-them; besides, AdamW is tried with another beta2, Muon with another momentum. Then three fresh
-seeds: both with their best setting, at several fractions of the tokens. All results, in the order
-they came, are in benchmarks/results/optimisers.json, the table and the picture beside it are made
-of them.
+There are two corpora (characters of one text, bytes of another), each with a small model. Model,
+sequences, batch, warm-up, clipping and schedule are the same for both optimisers; every run
+completes the schedule of its own length. Both are tuned on one seed over the same grid: AdamW with
+all the tokens, Muon with 0.65 of them; AdamW also with another beta2, Muon with another momentum.
+Then both run on three new seeds with their best setting, at several fractions of the tokens. All
+results are in benchmarks/results/optimisers.json in the order of the runs; the table and the
+picture next to it are made from them.
 
-Each run is written down in WORK/runs.jsonl as it ends, and is not run again by the same code
-(`code_state`). It takes about an hour of one core. `--cost` measures something else, on a machine
-that does nothing else: how long a step of each takes.
+Each finished run is stored in WORK/runs.jsonl and not repeated by the same code (`code_state`). It
+takes about an hour on one core. `--cost` measures the time per step of each optimiser instead, and
+needs an idle machine.
 """
 
 from __future__ import annotations
@@ -52,34 +51,35 @@ SHARED = {
     "train.precision": "fp32",
     "speedups": "auto,-compile",
 }
-"""What both optimisers and both corpora share; dropout is 0, the rest are the defaults of
-flatout/config/schema.py.
+"""Settings of both optimisers and corpora.
+
+Dropout is 0; the rest are the defaults of flatout/config/schema.py.
 """
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
-"""Learning rates tried; more, by factors of two, while the best is the first or the last."""
+"""Initial learning rates; the grid grows by factors of two while the best is at its edge."""
 WEIGHT_DECAYS = (0.1, 0.0)
-"""The first with every rate, the other around the rate that was best with the first."""
+"""The first is tried with every rate, the other around the best rate of the first."""
 OTHER_DECAY = {"adamw": ("beta2", 0.99), "muon": ("momentum", 0.9)}
-"""A decay rate of each that is tried too, around the best rate; both begin with 0.95."""
+"""A decay rate of each that is also tried around the best rate; both start at 0.95."""
 TUNING_SEED, SEEDS = 1000, (1, 2, 3)
 TUNED_AT = {"adamw": 1.0, "muon": 0.65}
-"""Fraction of the tokens with which an optimiser is tuned."""
+"""Fraction of the tokens used to tune each optimiser."""
 FRACTIONS = {"adamw": (0.5, 1.0), "muon": (0.35, 0.5, 0.65)}
-"""Fractions of the tokens, each a run of its own, with the setting that tuning found."""
+"""Fractions of the tokens, each a separate run with the tuned setting."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, how it is cut, the model that learns it, and with how many tokens."""
+    """A text, its tokenizer, the model that learns it, and the number of tokens."""
 
     name: str
     title: str
     tokenizer: str
     tokens: int
-    """What AdamW trains on."""
+    """Training tokens of AdamW."""
     eval_tokens: int | None
-    """Validation tokens scored, from the beginning of the split; None is all."""
+    """Validation tokens scored, from the start of the split; None for all."""
     shape: dict[str, Any]
 
 
@@ -105,15 +105,15 @@ CORPORA = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What is tuned."""
+    """The tuned hyperparameters."""
 
     kind: str
     lr: float
     weight_decay: float
     beta2: float = 0.95
-    """Of AdamW, also the one beside Muon."""
+    """For AdamW, also for the AdamW used alongside Muon."""
     momentum: float = 0.95
-    """Of Muon."""
+    """For Muon."""
 
 
 Trial = Callable[[Setting, float, int], dict[str, Any]]
@@ -178,13 +178,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
-    """Return the corpus's data set, prepared if it is not yet."""
+    """Return the dataset of a corpus, preparing it if necessary."""
     prepare(str(source), out, tokenizer=corpus.tokenizer, workers=1)
     return Dataset.open(out)
 
 
 def facts() -> dict[str, Any]:
-    """Return what every run has in common."""
+    """Return the facts common to all runs."""
     return {
         "machine": probe().describe(),
         "commit": code_state(),
@@ -201,9 +201,7 @@ def facts() -> dict[str, Any]:
 
 
 def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
-    """Tune both optimisers, run the seeds, and return every run of the corpus with what they come
-    to.
-    """
+    """Tune both optimisers and run the seeds; return every run of the corpus and a summary."""
     rows: list[dict[str, Any]] = []
 
     def trial(setting: Setting, fraction: float, seed: int) -> dict[str, Any]:
@@ -227,7 +225,7 @@ def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
 
 
 def tuned(kind: str, trial: Trial) -> Setting:
-    """Return the best setting of the grid, on the tuning seed."""
+    """Return the best setting of the grid on the tuning seed."""
     first, *others = WEIGHT_DECAYS
     rows = line(Setting(kind, 0.0, first), RATES, trial)
     for weight_decay in others:
@@ -240,7 +238,7 @@ def tuned(kind: str, trial: Trial) -> Setting:
 
 
 def line(setting: Setting, rates: Iterable[float], trial: Trial) -> list[dict[str, Any]]:
-    """Try a setting with several learning rates, and with more until the best of them lies inside."""
+    """Try a setting with several learning rates, adding more until the best is inside the grid."""
     fraction = TUNED_AT[setting.kind]
     rows = [trial(replace(setting, lr=rate), fraction, TUNING_SEED) for rate in rates]
     while True:
@@ -262,7 +260,7 @@ def around(rate: float) -> tuple[float, float, float]:
 
 
 def lowest(rows: list[dict[str, Any]]) -> Setting:
-    """Return the setting of the run that ended lowest; one that diverged ended nowhere."""
+    """Return the setting with the lowest loss; a diverged run counts as infinite."""
     row = min(rows, key=lambda row: math.inf if row["val_loss"] is None else row["val_loss"])
     return Setting(row["kind"], row["lr"], row["weight_decay"], row["beta2"], row["momentum"])
 
@@ -270,7 +268,7 @@ def lowest(rows: list[dict[str, Any]]) -> Setting:
 def configured(
     corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int
 ) -> RunConfig:
-    """Return the whole configuration of one run."""
+    """Return the config of one run."""
     steps = round(corpus.tokens * fraction / SHARED["batch.tokens_per_step"])
     optim = {
         "optim.kind": setting.kind,
@@ -293,9 +291,7 @@ def configured(
 def remembered(
     corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path
 ) -> dict[str, Any]:
-    """Return the row of a run: from the cache when this code has run it before, else it is run now
-    and written there.
-    """
+    """Return the row of a run, from the cache if this code has run it before."""
     asked = {**asdict(setting), "fraction": fraction, "seed": seed}
     key = {"corpus": asdict(corpus), "shared": SHARED, "code": code_state(), **asked}
     if cache.exists():
@@ -313,9 +309,7 @@ def remembered(
 def step_ms(
     corpus: Corpus, dataset: Dataset, *, rounds: int = 15, steps: int = 20
 ) -> dict[str, Any]:
-    """Return the median time of a step of each optimiser: by turns, so that both see the same
-    machine.
-    """
+    """Return the median time per step of each optimiser, measured alternately."""
     runs = {
         kind: built(configured(corpus, dataset, Setting(kind, 1e-3, 0.1), 1.0, 0), dataset)
         for kind in ("adamw", "muon")

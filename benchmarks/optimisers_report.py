@@ -1,4 +1,4 @@
-"""What the runs of optimisers.py come to: the fraction of tokens, a table, a picture."""
+"""The report of optimisers.py: the fraction of tokens that Muon needs, a table and a picture."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 
 Scale = Callable[[float], float]
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
-"""Student's t for a two-sided interval of 95%, by the number of values."""
+"""Student's t for a two-sided 95% interval, by the number of values."""
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 COLOURS = {"adamw": "#d1603d", "muon": "#3d7dd1"}
 GREY = "#888888"
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 330, 60, 40, 20, 50
-"""Of one panel of the picture, in pixels, and its margins."""
+"""Size and margins of one panel of the picture, in pixels."""
 
 
 def summary(
     rows: list[dict[str, Any]], settings: dict[str, dict[str, Any]], seeds: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the losses of the seeds by optimiser and fraction, and the fraction of the tokens that
-    Muon needs, by seed and over all.
+    """Return the losses by optimiser and fraction, and the fraction of the tokens that Muon needs.
 
-    A seed fixes the weights at the start and the order of the windows, so seed by seed both
-    optimisers do the same task.
+    A seed fixes the initial weights and the order of the sequences, so both optimisers do the same
+    task for each seed. The fraction is given per seed and over all.
     """
     curves: dict[str, dict[float, list[float]]] = {}
     for kind, setting in settings.items():
@@ -60,10 +59,9 @@ def summary(
 
 
 def crossing(points: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Return where a falling curve of (fraction, loss) reaches `target`, straight in the logarithm
-    of the fraction between points.
+    """Return the fraction at which a falling curve of (fraction, loss) reaches `target`.
 
-    None when it does not within them.
+    Interpolates linearly in the logarithm of the fraction. None when the curve does not reach it.
     """
     for (before, above), (after, below) in pairwise(points):
         if above >= target >= below:
@@ -73,7 +71,7 @@ def crossing(points: Sequence[tuple[float, float]], target: float) -> float | No
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of 95% for the mean of a few values."""
+    """Return the 95% interval of the mean of a few values."""
     half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
     return statistics.mean(values) - half, statistics.mean(values) + half
 
@@ -105,7 +103,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def loss_cell(corpus: dict[str, Any], kind: str, fraction: float) -> str:
-    """Return an optimiser's setting and its losses with a fraction of the tokens."""
+    """Return an optimiser's setting and its losses at a fraction of the tokens."""
     setting = corpus["best"][kind]
     losses = next(
         point["val_losses"] for point in corpus["curves"][kind] if point["fraction"] == fraction
@@ -118,7 +116,7 @@ def loss_cell(corpus: dict[str, Any], kind: str, fraction: float) -> str:
 
 
 def needed_cell(corpus: dict[str, Any]) -> str:
-    """Return the fraction of the tokens, with its interval."""
+    """Return the fraction of the tokens with its interval."""
     if corpus["needed"] is None:
         first, last = (corpus["curves"]["muon"][n]["fraction"] for n in (0, -1))
         return f"not between {first:g} and {last:g} for every seed"
@@ -146,7 +144,7 @@ def _small_print(found: dict[str, Any]) -> str:
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return final loss against tokens, a panel a corpus, as SVG that reads on light and on dark."""
+    """Return final loss against tokens as SVG, one panel per corpus, for light and dark pages."""
     panels = [
         _panel(corpus, number * WIDTH) for number, corpus in enumerate(found.get("corpora", []))
     ]
@@ -184,7 +182,7 @@ def _panel(corpus: dict[str, Any], offset: int) -> str:
 def _axes(
     corpus: dict[str, Any], fractions: list[float], losses: list[float], across: Scale, down: Scale
 ) -> list[str]:
-    """Return the title, the grid with its labels, and a dashed line at AdamW's full-length loss."""
+    """Return the title, the labelled grid, and a dashed line at AdamW's full-length loss."""
     caption = "million training tokens per run (each point is a whole run)"
     drawn = [
         _text(WIDTH / 2, 20, corpus["title"], "middle"),
@@ -214,7 +212,7 @@ def _axes(
 
 
 def _curve(curve: list[dict[str, Any]], across: Scale, down: Scale, colour: str) -> list[str]:
-    """Return a line through the means, and a dot for each run."""
+    """Return a line through the means and a dot for each run."""
     line, dots = [], []
     for point in curve:
         x = f"{across(math.log(point['fraction'])):.1f}"

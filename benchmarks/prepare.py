@@ -1,15 +1,14 @@
-"""Preparing text beside other tools, and what tokenising in the training loop costs in place of
-preparing.
+"""Preparing text with flatout and other tools, and the cost of tokenising in the training loop.
 
-    python benchmarks/prepare.py --rows prose.jsonl --ranks gpt2.tiktoken --vocabulary
-    tokenizer.json --peers .venv/peers/bin/python
+    python benchmarks/prepare.py --rows prose.jsonl --ranks gpt2.tiktoken \\
+        --vocabulary tokenizer.json --peers .venv/peers/bin/python
 
-makes a folder of at least 150 MB of JSONL from copies of the rows, and turns it into packed tokens
-in turn by every way of benchmarks/prepare_ways.py: fresh processes, fresh folders, 2 workers,
-everything counted from the start of Python to its end. `--peers` names the Python of an environment
-with `datasets tiktoken datatrove litdata tokenizers`; nothing is installed here, and what is
-missing there is said. A first turn, which fills the page cache, is dropped. Then a feed reads
-windows of the result in one thread, with each window's text tokenised in the step and without.
+Makes a directory of at least 150 MB of JSONL from copies of the rows, and converts it to packed
+tokens with every tool in benchmarks/prepare_ways.py, alternating: fresh processes, fresh
+directories, 2 workers, timed from the start of Python to its end. `--peers` names the Python of an
+environment with `datasets tiktoken datatrove litdata tokenizers`; nothing is installed, and missing
+packages are reported. A first pass, which fills the page cache, is dropped. Then a feed reads
+sequences of the result in one thread, with and without tokenising each sequence's text in the step.
 Writes benchmarks/results/prepare.json and .md.
 """
 
@@ -55,7 +54,7 @@ TARGETS = [
     (OURS, LITDATA, 3.5),
     (ALONE, NANOGPT, 2.5),
 ]
-"""A way, another, and how many times faster it is to be."""
+"""A tool, another, and the speed ratio to reach."""
 TARGET_TOKENS_PER_S = 18e6
 SEQ_LEN, ROWS = 1_024, 8
 """Shape of the step that is fed."""
@@ -96,7 +95,7 @@ def main() -> None:
 
 
 def measure(folder: Path, arguments: argparse.Namespace) -> dict:
-    """Return every figure of every repeat; the ways take turns."""
+    """Return every figure of every repeat; the tools alternate."""
     corpus = make_corpus(folder / "corpus", arguments.rows)
     rows: dict[str, list[dict]] = {way: [] for way in WAYS}
     missing: dict[str, str] = {}
@@ -124,7 +123,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict:
 
 
 def make_corpus(folder: Path, rows: Path) -> Path:
-    """Copy the rows to files of a folder until there is enough, and return it."""
+    """Copy the rows to files in a directory until it is large enough, and return it."""
     folder.mkdir()
     for index in range(-(-CORPUS_MB * 1_000_000 // rows.stat().st_size)):
         shutil.copy(rows, folder / f"rows-{index:02d}.jsonl")
@@ -132,9 +131,7 @@ def make_corpus(folder: Path, rows: Path) -> Path:
 
 
 def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dict:
-    """Run a way once; return the seconds of the whole process, the tokens, and the peak of what its
-    processes hold.
-    """
+    """Run a tool once; return the process's seconds, the tokens, and the peak memory."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     python = sys.executable if way in (OURS, ALONE) else arguments.peers
@@ -172,9 +169,7 @@ def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dic
 
 
 def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
-    """Keep the largest sum of what the process and those that it started hold, looked at five times
-    a second.
-    """
+    """Track the peak of the summed memory of a process and its children, five times a second."""
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):  # it has just ended
             top = psutil.Process(process.pid)
@@ -192,8 +187,9 @@ def _resident(process: psutil.Process) -> int:
 
 
 def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[str, list[float]]:
-    """Return tokens a second of one thread that feeds steps: each window tokenised in the step, by
-    three engines, and read from the shards.
+    """Return the tokens per second of one thread feeding steps.
+
+    Each sequence is tokenised in the step, by three engines, or read from the shards.
     """
     plain, fast = load_tokenizer(vocabulary, end_of_text="<|endoftext|>"), load_tokenizer(ranks)
     readers: dict[str, tuple[int, Callable[[], SequenceReader]]] = {
@@ -227,7 +223,7 @@ def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[
 
 
 def table(found: dict) -> str:
-    """Return the figures as Markdown, each against its target."""
+    """Return the figures as Markdown with their targets."""
     lines = [
         f"| {found['corpus_bytes'] / 1e6:,.0f} MB of JSONL to packed tokens, GPT-2 vocabulary, {found['workers']} workers "
         "| s | M tokens/s | peak MB | times as long as flatout |",
@@ -262,7 +258,7 @@ def table(found: dict) -> str:
 
 
 def ratios(found: dict, way: str, other: str) -> list[float]:
-    """Return how many times longer `other` took than `way`, for each repeat."""
+    """Return the ratio of `other`'s time to `way`'s for each repeat."""
     return [
         slow["seconds"] / fast["seconds"]
         for fast, slow in zip(found["rows"][way], found["rows"][other], strict=True)
@@ -270,7 +266,7 @@ def ratios(found: dict, way: str, other: str) -> list[float]:
 
 
 def kept(found: dict) -> list[str]:
-    """Say of each target whether the median keeps it, and refuse a comparison of different tokens."""
+    """Return the verdict on each target; refuses a comparison of different tokens."""
     counts = {row["tokens"] for rows in found["rows"].values() for row in rows}
     if len(counts) > 1:
         raise SystemExit(f"The ways wrote different numbers of tokens: {counts}.")

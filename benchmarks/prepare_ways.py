@@ -1,13 +1,12 @@
-"""Ways to turn a folder of JSONL into packed tokens, each as its own documentation does it, and to
-feed a step.
+"""Tools that convert a directory of JSONL to packed tokens, each used as its documentation shows.
 
 `benchmarks/prepare.py` runs each in a fresh process, as
 
-    python benchmarks/prepare_ways.py WAY CORPUS OUT --ranks gpt2.tiktoken --vocabulary
-    tokenizer.json --workers 2
+    python benchmarks/prepare_ways.py WAY CORPUS OUT --ranks gpt2.tiktoken \\
+        --vocabulary tokenizer.json --workers 2
 
-and counts everything, from the start of Python on. A way ends with the number of tokens it wrote,
-end-of-text counted, as the last line; with exit code 3 when its package is not installed.
+and times it from the start of Python. The last line of output is the number of tokens written,
+including end-of-text; exit code 3 means that the package is not installed.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def main() -> None:
 
 
 def encoding(ranks: Path) -> Any:
-    """Return tiktoken's GPT-2, from a file at hand in place of the one that it downloads."""
+    """Return tiktoken's GPT-2 encoding, from a local file instead of a download."""
     import tiktoken
 
     lines = (line.split() for line in ranks.read_bytes().splitlines() if line)
@@ -63,8 +62,9 @@ def encoding(ranks: Path) -> Any:
 
 
 def datasets_map(arguments: argparse.Namespace) -> int:
-    """`datasets.map` and tiktoken, a document a call, then a memory map: how nanoGPT prepares
-    OpenWebText.
+    """`datasets.map` with tiktoken, one document per call, then a memory map.
+
+    nanoGPT prepares OpenWebText this way.
     """
     import datasets
 
@@ -101,8 +101,9 @@ def _written(rows: Any, path: Path, batches: int = 1024) -> int:
 
 
 def datatrove(arguments: argparse.Namespace) -> int:
-    """datatrove's tokenisation, a task a worker; its tasks' files are not merged here, which would
-    take longer.
+    """datatrove's tokenisation, one task per worker.
+
+    The files of its tasks are not merged, which would take longer.
     """
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
@@ -127,7 +128,7 @@ def datatrove(arguments: argparse.Namespace) -> int:
 
 
 def litdata(arguments: argparse.Namespace) -> int:
-    """litdata's `optimize` with its loader of tokens; a file an input."""
+    """litdata's `optimize` with its token loader, one input per file."""
     import litdata
 
     inputs = sorted(map(str, arguments.corpus.glob("*.jsonl")))
@@ -157,7 +158,7 @@ def _documents(file: str, *, ranks: Path) -> Any:
 
 
 def flatout(arguments: argparse.Namespace) -> int:
-    """`flatout prepare` as it comes."""
+    """`flatout prepare` with its defaults."""
     from flatout.cli import main
 
     words = [
@@ -183,7 +184,7 @@ def flatout(arguments: argparse.Namespace) -> int:
 
 
 def flatout_tiktoken(arguments: argparse.Namespace) -> int:
-    """`flatout prepare` where gigatoken is not to be had."""
+    """`flatout prepare` without gigatoken."""
     sys.modules["gigatoken"] = None  # type: ignore[assignment]  # importing it fails from here on
     return flatout(arguments)
 

@@ -1,16 +1,15 @@
-"""What the recurrence of an eigenstate network costs, forward and backward, in every variant of
-flatout/ops/scan.py.
+"""The cost of an eigenstate network's recurrence, forward and backward, by variant of ops/scan.py.
 
     python benchmarks/scan.py --out benchmarks/results
 
-draws 128 eigenstates with time constants up to the length of the text and an fp32 drive, and times
+Draws 128 eigenstates with time constants up to the sequence length and an fp32 drive, and times the
 states and all gradients. On a GPU a variant is captured into a CUDA graph and replayed, so that the
-host does not count; `chunked` also compiled, as training runs it. The reference, a step a token, is
-timed as it is called, up to 4,096 tokens and at most 5 times. Times are medians over the repeats,
-with the smallest and the largest. Bytes are those that any way has to move: drive in, states out;
-their gradient and the states in, the drive's gradient out. Their rate is compared with that of
-copying a large tensor, here and now. What fits a GPU's cache can be faster. --out DIR writes
-scan-DEVICE.json and .md there after each measurement; without it the table is only printed.
+host does not count; `chunked` is also compiled, as in training. The reference, one step per token,
+is called directly, up to 4,096 tokens and at most 5 times. Times are medians over the repeats, with
+minimum and maximum. Bytes are the minimum any variant has to move: the drive in, the states out;
+their gradient and the states in, the drive's gradient out. The resulting rate is compared with that
+of copying a large tensor on the same machine; data that fits a GPU's cache can be faster. --out DIR
+writes scan-DEVICE.json and .md after each measurement; without it the table is only printed.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def write(found: dict, out: Path) -> None:
-    """Write the figures so far."""
+    """Write the current figures."""
     out.mkdir(parents=True, exist_ok=True)
     name = f"scan-{found['device'].lower().replace(' ', '-')}"
     write_text(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
@@ -68,7 +67,7 @@ def write(found: dict, out: Path) -> None:
 
 
 def device_name(device: str) -> str:
-    """Return what the driver calls the GPU, or `cpu`."""
+    """Return the driver's name of the GPU, or `cpu`."""
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
 
 
@@ -80,9 +79,7 @@ def measure(
     eigenstates: int = EIGENSTATES,
     out: Path | None = None,
 ) -> dict:
-    """Return every time of every way, at each size; with `out`, write them there as each is
-    measured.
-    """
+    """Return every time of every variant at each size; with `out`, write after each measurement."""
     found: dict = {
         "device": device_name(device),
         "machine": probe().describe(),
@@ -105,7 +102,7 @@ def measure(
 
 
 def ways(device: str) -> dict[str, Callable[..., Any]]:
-    """Return the variants that run here, by name; on a CPU Triton's does not."""
+    """Return the variants that run here, by name; Triton's needs a GPU."""
     every = variants(scan)
     if device == "cpu":
         return {way: function for way, function in every.items() if not way.startswith("triton")}
@@ -113,12 +110,12 @@ def ways(device: str) -> dict[str, Callable[..., Any]]:
 
 
 def least_bytes(rows: int, tokens: int, eigenstates: int) -> int:
-    """Return what any way has to move: five times all states, in fp32."""
+    """Return the bytes that any variant must move: five times all states, in fp32."""
     return 5 * rows * tokens * 2 * eigenstates * 4
 
 
 def drawn(device: str, rows: int, tokens: int, eigenstates: int) -> list[Any]:
-    """Return logarithms, angles and drive, which want gradients, and the gradient of the states."""
+    """Return logarithms, angles and drive, all requiring gradients, and the states' gradient."""
     generator = torch.Generator().manual_seed(0)
     memory = torch.exp(torch.rand(eigenstates, generator=generator) * math.log(tokens))
     angle = torch.rand(eigenstates, generator=generator) * 2 * math.pi
@@ -134,7 +131,7 @@ def drawn(device: str, rows: int, tokens: int, eigenstates: int) -> list[Any]:
 def timed(
     device: str, function: Callable[..., Any], given: list[Any], repeats: int, way: str
 ) -> list[float]:
-    """Return the seconds of each repeat, after three calls that are not counted."""
+    """Return the seconds of each repeat after three warm-up calls."""
     *leaves, weights = given
 
     def call() -> None:
@@ -173,7 +170,7 @@ def clocked(device: str, call: Callable[[], Any]) -> float:
 
 
 def copied_bytes_per_s(device: str, repeats: int) -> list[float]:
-    """Return the rate of copying a large tensor, each byte read and written, in each repeat."""
+    """Return the rate of copying a large tensor in each repeat; each byte is read and written."""
     source = torch.ones(COPIED_BYTES[device], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)

@@ -1,13 +1,13 @@
-"""Validation loss against wall seconds on the characters of Shakespeare, on a CPU: the recipe
-`shakespeare-char`, beside nanoGPT.
+"""Validation loss against wall time on the characters of Shakespeare, on a CPU, against nanoGPT.
 
     python benchmarks/shakespeare_cpu.py --text shakespeare.txt --nanogpt path/to/nanoGPT
 
-trains the recipe as it stands and again with few steps, turn by turn in fresh processes, and with
-`--nanogpt` that project's own recipe for a CPU (its README, "I only have a macbook"). Every second
-is counted, from the start of the process: importing, building, training, each evaluation, saving.
-flatout scores the whole validation split, the last tenth of the characters; nanoGPT its own
-estimate of it. Writes benchmarks/results/shakespeare_cpu.json, .md and .svg.
+Trains the recipe `shakespeare-char` unchanged and again with few steps, alternating in fresh
+processes, and with `--nanogpt` that project's own recipe for a CPU (its README, "I only have a
+macbook"). Time counts from the start of the process and includes importing, building, training,
+each evaluation and saving. flatout scores the whole validation split, the last tenth of the
+characters; nanoGPT its own estimate of it. Writes benchmarks/results/shakespeare_cpu.json, .md and
+.svg.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from main_job import RESULTS, commit, flatout, spread
 from flatout.hardware import probe
 
 TARGETS = ((22.0, 1.88), (68.0, 1.60))
-"""(wall seconds, validation loss) to reach within them."""
+"""(wall seconds, validation loss): the loss to reach within that time."""
 NANOGPT_OPTIONS = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=50 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
     "--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
@@ -113,7 +113,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
-    """Train the recipe; return its validation losses over the seconds since the process began."""
+    """Train the recipe; return its validation losses by seconds since the process started."""
     began = time.time()
     summary = flatout(
         "train", "shakespeare-char", f"data.path={data}", *overrides, "--run-dir", str(run)
@@ -138,9 +138,7 @@ def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
 
 
 def nanogpt(source: Path, place: Path, text: Path, *, seed: int) -> dict[str, Any]:
-    """Train nanoGPT's recipe in a copy of its folder; return the validation losses it prints over
-    the seconds since its process began.
-    """
+    """Train nanoGPT's recipe in a copy of its folder; return the validation losses by seconds."""
     shutil.copytree(source, place)
     shutil.copyfile(text, place / "data" / "shakespeare_char" / "input.txt")
     subprocess.run(
@@ -174,7 +172,7 @@ def nanogpt(source: Path, place: Path, text: Path, *, seed: int) -> dict[str, An
 
 
 def reached_s(curve: list[tuple[float, float]], loss: float) -> float | None:
-    """Return when a curve first shows `loss` or less."""
+    """Return when a curve first reaches `loss`."""
     return next((second for second, value in curve if value <= loss), None)
 
 

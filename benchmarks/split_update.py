@@ -1,17 +1,16 @@
-"""What updating weights in two parts costs (bf16-weights), against torch's operations on them and
-against fp32 weights.
+"""The cost of updating weights stored in two parts (bf16-weights), against torch's operations.
 
     python benchmarks/split_update.py --out benchmarks/results
 
-takes the matrices of GPT-2 at 124M and at 700M, random gradients, and times: AdamW's whole step on
-split weights by the kernel of flatout/ops/split_update.py, by torch's operations (as before there
-was a kernel), and torch's fused AdamW on fp32 weights; Muon's decay and addition of its bf16 steps
-to the hidden matrices, likewise. Times are medians over the repeats, with the smallest and the
-largest. GB/s is 28 bytes a weight over the time for AdamW, 10 for Muon, whatever a way really
-moves: what it moves more shows as a lower rate. `equal` is the share of weights that come out with
-the bits of torch's operations after one step. --tiny takes a few weights, to see that it runs; on a
-CPU, where Triton does not run, both ways of split weights are torch's. --out DIR writes
-split-update-DEVICE.json and .md there.
+Takes the matrices of GPT-2 at 124M and at 700M with random gradients, and times AdamW's whole step:
+on split weights with the kernel of flatout/ops/split_update.py, on split weights with torch's
+operations (as before the kernel existed), and torch's fused AdamW on fp32 weights. Muon's decay and
+addition of its bf16 steps to the hidden matrices are timed the same way. Times are medians over the
+repeats, with minimum and maximum. GB/s is 28 bytes per weight over the time for AdamW, 10 for Muon,
+whatever is really moved: extra traffic shows as a lower rate. `equal` is the share of weights that
+match torch's operations bit for bit after one step. --tiny takes a few weights, as a smoke test; on
+a CPU, where Triton does not run, both variants of split weights are torch's. --out DIR writes
+split-update-DEVICE.json and .md.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def main() -> None:
 
 
 def measure(device: str, repeats: int, sizes: dict[str, tuple[int, int, int]]) -> dict:
-    """Return the times of every way, at each size."""
+    """Return the times of every variant at each size."""
     rows = [
         row
         for model, size in sizes.items()
@@ -78,7 +77,7 @@ def measure(device: str, repeats: int, sizes: dict[str, tuple[int, int, int]]) -
 
 
 def hidden(layers: int, width: int) -> list[tuple[int, int]]:
-    """Return the shapes of the blocks' matrices: queries, keys and values as one, output, up, down."""
+    """Return the shapes of the blocks' matrices: fused queries, keys and values; output; up; down."""
     return layers * [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
 
 
@@ -96,7 +95,7 @@ def drawn(
 def adamw_rows(
     device: str, repeats: int, model: str, vocabulary: int, layers: int, width: int
 ) -> list[dict]:
-    """Return the times of AdamW's whole step in each way."""
+    """Return the times of AdamW's whole step by variant."""
     shapes = [(vocabulary, width), *hidden(layers, width)]
 
     def made(way: str) -> tuple[list[torch.Tensor], Callable[[], None]]:
@@ -121,9 +120,7 @@ def adamw_rows(
 def muon_rows(
     device: str, repeats: int, model: str, _vocabulary: int, layers: int, width: int
 ) -> list[dict]:
-    """Return the times of adding Muon's steps in each way; fp32 weights take steps of their own
-    type.
-    """
+    """Return the times of adding Muon's steps by variant; fp32 weights take fp32 steps."""
     shapes = hidden(layers, width)
 
     def made(way: str) -> tuple[list[torch.Tensor], Callable[[], None]]:
@@ -142,7 +139,7 @@ def compared(
     update: str,
     made: Callable[[str], tuple[list[torch.Tensor], Callable[[], None]]],
 ) -> list[dict]:
-    """Return a row for each way, one after the other, so that only one has memory at a time."""
+    """Return a row per variant; each frees its memory before the next."""
     rows, after_one = [], {}
     for way in WAYS:
         print(f"{model}, {update}: {way}", file=sys.stderr)

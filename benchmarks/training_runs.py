@@ -1,4 +1,4 @@
-"""Small training runs inside a benchmark's own process, and the state of the code that they run."""
+"""Small training runs in a benchmark's own process, and the version of the code that they run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from flatout.training.step import train_step
 
 @functools.cache
 def code_state(root: Path = RESULTS.parents[1]) -> str:
-    """Return the commit that last changed what a run computes with; `+` and a digest follow where
-    those files differ from it now.
+    """Return the commit that last changed the code of a run.
+
+    `+` and a digest follow if those files have changed since.
     """
     files = ("flatout", "benchmarks/optimisers.py", "benchmarks/training_runs.py")
 
@@ -49,7 +50,7 @@ def code_state(root: Path = RESULTS.parents[1]) -> str:
 
 
 def built(config: RunConfig, dataset: Dataset) -> Run:
-    """Return the run that a configuration describes, in this process."""
+    """Return the run that a config describes, in this process."""
     machine = probe()
     resolved, decisions = resolve(config, machine=machine, dataset=dataset, world_size=1)
     mesh = make_mesh(resolved.parallel, "cpu")
@@ -64,8 +65,9 @@ def built(config: RunConfig, dataset: Dataset) -> Run:
 
 
 def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
-    """Train a run to its end; return its validation loss and the mean training loss of its last
-    twentieth, None when it diverged.
+    """Train a run to its end; return its validation and training loss, None when it diverged.
+
+    The training loss is the mean over the last twentieth of the steps.
     """
     losses = []
     for batch in run.feed:
