@@ -169,7 +169,7 @@ def traced(name: str) -> dict[str, Any]:
     if entry.plain or set(entry.adds) & set(READ_BACK):
         return {"status": "not traced", "reason": "it reads values back from the device, by design"}
     session = Session(throughput_parser().parse_args([]), H200, Path(), Path())
-    config = session.configured(entry, shape(work, tiny=False))
+    config = session.available.config(entry, shape(work, tiny=False))
     if config is None:
         return {"status": "left out", "reason": "it is about what is not installed"}
     rows = min(entry.rows[0] or MAX_ROWS, MAX_ROWS)
