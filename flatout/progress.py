@@ -1,6 +1,4 @@
-"""How a long step says what it is doing. The work calls these; what a person sees is decided above
-(`terminal.py`).
-"""
+"""The interface by which long operations report; `terminal` decides what is shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every recipe that states how many parameters it has, has so many."""
+"""The number of parameters that a recipe states is that of its model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.config.schema import load_config
 from flatout.registry import MODELS, RECIPES
 
 SHAKESPEARE = 65
-"""Characters of Shakespeare; a recipe without a vocabulary takes the data set's."""
+"""Characters of Shakespeare; a recipe without a vocabulary size uses the dataset's."""
 
 
 def stated(name: str) -> int | None:
@@ -19,7 +19,7 @@ def stated(name: str) -> int | None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES.names() if stated(name)])
-def test_a_recipe_has_the_parameters_that_it_states(name):
+def test_recipe_has_the_stated_number_of_parameters(name):
     config = load_config(name)
     model = MODELS.get(config.model.kind)
     shape = model.check(
@@ -31,7 +31,7 @@ def test_a_recipe_has_the_parameters_that_it_states(name):
     assert model.num_parameters(shape) == stated(name)
 
 
-def test_the_recipes_of_published_shapes_are_there():
+def test_recipes_of_published_shapes_exist():
     assert {stated(name) for name in ("gpt2-124m", "llama-1b", "llama-8b")} == {
         124_475_904,
         1_235_814_400,
@@ -40,5 +40,5 @@ def test_the_recipes_of_published_shapes_are_there():
     assert sum(stated(name) is not None for name in RECIPES.names()) >= 15
 
 
-def test_no_recipe_names_a_chunk_size_which_depends_on_the_device():
+def test_no_recipe_sets_a_chunk_size_because_it_depends_on_the_device():
     assert [name for name in RECIPES.names() if "chunk_size" in load_config(name).model.own()] == []

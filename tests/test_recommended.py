@@ -25,7 +25,7 @@ UNKNOWN = replace(CPU, gpus=(Gpu("a GPU of tomorrow", 80.0, (12, 0), "570"),))
         (H100, 10**10, 50_257, "gpt2-350m"),
     ],
 )
-def test_the_recipe_is_the_largest_that_the_text_feeds(
+def test_recommends_the_largest_recipe_with_enough_text(
     tmp_path, machine, tokens, vocab_size, recipe
 ):
     found = recommend("data/my text", tokens, vocab_size, machine, tmp_path)
@@ -39,11 +39,11 @@ def test_the_recipe_is_the_largest_that_the_text_feeds(
     )
 
 
-def test_too_little_text_has_no_recipe(tmp_path):
+def test_too_little_text_has_no_recommendation(tmp_path):
     assert recommend("data", 500, 65, CPU, tmp_path) is None
 
 
-def test_the_parameters_are_those_of_the_model(tmp_path):
+def test_parameters_approximate_those_of_the_model(tmp_path):
     from flatout.registry import MODELS
 
     for recipe, tokens, vocab_size in (
@@ -60,7 +60,7 @@ def test_the_parameters_are_those_of_the_model(tmp_path):
         )
 
 
-def test_the_time_is_measured_or_assumed_or_left_out(tmp_path):
+def test_time_is_measured_or_estimated_or_unknown(tmp_path):
     assert recommend("data", 1_000_000, 65, CPU, tmp_path).time.startswith("unknown before a run")
     assert recommend("data", 1_000_000, 65, UNKNOWN, tmp_path).time.startswith(
         "unknown before a run"
@@ -77,6 +77,6 @@ def test_the_time_is_measured_or_assumed_or_left_out(tmp_path):
     found = recommend("data", 1_000_000, 65, CPU, tmp_path)
     seconds = int(found.command.rpartition("=")[2]) * 2048 / 1000
     assert (
-        found.time
-        == f"about {int(seconds // 3600)} h {int(round(seconds) % 3600 // 60):02d} min, at the 1,000 tokens/s of {tmp_path}/run-0"
+        found.time == f"about {int(seconds // 3600)} h {int(round(seconds) % 3600 // 60):02d} min, "
+        f"at the 1,000 tokens/s of {tmp_path}/run-0"
     )

@@ -1,4 +1,4 @@
-"""Data sets to read, and the texts that tokenizers are tried on, which it makes importable."""
+"""Datasets to read, a faulty store, and stub objects; makes `texts` importable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONTENT = b'{"stub": true}'
 
 
 class StubTokenizer:
-    """Enough of a tokenizer to write a folder with; every token is one letter."""
+    """Enough of a tokenizer to write a dataset; every token is one letter."""
 
     name = "stub"
     eot_id = 0
@@ -46,10 +46,10 @@ class StubTokenizer:
 
 
 class FaultyStore(MemoryFileSystem):
-    """A store in this process's memory, at faulty://. `faults` are used up, one a request: an error
-    to raise, or None; `asked` are the requests.
+    """A store in memory at faulty://; `asked` lists the requests.
 
-    `tags` says what the description of a file has besides its size.
+    Each request removes the first of `faults`: an error to raise, or None. `tags` returns what the
+    description of a file has besides its size.
     """
 
     protocol = "faulty"
@@ -92,7 +92,7 @@ class FaultyStore(MemoryFileSystem):
 
 @pytest.fixture
 def store(monkeypatch):
-    """An empty FaultyStore; nobody waits between two requests."""
+    """Return an empty FaultyStore, without pauses between requests."""
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
     monkeypatch.setattr("flatout.transfer.connection.FIRST_PAUSE_S", 0.0)
     yield FaultyStore()
@@ -103,7 +103,7 @@ def store(monkeypatch):
 
 
 class Said:
-    """A progress that keeps what is said."""
+    """A progress that records its lines."""
 
     def __init__(self):
         self.lines = []
@@ -117,7 +117,7 @@ class Said:
 
 @pytest.fixture
 def said():
-    """A progress that keeps what is said in `lines`."""
+    """Return a progress that records its lines."""
     return Said()
 
 
@@ -128,8 +128,9 @@ def stub_tokenizer():
 
 @pytest.fixture
 def write_set(tmp_path):
-    """Write train (and val) tokens into a folder and return it; `ends` default to one document a
-    split.
+    """Write a dataset of train (and val) tokens and return its directory.
+
+    `ends` defaults to one document per split.
     """
 
     def write(
@@ -153,5 +154,5 @@ def write_set(tmp_path):
 
 @pytest.fixture
 def train_split(write_set):
-    """Write and open one training split; the arguments of `write_set`."""
+    """Write a dataset, with the arguments of `write_set`, and open its train split."""
     return lambda *args, **kwargs: Dataset.open(write_set(*args, **kwargs)).split("train")

@@ -1,4 +1,4 @@
-"""Texts that a tokenizer is tried on: a corpus to train on, and text unlike it."""
+"""Texts to test tokenizers with: a training corpus, and text unlike it."""
 
 CORPUS = [
     "The cat sat on the mat.\nThe cat did.\n",

@@ -55,8 +55,8 @@ def make_tokenizer(
     """Return the tokenizer that `spec` names, with the fastest engine that gives its ids.
 
     `spec` is char, byte, train:N, a file, a directory, or a repository of the Hugging Face hub,
-    `ORG/NAME` or `ORG/NAME@REVISION`. `train_on` returns the text that train:N learns from, by
-    default `sample`. `cache` is the directory of cached results on engines; None disables the cache.
+    `ORG/NAME` or `ORG/NAME@REVISION`. `train_on` returns the text for train:N, by default
+    `sample`. `cache` is the directory of cached results on engines; None disables the cache.
 
     Raises: DataError for any other name, a file that cannot be used, or an empty sample;
             MissingPackage.

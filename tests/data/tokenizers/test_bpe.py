@@ -1,4 +1,4 @@
-"""Byte-level BPE by ranks: the known patterns, and training."""
+"""Byte-level BPE: the known patterns, and training."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from flatout.data.tokenizers.engines import grouped_alternatives
 
 
 @pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
-def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
-    """Every run of characters is a piece here, so that a token across a cut would show."""
+def test_no_token_of_a_known_pattern_crosses_a_cut(known, monkeypatch):
+    """Every run of characters is a piece, so that a token across a cut would be found."""
     text = "".join(
         random.Random(1).choices(
             ["a", "Z", "é", "7", "²", "_", ".", " ", "\n", "\r", "\t", "'s", "/"], k=3000
@@ -35,7 +35,7 @@ def test_no_known_pattern_has_a_token_across_a_cut(known, monkeypatch):
     assert made.encode(text) == whole
 
 
-def test_training_gives_the_size_asked_for_and_the_same_each_time():
+def test_training_is_deterministic_and_gives_the_requested_size():
     texts = [f"word{n % 97} other{n % 31} " for n in range(2000)]
     first, again = train_bpe(texts, 330), train_bpe(texts, 330)
     assert first.vocab_size == 330
@@ -45,7 +45,10 @@ def test_training_gives_the_size_asked_for_and_the_same_each_time():
     assert len(first.encode("word96 other1")) < 8
 
 
-HUGGING_FACE = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+HUGGING_FACE = (
+    r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS = {known.name: known.pattern for known in KNOWN_FILES.values()} | {
     "hugging face": HUGGING_FACE,
     "escapes": r"\++|[a|)]++|(?:b|c)++|\s+(?!\S)|[^x]|x",
@@ -53,8 +56,8 @@ PATTERNS = {known.name: known.pattern for known in KNOWN_FILES.values()} | {
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_whose_alternatives_are_grouped_splits_the_same(name):
-    """Every run of characters is a piece here, so that another split would show."""
+def test_grouping_alternatives_does_not_change_the_split(name):
+    """Every run of characters is a piece, so that a different split gives different ids."""
     stream = random.Random(2)
     text = "".join(
         stream.choice(
@@ -102,7 +105,7 @@ def test_a_pattern_whose_alternatives_are_grouped_splits_the_same(name):
     assert fast.encode_ordinary(text) == plain.encode_ordinary(text)
 
 
-def test_alternatives_that_look_around_or_hold_on_stay_alone():
+def test_lookaround_and_possessive_alternatives_are_not_grouped():
     assert (
         grouped_alternatives(r"a|[b|]c|(d|e)++|\s++$|\s+(?!\S)|\s")
         == r"(?:a|[b|]c|(d|e)+)|\s++$|\s+(?!\S)|\s"
@@ -115,7 +118,7 @@ def test_alternatives_that_look_around_or_hold_on_stay_alone():
 
 
 @pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
-def test_no_name_written_out_in_text_is_a_token(engine):
+def test_special_tokens_in_text_are_encoded_as_text(engine):
     """An engine may know a special token that this vocabulary does not have."""
     text = "a <|unused|> b<|unused|><|endoftext|>"
     made = train_bpe(CORPUS, 300).with_engine(engine)
@@ -123,8 +126,8 @@ def test_no_name_written_out_in_text_is_a_token(engine):
     assert max(made.encode(text)) < made.eot_id
 
 
-def test_training_splits_text_as_its_pattern_does():
-    """No merge crosses a boundary of the pattern, so encoding in the trainer and here agree."""
+def test_training_and_encoding_split_text_alike():
+    """No merge crosses a boundary of the pattern, so the trainer encodes as RankTokenizer does."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     reference = Tokenizer(models.BPE())
@@ -143,7 +146,7 @@ def test_training_splits_text_as_its_pattern_does():
         assert ours.encode(text) == reference.encode(text).ids
 
 
-def test_the_byte_level_alphabet_is_the_one_in_use():
+def test_byte_level_alphabet_equals_that_of_tokenizers():
     from tokenizers import pre_tokenizers
 
     ours = byte_level_alphabet()
@@ -155,7 +158,7 @@ def test_the_byte_level_alphabet_is_the_one_in_use():
 
 
 @pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
-def test_every_known_pattern_compiles_and_loses_nothing(known):
+def test_every_known_pattern_compiles_and_matches_all_text(known):
     made = bpe.RankTokenizer(
         known.name, [bytes([value]) for value in range(256)], known.pattern, known.eot_id
     )
@@ -163,10 +166,8 @@ def test_every_known_pattern_compiles_and_loses_nothing(known):
         assert made.decode(made.encode(text)) == text
 
 
-def test_known_patterns_equal_those_in_the_field():
-    """Digests, end-of-text, and token boundaries as tiktoken's own definitions give them, on text
-    with every kind of boundary.
-    """
+def test_known_files_agree_with_tiktoken():
+    """Digests, end-of-text and token boundaries equal those that tiktoken defines."""
     import re
 
     import tiktoken_ext.openai_public as public

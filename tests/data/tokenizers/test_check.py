@@ -1,6 +1,4 @@
-"""Tokenizer files made to hurt: each ends in bounded time and memory, in an error that names the
-file.
-"""
+"""Harmful tokenizer files end in an error that names the file, in bounded time and memory."""
 
 import base64
 import json
@@ -18,6 +16,7 @@ from flatout.data.tokenizers import check, load_tokenizer, make_tokenizer, proce
 from flatout.data.tokenizers.base import NotEncodable
 from flatout.data.tokenizers.bpe import GPT2_PATTERN, RankTokenizer
 from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.check import bound_pieces, require_usable
 from flatout.errors import DataError
 
@@ -40,7 +39,7 @@ BYTES = [bytes([value]) for value in range(256)]
 
 @pytest.fixture
 def tokenizers_are_trusted():
-    """Let tokenizers be tried out here."""
+    """Override the fixture of the whole suite: here tokenizers are tried out."""
 
 
 @pytest.fixture(autouse=True)
@@ -97,20 +96,21 @@ def charsmap(data):
     ],
     ids=["a panic", "allocation", "doubling", "no length"],
 )
-def test_a_file_that_hurts_is_named_in_bounded_time(tmp_path, monkeypatch, parts, said):
+def test_harmful_file_is_refused_in_bounded_time(tmp_path, monkeypatch, parts, said):
     if DOUBLING in parts.values():
         monkeypatch.setattr(check, "CPU_S", 0)
     path = hub_file(tmp_path, **parts)
     with pytest.raises(
         DataError,
-        match=rf"tokenizer\.json cannot be used: loading it and encoding a few short texts fails: .*({said})",
+        match=r"tokenizer\.json cannot be used: loading it and encoding a few short texts fails: "
+        rf".*({said})",
     ) as caught:
         load_tokenizer(path)
     assert "another tokenizer" in caught.value.fix
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_file_that_passes_is_tried_once(tmp_path, cache, monkeypatch):
+def test_usable_file_is_tried_once(tmp_path, cache, monkeypatch):
     path = hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})
     made = load_tokenizer(path)
     assert not made.proven
@@ -121,7 +121,7 @@ def test_a_file_that_passes_is_tried_once(tmp_path, cache, monkeypatch):
         load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "WhitespaceSplit"}))
 
 
-def test_a_saved_one_is_tried_too(tmp_path, monkeypatch):
+def test_saved_tokenizer_is_tried_too(tmp_path, monkeypatch):
     load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})).save(
         tmp_path / "saved.json"
     )
@@ -133,8 +133,8 @@ def test_a_saved_one_is_tried_too(tmp_path, monkeypatch):
     assert tried == [str(tmp_path / "saved.json")]
 
 
-def test_the_usual_kinds_start_no_process(tmp_path, no_process):
-    alphabet = {character: index + 2 for index, character in enumerate(tokenizer_alphabet())}
+def test_proven_tokenizers_start_no_process(tmp_path, no_process):
+    alphabet = {character: index + 2 for index, character in enumerate(byte_level_alphabet())}
     model = {"type": "BPE", "vocab": {"<|endoftext|>": 0} | alphabet, "merges": []}
     level = {
         "type": "ByteLevel",
@@ -162,12 +162,6 @@ def test_the_usual_kinds_start_no_process(tmp_path, no_process):
     assert load_tokenizer(tiktoken_file(tmp_path), pattern=GPT2_PATTERN).proven
 
 
-def tokenizer_alphabet():
-    from flatout.data.tokenizers.byte_level import byte_level_alphabet
-
-    return byte_level_alphabet()
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -182,12 +176,12 @@ def tokenizer_alphabet():
     ],
     ids=["large", "negative", "twice", "base64", "digits"],
 )
-def test_ranks_that_no_table_can_hold_are_named(tmp_path, no_process, more, said):
+def test_error_names_an_invalid_rank(tmp_path, no_process, more, said):
     with pytest.raises(DataError, match=said):
         load_tokenizer(tiktoken_file(tmp_path, more), pattern=GPT2_PATTERN)
 
 
-def test_an_id_that_no_table_can_hold_is_named(tmp_path, monkeypatch):
+def test_error_names_an_id_that_is_too_large(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "require_usable", lambda *_, **__: None)
     model = {
         "type": "BPE",
@@ -214,7 +208,7 @@ def try_pattern(pattern, name="x"):
         ("(a|a)*", "fails: the engine failed internally"),
     ],
 )
-def test_a_pattern_that_does_not_split_text_is_named(pattern, said):
+def test_pattern_that_does_not_split_text_is_refused(pattern, said):
     with pytest.raises(DataError, match=said):
         try_pattern(pattern)
 
@@ -224,19 +218,19 @@ def test_patterns_that_split_all_text_pass():
     try_pattern(r"[\s\S]")
 
 
-def test_a_pattern_that_is_none_is_named_where_the_file_is_loaded(tmp_path):
+def test_invalid_pattern_is_refused_when_the_file_is_loaded(tmp_path):
     with pytest.raises(
         DataError, match=r"The pattern of the tokenizer 'own' cannot be used: .* Correct --pattern"
     ):
         load_tokenizer(tiktoken_file(tmp_path), pattern="(")
 
 
-def test_an_empty_pattern_is_named(tmp_path):
+def test_empty_pattern_is_refused(tmp_path):
     with pytest.raises(DataError, match="--pattern '' splits no text"):
         load_tokenizer(tiktoken_file(tmp_path), pattern="")
 
 
-def test_a_text_that_a_tokenizer_fails_on_is_a_bad_row(tmp_path, monkeypatch):
+def test_engine_failure_is_a_bad_row(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizers, "require_usable", lambda *_, **__: None)
     model = {"type": "WordLevel", "vocab": VOCABULARY, "unk_token": "nothing"}
     with pytest.raises(
@@ -252,7 +246,7 @@ def test_a_text_that_a_tokenizer_fails_on_is_a_bad_row(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["fifo", "large"])
-def test_a_file_that_is_no_tokenizers_is_not_read(tmp_path, kind):
+def test_special_and_large_files_are_not_read(tmp_path, kind):
     path = tmp_path / "tokenizer.json"
     if kind == "fifo":
         os.mkfifo(path)
@@ -265,14 +259,14 @@ def test_a_file_that_is_no_tokenizers_is_not_read(tmp_path, kind):
         load_tokenizer(path)
 
 
-def test_a_limit_on_cpu_time_holds_inside_the_block_alone():
+def test_cpu_limit_ends_with_the_block():
     before = resource.getrlimit(resource.RLIMIT_CPU)
     with process_limits.cpu_bounded(1000):
         assert 1000 <= resource.getrlimit(resource.RLIMIT_CPU)[0] < 100_000
     assert resource.getrlimit(resource.RLIMIT_CPU) == before
 
 
-def test_workers_have_limits_for_tokenizers_that_are_not_proven(monkeypatch):
+def test_workers_limit_unproven_tokenizers(monkeypatch):
     bounded = []
     monkeypatch.setattr(check, "bound_memory", bounded.append)
     proven, other = ByteTokenizer(), RankTokenizer("x", BYTES, r"[\s\S]", 256)
@@ -291,15 +285,18 @@ def test_workers_have_limits_for_tokenizers_that_are_not_proven(monkeypatch):
     assert limits[0][0] != resource.RLIM_INFINITY
 
 
-def test_a_worker_that_ran_out_of_cpu_time_names_the_tokenizer():
-    code = "import time; from flatout.data.tokenizers.process_limits import cpu_bounded\nwith cpu_bounded(0):\n  while True: pass"
+def test_worker_reports_that_the_tokenizer_ran_out_of_cpu_time():
+    code = (
+        "from flatout.data.tokenizers.process_limits import cpu_bounded\n"
+        "with cpu_bounded(0):\n  while True: pass"
+    )
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     error = local_workers._Worker(process, None).death()
     assert "The tokenizer took more than 300 s of CPU time for one piece of text" in str(error)
 
 
-def test_nothing_is_kept_of_a_file_that_fails(tmp_path, monkeypatch):
+def test_failure_is_not_cached(tmp_path, monkeypatch):
     said = SimpleNamespace(returncode=3, stdout=b'{"what": "x is bad.", "fix": "Mend it."}')
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
     with pytest.raises(DataError, match=r"x is bad\. Fix: Mend it\."):

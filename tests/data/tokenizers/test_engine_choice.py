@@ -1,6 +1,4 @@
-"""The fastest engine whose ids are right is taken; one that is absent, wrong or fails is passed
-over aloud.
-"""
+"""The fastest correct engine is chosen; a missing, wrong or failing one is skipped and reported."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ def listener():
 
 
 @pytest.fixture(autouse=True)
-def _little_text_is_worthwhile(monkeypatch):
+def _choose_for_little_text(monkeypatch):
     monkeypatch.setattr(engine_choice, "WORTHWHILE_CHARACTERS", 1000)
 
 
@@ -71,7 +69,7 @@ def trained():
 
 @pytest.fixture(scope="module")
 def from_json(trained):
-    """The same vocabulary as a tokenizer.json."""
+    """Return a tokenizer.json with the same vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -86,7 +84,7 @@ def from_json(trained):
 
 
 def wrong(monkeypatch, *, only_if: str = ""):
-    """Make gigatoken give one id too many, for texts with `only_if` in them."""
+    """Make gigatoken return one id too many for texts that contain `only_if`."""
     original = engines._Gigatoken.__call__
 
     def encode(self, text):
@@ -96,18 +94,18 @@ def wrong(monkeypatch, *, only_if: str = ""):
     monkeypatch.setattr(engines._Gigatoken, "__call__", encode)
 
 
-def test_the_fastest_is_taken_and_said(trained, from_json, listener):
+def test_fastest_engine_is_chosen_and_reported(trained, from_json, listener):
     for tokenizer, slowest in ((trained, "tiktoken"), (from_json, "tokenizers")):
         chosen = choose_engine(tokenizer, TEXTS, cache=None, progress=listener)
         assert chosen.engine == "gigatoken"
         assert (
-            listener.said.pop()
-            == f"Encodes with gigatoken {metadata.version('gigatoken')} (same ids as {slowest} on 0.0 MB of this text)."
+            listener.said.pop() == f"Encodes with gigatoken {metadata.version('gigatoken')} "
+            f"(same ids as {slowest} on 0.0 MB of this text)."
         )
-        assert tokenizer.engine == slowest, "a tokenizer is a value"
+        assert tokenizer.engine == slowest, "choosing an engine must not change the tokenizer"
 
 
-def test_a_wrong_engine_is_caught_and_the_next_taken(trained, from_json, listener, monkeypatch):
+def test_wrong_engine_is_detected_and_the_next_chosen(trained, from_json, listener, monkeypatch):
     wrong(monkeypatch, only_if="\u0301")
     chosen = choose_engine(from_json, TEXTS, cache=None, progress=listener)
     assert chosen.engine == "tiktoken"
@@ -117,14 +115,16 @@ def test_a_wrong_engine_is_caught_and_the_next_taken(trained, from_json, listene
     assert listener.said[1].endswith(": encodes with tiktoken.")
 
 
-def test_an_engine_wrong_on_this_corpus_alone_is_caught(trained, listener, monkeypatch, tmp_path):
+def test_engine_that_is_wrong_only_on_this_corpus_is_detected(
+    trained, listener, monkeypatch, tmp_path
+):
     assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
     wrong(monkeypatch, only_if="fliegt. 日")
     assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "tiktoken"
     assert "differs from tiktoken" in listener.said[1]
 
 
-def test_an_engine_that_panics_is_passed_over(trained, listener, monkeypatch):
+def test_engine_that_panics_is_skipped(trained, listener, monkeypatch):
     class PanicException(BaseException):
         pass
 
@@ -139,7 +139,7 @@ def test_an_engine_that_panics_is_passed_over(trained, listener, monkeypatch):
     assert "fails: index out of bounds" in listener.said[0]
 
 
-def test_an_interrupt_is_no_difference(trained, monkeypatch):
+def test_interrupt_is_not_a_difference(trained, monkeypatch):
     def encode(self, text):
         if text:
             raise KeyboardInterrupt
@@ -151,7 +151,7 @@ def test_an_interrupt_is_no_difference(trained, monkeypatch):
 
 
 @pytest.mark.parametrize("absent", [["gigatoken"], ["gigatoken", "tiktoken"]], ids="+".join)
-def test_absent_engines_are_passed_over_aloud(from_json, listener, monkeypatch, absent):
+def test_missing_engines_are_skipped_with_a_message(from_json, listener, monkeypatch, absent):
     version = metadata.version
 
     def of(name):
@@ -168,7 +168,7 @@ def test_absent_engines_are_passed_over_aloud(from_json, listener, monkeypatch, 
     assert chosen.encode("The cat") == from_json.encode("The cat")
 
 
-def test_a_vocabulary_that_gigatoken_cannot_read_says_why(trained, listener):
+def test_skipping_gigatoken_states_the_reason(trained, listener):
     odd = RankTokenizer("odd", trained.pieces, r"\S+|\s+", trained.eot_id)
     assert choose_engine(odd, TEXTS, cache=None, progress=listener).engine == "tiktoken"
     assert listener.said[0].startswith(
@@ -181,7 +181,7 @@ def test_a_vocabulary_that_gigatoken_cannot_read_says_why(trained, listener):
     assert chosen.encode("The cat 日本") == gap.encode("The cat 日本")
 
 
-def test_the_verdict_on_the_probes_is_kept_and_the_corpus_tried_each_time(
+def test_result_on_probes_is_cached_but_the_corpus_is_always_compared(
     trained, listener, monkeypatch, tmp_path
 ):
     calls = []
@@ -202,10 +202,10 @@ def test_the_verdict_on_the_probes_is_kept_and_the_corpus_tried_each_time(
     assert choose_engine(trained, TEXTS, cache=tmp_path, progress=listener).engine == "gigatoken"
     monkeypatch.setattr(engine_choice, "versioned", lambda engine: f"{engine} 99.0")
     choose_engine(trained, TEXTS, cache=tmp_path, progress=listener)
-    assert len(calls) == 3, "another version is another verdict"
+    assert len(calls) == 3, "the cache depends on the version"
 
 
-def test_a_cache_that_cannot_be_written_stops_nothing(trained, listener, tmp_path):
+def test_unwritable_cache_is_ignored(trained, listener, tmp_path):
     (tmp_path / "file").write_text("")
     assert (
         choose_engine(trained, TEXTS, cache=tmp_path / "file", progress=listener).engine
@@ -213,28 +213,26 @@ def test_a_cache_that_cannot_be_written_stops_nothing(trained, listener, tmp_pat
     )
 
 
-def test_little_text_and_tokenizers_that_need_no_engine_are_left_as_they_are(
-    trained, listener, monkeypatch
-):
+def test_small_corpora_and_tokenizers_without_engines_are_unchanged(trained, listener, monkeypatch):
     assert choose_engine(ByteTokenizer(), TEXTS, cache=None, progress=listener).engine == ""
     assert choose_engine(trained, TEXTS[:1], cache=None, progress=listener).engine == "tiktoken"
     assert listener.said == []
 
 
-def test_text_that_is_none_is_left_to_packing(trained, listener):
+def test_invalid_text_is_left_to_packing(trained, listener):
     assert (
         choose_engine(trained, [*TEXTS, "a\ud800b"], cache=None, progress=listener).engine
         == "gigatoken"
     )
 
 
-def test_a_difference_is_shown_where_it_is(trained, monkeypatch):
+def test_difference_shows_the_text_around_it(trained, monkeypatch):
     wrong(monkeypatch, only_if="here")
     found = difference(trained.with_engine("gigatoken"), trained, ["fine", "x" * 100 + " here"])
     assert found == f"gigatoken differs from tiktoken at {('x' * 5 + ' here')!a}"
 
 
-def test_making_a_tokenizer_chooses_its_engine(tmp_path, trained, from_json, listener):
+def test_make_tokenizer_chooses_the_engine(tmp_path, trained, from_json, listener):
     path = tmp_path / "small.tiktoken"
     path.write_bytes(
         b"".join(
@@ -253,20 +251,20 @@ def test_making_a_tokenizer_chooses_its_engine(tmp_path, trained, from_json, lis
         )
         assert made.engine == "gigatoken"
     assert len(list((tmp_path / "cache" / "engines").iterdir())) == 2, (
-        "a vocabulary trained here is not met again"
+        "results on a newly trained vocabulary are not cached"
     )
     assert load_tokenizer(path, pattern=GPT2_PATTERN).engine == "tiktoken"
 
 
 @pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
-def test_gigatoken_has_the_ids_of_tiktoken_for_every_known_pattern(known, crossing):
+def test_gigatoken_and_tiktoken_agree_on_every_known_pattern(known, crossing):
     slow = RankTokenizer(known.name, crossing, known.pattern, len(crossing))
     assert difference(slow.with_engine("gigatoken"), slow, probes(slow)) == ""
 
 
 @pytest.fixture(scope="module")
 def crossing():
-    """Pieces that know no words: they run across all that a pattern may split."""
+    """Return pieces that cross every boundary of a pattern."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     stream = random.Random(2)
@@ -285,18 +283,18 @@ def crossing():
     return [bytes(byte_of[character] for character in piece) for piece, _ in by_id]
 
 
-def test_pieces_that_no_merge_reaches_are_refused_not_a_crash(trained, listener):
-    """gigatoken panics over them."""
+def test_pieces_that_no_merge_reaches_skip_gigatoken(trained, listener):
+    """gigatoken panics on them."""
     odd = RankTokenizer("odd", [*trained.pieces, b"q!zx"], GPT2_PATTERN, trained.eot_id + 1)
     assert choose_engine(odd, TEXTS, cache=None, progress=listener).engine == "tiktoken"
 
 
-def test_the_probes_are_the_same_each_time(trained):
+def test_probes_are_deterministic(trained):
     assert list(probes(trained)) == list(probes(trained))
 
 
 @pytest.mark.parametrize(("grown", "times"), [(-(1 << 40), len(TEXTS)), (1 << 40, 0)])
-def test_gigatoken_is_loaded_anew_when_the_process_has_grown(trained, monkeypatch, grown, times):
+def test_gigatoken_is_reloaded_when_the_process_has_grown(trained, monkeypatch, grown, times):
     monkeypatch.setattr(engines, "GROWTH_CHECK_BYTES", 1)
     monkeypatch.setattr(engines, "MAX_GROWTH_BYTES", grown)
     fast = trained.with_engine("gigatoken")
@@ -307,7 +305,7 @@ def test_gigatoken_is_loaded_anew_when_the_process_has_grown(trained, monkeypatc
     assert len(loaded) == times
 
 
-def test_text_that_an_engine_cannot_split_goes_to_the_reference():
+def test_fallback_encodes_what_the_engine_cannot_split():
     def fails(text):
         if "x" in text:
             raise ValueError("stack")
@@ -320,12 +318,12 @@ def test_text_that_an_engine_cannot_split_goes_to_the_reference():
         either("\ud800")
 
 
-def test_refusals_say_what_to_do():
+def test_unreadable_definition_is_refused():
     with pytest.raises(DataError, match="gigatoken cannot encode"):
         engines.gigatoken_of_json({"model": {}})
 
 
-def test_the_data_set_is_the_same_whichever_engine_ran(tmp_path, from_json, listener, monkeypatch):
+def test_dataset_does_not_depend_on_the_engine(tmp_path, from_json, listener, monkeypatch):
     text = tmp_path / "text.jsonl"
     rows = [
         {"text": f"{number} {TEXTS[number % len(TEXTS)]}<|endoftext|>"} for number in range(300)
@@ -343,7 +341,7 @@ def test_the_data_set_is_the_same_whichever_engine_ran(tmp_path, from_json, list
 
     monkeypatch.setattr(
         engine_choice, "_cached_difference", lambda candidate, reference, cache: ""
-    )  # nothing of a test is kept in the user's folder
+    )  # so that the test does not write to the user's cache
     fast = prepared("fast")
     wrong(monkeypatch)
     middle = prepared("middle")

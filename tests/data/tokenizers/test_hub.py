@@ -1,6 +1,4 @@
-"""A repository of the hub by name: the real loading code against a server on loopback that answers
-as the hub does.
-"""
+"""Repositories on the hub: the real code against a local server that answers like the hub."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ def content():
 
 @pytest.fixture
 def hub(content):
-    """A hub with one repository, `org/small`, that has a tokenizer.json on main; `asked` is what it
-    was asked for.
-    """
+    """Serve a hub with one usable repository, `org/small`; `asked` lists the requested paths."""
     asked = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -95,7 +91,7 @@ def hub(content):
         "org/name@refs/pr/1",
     ],
 )
-def test_names_of_repositories(name):
+def test_repository_names_are_recognised(name):
     assert is_repository(name)
 
 
@@ -116,11 +112,11 @@ def test_names_of_repositories(name):
         "a b/c",
     ],
 )
-def test_other_names(name):
+def test_other_names_are_not_repositories(name):
     assert not is_repository(name)
 
 
-def test_a_repository_is_fetched_once(hub, tmp_path, content):
+def test_repository_is_downloaded_once(hub, tmp_path, content):
     path = tokenizer_file("org/small", cache=tmp_path, endpoint=hub.address)
     assert path.read_bytes() == content
     assert hub.asked
@@ -130,10 +126,10 @@ def test_a_repository_is_fetched_once(hub, tmp_path, content):
         tokenizer_file(f"org/small@{COMMIT}", cache=tmp_path, endpoint=hub.address).read_bytes()
         == content
     )
-    assert hub.asked == [], "what is in the cache is taken without asking"
+    assert hub.asked == [], "a cached file needs no request"
 
 
-def test_a_revision_is_asked_for(hub, tmp_path):
+def test_revision_is_requested(hub, tmp_path):
     tokenizer_file(f"org/small@{COMMIT}", cache=tmp_path, endpoint=hub.address)
     assert all(f"/resolve/{COMMIT}/tokenizer.json" in path for path in hub.asked)
 
@@ -147,24 +143,24 @@ def test_a_revision_is_asked_for(hub, tmp_path):
         ("org/gated", "is gated"),
     ],
 )
-def test_what_is_not_there_is_named(hub, tmp_path, name, message):
+def test_error_names_what_the_hub_lacks(hub, tmp_path, name, message):
     with pytest.raises(DataError, match=message):
         tokenizer_file(name, cache=tmp_path, endpoint=hub.address)
 
 
-def test_a_hub_that_cannot_be_reached_is_said(tmp_path, monkeypatch):
+def test_unreachable_hub_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub tries for a while
     with pytest.raises(DataError, match="cannot be reached"):
         tokenizer_file("org/small", cache=tmp_path, endpoint="http://127.0.0.1:9")
 
 
-def test_a_cache_that_cannot_be_written_is_said(hub, tmp_path):
+def test_unwritable_cache_is_reported(hub, tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(DataError, match=r"tokenizer of org/small: .*Not a directory|File exists"):
         tokenizer_file("org/small", cache=tmp_path / "cache", endpoint=hub.address)
 
 
-def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_package_is_reported(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
@@ -172,7 +168,7 @@ def test_without_the_package_it_says_what_to_install(tmp_path, monkeypatch):
         tokenizer_file("org/small", cache=tmp_path)
 
 
-def test_a_tokenizer_is_made_by_name(hub, tmp_path, monkeypatch, content):
+def test_tokenizer_is_made_from_a_repository_name(hub, tmp_path, monkeypatch, content):
     monkeypatch.setattr(
         tokenizer_module,
         "tokenizer_file",

@@ -1,6 +1,4 @@
-"""Tokenizers laid out as those of GPT-2, Llama 3 and Qwen: every engine gives the ids of
-`tokenizers`, which reads special tokens as text.
-"""
+"""In the layouts of GPT-2, Llama 3 and Qwen, every engine gives the ids of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -33,7 +31,10 @@ from flatout.data.tokenizers.engines import NEVER_CHANGED_BY_NFC, after_nfc, aro
 from flatout.data.tokenizers.huggingface import HuggingFaceTokenizer
 from flatout.errors import DataError
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 END = {"gpt2": "<|endoftext|>", "llama3": "<|end_of_text|>", "qwen2": "<|endoftext|>"}
 SPECIAL = {
@@ -60,7 +61,7 @@ ENGINES = ["gigatoken", "tiktoken"]
 
 
 def definition(style: str) -> dict:
-    """A small tokenizer.json in the layout of the real one."""
+    """Return a small tokenizer.json in the layout of the real one."""
     made = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style == "gpt2")
     split = (
@@ -132,17 +133,17 @@ def test_every_engine_gives_the_ids_of_tokenizers(tokenizer, style):
     ).map("".join)
 )
 @settings(max_examples=60, deadline=None)
-def test_random_text_has_the_ids_of_tokenizers(engine, text):
+def test_engines_agree_on_random_text(engine, text):
     for style in END:
         assert made(style).with_engine(engine).encode(text) == ids_of(style, text)
 
 
-def test_a_word_of_a_hundred_thousand_characters(tokenizer, style):
+def test_engines_agree_on_a_word_of_100_000_characters(tokenizer, style):
     for word in ("abcde" * 20_000, "é" * 100_000, "\u0301" * 100_000):
         assert tokenizer.encode(word) == ids_of(style, word)
 
 
-def test_special_tokens_written_out_are_text(tokenizer, style):
+def test_special_tokens_in_text_are_encoded_as_text(tokenizer, style):
     special = [END[style], *SPECIAL[style]]
     text = "".join(f"{token}a {token}{token}" for token in special)
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -151,37 +152,35 @@ def test_special_tokens_written_out_are_text(tokenizer, style):
     )
 
 
-def test_added_tokens_that_are_not_special_stay_tokens():
+def test_added_tokens_that_are_not_special_are_tokens():
     for engine in [*ENGINES, "tokenizers"]:
         tokenizer = made("qwen2").with_engine(engine)
         call, end = (reference("qwen2").token_to_id(token) for token in ("<tool_call>", "|>"))
         assert tokenizer.encode("<tool_call>")[0] == call
         assert tokenizer.encode("<tool_call>\u0338x") == ids_of("qwen2", "<tool_call>\u0338x"), (
-            "normalised apart from the token"
+            "the text after the token is normalised separately"
         )
         assert end not in tokenizer.encode("<|im_end|>"), (
-            "a special token that is text hides what overlaps it"
+            "a special token in text hides overlapping tokens"
         )
         assert end in tokenizer.encode("a|>")
 
 
-def test_half_a_surrogate_pair_is_refused_with_its_place(tokenizer):
+def test_error_names_the_position_of_half_a_surrogate_pair(tokenizer):
     for text in ("ab\ud800", "\u0301b\udfff", "é <tool_call> \ud83d"):
         with pytest.raises(DataError, match=f"Character {len(text) - 1} is U"):
             tokenizer.encode(text)
 
 
-def test_the_engine_travels_and_is_not_saved(tokenizer):
+def test_engine_is_pickled_but_not_saved(tokenizer):
     travelled = pickle.loads(pickle.dumps(tokenizer))
     assert travelled.engine == tokenizer.engine
     assert travelled.encode("The cat") == tokenizer.encode("The cat")
     assert tokenizer.digest() == tokenizer.with_engine("tokenizers").digest()
 
 
-def test_a_worker_with_another_engine_needs_no_tokenizers(style, monkeypatch):
-    """Loading a large tokenizer.json into `tokenizers` takes a second, which no worker should wait
-    for.
-    """
+def test_other_engines_do_not_load_tokenizers(style, monkeypatch):
+    """Loading a large tokenizer.json into `tokenizers` takes a second, which workers can save."""
     import tokenizers
 
     wanted = ids_of(style, "The cat sat")
@@ -193,12 +192,13 @@ def test_a_worker_with_another_engine_needs_no_tokenizers(style, monkeypatch):
 
 LONG = (
     "".join(TEXT)
-    + "one\n two\n\nthree.\n\t4\n5\r\n six \n。\n日 <tool_call>x</tool_call> a\u0301 \u0301b\n/c.\n/d <|endoftext|> "
+    + "one\n two\n\nthree.\n\t4\n5\r\n six \n。\n日 <tool_call>x</tool_call> "
+    + "a\u0301 \u0301b\n/c.\n/d <|endoftext|> "
 )
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
-def test_cut_and_streamed_text_has_the_same_ids(tokenizer, style, monkeypatch, size):
+def test_cutting_and_streaming_text_gives_the_same_ids(tokenizer, style, monkeypatch, size):
     whole = ids_of(style, LONG)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", size)
     pieces = list(tokenizer.encode_stream([LONG]))
@@ -211,7 +211,7 @@ def test_cut_and_streamed_text_has_the_same_ids(tokenizer, style, monkeypatch, s
 
 @given(text=st.text(alphabet=st.sampled_from("aB1é日. \n\r\t/'s|><\u0301\u0338_,"), max_size=60))
 @settings(max_examples=60, deadline=None)
-def test_no_cut_changes_an_id(text):
+def test_cuts_change_no_ids(text):
     for style in END:
         whole = ids_of(style, text)
         for place in range(1, len(text)):
@@ -220,7 +220,7 @@ def test_no_cut_changes_an_id(text):
                 assert ids_of(style, text[:cut]) + ids_of(style, text[cut:]) == whole
 
 
-def test_a_text_with_nowhere_to_cut_it_is_refused_from_a_length_on(tokenizer, monkeypatch):
+def test_long_text_that_cannot_be_cut_is_refused(tokenizer, monkeypatch):
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 10)
     monkeypatch.setattr(base, "MAX_PIECE_CHARACTERS", 100)
     monkeypatch.setattr(base, "LOOKAHEAD_CHARACTERS", 50)
@@ -231,7 +231,7 @@ def test_a_text_with_nowhere_to_cut_it_is_refused_from_a_length_on(tokenizer, mo
         list(tokenizer.encode_stream(["b" * 50] * 10))
 
 
-def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypatch):
+def test_unknown_pre_tokeniser_is_cut_where_a_trial_shows_no_difference(monkeypatch):
     model = Tokenizer(
         models.Unigram(
             [
@@ -254,7 +254,7 @@ def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypat
     for size in (1, 7, 21, 50, 100):
         chunks = [text[start : start + size] for start in range(0, len(text), size)]
         assert [ids.tolist() for ids in tokenizer.encode_stream(chunks)] == pieces, (
-            "what is not read yet must not decide where a text is cut"
+            "cuts must not depend on text that was not read yet"
         )
     assert tokenizer.encode(text) == model.encode(text, add_special_tokens=False).ids
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
@@ -262,7 +262,7 @@ def test_another_pre_tokeniser_is_cut_where_trying_shows_no_difference(monkeypat
     assert always.encode(text) == model.encode(text, add_special_tokens=False).ids
 
 
-def test_a_tokenizer_without_pre_tokeniser_is_cut_nowhere():
+def test_tokenizer_without_pre_tokeniser_is_never_cut():
     model = Tokenizer(models.Unigram([("</s>", -9.0), ("a", -1.0), (" ", -1.0)], unk_id=0))
     model.add_special_tokens(["</s>"])
     assert parse_tokenizer(model.to_str(), "tokenizer.json").next_cut("a a a a", 1, 7) is None
@@ -287,12 +287,12 @@ def test_a_tokenizer_without_pre_tokeniser_is_cut_nowhere():
     ],
     ids=str,
 )
-def test_other_layouts_are_left_to_tokenizers(change):
+def test_other_layouts_only_use_tokenizers(change):
     assert layout_of(definition("gpt2")) is not None
     assert layout_of(definition("gpt2") | change) is None
 
 
-def test_a_vocabulary_whose_ids_do_not_grow_along_its_merges_is_not_for_tiktoken():
+def test_tiktoken_needs_ids_that_increase_along_the_merges():
     shuffled = definition("gpt2")
     vocabulary = shuffled["model"]["vocab"]
     first, last = (
@@ -305,7 +305,7 @@ def test_a_vocabulary_whose_ids_do_not_grow_along_its_merges_is_not_for_tiktoken
         tokenizer.encode("x")
 
 
-def test_what_counts_as_never_changed_by_nfc_is():
+def test_nfc_never_changes_the_listed_characters():
     kept = [
         character
         for code in range(0x30000)
@@ -319,7 +319,7 @@ def test_what_counts_as_never_changed_by_nfc_is():
     assert not any(unicodedata.combining(character) for character in kept)
 
 
-def test_text_is_normalised_as_tokenizers_does():
+def test_normalisation_equals_that_of_tokenizers():
     seen = []
     encode = after_nfc(lambda text: seen.append(text) or np.zeros(0, np.uint32))
     stream = random.Random(3)
@@ -340,7 +340,7 @@ def test_text_is_normalised_as_tokenizers_does():
         assert seen.pop() == normalizers.NFC().normalize_str(text)
 
 
-def test_the_longest_added_token_wins_and_one_that_is_text_hides_others():
+def test_longest_added_token_wins_and_text_hides_overlapping_ones():
     encode = around_added_tokens(
         lambda text: np.frombuffer(text.encode(), np.uint8).astype(np.uint32),
         {"ab": 1000, "abc": 1001, "bcd": 1002, "<ab>": None},

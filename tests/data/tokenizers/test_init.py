@@ -29,7 +29,7 @@ def tiktoken_file(path: Path, merges=("th", "he", "the", "in", " t", " the")) ->
 
 
 def huggingface_file(path: Path, end_of_text="<|endoftext|>", special=True) -> Path:
-    """A byte-level BPE in the layout of GPT-2's tokenizer.json."""
+    """Write a byte-level BPE in the layout of GPT-2's tokenizer.json."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -48,7 +48,7 @@ def huggingface_file(path: Path, end_of_text="<|endoftext|>", special=True) -> P
 
 @pytest.fixture(params=["char", "byte", "train:300", "huggingface", "tiktoken"])
 def tokenizer(request, tmp_path):
-    """One of each kind."""
+    """Return a tokenizer of each kind."""
     if request.param == "huggingface":
         return load_tokenizer(huggingface_file(tmp_path / "tokenizer.json"))
     if request.param == "tiktoken":
@@ -57,7 +57,7 @@ def tokenizer(request, tmp_path):
     return make_tokenizer(request.param, lambda limit: CORPUS + strange)
 
 
-def test_text_comes_back_exactly(tokenizer):
+def test_decoding_restores_text(tokenizer):
     for text in CORPUS + STRANGE + LITERALS:
         pieces = list(tokenizer.encode_stream([text]))
         assert {ids.dtype for ids in pieces} == {np.dtype(np.uint32)}
@@ -67,7 +67,7 @@ def test_text_comes_back_exactly(tokenizer):
         assert tokenizer.encode(text) == ids.tolist()
 
 
-def test_random_text_comes_back_exactly(tokenizer):
+def test_decoding_restores_random_text(tokenizer):
     stream = random.Random(0)
     alphabet = "".join(CORPUS + STRANGE + LITERALS)
     for _ in range(100):
@@ -75,7 +75,7 @@ def test_random_text_comes_back_exactly(tokenizer):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_text_never_becomes_end_of_text(tokenizer):
+def test_text_is_never_encoded_as_end_of_text(tokenizer):
     for text in LITERALS:
         ids = tokenizer.encode(text)
         assert tokenizer.eot_id not in ids
@@ -84,7 +84,7 @@ def test_text_never_becomes_end_of_text(tokenizer):
     assert tokenizer.decode([tokenizer.eot_id]) == "<|endoftext|>"
 
 
-def test_it_saves_to_one_file_and_loads_back_equal(tokenizer, tmp_path):
+def test_saves_to_one_file_that_loads_as_an_equal_tokenizer(tokenizer, tmp_path):
     (tmp_path / "alone").mkdir()
     path = tmp_path / "alone" / "tokenizer.json"
     tokenizer.save(path)
@@ -99,19 +99,19 @@ def test_it_saves_to_one_file_and_loads_back_equal(tokenizer, tmp_path):
     assert travelled.digest() == tokenizer.digest()
 
 
-def test_the_digest_is_that_of_the_file(tokenizer, tmp_path):
+def test_digest_is_the_digest_of_the_saved_file(tokenizer, tmp_path):
     import hashlib
 
     tokenizer.save(tmp_path / "x.json")
     assert hashlib.sha256((tmp_path / "x.json").read_bytes()).hexdigest() == tokenizer.digest()
 
 
-def test_half_a_surrogate_pair_is_a_clean_error(tokenizer):
+def test_half_a_surrogate_pair_is_refused(tokenizer):
     with pytest.raises(DataError, match=r"U\+D800"):
         tokenizer.encode("ok \ud800")
 
 
-def test_bytes_that_are_no_text_and_ids_that_are_none_decode_to_the_replacement_character(
+def test_invalid_bytes_and_ids_decode_to_the_replacement_character(
     tokenizer,
 ):
     assert tokenizer.decode([tokenizer.vocab_size + 5]) in ("\ufffd", "")
@@ -121,7 +121,7 @@ def test_bytes_that_are_no_text_and_ids_that_are_none_decode_to_the_replacement_
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 17, 1000])
-def test_a_long_text_in_pieces_has_the_same_ids(tokenizer, monkeypatch, size):
+def test_encoding_in_pieces_gives_the_same_ids(tokenizer, monkeypatch, size):
     text = "".join(CORPUS + STRANGE + LITERALS + ["one\n two\n\nthree.\n\t4\n5\r\n six \n"] * 3)
     if tokenizer.name == "char":
         text = "".join(CORPUS * 15)
@@ -135,20 +135,20 @@ def test_a_long_text_in_pieces_has_the_same_ids(tokenizer, monkeypatch, size):
         tokenizer.encode(text + "\ud800")
 
 
-def test_characters_are_numbered_in_order_and_end_of_text_is_last():
+def test_characters_are_numbered_in_order_before_end_of_text():
     made = make_tokenizer("char", lambda limit: ["banana", "cab!"])
     assert made.encode("!abcn") == [0, 1, 2, 3, 4]
     assert (made.vocab_size, made.eot_id) == (6, 5)
 
 
 @pytest.mark.parametrize("text", ["abd", "ab~", "ab\U0010ffff", "ab "])
-def test_a_character_outside_the_vocabulary_is_named_with_its_place(text):
+def test_error_names_the_position_of_an_unknown_character(text):
     made = make_tokenizer("char", lambda limit: ["abce"])
     with pytest.raises(DataError, match="Character 2,"):
         made.encode(text)
 
 
-def test_characters_ask_for_the_whole_corpus_and_training_for_a_bounded_sample():
+def test_char_reads_the_whole_corpus_and_training_a_bounded_sample():
     asked = []
 
     def sample(limit):
@@ -161,7 +161,7 @@ def test_characters_ask_for_the_whole_corpus_and_training_for_a_bounded_sample()
     assert 1_000_000 <= asked[1] <= 50_000_000
 
 
-def test_a_corpus_too_small_for_the_vocabulary_gives_a_smaller_one_aloud():
+def test_training_reports_a_smaller_vocabulary_than_requested():
     said = []
 
     class Listener:
@@ -181,24 +181,24 @@ def test_a_corpus_too_small_for_the_vocabulary_gives_a_smaller_one_aloud():
 @pytest.mark.parametrize(
     "spec", ["train:", "train:x", "train:257", "train:-5", "train:1e4", "train:99999999"]
 )
-def test_a_vocabulary_size_that_is_none_is_refused(spec):
+def test_invalid_vocabulary_size_is_refused(spec):
     with pytest.raises(DataError, match="does not name a vocabulary size"):
         make_tokenizer(spec, give)
 
 
 @pytest.mark.parametrize("spec", ["char", "train:300"])
 @pytest.mark.parametrize("texts", [[], ["", ""]])
-def test_an_empty_corpus_is_said(spec, texts):
+def test_empty_corpus_is_refused(spec, texts):
     with pytest.raises(DataError, match="corpus is empty"):
         make_tokenizer(spec, lambda limit: texts)
 
 
-def test_a_mistyped_name_is_answered_with_the_nearest():
+def test_error_suggests_the_nearest_name():
     with pytest.raises(DataError, match="Did you mean 'char'"):
         make_tokenizer("cahr", give)
 
 
-def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
+def test_error_suggests_the_nearest_file(tmp_path):
     huggingface_file(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"Did you mean '.*/tokenizer\.json'"):
         make_tokenizer(str(tmp_path / "tokeniser.json"), give)
@@ -208,7 +208,7 @@ def test_a_missing_file_is_answered_with_the_nearest(tmp_path):
     )
 
 
-def test_an_unknown_tiktoken_file_asks_for_its_pattern(tmp_path):
+def test_unknown_tiktoken_file_requires_a_pattern(tmp_path):
     path = tiktoken_file(tmp_path / "mine.tiktoken")
     with pytest.raises(DataError, match="--pattern"):
         load_tokenizer(path)
@@ -217,7 +217,7 @@ def test_an_unknown_tiktoken_file_asks_for_its_pattern(tmp_path):
     assert made.encode("the") == [258]
 
 
-def test_a_known_tiktoken_file_needs_none(tmp_path, monkeypatch):
+def test_published_tiktoken_file_needs_no_pattern(tmp_path, monkeypatch):
     import hashlib
 
     data = tiktoken_file(tmp_path / "known.tiktoken").read_bytes()
@@ -230,7 +230,7 @@ def test_a_known_tiktoken_file_needs_none(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("line", [b"notbase64! 5", b"YQ==", b"YQ== x", b"YQ== 1 2"])
-def test_a_damaged_tiktoken_file_names_the_line(tmp_path, line):
+def test_error_names_the_damaged_line_of_a_tiktoken_file(tmp_path, line):
     path = tiktoken_file(tmp_path / "a.tiktoken")
     path.write_bytes(path.read_bytes() + line + b"\n")
     with pytest.raises(DataError, match="line 263"):
@@ -238,13 +238,13 @@ def test_a_damaged_tiktoken_file_names_the_line(tmp_path, line):
 
 
 @pytest.mark.parametrize("content", [b"", b"YQ== 0\n"])
-def test_a_tiktoken_file_that_lacks_bytes_is_refused(tmp_path, content):
+def test_tiktoken_file_without_all_bytes_is_refused(tmp_path, content):
     (tmp_path / "a.tiktoken").write_bytes(content)
     with pytest.raises(DataError, match="of the 256 single bytes"):
         load_tokenizer(tmp_path / "a.tiktoken", pattern=GPT2_PATTERN)
 
 
-def test_end_of_text_of_an_unusual_name_is_asked_for(tmp_path):
+def test_unusual_end_of_text_must_be_named(tmp_path):
     path = huggingface_file(tmp_path / "tokenizer.json", end_of_text="<fin>")
     with pytest.raises(DataError, match="--end-of-text"):
         load_tokenizer(path)
@@ -255,12 +255,12 @@ def test_end_of_text_of_an_unusual_name_is_asked_for(tmp_path):
     assert made.decode(made.encode("a<fin>b")) == "a<fin>b"
 
 
-def test_end_of_text_that_the_file_does_not_call_special_is_special_here(tmp_path):
+def test_end_of_text_is_special_even_if_the_file_does_not_say_so(tmp_path):
     made = load_tokenizer(huggingface_file(tmp_path / "tokenizer.json", special=False))
     assert made.eot_id not in made.encode("a<|endoftext|>b")
 
 
-def test_a_special_token_among_the_pieces_of_a_unigram_model_is_not_reached_by_text(tmp_path):
+def test_unigram_model_never_encodes_text_as_a_special_token(tmp_path):
     from tokenizers import Tokenizer, decoders, models
 
     scores = [
@@ -280,10 +280,10 @@ def test_a_special_token_among_the_pieces_of_a_unigram_model_is_not_reached_by_t
     assert tokenizer.eot_id == 1
     assert tokenizer.encode("a</s></s>a") == [6, 2, 3, 4, 5, 2, 3, 4, 5, 6]
     assert tokenizer.decode([6, 2, 3]) == "a</"
-    assert tokenizer.encode("az") == [6, 0], "what is unknown may still be said to be unknown"
+    assert tokenizer.encode("az") == [6, 0], "text may be encoded as the unknown token"
 
 
-def test_what_a_tokenizer_file_adds_around_a_text_is_left_off(tmp_path):
+def test_post_processing_truncation_and_padding_are_ignored(tmp_path):
     from tokenizers import Tokenizer, processors
 
     path = huggingface_file(tmp_path / "tokenizer.json")
@@ -300,7 +300,7 @@ def test_what_a_tokenizer_file_adds_around_a_text_is_left_off(tmp_path):
     assert len(plain) > 2
 
 
-def test_a_tokenizer_file_that_cannot_be_read_is_named(tmp_path):
+def test_error_names_an_unreadable_tokenizer(tmp_path):
     with pytest.raises(DataError, match=r"Cannot read the tokenizer .*: Is a directory"):
         load_tokenizer(tmp_path)
 
@@ -317,20 +317,20 @@ def test_a_tokenizer_file_that_cannot_be_read_is_named(tmp_path):
         '{"format": "flatout-tokenizer", "format_version": 1, "kind": "char"}',
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_refused(tmp_path, content):
+def test_file_without_a_tokenizer_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"tokenizer\.json"):
         load_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_a_newer_format_is_refused():
+def test_newer_format_is_refused():
     document = {"format": "flatout-tokenizer", "format_version": 99, "kind": "byte"}
     with pytest.raises(DataError, match=r"99.*newer flatout"):
         parse_tokenizer(json.dumps(document), "x.json")
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 100, 10_000])
-def test_a_text_that_comes_in_chunks_has_the_same_ids(tokenizer, monkeypatch, chunk):
+def test_encoding_chunks_gives_the_same_ids(tokenizer, monkeypatch, chunk):
     text = "".join(CORPUS * 5)
     whole = tokenizer.encode(text)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 50)
@@ -343,8 +343,8 @@ def test_a_text_that_comes_in_chunks_has_the_same_ids(tokenizer, monkeypatch, ch
         list(tokenizer.encode_stream([*chunks, "\udc00"]))
 
 
-def test_a_long_text_is_looked_through_once_however_small_its_chunks(monkeypatch):
-    """Where nothing can be cut, each new chunk must not mean another look at all that waits."""
+def test_small_chunks_do_not_repeat_the_search_for_a_cut(monkeypatch):
+    """Where text cannot be cut, a new chunk must not cause another search of all pending text."""
     made = train_bpe(CORPUS, 260)
     asked = []
     monkeypatch.setattr(
@@ -356,10 +356,11 @@ def test_a_long_text_is_looked_through_once_however_small_its_chunks(monkeypatch
     assert len(asked) < 50
 
 
-def test_a_folder_without_a_tokenizer_is_said(tmp_path):
+def test_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(
         DataError,
-        match=rf"The directory {tmp_path} has no tokenizer\.json\. Fix: Name a directory that has one",
+        match=rf"The directory {tmp_path} has no tokenizer\.json\. "
+        "Fix: Name a directory that has one",
     ):
         make_tokenizer(str(tmp_path), give)
     tiktoken_file(tmp_path / "own.tiktoken")
@@ -367,7 +368,7 @@ def test_a_folder_without_a_tokenizer_is_said(tmp_path):
         make_tokenizer(str(tmp_path), give)
 
 
-def test_a_file_that_may_not_be_read_is_said(tmp_path, monkeypatch):
+def test_file_without_read_permission_is_refused(tmp_path, monkeypatch):
     path = huggingface_file(tmp_path / "tokenizer.json")
 
     def closed(path):
