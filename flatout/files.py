@@ -1,4 +1,4 @@
-"""Durable writes, checksums, locks and links, and what to do when the disk refuses."""
+"""Durable writes, checksums, locks, links, and the errors of a disk that refuses a write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 PART = ".part"
 """Suffix of a file that is not complete yet."""
 BROKEN = (
-    "The disk failed to read or write (`dmesg` says more): check it, or use another one; "
+    "The disk failed to read or write (see `dmesg`): check it, or use another one; "
     "then run the same command again."
 )
 """The fix for EIO."""
@@ -59,7 +59,7 @@ class LocksUnsupported(OSError):
 
 
 class Unfinished(DataError):
-    """Work stopped for a reason other than its input: finished parts are kept for the next run."""
+    """Work stopped, but not because of its input: finished parts are kept for the next run."""
 
 
 class CheckedFile:
@@ -113,11 +113,11 @@ class CheckedFile:
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replace the content of `path` by `text` atomically.
+    """Replace the content of `path` with `text` atomically.
 
-    After a kill or a power cut, `path` has the old content or the new one, never a part. The new
-    content is only sure to survive a power cut once the folder is synced. `mode` holds the
-    permissions of a new file, before the umask.
+    After a kill or a power cut, `path` contains either the old content or the new, never a mixture.
+    The new content is guaranteed to survive a power cut only after the directory is synced. `mode`
+    is the permissions of a new file, before the umask is applied.
     """
 
     def write(temporary: Path) -> None:
@@ -129,13 +129,13 @@ def write_whole(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replace the content of `path` by `text` atomically; it survives a power cut after this."""
+    """Replace the content of `path` with `text`, atomically and durably."""
     write_whole(path, text, mode=mode)
     sync(path.parent)
 
 
 def copy_whole(source: Path, path: Path) -> None:
-    """Replace the content of `path` by that of `source` atomically."""
+    """Replace the content of `path` with that of `source` atomically."""
     _replace(path, lambda temporary: shutil.copyfile(source, temporary))
 
 
@@ -153,7 +153,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_first(path: Path, write: Callable[[Path], object]) -> None:
-    """Create `path` atomically unless it exists; of several processes that try, one succeeds."""
+    """Create `path` atomically unless it exists; if several processes try, exactly one succeeds."""
     temporary = _temporary(path)
     write(temporary)
     sync(temporary)
@@ -167,7 +167,7 @@ def _temporary(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -207,10 +207,10 @@ def folder_bytes(folder: Path) -> int:
 
 
 def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> None:
-    """Lock an open file or folder until its descriptor is closed or the process ends.
+    """Lock an open file or directory until its descriptor is closed or the process ends.
 
     An exclusive lock excludes all others; shared locks exclude only exclusive ones. Locking a
-    descriptor again changes the kind of its lock. `wait_s` may be `math.inf`.
+    descriptor again converts its lock. `wait_s` may be `math.inf`.
     Raises: BlockingIOError when another process still holds the lock after `wait_s` seconds;
             LocksUnsupported; OSError.
     """
@@ -231,7 +231,7 @@ def lock(descriptor: int, *, shared: bool = False, wait_s: float = 0.0) -> None:
 
 
 def is_open_at(path: Path, descriptor: int) -> bool:
-    """Return whether `path` still names the open file or folder.
+    """Return whether `path` still names the open file or directory.
 
     A process that waited for a lock may hold it on a file that its owner has deleted.
     """
@@ -269,14 +269,14 @@ def open_own(path: Path, flags: int) -> int:
         if error.errno in {errno.ELOOP, errno.EMLINK}:  # FreeBSD reports EMLINK
             raise _link_error(path) from error
         raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise CheckpointError(
             f"{path} is not a regular file.",
             fix=f"Delete {path}, or choose another folder with --run-dir DIR.",
         )
-    if found.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
+    if status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
         os.close(descriptor)
         own, copy = in_shell(path), in_shell(path.with_name(f"{path.name}.copy"))
         raise CheckpointError(
@@ -317,13 +317,13 @@ def writing(out: Path | str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _FULL or error.errno == errno.EIO:
-            fix = "Free space there and run the same command again: it keeps what is done."
+            fix = "Free space there and run the same command again: finished parts are kept."
             raise Unfinished(
                 f"Cannot write {out}: {reason}.", fix=unless_broken(error, fix)
             ) from error
         raise DataError(
             f"Cannot write {out}: {reason}.",
-            fix="Choose a folder you may write to, on a disk with room, with --out.",
+            fix="Use --out to choose a writable folder on a disk with free space.",
         ) from error
 
 
@@ -353,13 +353,13 @@ def unless_broken(error: OSError, fix: str) -> str:
 def disk_fix(error: Exception) -> str:
     """Return the fix for a disk that refuses to read or write in a run directory.
 
-    The errors of safetensors and torch state the error number in their text only.
+    safetensors and torch state the error number only in the text of their errors.
     """
     stated = re.search(r"(?:os error |\()(\d+)\)", str(error))
     number = int(stated[1]) if stated else getattr(error, "errno", None)
     if number == errno.EIO:
         return (
-            "The disk failed to read or write (`dmesg` says more): check it, "
+            "The disk failed to read or write (see `dmesg`): check it, "
             "or copy the run directory to another disk."
         )
     if number in _READ_ONLY:
@@ -369,7 +369,7 @@ def disk_fix(error: Exception) -> str:
         )
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return (
-            "Keep the run directory where it is during training, and the same for all processes; "
+            "Do not move the run directory during training, and use the same one in all processes; "
             "then run the same command again."
         )
     if number == errno.ENAMETOOLONG:

@@ -60,8 +60,8 @@ def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Docu
 def parsing(path: Path) -> Iterator[None]:
     """Turn errors inside the block into a CheckpointError that says `path` is damaged.
 
-    For code that takes apart a document read from `path`: a missing key, or a value of the wrong
-    type or nesting, means that the file is not what was written.
+    For code that parses a document read from `path`: a missing key, or a value of the wrong type
+    or nesting, means that the file is damaged.
     Raises: CheckpointError.
     """
     try:
@@ -75,7 +75,7 @@ def parsing(path: Path) -> Iterator[None]:
 def append_line(path: Path, document: Mapping[str, Any]) -> None:
     """Append one JSON line to `path`.
 
-    A line that a kill left unfinished is ended first, so that it spoils no other line.
+    If a kill left the last line unfinished, a newline is written first to keep this line intact.
     """
     line = json.dumps(document).encode() + b"\n"
     with os.fdopen(open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b") as file:

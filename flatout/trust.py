@@ -1,4 +1,4 @@
-"""Decides which run directories may import code: those that the user trusts.
+"""Decide which run directories may import code: only those that the user trusts.
 
 A run's config.yaml can name objects to import, `package.module:attribute`, and a run directory can
 come from anywhere. A user trusts a run by naming the same references when training it, or with
@@ -22,10 +22,10 @@ from typing import Any
 from flatout.errors import UntrustedCode
 
 MEMORY = Path("~/.cache/flatout/trusted")
-"""Folder of the files that say which run directories are trusted; only the user has access."""
+"""Directory with one file per trusted run directory; only the user has access."""
 REFERENCES = (("model", "kind"), ("optim", "kind"), ("speedups",))
-"""Keys of a configuration whose values the registry looks up: `package.module:attribute` there
-imports the user's own code.
+"""Keys of a configuration whose values the registry looks up; `package.module:attribute` in one of
+them imports the user's own code.
 """
 BY_ARGUMENT = "pass trust_code=True (on the command line: --trust-code)"
 """How to trust code in Python; the command line replaces it with the full command."""
@@ -61,8 +61,8 @@ def require_trusted(
 ) -> None:
     """Check that every reference of a run may be imported.
 
-    It may if it is `named` on this command line or in a recipe, or if the user trusts the run.
-    `trust_code` makes the run trusted from now on.
+    A reference may be imported if it is `named` on this command line or in a recipe, or if the user
+    trusts the run. `trust_code` makes the run trusted from now on.
     Raises: UntrustedCode naming the references and the files they would be imported from; nothing
             is imported.
     """
@@ -86,7 +86,7 @@ def require_trusted(
         else ""
     )
     raise UntrustedCode(
-        f"{run_folder / CONFIG} names code of its own, which opening the run would execute: "
+        f"{run_folder / CONFIG} names code that opening the run would execute: "
         f"{', '.join(map(_with_file, unknown))}.{changed}",
         fix=f"Read that code.{stale} If you trust it, {BY_ARGUMENT}.",
     )
@@ -95,7 +95,7 @@ def require_trusted(
 def remember(run_folder: Path, references: Iterable[str]) -> bool:
     """Trust a run directory in its present state; return whether that could be stored.
 
-    Of several processes that do this at once, the last one wins. If it cannot be stored, the user
+    If several processes do this at once, the last one wins. If the trust cannot be stored, the user
     is asked again next time.
     """
     from flatout.files import write_text  # the command line imports this module at its start
@@ -114,13 +114,13 @@ def remember(run_folder: Path, references: Iterable[str]) -> bool:
             **_state_of(run_folder),
         }
         write_text(path, json.dumps(document, indent=1) + "\n", mode=0o600)
-    except (OSError, RuntimeError):  # the home folder is unknown or cannot be written
+    except (OSError, RuntimeError):  # the home directory is unknown or cannot be written
         return False
     return True
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Return whether `flatout train` made a folder, judged by its files."""
+    """Return whether `flatout train` created a folder, judging by its files."""
     return (folder / CONFIG).exists() and any(
         (folder / name).exists() for name in ("asked.yaml", "events.jsonl")
     )
@@ -173,7 +173,7 @@ def _state_of(run_folder: Path) -> dict[str, str]:
 
 
 def _digest_of_code(run_folder: Path) -> str:
-    """Return a digest of every file that Python could import, and of every link to a folder.
+    """Return a digest of every file that Python could import, and of every link to a directory.
 
     __pycache__ is left out, as importing the code creates it.
     """
@@ -201,9 +201,9 @@ def _path(run_folder: Path) -> Path:
 
 
 def _read(run_folder: Path) -> dict[str, Any] | None:
-    """Return the stored trust in a run directory, or None.
+    """Return the content of a run directory's trust file, or None when it has none.
 
-    None, too, when the file is damaged, or others could have written it.
+    Also None when the file is damaged, or another user could have written it.
     """
     try:
         path = _path(run_folder)
@@ -224,5 +224,5 @@ def _read(run_folder: Path) -> dict[str, Any] | None:
 
 
 def _is_private(facts: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether a file or folder has the right kind, and only this user may write it."""
+    """Return whether a file or directory is of the right kind and only this user may write it."""
     return is_kind(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022

@@ -158,7 +158,7 @@ def demo(
 def _stored_config(run: Path) -> RunConfig | None:
     """Return the configuration of a demo that was started here, None when there is none.
 
-    Raises: CheckpointError, also when it names code of its own.
+    Raises: CheckpointError, also when it names code to import.
     """
     from flatout.training.run_dir.layout import trusted_config
 

@@ -281,7 +281,7 @@ CASES = [
         lambda w: edit(w, "runs/first/config.yaml", "optim:", "optimm:"),
     ),
     Case(
-        "a run from elsewhere that names code of its own",
+        "a run from elsewhere that names code to import",
         "generate runs/first --max-tokens 8",
         ("runs/first/config.yaml", "'runs.first.weights:Model'", "runs/first/weights.py"),
         ("Read that code", "flatout generate --trust-code"),

@@ -122,7 +122,7 @@ def test_prepare_resumes_after_a_file_size_limit(rows, tmp_path):
     code, said = finish(start(rows, tmp_path / "out", 2, 20_000))
     assert code == 1
     assert "Unfinished: Cannot write" in said
-    assert "it keeps what is done" in said
+    assert "finished parts are kept" in said
     assert not (tmp_path / "out").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.part", "rows.jsonl", "whole"]
     assert list((tmp_path / ".out.part").rglob("*.part")) == [], "no unfinished files"

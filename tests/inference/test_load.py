@@ -87,7 +87,7 @@ def test_changed_settings_are_accepted_after_the_steps_that_the_message_gives(co
     (copied_run / COPY).unlink()
     with pytest.raises(
         ConfigError,
-        match=r"config\.copy\.yaml, which shows what it was, is missing"
+        match=r"config\.copy\.yaml, which shows the original settings, is missing"
         r".*the last line of config\.yaml, which is a digest",
     ):
         load.load_run(copied_run, device="cpu")

@@ -1,4 +1,4 @@
-"""Work that succeeds on all ranks or on none, and votes; test_ranks.py runs several ranks."""
+"""Votes, and work that succeeds on all ranks or on none; test_ranks.py runs several ranks."""
 
 import pytest
 import torch
@@ -46,11 +46,11 @@ def test_a_failure_on_another_rank_fails_this_one():
         together(PAIR, lambda: None, WRITING)
 
 
-class Told(Pair):
-    """Records what the other rank is told."""
+class Recording(Pair):
+    """Records the votes that the other rank receives."""
 
     def sum(self, *tensors):
-        TOLD.append([float(tensor) for tensor in tensors])
+        SENT.append([float(tensor) for tensor in tensors])
         return super().sum(*tensors)
 
 
@@ -61,7 +61,7 @@ class Broken(Pair):
         raise RuntimeError("the device is gone")
 
 
-TOLD: list[list[float]] = []
+SENT: list[list[float]] = []
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ TOLD: list[list[float]] = []
 )
 def test_a_failure_here_is_reported_to_other_ranks(error):
     """Otherwise the other rank would wait forever."""
-    TOLD.clear()
+    SENT.clear()
     with pytest.raises(type(error)) as failed:
-        together(Told(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(error), READING)
+        together(Recording(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(error), READING)
     assert failed.value is error
-    assert TOLD == [[1.0]]
+    assert SENT == [[1.0]]
 
 
 def test_an_error_is_not_lost_when_reporting_it_fails():
@@ -96,40 +96,40 @@ def test_votes_are_counted_over_all_ranks():
 
 
 @pytest.fixture
-def two(tmp_path, monkeypatch):
+def check_shared(tmp_path, monkeypatch):
     """Return a check of require_shared with the main process in tmp_path and the given answers."""
     (tmp_path / "lock").write_text("process 7")
 
     def check(rank, folder, answers):
-        def main_says(box, src):
+        def broadcast(box, src):
             box[0] = ("process 7", str(tmp_path), "a-host")
 
-        def all_say(found, seen):
+        def gather(found, seen):
             found[:] = [seen if number == rank else answers[number] for number in range(2)]
 
-        monkeypatch.setattr(agreement.dist, "broadcast_object_list", main_says)
-        monkeypatch.setattr(agreement.dist, "all_gather_object", all_say)
+        monkeypatch.setattr(agreement.dist, "broadcast_object_list", broadcast)
+        monkeypatch.setattr(agreement.dist, "all_gather_object", gather)
         agreement.require_shared(Ranks(rank, 2, rank, 2), folder / "lock", wait_s=0)
 
     return check
 
 
-def test_processes_in_different_folders_are_an_error_on_each(tmp_path, two):
-    for place in (tmp_path / "elsewhere", tmp_path / "copy"):
+def test_processes_in_different_folders_are_an_error_on_each(tmp_path, check_shared):
+    for folder in (tmp_path / "elsewhere", tmp_path / "copy"):
         (tmp_path / "copy").mkdir(exist_ok=True)
-        (tmp_path / "copy" / "lock").write_text("process 6 of another day")
+        (tmp_path / "copy" / "lock").write_text("process 6 of an earlier run")
         with pytest.raises(
             RunFailed,
             match=f"Process 1 .* does not find the run directory of the main process, {tmp_path} "
-            f"on a-host.*{place.name}",
+            f"on a-host.*{folder.name}",
         ):
-            two(1, place, [True, False])
+            check_shared(1, folder, [True, False])
     with pytest.raises(RunFailed, match="not the run directory of all processes: not of 1"):
-        two(0, tmp_path, [True, False])
+        check_shared(0, tmp_path, [True, False])
 
 
-def test_processes_in_one_folder_continue(tmp_path, two):
-    two(0, tmp_path, [True, True])
-    two(1, tmp_path, [True, True])
+def test_processes_in_one_folder_continue(tmp_path, check_shared):
+    check_shared(0, tmp_path, [True, True])
+    check_shared(1, tmp_path, [True, True])
     (tmp_path / "lock").write_text("")  # the content may arrive late from another machine
-    two(1, tmp_path, [True, True])
+    check_shared(1, tmp_path, [True, True])

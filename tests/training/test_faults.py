@@ -1,4 +1,4 @@
-"""Processes killed while they save: a few here, many more behind the marker `faults`."""
+"""Processes killed while they save: a few by default, many more with the marker `faults`."""
 
 import os
 import subprocess

@@ -86,7 +86,7 @@ SMALL = [
 
 @pytest.fixture(scope="session")
 def refusing_disk(tmp_path_factory):
-    """Path of a library to preload that refuses one file operation."""
+    """Return the path of a library that, when preloaded, refuses one file operation."""
     if sys.platform != "linux" or shutil.which("cc") is None:
         pytest.skip("needs Linux and a C compiler")
     library = tmp_path_factory.mktemp("disk") / "refusing_disk.so"
@@ -106,7 +106,7 @@ def refusing_disk(tmp_path_factory):
     return library
 
 
-def with_each_refused(library, place, error, start, stride, *words):
+def run_with_each_operation_refused(library, disk, error, start, stride, *words):
     environment = {
         **os.environ,
         "LD_PRELOAD": str(library),
@@ -116,7 +116,7 @@ def with_each_refused(library, place, error, start, stride, *words):
     command = [
         sys.executable,
         str(HERE / "refused_files.py"),
-        str(place),
+        str(disk),
         str(error),
         str(start),
         str(stride),
@@ -133,36 +133,36 @@ def with_each_refused(library, place, error, start, stride, *words):
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("share", range(4))
-def test_a_run_ends_well_whichever_file_operation_is_refused(
+def test_a_run_ends_cleanly_whichever_file_operation_is_refused(
     error, share, refusing_disk, tiny_set, tmp_path
 ):
-    place = tmp_path / "disk"
+    disk = tmp_path / "disk"
     words = [
         "train",
         "shakespeare-char",
         f"data.path={tiny_set}",
         "--run-dir",
-        place / "run",
+        disk / "run",
         "--json",
         *SMALL,
     ]
-    with_each_refused(refusing_disk, place, error, share, 4, *words)
+    run_with_each_operation_refused(refusing_disk, disk, error, share, 4, *words)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
-def test_a_prepare_ends_well_whichever_file_operation_is_refused(error, refusing_disk, tmp_path):
+def test_a_prepare_ends_cleanly_whichever_file_operation_is_refused(error, refusing_disk, tmp_path):
     (tmp_path / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 100)
-    place = tmp_path / "disk"
+    disk = tmp_path / "disk"
     words = [
         "prepare",
         tmp_path / "book.txt",
         "--out",
-        place / "data",
+        disk / "data",
         "--tokenizer",
         "byte",
         "--workers",
         "1",
         "--json",
     ]
-    with_each_refused(refusing_disk, place, error, 0, 1, *words)
+    run_with_each_operation_refused(refusing_disk, disk, error, 0, 1, *words)

@@ -1,6 +1,4 @@
-"""A run does not write through links, so that a run directory from elsewhere cannot change other
-files.
-"""
+"""A run does not write through links: an untrusted run directory cannot change other files."""
 
 from __future__ import annotations
 
@@ -21,22 +19,22 @@ from flatout.training.run import run_training
 from flatout.training.run_dir import config_seal, layout, lock
 from flatout.training.run_dir.lock import hold_lock, is_locked
 
-ELSEWHERE = "what was there before\n"
+ORIGINAL = "the original content\n"
 
 
 @pytest.mark.parametrize("name", layout.WRITTEN)
 def test_a_run_refuses_a_link_among_its_files(name, tiny_config, tmp_path):
-    place, target = tmp_path / "run", tmp_path / "elsewhere"
-    run_training(tiny_config(train__steps=2), place)
-    if (place / name).is_dir():
-        (place / name).rename(target)
+    run, target = tmp_path / "run", tmp_path / "elsewhere"
+    run_training(tiny_config(train__steps=2), run)
+    if (run / name).is_dir():
+        (run / name).rename(target)
     else:
-        (place / name).unlink(missing_ok=True)
-        target.write_text(ELSEWHERE)
-    (place / name).symlink_to(target)
+        (run / name).unlink(missing_ok=True)
+        target.write_text(ORIGINAL)
+    (run / name).symlink_to(target)
     with pytest.raises(CheckpointError, match=f"{name} is a symbolic link to .*elsewhere"):
-        run_training(tiny_config(train__steps=2), place)
-    assert target.is_dir() or target.read_text() == ELSEWHERE
+        run_training(tiny_config(train__steps=2), run)
+    assert target.is_dir() or target.read_text() == ORIGINAL
 
 
 def test_a_checkpoint_that_is_a_link_is_refused(tiny_config, tmp_path):
@@ -49,7 +47,7 @@ def test_a_checkpoint_that_is_a_link_is_refused(tiny_config, tmp_path):
 
 def test_a_link_created_after_the_check_is_not_followed(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "refuse_links", list)
-    (tmp_path / "elsewhere").write_text(ELSEWHERE)
+    (tmp_path / "elsewhere").write_text(ORIGINAL)
     (tmp_path / "run").mkdir()
     for name in (layout.LOCK, layout.EVENTS):
         (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
@@ -59,7 +57,7 @@ def test_a_link_created_after_the_check_is_not_followed(tmp_path, monkeypatch):
         is_locked(tmp_path / "run")
     with pytest.raises(CheckpointError, match="symbolic link"):
         layout.append_event(tmp_path / "run", "start")
-    assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
+    assert (tmp_path / "elsewhere").read_text() == ORIGINAL
 
 
 def test_metrics_are_not_appended_through_a_link(tiny_config, build_run, tmp_path):
@@ -107,7 +105,7 @@ def test_runs_are_listed_despite_pipes_instead_of_their_files(tiny_config, tmp_p
 
 @pytest.mark.parametrize("name", [layout.LOCK, layout.EVENTS])
 def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
-    (tmp_path / "elsewhere").write_text(ELSEWHERE)
+    (tmp_path / "elsewhere").write_text(ORIGINAL)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).hardlink_to(tmp_path / "elsewhere")
     with (
@@ -115,7 +113,7 @@ def test_a_file_with_a_second_hard_link_is_not_written_in_place(name, tmp_path):
         hold_lock(tmp_path / "run"),
     ):
         layout.append_event(tmp_path / "run", "start")
-    assert (tmp_path / "elsewhere").read_text() == ELSEWHERE
+    assert (tmp_path / "elsewhere").read_text() == ORIGINAL
 
 
 def test_replaced_files_may_have_a_second_hard_link(tiny_config, build_run, tmp_path):
@@ -133,8 +131,8 @@ def test_replaced_files_may_have_a_second_hard_link(tiny_config, build_run, tmp_
 @pytest.mark.parametrize("part", [None, WorkPart(1, 2)], ids=["alone", "in-parts"])
 def test_prepare_does_not_write_through_a_link(part, tmp_path):
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "mine.part").write_text(ELSEWHERE)
+    (tmp_path / "elsewhere" / "mine.part").write_text(ORIGINAL)
     (tmp_path / ".set.part").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="symbolic link"), WorkDir(tmp_path / "set", part):
         pass
-    assert (tmp_path / "elsewhere" / "mine.part").read_text() == ELSEWHERE
+    assert (tmp_path / "elsewhere" / "mine.part").read_text() == ORIGINAL

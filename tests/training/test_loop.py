@@ -110,8 +110,8 @@ def test_other_validation_tokens_restart_the_count(
     )
     texts = [event["text"] for event in events(tmp_path / "run", "difference")]
     assert [text for text in texts if "best before" in text] == [
-        "The validation tokens have changed: losses do not compare with the best before "
-        "(3.0000 at step 4). The best, and train.patience, start anew."
+        "The validation tokens have changed: losses do not compare with the earlier best "
+        "(3.0000 at step 4). The best loss and train.patience start afresh."
     ]
 
 

@@ -27,7 +27,7 @@ def test_other_settings_for_a_stored_run_are_refused_with_the_difference(tiny_co
 
 def test_resume_never_refuses_a_directory_with_a_run(tiny_config, tmp_path):
     run_training(tiny_config(), tmp_path / "run")
-    with pytest.raises(CheckpointError, match="never would write over"):
+    with pytest.raises(CheckpointError, match="never would overwrite"):
         run_training(tiny_config(), tmp_path / "run", resume="never")
 
 

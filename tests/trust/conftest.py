@@ -1,4 +1,4 @@
-"""Fixtures of the tests of trust: a home of their own, and a run from elsewhere."""
+"""Fixtures of the tests of trust: a temporary home directory, and an untrusted run."""
 
 from __future__ import annotations
 

@@ -34,31 +34,29 @@ WAYS = {
     "one speedup": lambda name: {"speedups": f"{name}:Speedup"},
     "an edit of auto": lambda name: {"speedups": f"auto, +{name}:Speedup"},
 }
-
-
-"""How a stored configuration names something to import."""
+"""The ways in which a stored configuration can name code to import."""
 
 
 class Gift:
     """A run from elsewhere whose config.yaml names code in its directory."""
 
-    def __init__(self, place: Path, fox: Path) -> None:
-        self.place, self.marker = place, place.parents[1] / "imported"
-        shutil.copytree(fox, place)
-        (place / "weights.py").write_text(CODE.format(marker=str(self.marker)))
+    def __init__(self, folder: Path, fox: Path) -> None:
+        self.folder, self.marker = folder, folder.parents[1] / "imported"
+        shutil.copytree(fox, folder)
+        (folder / "weights.py").write_text(CODE.format(marker=str(self.marker)))
 
     def names(self, layer: dict) -> Gift:
         """Merge a layer into config.yaml, not into asked.yaml, to which requests are compared."""
-        document = yaml.safe_load((self.place / "config.yaml").read_text())
+        document = yaml.safe_load((self.folder / "config.yaml").read_text())
         for key, value in layer.items():
             document[key] = document[key] | value if isinstance(value, dict) else value
-        write_sealed(self.place / "config.yaml", yaml.safe_dump(document))
+        write_sealed(self.folder / "config.yaml", yaml.safe_dump(document))
         return self
 
     @property
     def asked(self) -> RunConfig:
         """The request of a user who resumes it without naming code."""
-        config = layout.read_config(self.place)
+        config = layout.read_config(self.folder)
         return config.with_values(
             {
                 "model.kind": "transformer",
@@ -74,8 +72,8 @@ class Gift:
         return self.marker.exists()
 
 
-def the_program(*words, cwd):
-    """Run flatout in a process, like the console script without the current folder in sys.path."""
+def run_program(*words, cwd):
+    """Run flatout in a process, without the working directory in sys.path, as the script does."""
     program = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()"
     kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
     return subprocess.run(

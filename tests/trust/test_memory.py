@@ -1,4 +1,4 @@
-"""What flatout remembers of trusted runs, and what makes it forget."""
+"""Trust is stored per run directory, and ends when the run or the trust file changes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from flatout.training.run_dir import layout
 
 def test_trust_is_given_once_and_stored_outside_the_run(gift, home):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    before = {path for path in gift.place.rglob("*") if "__pycache__" not in path.parts}
+    before = {path for path in gift.folder.rglob("*") if "__pycache__" not in path.parts}
     load_run("gift", trust_code=True)
     assert gift.ran
-    assert {path for path in gift.place.rglob("*") if "__pycache__" not in path.parts} == before
+    assert {path for path in gift.folder.rglob("*") if "__pycache__" not in path.parts} == before
     load_run("gift")
     (kept,) = trust.MEMORY.expanduser().iterdir()
     assert kept.is_relative_to(home)
@@ -44,110 +44,110 @@ def test_trust_is_given_once_and_stored_outside_the_run(gift, home):
 )
 def test_a_changed_run_is_not_trusted(gift, change, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    references = layout.read_config(gift.place).references()
-    trust.require_trusted(gift.place, references, trust_code=True)
-    trust.require_trusted(gift.place, references)
-    place = gift.place
+    references = layout.read_config(gift.folder).references()
+    trust.require_trusted(gift.folder, references, trust_code=True)
+    trust.require_trusted(gift.folder, references)
+    folder = gift.folder
     if change == "a copy":
-        place = shutil.copytree(place, tmp_path / "runs" / "copy")
+        folder = shutil.copytree(folder, tmp_path / "runs" / "copy")
     elif change == "moved":
-        place = place.rename(tmp_path / "runs" / "moved")
+        folder = folder.rename(tmp_path / "runs" / "moved")
     elif change == "another reference":
         gift.names({"optim": {"kind": "runs.gift.weights:Optimizer"}})
     elif change == "another setting":
         gift.names({"train": {"seed": 5}})
     elif change == "other code":
-        (place / "weights.py").write_text("import os\n")
+        (folder / "weights.py").write_text("import os\n")
     elif change == "new code":
-        (place / "torch.so").write_bytes(b"")
+        (folder / "torch.so").write_bytes(b"")
     elif change == "a link to a folder":
-        (place / "helpers").symlink_to(tmp_path)
+        (folder / "helpers").symlink_to(tmp_path)
     elif change == "replaced":
-        shutil.rmtree(place)
-        shutil.copytree(tmp_path / "home", place)
-        (place / "config.yaml").write_text("model: {kind: 'runs.gift.weights:Model'}\n")
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "home", folder)
+        (folder / "config.yaml").write_text("model: {kind: 'runs.gift.weights:Model'}\n")
     with pytest.raises(UntrustedCode) as refused:
-        layout.trusted_config(place)
+        layout.trusted_config(folder)
     assert ("was trusted before" in refused.value.what) == (change not in {"a copy", "moved"})
 
 
 def test_a_link_to_a_trusted_run_is_that_run(gift, tmp_path):
-    trust.require_trusted(gift.place, {"runs.gift.weights:Model"}, trust_code=True)
-    (tmp_path / "link").symlink_to(gift.place)
+    trust.require_trusted(gift.folder, {"runs.gift.weights:Model"}, trust_code=True)
+    (tmp_path / "link").symlink_to(gift.folder)
     trust.require_trusted(tmp_path / "link", {"runs.gift.weights:Model"})
 
 
-SPOILED = {
+DAMAGED = {
     "empty": "",
     "not JSON": "{",
     "not UTF-8": b"\xff\xfe",
     "a list": "[]",
     "deep": "[" * 100_000,
     "no references": '{"format_version": 1}',
-    "references that are none": '{"format_version": 1, "references": "runs.gift.weights:Model"}',
+    "no list of references": '{"format_version": 1, "references": "runs.gift.weights:Model"}',
     "numbers": '{"format_version": 1, "references": [1]}',
     "a newer format": '{"format_version": 2, "references": ["runs.gift.weights:Model"]}',
     "no digests": '{"format_version": 1, "references": ["runs.gift.weights:Model"]}',
 }
 
 
-@pytest.mark.parametrize("how", SPOILED)
-def test_a_damaged_trust_file_counts_for_nothing_and_is_replaced(gift, how):
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_trust_file_is_ignored_and_replaced(gift, how):
     references = {"runs.gift.weights:Model"}
-    trust.require_trusted(gift.place, references, trust_code=True)
+    trust.require_trusted(gift.folder, references, trust_code=True)
     (kept,) = trust.MEMORY.expanduser().iterdir()
-    kept.write_bytes(SPOILED[how] if isinstance(SPOILED[how], bytes) else SPOILED[how].encode())
+    kept.write_bytes(DAMAGED[how] if isinstance(DAMAGED[how], bytes) else DAMAGED[how].encode())
     with pytest.raises(UntrustedCode):
-        trust.require_trusted(gift.place, references)
-    trust.require_trusted(gift.place, references, trust_code=True)
-    trust.require_trusted(gift.place, references)
+        trust.require_trusted(gift.folder, references)
+    trust.require_trusted(gift.folder, references, trust_code=True)
+    trust.require_trusted(gift.folder, references)
 
 
 @pytest.mark.parametrize(
-    "spoil",
+    "problem",
     [
-        "others may write it",
-        "others may write the folder",
+        "a file that others may write",
+        "a directory that others may write",
         "a link",
         "a pipe",
-        "a link for the folder",
+        "a link instead of the directory",
     ],
 )
-def test_a_trust_file_that_others_may_write_counts_for_nothing(gift, spoil, tmp_path):
+def test_a_trust_file_that_others_may_write_is_ignored(gift, problem, tmp_path):
     references = {"runs.gift.weights:Model"}
-    trust.require_trusted(gift.place, references, trust_code=True)
+    trust.require_trusted(gift.folder, references, trust_code=True)
     memory = trust.MEMORY.expanduser()
     (kept,) = memory.iterdir()
-    if spoil == "others may write it":
+    if problem == "a file that others may write":
         kept.chmod(0o666)
-    elif spoil == "others may write the folder":
+    elif problem == "a directory that others may write":
         memory.chmod(0o777)
-    elif spoil == "a link":
+    elif problem == "a link":
         kept.symlink_to(kept.rename(tmp_path / "elsewhere"))
-    elif spoil == "a pipe":
+    elif problem == "a pipe":
         kept.unlink()
         os.mkfifo(kept)
     else:
         memory.symlink_to(memory.rename(tmp_path / "elsewhere"))
     with pytest.raises(UntrustedCode):
-        trust.require_trusted(gift.place, references)
+        trust.require_trusted(gift.folder, references)
 
 
 def test_without_a_writable_home_the_flag_is_needed_each_time(gift, home, monkeypatch):
     (home / ".cache").write_text("a file")
-    trust.require_trusted(gift.place, {"a.b:C"}, trust_code=True)
+    trust.require_trusted(gift.folder, {"a.b:C"}, trust_code=True)
     with pytest.raises(UntrustedCode, match="not found here"):
-        trust.require_trusted(gift.place, {"a.b:C"})
-    assert not trust.remember(gift.place, {"a.b:C"})
+        trust.require_trusted(gift.folder, {"a.b:C"})
+    assert not trust.remember(gift.folder, {"a.b:C"})
 
 
 def test_concurrent_writers_leave_one_valid_file(gift):
     references = [{"a.b:C", f"a.b:D{number}"} for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(lambda some: trust.remember(gift.place, some), references * 4))
+        assert all(pool.map(lambda some: trust.remember(gift.folder, some), references * 4))
     (kept,) = trust.MEMORY.expanduser().iterdir()
     assert set(json.loads(kept.read_text())["references"]) in references
-    trust.require_trusted(gift.place, {"a.b:C"})
+    trust.require_trusted(gift.folder, {"a.b:C"})
 
 
 def test_trust_files_are_in_the_cache():

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import yaml
-from gifts import CODE, ROOT, WAYS, the_program
+from gifts import CODE, ROOT, WAYS, run_program
 
 import flatout
 from flatout import trust
@@ -27,20 +27,20 @@ def test_a_run_from_elsewhere_is_not_opened(gift, way, tmp_path):
     gift.names(WAYS[way]("runs.gift.weights"))
     calls = [
         lambda: load_run("gift"),
-        lambda: flatout.sample(gift.place),
-        lambda: flatout.evaluate(gift.place),
+        lambda: flatout.sample(gift.folder),
+        lambda: flatout.evaluate(gift.folder),
     ]
     calls += [
-        lambda: train_config(gift.asked, run=gift.place),
-        lambda: load_config(gift.place / "config.yaml"),
+        lambda: train_config(gift.asked, run=gift.folder),
+        lambda: load_config(gift.folder / "config.yaml"),
     ]
     calls += [
-        lambda: flatout.train(gift.place / "config.yaml"),
-        lambda: flatout.bench(gift.place / "config.yaml"),
+        lambda: flatout.train(gift.folder / "config.yaml"),
+        lambda: flatout.bench(gift.folder / "config.yaml"),
     ]
-    (tmp_path / "link.yaml").symlink_to(gift.place / "config.yaml")
+    (tmp_path / "link.yaml").symlink_to(gift.folder / "config.yaml")
     calls += [
-        lambda: flatout.list_entries("speedups", recipe=gift.place / "config.yaml"),
+        lambda: flatout.list_entries("speedups", recipe=gift.folder / "config.yaml"),
         lambda: load_config("link.yaml"),
     ]
     for call in calls:
@@ -59,17 +59,17 @@ def test_reading_a_run_never_imports_its_code(gift, fox_run):
     assert [item.state for item in flatout.runs().items] == ["finished"]
     flatout.inspect(fox_run[0] / "data")
     assert flatout.verify(fox_run[0] / "data").ok
-    assert layout.read_config(gift.place).model.kind == "runs.gift.weights:Model"
+    assert layout.read_config(gift.folder).model.kind == "runs.gift.weights:Model"
     assert not gift.ran
 
 
 def test_resuming_from_a_checkpoint_or_its_weights_imports_nothing(gift, tmp_path):
     asked = gift.asked.with_values({"train.steps": 4, "speedups": "none"})
     gift.names(WAYS["an edit of auto"]("runs.gift.weights"))
-    assert train_config(asked, run="runs/mine", resume=gift.place).steps == 4
+    assert train_config(asked, run="runs/mine", resume=gift.folder).steps == 4
     assert (
         train_config(
-            asked.with_values({"train.init_from": str(gift.place)}), run="runs/other"
+            asked.with_values({"train.init_from": str(gift.folder)}), run="runs/other"
         ).steps
         == 4
     )
@@ -78,7 +78,7 @@ def test_resuming_from_a_checkpoint_or_its_weights_imports_nothing(gift, tmp_pat
 
 def test_advice_never_repeats_a_reference_of_an_untrusted_run(gift):
     asked = gift.asked.with_values(
-        {"train.init_from": str(gift.place), "model.d_model": 32, "speedups": "none"}
+        {"train.init_from": str(gift.folder), "model.d_model": 32, "speedups": "none"}
     )
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     with pytest.raises(ConfigError, match="are of another model") as refused:
@@ -89,8 +89,8 @@ def test_advice_never_repeats_a_reference_of_an_untrusted_run(gift):
 
 def test_demo_refuses_a_run_directory_that_names_code(gift, tmp_path):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
-    gift.place.rename(tmp_path / "runs" / "demo")
-    with pytest.raises(CheckpointError, match=r"names code of its own.*move it away"):
+    gift.folder.rename(tmp_path / "runs" / "demo")
+    with pytest.raises(CheckpointError, match=r"names code that opening.*move it away"):
         flatout.demo()
     assert not gift.ran
 
@@ -104,9 +104,7 @@ def test_a_users_own_run_needs_no_flag(tmp_path, tiny_config, home):
         train__steps=2,
     )
     train_config(config, run="runs/mine")
-    (tmp_path / "weights.py").write_text(
-        (tmp_path / "weights.py").read_text() + "# worked on since\n"
-    )
+    (tmp_path / "weights.py").write_text((tmp_path / "weights.py").read_text() + "# edited since\n")
     load_run("mine")
     shutil.rmtree(home / ".cache")  # as on another machine
     with pytest.raises(UntrustedCode):
@@ -118,10 +116,10 @@ def test_a_users_own_run_needs_no_flag(tmp_path, tiny_config, home):
 def test_the_flag_lets_a_run_resume(gift):
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
     with pytest.raises(UntrustedCode):
-        train_config(gift.asked, run=gift.place)
-    assert train_config(gift.asked, run=gift.place, trust_code=True).steps == 3
+        train_config(gift.asked, run=gift.folder)
+    assert train_config(gift.asked, run=gift.folder, trust_code=True).steps == 3
     assert gift.ran
-    train_config(gift.asked, run=gift.place)
+    train_config(gift.asked, run=gift.folder)
 
 
 def test_a_users_own_recipe_may_name_code(tmp_path):
@@ -137,18 +135,18 @@ def test_a_users_own_recipe_may_name_code(tmp_path):
 def test_a_reference_on_the_command_line_is_trusted(gift):
     gift.names(WAYS["model.kind"]("runs.gift.weights"))
     assert load_config(
-        gift.place / "config.yaml", ["model.kind=runs.gift.weights:Model"]
+        gift.folder / "config.yaml", ["model.kind=runs.gift.weights:Model"]
     ).references()
-    assert load_config(gift.place / "config.yaml", trust_code=True).references()
+    assert load_config(gift.folder / "config.yaml", trust_code=True).references()
     with pytest.raises(UntrustedCode):
-        load_config(gift.place / "config.yaml", ["optim.kind=runs.gift.weights:Optimizer"])
+        load_config(gift.folder / "config.yaml", ["optim.kind=runs.gift.weights:Optimizer"])
 
 
 def test_advice_mentions_compiled_code_beside_the_source(gift):
-    (gift.place / "__pycache__").mkdir()
-    (gift.place / "__pycache__" / "weights.cpython-312.pyc").write_bytes(b"")
+    (gift.folder / "__pycache__").mkdir()
+    (gift.folder / "__pycache__" / "weights.cpython-312.pyc").write_bytes(b"")
     with pytest.raises(UntrustedCode, match="Delete the __pycache__"):
-        trust.require_trusted(gift.place, {"runs.gift.weights:Model"})
+        trust.require_trusted(gift.folder, {"runs.gift.weights:Model"})
 
 
 @pytest.mark.parametrize(
@@ -173,7 +171,7 @@ def test_the_file_of_a_reference_is_found_without_importing(reference, file, tmp
 
 def test_control_characters_in_a_reference_are_escaped(gift):
     with pytest.raises(UntrustedCode) as refused:
-        trust.require_trusted(gift.place, {"a:\x1b[2J\nFix: all is well"})
+        trust.require_trusted(gift.folder, {"a:\x1b[2J\nFix: all is well"})
     assert refused.value.what.isprintable()
 
 
@@ -191,12 +189,12 @@ def test_the_error_names_the_full_command(gift, command, tmp_path):
         yaml.safe_dump(gift.asked.to_dict() | {"batch": {"tokens_per_step": 128}})
     )
     gift.names({"speedups": ["runs.gift.weights:Speedup"]})
-    done = the_program(*command.split(), cwd=tmp_path)
+    done = run_program(*command.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     name, _, words = command.partition(" ")
     assert f"run `flatout {name} --trust-code {words}`" in done.stderr, done.stderr
     assert not gift.ran
-    done = the_program(name, "--trust-code", *words.split(), cwd=tmp_path)
+    done = run_program(name, "--trust-code", *words.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert gift.ran
 
@@ -207,7 +205,7 @@ def test_commands_without_the_flag_do_not_offer_it(gift, tmp_path):
         ["bench", "runs/gift/config.yaml"],
         ["list", "speedups", "--recipe", "runs/gift/config.yaml"],
     ):
-        done = the_program(*words, cwd=tmp_path)
+        done = run_program(*words, cwd=tmp_path)
         assert done.returncode == 2
         assert "copy the recipe out" in done.stderr
         assert "--trust-code" not in done.stderr
@@ -243,12 +241,12 @@ def test_several_ranks_import_nothing(gift, tmp_path):
         env=kept,
     )
     assert done.returncode != 0
-    assert "names code of its own" in done.stderr
+    assert "names code that opening" in done.stderr
     assert not gift.ran
 
 
 def test_every_key_that_can_name_code_is_checked():
-    """The help of such a key says so; a new key must be added to trust.REFERENCES."""
+    """The help text of such a key mentions it; a new key must be added to trust.REFERENCES."""
     fields = {("speedups",)}
     for section, field in RunConfig.model_fields.items():
         inner = getattr(field.annotation, "model_fields", {})
@@ -261,7 +259,7 @@ def test_every_key_that_can_name_code_is_checked():
 
 
 def test_all_readers_of_a_stored_configuration_are_known():
-    """Users of one must call `trusted_config` or `require_trusted`; the others import nothing."""
+    """Those that import code must call `trusted_config` or `require_trusted`."""
     wanted = re.compile(r"(?:^|\.)(?:read_config|config_to_resume|load_reference)$")
     found = set()
     for path in (ROOT / "flatout").rglob("*.py"):

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are saved and loaded, and which ones a run has."""
+"""Checkpoints: their content, how they are saved and loaded, and which ones a run has."""

@@ -1,8 +1,8 @@
 """The checkpoints of a run: which exist, and which are complete. No torch, so that listing is fast.
 
-A checkpoint is a folder `step-N`. Folders being written or deleted have `.tmp-` in their names,
-those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint. Functions
-take the run directory, and find the checkpoints in `location.checkpoints_folder`.
+A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
+names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint. The
+functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Manifest(BaseModel):
     """The content of a checkpoint's manifest.json."""
 
     format_version: Annotated[int, Field(ge=1)]
-    """FORMAT_VERSION of the flatout that wrote it."""
+    """FORMAT_VERSION of the version of flatout that wrote it."""
     step: int
     """The step at which it was saved: N of `step-N`."""
     files: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], FileFacts]
@@ -54,7 +54,7 @@ quicker `check_size`.
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return N of a checkpoint folder `step-N`."""
+    """Return the N of a checkpoint `step-N`."""
     match = _STEP.fullmatch(checkpoint.name)
     if match is None:
         raise CheckpointError(
@@ -85,7 +85,7 @@ def has_saved(run_folder: Path) -> bool:
 
 
 def checkpoint_path(run_folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of `step`, whether it exists or not."""
+    """Return the path of the checkpoint of `step`, whether it exists or not."""
     return checkpoints_folder(run_folder) / f"step-{step}"
 
 
@@ -134,7 +134,7 @@ def tokenizer_of(checkpoint: Path) -> str | None:
 def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> list[str]:
     """Return what is wrong with a checkpoint, one sentence per file; [] when it is complete.
 
-    `only` restricts the check to files whose names begin with it.
+    `only` restricts the check to files whose names start with it.
     """
     try:
         files = read_manifest(checkpoint).files
@@ -164,7 +164,7 @@ def not_listed(path: Path) -> str:
 
 
 def _required_files(checkpoint: Path) -> set[str]:
-    """Return the files without which a checkpoint cannot be read, as far as it has an index."""
+    """Return the files needed to read a checkpoint, including those that its index names."""
     path = checkpoint / INDEX
     required = {INDEX, STATE}
     if path.is_file():
@@ -223,8 +223,8 @@ def latest(
     """Return the newest complete checkpoint, or None when the run has no checkpoint at all.
 
     Incomplete checkpoints are reported and skipped, the steps of `exclude` are ignored.
-    Raises: CheckpointError when there are checkpoints and none is complete: starting over must be
-            a decision.
+    Raises: CheckpointError when there are checkpoints and none is complete: a run never starts
+            over unless the user decides so.
     """
     problems: list[str] = []
     for step in sorted({*steps(run_folder)} - {*exclude}, reverse=True):
@@ -246,7 +246,7 @@ def latest(
 def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
     """Return the complete checkpoint with the lowest validation loss.
 
-    None when no loss is known, or that checkpoint no longer exists.
+    None when no loss is known, or that checkpoint is missing or incomplete.
     """
     newest = latest(run_folder, progress=progress)
     if newest is None:
@@ -262,7 +262,7 @@ def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
 def prune(run_folder: Path, keep: int, best_step: int | None = None) -> list[int]:
     """Delete all but the newest `keep` checkpoints and the best one; return the deleted steps.
 
-    Each one disappears in one rename, so that a kill never leaves part of a checkpoint.
+    Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
     """
     kept = {*steps(run_folder)[-keep:], best_step}
     deleted = [step for step in steps(run_folder) if step not in kept]
@@ -273,7 +273,7 @@ def prune(run_folder: Path, keep: int, best_step: int | None = None) -> list[int
 
 
 def remove_leftovers(run_folder: Path) -> list[str]:
-    """Delete what killed saves and deletions left behind, and return its names.
+    """Delete the leftovers of killed saves and deletions, and return their names.
 
     A complete checkpoint that a killed save was replacing (`.tmp-old-`) gets its name back. Only
     the process that holds the lock may call this.

@@ -1,4 +1,4 @@
-"""The stages of a save: taken in the loop, written by each rank, merged by the main one.
+"""The stages of a save: a snapshot in the loop, a write on every rank, a merge on the main rank.
 
 All ranks agree between stages, in the loop. Whether a stage runs in the loop or in a thread is up
 to the caller.
@@ -34,7 +34,7 @@ class Job(Protocol):
 
 
 class AtOnce:
-    """Work that is done in the constructor."""
+    """A job that the constructor completes."""
 
     def __init__(self, work: Work) -> None:
         self._error: BaseException | None = None
@@ -62,8 +62,8 @@ class Saving:
 
     All ranks call `advance` at the same points of the loop. A kill at any moment leaves earlier
     checkpoints untouched. The constructor and `advance` raise on every rank: RunFailed when a file
-    cannot be written; CheckpointError when the state holds what a checkpoint cannot, or the folder
-    belongs to another run.
+    cannot be written; CheckpointError when the state contains something that a checkpoint cannot
+    store, or the directory belongs to another run.
     """
 
     def __init__(
@@ -108,12 +108,12 @@ class Saving:
         except BaseException:
             self._remove()
             raise
-        self._left: list[Work] = (
+        self._remaining: list[Work] = (
             [write_and_merge]
             if run.mesh.world_size == 1
             else [write, merge if run.mesh.is_main else nothing]
         )
-        self._job = start(self._left.pop(0))
+        self._job = start(self._remaining.pop(0))
 
     def is_ready(self) -> bool:
         """Return whether `advance` would not have to wait for this rank."""
@@ -131,9 +131,9 @@ class Saving:
                 self._remove()
             # else an interrupt leaves the thread running: the run's next start cleans up
             raise
-        if not self._left:
+        if not self._remaining:
             return True
-        self._job = self._start(self._left.pop(0))
+        self._job = self._start(self._remaining.pop(0))
         return False
 
     def wait_alone(self) -> bool:
@@ -143,7 +143,7 @@ class Saving:
         Raises: the error of the work.
         """
         self._job.result()
-        return not self._left
+        return not self._remaining
 
     def _remove(self) -> None:
         if self._mesh.is_main:

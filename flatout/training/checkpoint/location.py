@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints, and which run owns it. No torch.
+"""The directory of a run's checkpoints, and which run owns it. No torch.
 
 Without `checkpoint.dir` it is RUN/checkpoints. With `checkpoint.dir=DIR` it is DIR/NAME, where NAME
-is the name of the run directory; runs of one name in different parents would share it, so that
-owner.json says whose it is.
+is the name of the run directory. Runs of the same name in different parents would share it, so
+owner.json records which run owns it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import read_json, read_model, write_json
 
 OWNER = "owner.json"
-"""In the run directory and in a folder of checkpoints outside it: an equal random id in both says
-that they belong together.
+"""In the run directory and in a directory of checkpoints outside it: the same random id in both
+shows that they belong together.
 """
 
 
@@ -29,13 +29,13 @@ class Owner(BaseModel):
     id: str
     """The random id."""
     run: str
-    """The run directory that it was made for."""
+    """The run directory that it was created for."""
     place: str | None = None
-    """The folder of the checkpoints."""
+    """The directory of the checkpoints."""
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
-    """Return the folder of a run's checkpoints, as its config.yaml states it."""
+    """Return the directory of a run's checkpoints, as set in its config.yaml."""
     config = run_folder / "config.yaml"
     section = read_document(config).get("checkpoint") if config.exists() else None
     directory = section.get("dir") if isinstance(section, dict) else None
@@ -48,12 +48,12 @@ def checkpoints_folder(run_folder: Path) -> Path:
 
 
 def folder_in(directory: str | None, run_folder: Path) -> Path:
-    """Return the folder of a run's checkpoints when `checkpoint.dir` is `directory`."""
+    """Return the directory of a run's checkpoints when `checkpoint.dir` is `directory`."""
     return Path(directory) / run_folder.absolute().name if directory else run_folder / "checkpoints"
 
 
 def claim(run_folder: Path, folder: Path) -> None:
-    """Make `folder` the folder of this run's checkpoints.
+    """Make `folder` the directory of this run's checkpoints.
 
     Raises: CheckpointError when it belongs to another run, or cannot be written.
     """
@@ -78,12 +78,12 @@ def claim(run_folder: Path, folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.dir: {folder} cannot be written: {error.strerror}.",
-            fix="Set checkpoint.dir to a folder you may write to.",
+            fix="Set checkpoint.dir to a writable folder.",
         ) from error
 
 
 def release(run_folder: Path) -> None:
-    """Undo `claim` after a failed start, unless the folder holds checkpoints."""
+    """Undo `claim` after a failed start, unless the directory contains checkpoints."""
     mine = run_folder / OWNER
     if not mine.exists():
         return
@@ -104,7 +104,7 @@ def release(run_folder: Path) -> None:
 
 
 def require_own_folder(run_folder: Path) -> None:
-    """Check that the folder of the run's checkpoints belongs to this run, or to none yet.
+    """Check that the directory of the run's checkpoints belongs to this run, or to none yet.
 
     Raises: CheckpointError when it belongs to another run, or when it is gone: a disk that is not
             mounted must not make a run start over.
@@ -128,7 +128,7 @@ def _require_same_owner(run_folder: Path, folder: Path) -> None:
     owner = read_model(theirs, Owner)
     if not mine.exists() or read_model(mine, Owner).id != owner.id:
         raise CheckpointError(
-            f"{folder} holds the checkpoints of another run, {owner.run}, not those of "
+            f"{folder} contains the checkpoints of another run, {owner.run}, not those of "
             f"{run_folder}.",
             fix="Choose a run directory with another name with --run-dir DIR, set another "
             "checkpoint.dir, or delete that folder.",

@@ -1,4 +1,4 @@
-"""The state of optimizers in a checkpoint: per parameter tensors and numbers, per group numbers."""
+"""Optimizer state in a checkpoint: tensors and numbers per parameter, and numbers per group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PREFIX = "optimizer/"
 """Tensors are called `optimizer/NUMBER/PARAMETER/FIELD`."""
 STATED = ("peak_lr", "weight_decay", "betas", "eps", "momentum")
-"""Numbers of a group that the configuration states: the resuming run's values count."""
+"""Numbers of a group that the configuration sets: the values of the resuming run apply."""
 WEIGHTS_ALONE = "or start from its weights only: train.init_from=RUN instead of --resume RUN"
 
 Target = tuple[int, Tensor, str]
@@ -94,7 +94,7 @@ def optimizer_value(run: Run) -> dict[str, Any]:
         else:
             raise CheckpointError(
                 f"The optimizer keeps {field} of {name} as {type(value).__name__}, which a "
-                "checkpoint cannot hold.",
+                "checkpoint cannot store.",
                 fix="Keep tensors, numbers or text in optimizer.state.",
             )
     groups = [
@@ -123,7 +123,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 def optimizer_targets(
     run: Run, index: Mapping[str, Entry], value: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Replace the optimizers' state by the stored one, and return its tensors, still to be filled.
+    """Replace the optimizers' state with the stored one, and return its tensors, still unfilled.
 
     Shapes: as stored.
     Raises: CheckpointError, before anything changes, when this run's optimizers cannot use it.
@@ -152,7 +152,7 @@ def optimizer_targets(
 
 
 def _target_of(key: str, parameters: list[dict[str, Tensor]]) -> Target:
-    """Return what `optimizer/NUMBER/PARAMETER/FIELD` names."""
+    """Return the target that `optimizer/NUMBER/PARAMETER/FIELD` names."""
     _, number, rest = key.split("/", 2)
     name, _, field = rest.rpartition("/")
     if int(number) >= len(parameters) or name not in parameters[int(number)]:
@@ -165,7 +165,7 @@ def _target_of(key: str, parameters: list[dict[str, Tensor]]) -> Target:
 
 
 def _require_same_moments(run: Run, targets: list[Target]) -> None:
-    """Check that the optimizers of this run keep what was stored.
+    """Check that this run's optimizers keep the same kinds of moments as the checkpoint.
 
     Raises: CheckpointError.
     """
@@ -213,7 +213,7 @@ def _empty_for(parameter: Tensor, entry: Entry, device: torch.device) -> Tensor:
 
 
 def restore_groups(run: Run, value: Mapping[str, Any]) -> None:
-    """Restore the numbers of the parameter groups, except those that the configuration states."""
+    """Restore the numbers of the parameter groups, except those that the configuration sets."""
     names = parameter_names(run)
     for number, optimizer in enumerate(run.optimizers):
         stored = {

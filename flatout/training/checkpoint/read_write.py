@@ -1,4 +1,4 @@
-"""Save and load checkpoints: everything a resume needs, in a folder that is complete or absent.
+"""Save and load checkpoints: everything a resume needs, in a directory that is complete or absent.
 
 checkpoints/step-N/
 ├── model-RRRRR.safetensors       rank R's slices of the weights
@@ -8,8 +8,8 @@ checkpoints/step-N/
 └── manifest.json                 size and SHA-256 of every file, written last; then the folder is
                                   renamed to its final name
 
-A single rank is a special case of several; they share one file system. Nothing is ever pickled or
-unpickled. What needs no torch is in catalog.py.
+All ranks share one file system; a single rank is no special case. Nothing is ever pickled or
+unpickled. Functions that do not need torch are in catalog.py.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 WEIGHTS = "model/"
-"""Beginning of the weights' names in an index."""
+"""Prefix of the weights' names in an index."""
 
 
 def save(
     run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT
 ) -> Path:
-    """Write the run's state as `step-N`, where N is `run.step`, and return that folder.
+    """Write the run's state as `step-N`, where N is `run.step`, and return that path.
 
     Every rank calls it. A kill at any moment leaves earlier checkpoints untouched. `environment`
-    (`hardware.fingerprint()`) is stored, so that `load` can report what has changed. Checkpoints of
+    (`hardware.fingerprint()`) is stored, so that `load` can report changes. Checkpoints of
     later steps, from an abandoned branch of the run, are set aside.
     Raises: RunFailed, on every rank, when a file cannot be written.
     """
@@ -62,7 +62,7 @@ def save(
 
 def set_aside_line(path: Path) -> str:
     """Return the message about a checkpoint that was set aside."""
-    return f"Set {path.name} aside: it is of a later step than this run has reached."
+    return f"Set {path.name} aside: its step is later than this run has reached."
 
 
 def load(
@@ -73,7 +73,7 @@ def load(
     check: Check = catalog.check_file,
     progress: Progress = SILENT,
 ) -> list[str]:
-    """Restore a checkpoint into a newly built run, and return what differs, as sentences to show.
+    """Restore a checkpoint into a newly built run, and return the differences as sentences.
 
     Every rank calls it. Any number of ranks, however sharded, reads what any other number wrote;
     each reads and checks only the files it needs. `check=catalog.check_size` avoids reading a
@@ -188,7 +188,7 @@ def _check(
 
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint whose needed files are checked, with tensors allocated to fill."""
+    """A checkpoint whose needed files have been checked, with tensors allocated to fill."""
 
     index: dict[str, Entry]
     state: dict[str, Any]
@@ -217,7 +217,7 @@ def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> _Opened:
         if item.name not in stored:
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
-                fix="Use another checkpoint, or the flatout that wrote this one.",
+                fix="Use another checkpoint, or the version of flatout that wrote this one.",
             )
     targets: dict[str, Tensor] = {}
     for item in items:
@@ -255,7 +255,7 @@ def _restore(run: Run, item: StateItem, state: Mapping[str, Any]) -> None:
 def _differences(
     run: Run, state: Mapping[str, Any], environment: Mapping[str, Any] | None
 ) -> list[str]:
-    """Return sentences about what may keep the run from continuing bit for bit."""
+    """Return the reasons why the run may not continue bit for bit, as sentences."""
     lines = []
     if state["world_size"] != run.mesh.world_size:
         saved, here = (
@@ -269,7 +269,7 @@ def _differences(
     stored, used = _stored_items(state), {item.name for item in STATE if item.used(run)}
     lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]
     lines += [
-        f"The checkpoint has {name}, which this run does not use: it is dropped."
+        f"The checkpoint has {name}, which this run does not use: it is ignored."
         for name in sorted(stored - used)
     ]
     if environment is not None:
@@ -285,7 +285,7 @@ def _differences(
         ]
         if "data" in changed:
             lines.append(
-                "The dataset has other tokens than when the checkpoint was written: the run "
+                "The tokens of the dataset have changed since the checkpoint was written: the run "
                 "continues on different text."
             )
     return lines
@@ -299,6 +299,6 @@ def _forget_best(run: Run, state: Mapping[str, Any], environment: Mapping[str, A
     best = f"{run.best_val_loss:.4f} at step {run.best_step}"
     run.best_val_loss = run.best_step = None
     return [
-        f"The validation tokens have changed: losses do not compare with the best before ({best}). "
-        "The best, and train.patience, start anew."
+        "The validation tokens have changed: losses do not compare with the earlier best "
+        f"({best}). The best loss and train.patience start afresh."
     ]

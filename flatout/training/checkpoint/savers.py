@@ -1,4 +1,4 @@
-"""The plain way to save a run's state: in the loop, which waits for the disk.
+"""The baseline for saving a run's state: in the loop, which waits for the disk.
 
 `flatout.speedups.async_checkpoints` writes the same files in a background thread.
 """

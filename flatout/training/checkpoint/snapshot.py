@@ -1,4 +1,4 @@
-"""A snapshot: what one checkpoint will hold, taken from a run at one step, and how it is written.
+"""Snapshots: the content of one checkpoint, taken from a run at one step, and how to write it.
 
 Writing does not read the run, so that training can continue meanwhile if the snapshot's tensors are
 copies (`staging.py`).
@@ -36,19 +36,19 @@ class Snapshot:
     rank: int
     world_size: int
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """Per file, this rank's parts of the tensors that it writes."""
+    """For each file, this rank's parts of the tensors that it writes."""
     buffers: frozenset[str]
     """Names of the tensors that are not parameters: a forward pass may change them."""
     entries: Mapping[str, Entry]
     """Index entries of the tensors."""
     values: Mapping[str, Any]
-    """The JSON values: on the main rank all of them, on the others those that each rank has."""
+    """The JSON values: all of them on the main rank, only the per-rank ones on the others."""
     aliases: Mapping[str, str]
     environment: Mapping[str, Any]
 
     @property
     def final(self) -> Path:
-        """The checkpoint's folder once it is complete."""
+        """The path of the checkpoint once it is complete."""
         return catalog.checkpoint_path(self.folder, self.step)
 
     @property
@@ -58,9 +58,9 @@ class Snapshot:
 
 
 def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
-    """Return this rank's share of the current state; its tensors are the run's own, not copies.
+    """Return this rank's share of the current state; its tensors share the run's memory.
 
-    Raises: CheckpointError when the state holds something that a checkpoint cannot.
+    Raises: CheckpointError when the state contains something that a checkpoint cannot store.
     """
     rank, world_size = run.mesh.rank, run.mesh.world_size
     tensors: dict[str, dict[str, Tensor]] = {}
@@ -180,12 +180,12 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
 
 
 def data_file(item: StateItem, rank: int) -> str:
-    """Return the name of the file that holds a rank's slices of one item of the state."""
+    """Return the name of the file with a rank's slices of one item of the state."""
     return f"{item.prefix.rstrip('/')}-{rank:05d}.safetensors"
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:
-    """Write JSON and sync it; not atomic, as the folder is renamed only when it is complete."""
+    """Write JSON and sync it; not atomic, as the directory is renamed only when it is complete."""
     path.write_text(json.dumps(document), encoding="utf-8")
     sync(path)
 

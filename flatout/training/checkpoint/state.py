@@ -1,6 +1,6 @@
-"""STATE: everything that a resume needs, and how each item is read from a run and restored.
+"""STATE: everything that a resume needs, and how each item is read and restored.
 
-A checkpoint holds exactly this. Everything else must follow from the configuration alone: the
+A checkpoint contains exactly these items. Everything else must follow from the configuration alone: the
 learning rate is a pure function of the step, the data order one of the seed and the position.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 VERSION = 1
-"""Incremented when an item is added or changes its form."""
+"""Incremented when an item is added or changes its format."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class StateItem:
     restore: Callable[[Run, Any], object] = lambda _run, _value: None
     """Restore the value, after the tensors."""
     prefix: str = ""
-    """Beginning of its tensors' names, and name of their files."""
+    """Prefix of its tensors' names and of their file names."""
     tensors: Callable[[Run], dict[str, Tensor]] = lambda _run: {}
     """Return the tensors to write."""
     missing: Callable[[Run], dict[str, Tensor] | None] = lambda _run: {}
@@ -51,11 +51,11 @@ class StateItem:
     they are unknown.
     """
     targets: Callable[[Run, Mapping[str, Entry], Any], dict[str, Tensor]] | None = None
-    """Return the tensors to fill, given what is stored and the value."""
+    """Return the tensors to fill, given the index and the stored value."""
     used: Callable[[Run], bool] = lambda _run: True
     """Whether this run has it at all."""
     reseed: Callable[[Run, int], object] | None = None
-    """Set for items of which each rank has its own: makes one for a rank that has none stored."""
+    """Set for per-rank items: seeds the item on a rank for which none is stored."""
 
 
 def _set_best(run: Run, value: Mapping[str, Any]) -> None:
@@ -162,4 +162,4 @@ STATE: tuple[StateItem, ...] = (
         reseed=_reseed_cuda,
     ),
 )
-"""In the order of restoring: generators last, so that no other item can draw from them."""
+"""In restore order: random generators last, so that no other item can draw from them."""

@@ -1,4 +1,4 @@
-"""Tensors as slices in safetensors files: ranks write their parts, and read what they need.
+"""Tensors as slices in safetensors files: each rank writes its part and reads only what it needs.
 
 A tensor has one dtype and one global shape; a slice is a box of it, given by offset and shape.
 DTensors are sliced as they are sharded; of equal copies exactly one rank writes each, and the ranks
@@ -31,7 +31,7 @@ from flatout.progress import Task
 
 @dataclass(frozen=True)
 class Slice:
-    """One box of a tensor, and the file that holds it under the tensor's name."""
+    """One box of a tensor, and the file that contains it under the tensor's name."""
 
     file: str
     offset: tuple[int, ...]
@@ -85,7 +85,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def offset_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return where this rank's part begins in the whole tensor.
+    """Return the offset of this rank's part in the whole tensor.
 
     Shapes: tensor of any shape; the result has one number per dimension.
     """
@@ -98,10 +98,10 @@ def offset_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors of which this rank writes its part.
+    """Return the tensors whose local part this rank writes.
 
     Each byte of each tensor is written by exactly one rank: the ranks with equal copies of DTensor
-    parts take turns, and whole tensors, which every rank holds, are distributed by size.
+    parts take turns, and whole tensors, which every rank has, are distributed by size.
 
     Shapes: tensors of any shape, unchanged.
     """
@@ -182,7 +182,7 @@ def check_fits(
     Shapes: targets of any shape.
     Raises: CheckpointError naming the first tensor that does not fit.
     """
-    fix = "Resume with the model, the optimizer and the torch that wrote it."
+    fix = "Resume with the model, the optimizer and the version of torch that wrote it."
     stored = {name for name in index if name.startswith(prefix)}
     for name in sorted(stored ^ set(targets)):
         which = "has no tensor" if name not in stored else "has a tensor that this run lacks,"
@@ -256,14 +256,15 @@ def dtype_of(entry: Entry) -> torch.dtype:
     dtype = getattr(torch, entry.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(
-            f"The checkpoint holds tensors of type {entry.dtype}, which this torch lacks.",
+            f"The checkpoint contains tensors of type {entry.dtype}, which this version of torch "
+            "lacks.",
             fix="Install a newer torch.",
         )
     return dtype
 
 
 def _copy_of(tensor: DTensor) -> tuple[int, int]:
-    """Return the index and the number of the equal copies of a DTensor's part on this rank."""
+    """Return which copy of its part of a DTensor this rank has, and how many copies there are."""
     copy, copies = 0, 1
     coordinates = tensor.device_mesh.get_coordinate() or [0] * tensor.device_mesh.ndim
     for size, coordinate, placement in zip(
@@ -281,7 +282,7 @@ def _dtype_name(tensor: Tensor) -> str:
 def _overlap(
     start: tuple[int, ...], shape: tuple[int, ...], piece: Slice
 ) -> list[tuple[int, int]] | None:
-    """Return the bounds per dimension of what a box and a slice share, or None if nothing."""
+    """Return the bounds, per dimension, of the overlap of a box and a slice, or None."""
     lows = [max(a, b) for a, b in zip(start, piece.offset, strict=True)]
     highs = [
         min(a + m, b + n)
@@ -292,5 +293,5 @@ def _overlap(
 
 
 def _box_at(origin: tuple[int, ...], box: list[tuple[int, int]]) -> tuple[slice, ...]:
-    """Return the index of a box in a tensor that begins at `origin` of the whole."""
+    """Return the index of a box in a part that starts at `origin` of the whole tensor."""
     return tuple(slice(low - o, high - o) for (low, high), o in zip(box, origin, strict=True))

@@ -1,4 +1,4 @@
-"""The weights of a model under the names that its author wrote."""
+"""The weights of a model, under the names that its author gave them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compile and activation checkpointing insert into the names of parameters."""
+"""Prefixes that compile and activation checkpointing insert into the names of parameters."""
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name as the model's author wrote it."""
+    """Return a parameter's name without the prefixes in WRAPPERS."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -28,9 +28,9 @@ def parameter_names(run: Run) -> dict[Tensor, str]:
 
 
 def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return every parameter and saved buffer once, and the other names of those with several.
+    """Return every parameter and saved buffer once, and the other names of shared ones.
 
-    A tied head has several names.
+    A tied head, for example, has two names.
 
     Shapes: as in the model.
     """
@@ -40,7 +40,7 @@ def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
     for name, tensor in core.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
-                f"The model keeps {name} as extra state, which a checkpoint cannot hold.",
+                f"The model keeps {name} as extra state, which a checkpoint cannot store.",
                 fix="Make it a buffer.",
             )
         key = f"model/{plain_name(name)}"

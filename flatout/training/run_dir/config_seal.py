@@ -28,14 +28,14 @@ OF_THE_MODEL = (
     "speedups",
 )
 """Prefixes of the keys that decide what a trained model computes."""
-_LOST_COPY = f"and {COPY}, which shows what it was, is missing or damaged."
+_LOST_COPY = f"and {COPY}, which shows the original settings, is missing or damaged."
 _SEAL = re.compile(
     r"\A(?P<text>.*\n)# sha256 of the lines above: (?P<digest>[0-9a-f]{64})\n\Z", re.DOTALL
 )
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """Write the text, which must end in a newline, with its digest, after the copy beside it."""
+    """Write `text`, which must end in a newline, with its digest: first the copy, then the file."""
     sealed = f"{text}# sha256 of the lines above: {_digest(text)}\n"
     write_text(path.with_name(COPY), sealed)
     write_text(path, sealed)
@@ -44,9 +44,9 @@ def write_sealed(path: Path, text: str) -> None:
 def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> None:
     """Check that `config`, read from `path`, has the settings that `write_sealed` wrote.
 
-    Keys that begin with an entry of `free` may differ. A file with neither digest nor copy was
+    Keys that start with an entry of `free` may differ. A file with neither digest nor copy was
     written by an earlier version and is accepted.
-    Raises: ConfigError with the changed settings, and how to train with them on purpose.
+    Raises: ConfigError naming the changed settings, and how to train with them on purpose.
     """
     edits = _edits(path, config)
     refused = f"{path.parent} cannot be resumed: {path.name} was changed after the run had started"
@@ -74,9 +74,9 @@ def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> N
 def require_as_trained(path: Path, config: RunConfig) -> None:
     """Check that `config`, read from `path`, describes the model that was trained.
 
-    Otherwise its weights would give other text and other losses. Settings that only matter in
+    With other settings its weights produce other text and losses. Settings that only matter in
     training may differ, and a file of an earlier version is accepted as in `require_unedited`.
-    Raises: ConfigError with the changed settings, and how to use the model with them on purpose.
+    Raises: ConfigError naming the changed settings, and how to use the model with them on purpose.
     """
     edits = _edits(path, config)
     on_purpose = (
@@ -100,7 +100,7 @@ def require_as_trained(path: Path, config: RunConfig) -> None:
 def _edits(path: Path, config: RunConfig) -> dict[str, str] | None:
     """Return a line with both values for each key that was edited, by key.
 
-    None when the written settings are unknown.
+    None when the original settings are unknown.
     """
     sealed, copy = _read(path), _read(path.with_name(COPY))
     if _is_whole(sealed) or (_SEAL.match(sealed) is None and not copy):
@@ -150,5 +150,5 @@ def _digest(text: str) -> str:
 
 
 def _word(value: object) -> str:
-    """Return a value as the command line takes it."""
+    """Return a value as it is written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)

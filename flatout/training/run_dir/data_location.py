@@ -61,11 +61,11 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def relocated(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfig | None:
-    """Return the data config with the paths to which data moved together with its run.
+    """Return the data config with the new paths of data that was moved together with its run.
 
-    For example when a project's folder was renamed. Each folder above the run directory is tried
-    with each tail of the old path. None when the data that the checkpoint was trained on is not
-    found.
+    This finds the data after a project's folder was renamed. Each directory above the run directory
+    is tried with each tail of the old path. None when the data that the checkpoint was trained on
+    is not found.
     """
     found = {path: path if _exists(path) else _moved_with(path, run_folder) for path in paths(data)}
     if None in found.values():
@@ -80,7 +80,7 @@ def relocated(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfi
 
 
 def exists(data: DataConfig) -> bool:
-    """Return whether every dataset kept on this machine is where the configuration says."""
+    """Return whether every dataset on this machine exists at its configured path."""
     return all(map(_exists, paths(data)))
 
 
@@ -117,7 +117,7 @@ def require_tokenizer(
 ) -> None:
     """Check that the dataset has the tokenizer with which the run was trained.
 
-    The checkpoint is the authority on which one that was.
+    If `checkpoint` is given, the tokenizer that it names counts.
     Raises: CheckpointError when the tokenizers differ, or the run's copy of its tokenizer is
             damaged.
     """
@@ -126,12 +126,12 @@ def require_tokenizer(
     known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
     if found not in (known, None):
         raise CheckpointError(
-            f"{kept} is damaged, or was replaced: the model was trained with another tokenizer.",
+            f"{kept} was damaged or replaced: the model was trained with another tokenizer.",
             fix=RESTORE,
         )
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
-            f"{data.origin} was prepared with another tokenizer than {run_folder} was trained "
-            "with: its tokens would mean something else.",
+            f"{data.origin} was prepared with another tokenizer than the one {run_folder} was "
+            "trained with: the same token means different text.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )

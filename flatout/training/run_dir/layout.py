@@ -1,16 +1,16 @@
 """The files of a run directory: its configuration, its events and its summary. No torch.
 
 RUN/
-├── config.yaml       fully resolved; what `auto` chose is never chosen again
-├── config.copy.yaml  the same, to show what was changed when config.yaml was edited
+├── config.yaml       fully resolved; the choices of `auto` are final
+├── config.copy.yaml  a copy, to show which settings were edited in config.yaml
 ├── asked.yaml        the configuration as requested, before `auto` was resolved
 ├── tokenizer.json    the dataset's tokenizer, so that the model can be used without the data
 ├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl     one line per logged step
 ├── summary.json      the finished run
-├── exit_code         how the last process ended, for schedulers: torchrun rewrites exit codes
+├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
-├── origin.json       with --resume PATH: the checkpoint elsewhere from which the run started
+├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
 ├── owner.json        with checkpoint.dir: see checkpoint/location.py
 └── lock              locked while a process trains; names its pid and host
 """
@@ -55,9 +55,9 @@ FREE_KEYS = (
 except for the last bits of sums.
 """
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
-"""One of them states the length of a run; training/longer.py says when it may grow."""
+"""One of them sets the length of a run; training/longer.py decides when it may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
-"""Prefixes of the keys that do not count in a run's name."""
+"""Prefixes of the keys that do not affect a run's name."""
 
 CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "config.yaml",
@@ -84,18 +84,18 @@ WRITTEN = (
     OWNER,
     LOCK,
 )
-"""What a run writes in its directory. None of it may be a link, so that a run directory that came
-from elsewhere cannot make a run write outside of it.
+"""Files and directories that a run writes in its directory. None may be a link, so that a run
+directory from an untrusted source cannot make a run write outside it.
 """
 STARTED = (COPY, ASKED, ORIGIN, OWNER)
-"""What a first start writes before config.yaml, which turns a folder into a run directory."""
+"""Files that a first start writes before config.yaml, which makes a folder a run directory."""
 
 
 def run_name(config: RunConfig) -> str:
     """Return the name of a run's directory: its recipe, and 8 characters of its config's digest.
 
-    The configuration is the requested one. NAMELESS_KEYS do not count, so that the same command
-    with another `log.every` finds its run again.
+    `config` is the requested configuration. NAMELESS_KEYS do not affect the name, so that the same
+    command with another `log.every` finds its run again.
     """
     defaults = flat(RunConfig().to_dict())
     free = {key: value for key, value in defaults.items() if key.startswith(NAMELESS_KEYS)}
@@ -119,7 +119,7 @@ def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = N
 def replace_config(folder: Path, config: RunConfig, *, asked: RunConfig) -> None:
     """Replace the resolved configuration of a run, then the requested one.
 
-    In this order: after a kill in between, the same command repeats this.
+    The order matters: after a kill in between, running the same command again repeats both.
     """
     write_config(folder, config)
     write_text(folder / ASKED, _yaml(asked))
@@ -128,7 +128,7 @@ def replace_config(folder: Path, config: RunConfig, *, asked: RunConfig) -> None
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
     """Return the resolved configuration of a run for use; any code it names must be trusted.
 
-    None when the folder holds no run. flatout/trust.py says what is trusted.
+    None when the folder contains no run. flatout/trust.py decides what is trusted.
     Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
     """
     config = read_config(folder)
@@ -147,7 +147,7 @@ def read_config(folder: Path) -> RunConfig | None:
 
 
 def read_asked(folder: Path) -> RunConfig | None:
-    """Return the configuration with which a run was requested, before `auto` was resolved.
+    """Return the requested configuration of a run, before `auto` was resolved.
 
     None when an earlier version, which did not store it, started the run.
     """
@@ -191,7 +191,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def damaged_summary(folder: Path) -> CheckpointError:
-    """Return the error for a summary that no run wrote."""
+    """Return the error for a damaged summary."""
     path = folder / SUMMARY
     return CheckpointError(
         f"{path} is damaged.",
@@ -200,13 +200,13 @@ def damaged_summary(folder: Path) -> CheckpointError:
 
 
 def write_exit_code(folder: Path, code: int) -> None:
-    """Store how this process ends, ignoring errors: a full disk must not change how it ends."""
+    """Store the exit code of this process, ignoring errors: a full disk must not change it."""
     with suppress(OSError):
         write_text(folder / EXIT_CODE, f"{code}\n")
 
 
 def read_exit_code(folder: Path) -> int | None:
-    """Return how the last process ended, or None while one is running or after a kill."""
+    """Return the exit code of the last process, or None while one is running or after a kill."""
     with suppress(OSError, ValueError):
         return int(read_regular(folder / EXIT_CODE))
     return None
@@ -239,9 +239,9 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
 
 
 def list_runs(root: Path) -> list[Path]:
-    """Return the run directories in `root` and one folder below it, oldest first.
+    """Return the run directories in `root` and one level below it, oldest first.
 
-    `root` alone when it is a run directory itself.
+    Only `root` when it is a run directory itself.
     """
     if (root / CONFIG).exists():
         return [root]

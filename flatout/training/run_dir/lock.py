@@ -24,12 +24,12 @@ LOCK_WAIT_S = 1.0
 
 @contextmanager
 def hold_lock(folder: Path, *, progress: Progress = SILENT) -> Iterator[None]:
-    """Hold the lock of a run directory, which is created if necessary; only the main rank does.
+    """Hold the lock of a run directory, creating it if necessary; only the main rank calls it.
 
     The system releases the lock when the process ends, however it ends. If no run has started by
-    then, the files and folders created for it are deleted.
+    then, the files and directories created for it are deleted.
     Raises: CheckpointError when another process holds the lock (naming it), when a file of the run
-            is a link, or when the folder cannot be written.
+            is a link, or when the directory cannot be written.
     """
     try:
         refuse_links([*(folder / name for name in WRITTEN), *folder.glob("checkpoints/step-*")])
@@ -91,7 +91,7 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
 
 
 def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
-    """Delete the files of a start that failed before config.yaml, and the folders it created."""
+    """Delete the files and directories of a start that failed before config.yaml was written."""
     release(folder)
     for name in (ORIGIN, LOCK) if folder not in created else (ORIGIN, COPY, ASKED, LOCK):
         (folder / name).unlink(missing_ok=True)

@@ -1,6 +1,4 @@
-"""Find runs and checkpoints by the names that users give. No torch, so that a misspelt name is
-answered at once.
-"""
+"""Find runs and checkpoints by name. No torch, so that a misspelt name fails at once."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.run_dir import layout
 
 RUNS = Path("runs")
-"""The folder in which a run given by its name is looked up."""
+"""The directory in which runs are looked up by name."""
 
 
 def find_run(run: str | Path) -> Path:
@@ -31,7 +29,7 @@ def find_run(run: str | Path) -> Path:
     if step.isdecimal() and (above / layout.CONFIG).exists():
         raise CheckpointError(
             f"{run} is a checkpoint of the run {above}.",
-            fix=f"Name {in_shell(above)}, with --checkpoint {step} where the command takes it.",
+            fix=f"Name {in_shell(above)}, and add --checkpoint {step} if the command has it.",
         )
     found = next(filter(None, map(recognise, candidates)), None)
     if found is not None:

@@ -1,4 +1,4 @@
-"""origin.json: the checkpoint from elsewhere from which a run started."""
+"""origin.json: the checkpoint outside its own directory that a run started from."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Origin(BaseModel):
     """The content of origin.json."""
 
     asked: str
-    """What --resume named, as an absolute path."""
+    """The argument of --resume, as an absolute path."""
     checkpoint: str
-    """The checkpoint that it was."""
+    """The checkpoint that it resolved to."""
     before: dict[str, str | None] = {}
-    """The steps that had checkpoints in the run directory at that time, with the digest of each
-    one's manifest.
+    """The steps that had checkpoints in the run directory at that time, with the digests of their
+    manifests.
     """
 
 
@@ -38,7 +38,7 @@ def read_origin(folder: Path) -> Origin | None:
 
 
 def write_origin(folder: Path, *, asked: str, checkpoint: Path) -> None:
-    """Store the checkpoint that a run starts from, and which checkpoints it already has."""
+    """Store the checkpoint that a run starts from, and the checkpoints that it already has."""
     before = {str(step): _manifest_digest(folder, step) for step in catalog.steps(folder)}
     write_json(
         folder / ORIGIN, {"asked": asked, "checkpoint": str(checkpoint.resolve()), "before": before}
@@ -46,7 +46,7 @@ def write_origin(folder: Path, *, asked: str, checkpoint: Path) -> None:
 
 
 def origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path:
-    """Return the checkpoint from which a run started that has saved nothing since.
+    """Return the checkpoint that a run started from, when the run has saved nothing since.
 
     Raises: CheckpointError when it is gone or damaged.
     """
@@ -66,7 +66,7 @@ def origin_checkpoint(folder: Path, origin: Origin, progress: Progress) -> Path:
 
 
 def steps_before(folder: Path, origin: Origin | None) -> list[int]:
-    """Return the steps whose checkpoints predate the run's origin: abandoned branches left them."""
+    """Return the steps whose checkpoints predate the origin: they belong to abandoned branches."""
     before = origin.before if origin else {}
     return [
         step
@@ -76,6 +76,6 @@ def steps_before(folder: Path, origin: Origin | None) -> list[int]:
 
 
 def _manifest_digest(folder: Path, step: int) -> str | None:
-    """Return the digest that tells one checkpoint of a step from another."""
+    """Return the digest of a manifest, which distinguishes checkpoints of the same step."""
     manifest = catalog.checkpoint_path(folder, step) / catalog.MANIFEST
     return sha256(manifest) if manifest.exists() else None

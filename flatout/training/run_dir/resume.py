@@ -36,10 +36,10 @@ def config_to_resume(
 ) -> RunConfig | None:
     """Return a run's stored configuration with the free keys and data paths of `asked`.
 
-    None when the folder holds no run, or one that has never saved: the next start is a new run with
-    settings of its own. The stored length stays, whatever `asked` states: whether a run can be made
-    longer depends on its data (training/longer.py). Moved data is accepted: `require_tokenizer`
-    refuses another tokenizer, and `load` reports other tokens.
+    None when the folder contains no run, or one that has never saved: the next start is a new run
+    and may change any setting. The stored length is kept, whatever `asked` sets: whether a run can
+    be made longer depends on its data (training/longer.py). Moved data is accepted:
+    `require_tokenizer` refuses another tokenizer, and `load` reports changed tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
             edited config.yaml, and for keys that contradict it, such as another mix.
     """
@@ -63,7 +63,7 @@ def config_to_resume(
         contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
     if contradictions:
         raise ConfigError(
-            f"{folder} holds a run with other settings: {'; '.join(contradictions)}.",
+            f"{folder} contains a run with other settings: {'; '.join(contradictions)}.",
             fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} "
             "--run-dir DIR` starts it from this one.",
         )
@@ -78,11 +78,11 @@ def config_to_resume(
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:
     """Return the checkpoint to resume from, or None to start; call it only under the lock.
 
-    `auto` is the newest complete checkpoint of this run, or the start when it has none; `never`
-    starts, and refuses a folder that is not empty; anything else is a checkpoint or a run directory
-    to resume from. One from elsewhere is stored as this run's origin: the same call again, or
-    `auto`, then resumes from what the run has saved since, or else from the origin. What killed
-    saves left behind is deleted.
+    `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
+    `never` starts, and refuses a folder that is not empty; anything else is a checkpoint or a run
+    directory to resume from. A checkpoint of another run is stored as this run's origin: the same
+    call, or `auto`, then resumes from the newest checkpoint saved since, or else from the origin.
+    The leftovers of killed saves are deleted.
     Raises: CheckpointError.
     """
     if resume == "never":
@@ -116,7 +116,7 @@ def _require_empty(folder: Path) -> None:
     found = sorted(name for name in names if name not in (LOCK, OWNER))
     if found:
         raise CheckpointError(
-            f"--resume never would write over {folder}, which holds {', '.join(found[:4])}.",
+            f"--resume never would overwrite {folder}, which contains {', '.join(found[:4])}.",
             fix="Choose another folder with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )

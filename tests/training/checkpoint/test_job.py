@@ -1,6 +1,4 @@
-"""The stages of one checkpoint, at once or in a thread, and what a failure leaves; test_savers.py
-tests complete saves.
-"""
+"""The stages of a save, at once or in a thread, and after a failure; see also test_savers.py."""
 
 import threading
 

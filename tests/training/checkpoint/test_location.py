@@ -1,4 +1,4 @@
-"""checkpoint.dir: which run a folder of checkpoints belongs to."""
+"""checkpoint.dir: a directory of checkpoints belongs to one run."""
 
 import shutil
 
@@ -26,10 +26,11 @@ def with_dir(folder, directory, **kwargs):
     return run
 
 
-def test_runs_of_one_name_cannot_share_a_folder_of_checkpoints(tmp_path):
+def test_runs_of_the_same_name_cannot_share_checkpoint_dir(tmp_path):
     path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
     with pytest.raises(
-        CheckpointError, match=r"big/run holds .* of another run, .*/a/run, not those of .*/b/run"
+        CheckpointError,
+        match=r"big/run contains .* of another run, .*/a/run, not those of .*/b/run",
     ):
         with_dir(tmp_path / "b" / "run", tmp_path / "big")
     assert list((tmp_path / "b" / "run").iterdir()) == []

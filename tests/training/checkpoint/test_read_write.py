@@ -158,7 +158,7 @@ def test_check_size_reads_no_content_but_checks_sizes(tmp_path, monkeypatch):
     unbroken = outcome(run, 2)
     again = build(tmp_path / "run", seed=5)
     with monkeypatch.context() as patch:
-        patch.setattr(catalog, "sha256", lambda path: pytest.fail(f"{path} is read once more"))
+        patch.setattr(catalog, "sha256", lambda path: pytest.fail(f"{path} is read again"))
         read_write.load(again, path, check=catalog.check_size)
     assert outcome(again, 2) == unbroken
     file = path / "optimizer-00000.safetensors"
@@ -233,16 +233,16 @@ def test_load_reports_differences_of_the_machine(tmp_path):
         read_write.load(build(tmp_path / "run"), path, environment={"torch": "2.11", "threads": 2})
         == []
     )
-    (said,) = read_write.load(
+    (message,) = read_write.load(
         build(tmp_path / "run"), path, environment={"torch": "2.13", "threads": 2}
     )
-    assert "torch has changed from 2.11 to 2.13" in said
+    assert "torch has changed from 2.11 to 2.13" in message
 
 
 def test_load_reports_an_added_or_removed_scaler(tmp_path):
     _, path = saved(tmp_path)
-    (said,) = read_write.load(build(tmp_path / "run", scaler=False), path)
-    assert "scaler" in said
+    (message,) = read_write.load(build(tmp_path / "run", scaler=False), path)
+    assert "scaler" in message
     _, path = saved(tmp_path, name="other", scaler=False)
     with pytest.raises(CheckpointError, match="no scaler"):
         read_write.load(build(tmp_path / "other"), path)

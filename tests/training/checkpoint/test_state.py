@@ -48,10 +48,10 @@ def transplant(part, donor, path):
             here[part.name] = there[part.name]
     (path / "index.json").write_text(json.dumps(index))
     (path / "state.json").write_text(json.dumps(facts))
-    set_manifest_right(path)
+    update_manifest(path)
 
 
-def set_manifest_right(path):
+def update_manifest(path):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"] = {name: snapshot.facts(path / name) for name in manifest["files"]}
     (path / "manifest.json").write_text(json.dumps(manifest))
@@ -128,7 +128,7 @@ def real_train(run, num_steps):
 
 
 def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path):
-    """Muon, AdamW and dropout on a real dataset; the stand-in combines what no real run does."""
+    """With Muon, AdamW and dropout on a real dataset, unlike the stand-in of the test above."""
 
     def fresh(seed):
         return build_run(
@@ -145,7 +145,7 @@ def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path)
     unbroken = real_outcome(run, 2)
     applies = [part for part in STATE if part.used(run)]
     assert {part.name for part in STATE} - {part.name for part in applies} == {"scaler", "rng_cuda"}
-    came_out_equal = []
+    without_effect = []
     again = fresh(0)
     for part in (None, *applies):
         copy = tmp_path / (part.name if part else "unchanged") / path.name
@@ -154,8 +154,8 @@ def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path)
             transplant(part, donor_path, copy)
         read_write.load(again, copy)
         if real_outcome(again, 2) == unbroken:
-            came_out_equal.append(part.name if part else "unchanged")
-    assert came_out_equal == ["unchanged"]
+            without_effect.append(part.name if part else "unchanged")
+    assert without_effect == ["unchanged"]
 
 
 def test_a_checkpoint_holds_exactly_the_items_of_state(checkpoints):
@@ -175,7 +175,7 @@ def test_load_refuses_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_pat
     facts["values"].pop(part.name, None)
     facts["ranks"][0].pop(part.name, None)
     (copy / "state.json").write_text(json.dumps(facts))
-    set_manifest_right(copy)
+    update_manifest(copy)
     with pytest.raises(CheckpointError, match=f"no {part.name}"):
         read_write.load(build(tmp_path), copy)
 
@@ -185,7 +185,7 @@ def test_load_refuses_a_newer_state(checkpoints, tmp_path):
     shutil.copytree(checkpoints["cpu"][0], copy)
     facts = json.loads((copy / "state.json").read_text())
     (copy / "state.json").write_text(json.dumps(facts | {"version": state.VERSION + 1}))
-    set_manifest_right(copy)
+    update_manifest(copy)
     with pytest.raises(CheckpointError, match="newer flatout"):
         read_write.load(build(tmp_path), copy)
 

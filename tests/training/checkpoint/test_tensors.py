@@ -66,7 +66,7 @@ def test_only_overlapping_files_are_needed(tmp_path, monkeypatch):
     index = written(tmp_path, whole, [((0, 2), (0, 7)), ((2, 4), (0, 7)), ((4, 5), (0, 7))])
     monkeypatch.setattr(
         slices, "offset_of", lambda tensor: (1, 0)
-    )  # as a rank that holds rows 1 to 3
+    )  # as on a rank that has rows 1 and 2
     part = torch.zeros(2, 7)
     assert slices.files_needed({"x": part}, index) == {"0.safetensors", "1.safetensors"}
     (tmp_path / "2.safetensors").unlink()
@@ -94,9 +94,9 @@ def test_a_scalar_and_an_empty_tensor(tmp_path):
 
 def test_fill_works_in_place_and_keeps_requires_grad(tmp_path):
     parameter = torch.nn.Parameter(torch.zeros(3))
-    place = parameter.data_ptr()
+    pointer = parameter.data_ptr()
     fill(parameter, stored(tmp_path / "f", torch.ones(3)), tmp_path)
-    assert parameter.data_ptr() == place
+    assert parameter.data_ptr() == pointer
     assert parameter.requires_grad
     assert parameter.tolist() == [1, 1, 1]
 
@@ -127,9 +127,11 @@ def test_copies_of_a_sharded_tensor_take_turns():
         SimpleNamespace(is_replicate=lambda: True),
         SimpleNamespace(is_replicate=lambda: False),
     )
-    for place, wanted in {(0, 0): (0, 2), (0, 3): (0, 2), (1, 0): (1, 2)}.items():
-        mesh = SimpleNamespace(shape=(2, 4), ndim=2, get_coordinate=lambda place=place: list(place))
+    for coordinate, expected in {(0, 0): (0, 2), (0, 3): (0, 2), (1, 0): (1, 2)}.items():
+        mesh = SimpleNamespace(
+            shape=(2, 4), ndim=2, get_coordinate=lambda coordinate=coordinate: list(coordinate)
+        )
         assert (
             slices._copy_of(SimpleNamespace(device_mesh=mesh, placements=(replicate, shard)))
-            == wanted
+            == expected
         )

@@ -97,7 +97,8 @@ def test_without_the_copy_an_edit_is_still_refused(tiny_config, stopped):
     edit(stopped, "optim.lr", 0.02)
     (stopped / COPY).unlink()
     with pytest.raises(
-        ConfigError, match=r"config\.copy\.yaml, which shows what it was, is missing or damaged"
+        ConfigError,
+        match=r"config\.copy\.yaml, which shows the original settings, is missing or damaged",
     ):
         run_training(tiny_config(), stopped)
 

@@ -1,4 +1,4 @@
-"""A run on a mix continues the same after stops and moved data; another mix is another run."""
+"""A run on a mix resumes bit for bit, also with moved data; a changed mix is refused."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ def test_a_mix_is_stored_with_absolute_paths_and_its_shares_are_reported(
     stored = read_config(tmp_path / "run")
     assert list(stored.data.mix) == [str(tiny_set), str(ragged_set)]
     assert stored.data.path is None
-    said = [event for event in read_events(tmp_path / "run") if event["event"] == "data"]
-    assert [(one["name"], one["share"]) for one in said] == [("tiny", 0.75), ("ragged", 0.25)]
+    events = [event for event in read_events(tmp_path / "run") if event["event"] == "data"]
+    assert [(one["name"], one["share"]) for one in events] == [("tiny", 0.75), ("ragged", 0.25)]
     dataset = open_data(stored.data)
-    for one, part in zip(said, dataset.members, strict=True):
+    for one, part in zip(events, dataset.members, strict=True):
         assert one["passes"] == pytest.approx(
             one["share"] * summary["tokens"] / (part.dataset.split("train").num_sequences(16) * 16)
         )
@@ -163,22 +163,22 @@ def test_the_order_of_a_mix_survives_its_file(mixed_config, tmp_path):
 def test_data_may_be_at_a_url_and_move_there(tiny_config, tiny_set, tmp_path, stop_at, monkeypatch):
     """The stored configuration keeps the URL, wherever the run was started."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    address = "memory://runs/tiny"
+    url = "memory://runs/tiny"
     store = fsspec.filesystem("memory")
     for path in tiny_set.iterdir():
-        store.put_file(str(path), f"{address}/{path.name}")
+        store.put_file(str(path), f"{url}/{path.name}")
     whole = run_training(tiny_config(train__steps=6), tmp_path / "whole")
     with pytest.raises(Stopped):
         run_training(tiny_config(train__steps=6), tmp_path / "parts", observers=[stop_at(3)])
-    moved = run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "parts")
+    moved = run_training(tiny_config(train__steps=6, data__path=url), tmp_path / "parts")
     assert moved["weights_sha256"] == whole["weights_sha256"]
     assert (
-        run_training(tiny_config(train__steps=6, data__path=address), tmp_path / "far")[
+        run_training(tiny_config(train__steps=6, data__path=url), tmp_path / "far")[
             "weights_sha256"
         ]
         == whole["weights_sha256"]
     )
-    assert read_config(tmp_path / "far").data.path == address
-    mixed = RunConfig(data={"mix": {address: 1, "near": 3}})
-    assert list(with_absolute_paths(mixed).data.mix) == [address, str(Path("near").absolute())]
+    assert read_config(tmp_path / "far").data.path == url
+    mixed = RunConfig(data={"mix": {url: 1, "near": 3}})
+    assert list(with_absolute_paths(mixed).data.mix) == [url, str(Path("near").absolute())]
     store.rm("/runs", recursive=True)

@@ -55,7 +55,7 @@ def test_the_stored_configuration_reads_back_equal(tmp_path):
     assert layout.read_config(tmp_path / "run") == config
 
 
-def test_events_are_lines_and_an_unfinished_one_spoils_no_other(tmp_path):
+def test_an_unfinished_event_does_not_damage_the_others(tmp_path):
     layout.append_event(tmp_path, "start", world_size=2)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"event": "sav')

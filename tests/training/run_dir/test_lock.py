@@ -1,4 +1,4 @@
-"""The lock of a run directory, and what a failed start leaves."""
+"""The lock of a run directory, and the cleanup after a failed start."""
 
 import json
 import os
@@ -78,10 +78,10 @@ def test_a_folder_without_a_run_is_not_locked(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", ["file.txt", "file.txt/run"])
-def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, place):
+@pytest.mark.parametrize("path", ["file.txt", "file.txt/run"])
+def test_a_path_that_cannot_be_a_run_directory_is_named(tmp_path, path):
     (tmp_path / "file.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="cannot be written"), hold_lock(tmp_path / place):
+    with pytest.raises(CheckpointError, match="cannot be written"), hold_lock(tmp_path / path):
         pass
     assert (tmp_path / "file.txt").read_text() == "mine"
 

@@ -66,9 +66,9 @@ def test_without_a_name_the_newest_run_with_a_checkpoint_is_used(tmp_path, monke
         if name != "new":
             Path("runs", name, "checkpoints", "step-3").mkdir(parents=True)
     Path("runs/damaged/config.yaml").write_text("checkpoint: [")
-    ear = Recorder()
-    assert run_or_newest(None, progress=ear) == Path("runs/newest")
-    assert ear.lines == ["The newest run: runs/newest"]
+    recorder = Recorder()
+    assert run_or_newest(None, progress=recorder) == Path("runs/newest")
+    assert recorder.lines == ["The newest run: runs/newest"]
     assert run_or_newest("older") == Path("runs/older")
 
 

@@ -53,7 +53,7 @@ def test_a_repeated_request_does_not_contradict_what_auto_chose(tmp_path):
     assert config_to_resume(tmp_path, asked) == resolved
     assert (
         config_to_resume(tmp_path, asked.with_values({"train.epochs": 3})) == resolved
-    )  # a length is compared with the data at hand
+    )  # the length is checked later, with the dataset
     with pytest.raises(ConfigError, match=r"speedups"):
         config_to_resume(tmp_path, asked.with_values({"speedups": "none"}))
 
@@ -113,13 +113,13 @@ def test_a_finished_run_without_checkpoints_keeps_its_configuration(tmp_path):
 def test_resume_auto_takes_the_newest_complete_checkpoint_and_reports_skipped_ones(tmp_path):
     first = fake_checkpoint(tmp_path, 5)
     second = fake_checkpoint(tmp_path, 12)
-    ear = Recorder()
-    assert resume_from(tmp_path, "auto", progress=ear) == second
-    assert ear.lines == []
+    recorder = Recorder()
+    assert resume_from(tmp_path, "auto", progress=recorder) == second
+    assert recorder.lines == []
     (second / "state.json").write_bytes(b"y")
-    assert resume_from(tmp_path, "auto", progress=ear) == first
-    assert "step-12" in ear.lines[0]
-    assert "state.json is damaged" in ear.lines[0]
+    assert resume_from(tmp_path, "auto", progress=recorder) == first
+    assert "step-12" in recorder.lines[0]
+    assert "state.json is damaged" in recorder.lines[0]
 
 
 def test_resume_auto_starts_in_an_empty_folder(tmp_path):
@@ -135,13 +135,13 @@ def test_resume_auto_never_starts_over_on_its_own(tmp_path):
         resume_from(tmp_path)
 
 
-def test_resume_auto_deletes_what_killed_saves_left(tmp_path):
+def test_resume_auto_deletes_the_leftovers_of_killed_saves(tmp_path):
     whole = fake_checkpoint(tmp_path, 5)
     (tmp_path / "checkpoints" / "step-7.tmp-ab12").mkdir()
     (tmp_path / "checkpoints" / "step-7.tmp-ab12" / "model").write_text("half")
-    ear = Recorder()
-    assert resume_from(tmp_path, progress=ear) == whole
-    assert ear.lines == ["Removed step-7.tmp-ab12, left by a save that was killed."]
+    recorder = Recorder()
+    assert resume_from(tmp_path, progress=recorder) == whole
+    assert recorder.lines == ["Removed step-7.tmp-ab12, left by a save that was killed."]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-5"]
 
 
@@ -173,14 +173,14 @@ def test_resume_from_a_path_takes_a_checkpoint_or_a_run(tmp_path):
 
 @pytest.mark.parametrize("asked", ["old", "old/checkpoints/step-10"])
 def test_the_same_resume_from_elsewhere_continues_the_run_it_started(tmp_path, asked):
-    origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Recorder()
+    origin, new, recorder = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Recorder()
     new.mkdir()
     for _ in range(2):
-        assert resume_from(new, str(tmp_path / asked), progress=ear) == origin
+        assert resume_from(new, str(tmp_path / asked), progress=recorder) == origin
     own = fake_checkpoint(new, 25)
-    assert ear.lines == []
-    assert resume_from(new, str(tmp_path / asked), progress=ear) == own
-    assert "Resuming from step-25" in ear.lines[0]
+    assert recorder.lines == []
+    assert resume_from(new, str(tmp_path / asked), progress=recorder) == own
+    assert "Resuming from step-25" in recorder.lines[0]
     shutil.rmtree(tmp_path / "old")
     assert resume_from(new, str(tmp_path / asked)) == own
     assert resume_from(new) == own
@@ -196,22 +196,20 @@ def test_another_origin_starts_another_branch(tmp_path):
     fake_checkpoint(new, 25)
     for _ in range(2):
         assert resume_from(new, str(second)) == second
-    ear = Recorder()
-    assert resume_from(new, progress=ear) == second
-    assert "where this run started" in ear.lines[0]
+    recorder = Recorder()
+    assert resume_from(new, progress=recorder) == second
+    assert "where this run started" in recorder.lines[0]
     shutil.rmtree(new / "checkpoints")
-    came = fake_checkpoint(new, 25, b"of another course")
-    assert resume_from(new, str(second)) == came
+    own = fake_checkpoint(new, 25, b"of another branch")
+    assert resume_from(new, str(second)) == own
 
 
-def test_a_run_killed_before_its_first_save_resumes_from_its_origin(
-    tmp_path,
-):
-    origin, new, ear = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Recorder()
+def test_a_run_killed_before_its_first_save_resumes_from_its_origin(tmp_path):
+    origin, new, recorder = fake_checkpoint(tmp_path / "old", 10), tmp_path / "new", Recorder()
     resume_from(new, str(tmp_path / "old"))
     fake_checkpoint(tmp_path / "old", 20)
-    assert resume_from(new, progress=ear) == origin
-    assert str(new / "origin.json") in ear.lines[0]
+    assert resume_from(new, progress=recorder) == origin
+    assert str(new / "origin.json") in recorder.lines[0]
     shutil.rmtree(origin)
     with pytest.raises(
         CheckpointError,

@@ -153,7 +153,7 @@ def test_a_full_disk_during_deduplication_keeps_finished_ranges(tmp_path, monkey
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(
-        Unfinished, match=r"Cannot write .*out: No space left on device.*keeps what is done"
+        Unfinished, match=r"Cannot write .*out: No space left on device.*finished parts are kept"
     ):
         prepare_dataset([path], tmp_path / "out", options)
     monkeypatch.setattr(os, "posix_fallocate", allocate)
