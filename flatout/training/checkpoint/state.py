@@ -1,7 +1,7 @@
 """STATE: everything that a resume needs, and how each item is read and restored.
 
-A checkpoint contains exactly these items. Everything else must follow from the configuration alone: the
-learning rate is a pure function of the step, the data order one of the seed and the position.
+A checkpoint contains exactly these items. Everything else must follow from the configuration alone:
+the learning rate is a pure function of the step, the data order one of the seed and the position.
 """
 
 from __future__ import annotations
