@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from flatout.config.schema import load_config
+from flatout.data import tokenizers
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
 
@@ -35,7 +36,7 @@ def tokenizers_are_trusted(monkeypatch):
     """Try no tokenizer out in a process of its own, which takes a second and is kept in the user's
     cache; its own tests do.
     """
-    monkeypatch.setattr("flatout.data.tokenizers.require_usable", lambda text, name, *, cache: None)
+    monkeypatch.setattr(tokenizers, "require_usable", lambda text, name, *, cache: None)
 
 
 def pytest_configure(config):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from shouting import Fakes
 
-from flatout import cli, parser
+from flatout import cli, parser, terminal
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,9 +85,7 @@ def test_exit_codes(run, word, code):
 @pytest.mark.parametrize("words", [["--verbose"], ["-v"], []], ids=str)
 def test_a_command_with_a_run_can_be_verbose(run, monkeypatch, words):
     made = []
-    monkeypatch.setattr(
-        "flatout.terminal.RunReport", lambda terminal, *, verbose: made.append(verbose)
-    )
+    monkeypatch.setattr(terminal, "RunReport", lambda terminal, *, verbose: made.append(verbose))
     assert run("shout", "hello", *words)[0] == 0
     assert made == [bool(words)]
 

@@ -3,6 +3,7 @@ import pytest
 from flatout.assembly.preflight import check, open_dataset
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, DataError, HardwareError
+from flatout.registry import MODELS
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,10 @@ def test_invalid_settings_are_reported(tiny_config, key, value, error, said):
 
 
 def test_references_are_checked_when_imported(tiny_config):
-    check(tiny_config(model__kind="nowhere:Model", optim__kind="nowhere:optimizer"))
+    config = tiny_config(model__kind="nowhere:Model", optim__kind="nowhere:optimizer")
+    check(config)
+    with pytest.raises(ConfigError, match="no Python module 'nowhere'"):
+        MODELS.get(config.model.kind)
 
 
 def test_each_dataset_of_a_mix_holds_a_sequence(write_tiny, tmp_path):

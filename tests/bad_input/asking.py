@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout import cli
+from flatout import cli, hardware
 
 RECIPE = """\
 # A tiny model.
@@ -187,9 +187,9 @@ def _plain_machine(patch: pytest.MonkeyPatch, place: Path) -> None:
     patch.setenv("HOME", str(place))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         patch.delenv(name, raising=False)
-    patch.setattr("flatout.hardware._cpu_name", lambda: "a CPU")
-    patch.setattr("flatout.hardware.usable_cores", lambda: 2)
-    patch.setattr("flatout.hardware._gpus", lambda: ())
+    patch.setattr(hardware, "_cpu_name", lambda: "a CPU")
+    patch.setattr(hardware, "usable_cores", lambda: 2)
+    patch.setattr(hardware, "_gpus", lambda: ())
     patch.setattr(torch.cuda, "is_available", lambda: False)
     patch.setattr(psutil, "cpu_percent", lambda **_: 0.0)
 

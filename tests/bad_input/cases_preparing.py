@@ -7,7 +7,9 @@ from pathlib import Path
 
 from asking import Case, World, ask
 
+from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
+from flatout.sources import files
 
 NEW = "--out data/new --tokenizer byte"
 MANY = "".join(
@@ -23,8 +25,8 @@ def many(world: World) -> None:
 
 def begun(world: World) -> None:
     """The first of two parts, of several ranges."""
-    world.patch.setattr("flatout.data.prepare.pack.jobs.RANGE_BYTES", 100)
-    world.patch.setattr("flatout.sources.files.PART_BYTES", 100)
+    world.patch.setattr(jobs, "RANGE_BYTES", 100)
+    world.patch.setattr(files, "PART_BYTES", 100)
     world.write("good.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(40)))
     assert ask(f"prepare good.jsonl {NEW} --part 1/2", world.path).code == 0
 

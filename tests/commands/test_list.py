@@ -6,6 +6,7 @@ from importlib.metadata import version
 import pytest
 
 from flatout.assembly.auto import all_speedups
+from flatout.commands import list as list_command
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, probe
@@ -50,7 +51,7 @@ def test_speedups_of_a_recipe(tmp_path):
 
 
 def test_a_missing_gpu_is_noted_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
+    monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=()))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("train: {device: cuda}\n")
     elsewhere, here = list_entries("speedups", str(recipe)), list_entries("speedups")
@@ -64,7 +65,7 @@ def test_a_missing_gpu_is_noted_first(tmp_path, monkeypatch):
 
 
 def test_a_long_recipe_shows_the_speedups_of_its_run(monkeypatch):
-    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
+    monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=()))
     listed = list_entries("speedups", "gpt2-124m")
     assert next(item["on"] for item in listed.items if item["name"] == "compile")
     assert "A run takes at least 53 min" in listed.note
@@ -75,8 +76,8 @@ def test_a_long_recipe_shows_the_speedups_of_its_run(monkeypatch):
 )
 def test_the_rate_of_a_present_gpu_decides(monkeypatch, tmp_path, steps, on, said):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
-    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
-    monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
+    monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
+    monkeypatch.setattr(list_command, "CACHE", tmp_path)
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"train: {{steps: {steps}, device: cuda}}\nmodel: {{vocab_size: 50304}}\n")
     listed = list_entries("speedups", str(recipe))
@@ -87,7 +88,7 @@ def test_the_rate_of_a_present_gpu_decides(monkeypatch, tmp_path, steps, on, sai
 
 @pytest.mark.parametrize("train", ["{epochs: 3, device: cuda}", "{steps: 2, device: cuda}"])
 def test_a_length_that_is_not_known_is_not_guessed(monkeypatch, tmp_path, train):
-    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=()))
+    monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=()))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"train: {train}\n")
     reason = next(
@@ -100,8 +101,8 @@ def test_a_length_that_is_not_known_is_not_guessed(monkeypatch, tmp_path, train)
 
 def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_path):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
-    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
-    monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
+    monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
+    monkeypatch.setattr(list_command, "CACHE", tmp_path)
     before = {item["name"]: item for item in list_entries("speedups").items}
     rows = {speedup.name for speedup in all_speedups() if "cuda" in speedup.auto}
     assert rows <= {name for name, item in before.items() if item["measured"] is False}
@@ -132,13 +133,13 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
 
 def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
-    monkeypatch.setattr("flatout.commands.list.probe", lambda: replace(probe(), gpus=(gpu,)))
-    monkeypatch.setattr("flatout.commands.list.CACHE", tmp_path)
+    monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
+    monkeypatch.setattr(list_command, "CACHE", tmp_path)
     foreseen = [
         replace(speedup, predicted="2%: half of 4%") if speedup.name == "bf16" else speedup
         for speedup in all_speedups()
     ]
-    monkeypatch.setattr("flatout.commands.list.all_speedups", lambda: foreseen)
+    monkeypatch.setattr(list_command, "all_speedups", lambda: foreseen)
     result = list_entries("speedups")
     assert (
         next(item["predicted"] for item in result.items if item["name"] == "bf16")

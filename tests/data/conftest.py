@@ -15,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.shards import Dataset
 from flatout.progress import SILENT
+from flatout.transfer import connection
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -94,7 +95,7 @@ class FaultyStore(MemoryFileSystem):
 def store(monkeypatch):
     """Return an empty FaultyStore, without pauses between requests."""
     fsspec.register_implementation("faulty", FaultyStore, clobber=True)
-    monkeypatch.setattr("flatout.transfer.connection.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.0)
     yield FaultyStore()
     for left in (FaultyStore.store, FaultyStore.faults, FaultyStore.asked):
         left.clear()

@@ -11,6 +11,7 @@ from flatout.data.prepare.pipeline import Options, join_parts, prepare_dataset, 
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.workers.local import LocalWorkers
 from flatout.errors import DataError
+from flatout.sources import files
 from flatout.transfer.connection import Unreachable
 
 OPTIONS = Options(tokenizer="byte")
@@ -133,9 +134,7 @@ def test_an_unreachable_store_at_the_end_keeps_finished_ranges(rows, store, tmp_
     address = "faulty://bucket/text"
     store.put_file(str(rows), f"{address}/rows.jsonl")
     with monkeypatch.context() as patch:
-        engine = once_packed(
-            lambda: patch.setattr("flatout.sources.files.find_remote", unreachable)
-        )
+        engine = once_packed(lambda: patch.setattr(files, "find_remote", unreachable))
         with pytest.raises(Unreachable):
             prepare_dataset([address], tmp_path / "out", OPTIONS, engine=engine)
     assert len(list((tmp_path / ".out.part").rglob("ranges/*.json"))) == 1

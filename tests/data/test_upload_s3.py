@@ -16,12 +16,14 @@ from threading import Thread
 import pytest
 
 from flatout.cli import main
+from flatout.data.prepare import pipeline
 from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.verify import verify_remote
 from flatout.errors import DataError
+from flatout.transfer import connection as connection_module
 from flatout.transfer.sending import PART_BYTES
 
 URL = "s3://corpus/sets/rows"
@@ -103,7 +105,7 @@ def between(s3_server, bucket, monkeypatch):
         def log_message(self, *words):
             pass
 
-    monkeypatch.setattr("flatout.transfer.connection.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(connection_module, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.handle_error = lambda *_: None  # a client that was killed takes no answer
@@ -128,7 +130,7 @@ def text(tmp_path):
 @pytest.fixture
 def send(text, tmp_path, monkeypatch):
     """Prepare the text at URL."""
-    monkeypatch.setattr("flatout.data.prepare.pipeline.join", partial(join, shard_bytes=12_000))
+    monkeypatch.setattr(pipeline, "join", partial(join, shard_bytes=12_000))
     return lambda url=URL, options=OPTIONS: prepare_upload(
         [str(text)], url, options, workers=1, cache=tmp_path / "cache"
     )

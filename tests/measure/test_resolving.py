@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from flatout import hardware
 from flatout.assembly.recipe import Promise, Speedup
 from flatout.errors import ConfigError, DataError, RunFailed
 from flatout.hardware import Gpu, Machine
@@ -74,7 +75,7 @@ def test_reasons_are_those_of_the_resolved_device(tiny_config, monkeypatch):
 def test_two_that_were_named_and_fill_one_slot_are_refused_as_training_refuses_them(
     tiny_config, monkeypatch
 ):
-    monkeypatch.setattr("flatout.hardware._multiplies_bf16", lambda: True)
+    monkeypatch.setattr(hardware, "_multiplies_bf16", lambda: True)
     found = choose(tiny_config(train__precision="auto", speedups="auto,+onednn"))
     assert "both fill the slot" in found.additions["bf16-products"]
 

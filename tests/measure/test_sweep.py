@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from flatout import hardware
 from flatout.assembly.resolve import resolve
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError
@@ -101,7 +102,7 @@ def test_precision_uses_the_resolved_device(tiny_config, monkeypatch):
 
 
 def test_precision_changes_nothing_else(swept, monkeypatch):
-    monkeypatch.setattr("flatout.hardware._multiplies_bf16", lambda: True)
+    monkeypatch.setattr(hardware, "_multiplies_bf16", lambda: True)
     _, configs = swept("precision")
     assert list(configs) == ["fp32", "bf16", "bf16-products", "fp16"]
     assert [c.train.precision for c in configs.values()] == ["fp32", "bf16", "bf16", "fp16"]

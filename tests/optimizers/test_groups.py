@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+from flatout import registry
 from flatout.config.schema import load_config
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
@@ -92,13 +93,13 @@ def without_peak_lr(model, config, parts):
     ],
 )
 def test_a_user_optimizer_that_breaks_the_contract_is_named(monkeypatch, made, said):
-    monkeypatch.setattr("flatout.registry.Folder.get", lambda self, name: made)
+    monkeypatch.setattr(registry.Folder, "get", lambda self, name: made)
     with pytest.raises(ConfigError, match=said):
         optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None)
 
 
 def test_a_list_of_optimizers_is_accepted(monkeypatch):
-    monkeypatch.setattr("flatout.registry.Folder.get", lambda self, name: listed)
+    monkeypatch.setattr(registry.Folder, "get", lambda self, name: listed)
     assert (
         len(optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None))
         == 1

@@ -152,3 +152,25 @@ def test_the_rules_see_offenders(source):
         )
         == []
     )
+
+
+def patches_by_path(source) -> list[str]:
+    """Calls such as `patch.setattr("flatout.module.name", ...)`, which a rename breaks unseen."""
+    calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and node.args]
+    return [
+        f"{source.path}:{node.lineno} patches {node.args[0].value!r} by its path"
+        for node in calls
+        if isinstance(node.func, ast.Attribute)
+        and node.func.attr in {"setattr", "delattr", "patch"}
+        and isinstance(node.args[0], ast.Constant)
+        and str(node.args[0].value).startswith("flatout.")
+    ]
+
+
+def test_tests_patch_objects_and_not_paths(repository, no_offenders):
+    no_offenders([line for source in repository for line in patches_by_path(source)])
+
+
+def test_the_rule_sees_a_patch_by_path(source):
+    assert len(patches_by_path(source('p.setattr("flatout.run.x", 1)\n'))) == 1
+    assert patches_by_path(source('p.setattr(run, "x", 1)\np.setattr("sys.stdin", 1)\n')) == []

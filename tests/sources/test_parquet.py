@@ -6,6 +6,7 @@ import pytest
 
 from flatout.errors import DataError, MissingPackage
 from flatout.sources import Document, LeftOut, files, parquet
+from flatout.transfer import connection
 
 pyarrow = pytest.importorskip("pyarrow")
 tables = pytest.importorskip("pyarrow.parquet")
@@ -156,7 +157,7 @@ def test_a_remote_file_is_read(numbers, memory):
 
 
 def test_a_failing_server_is_not_a_bad_row(numbers, web, monkeypatch):
-    monkeypatch.setattr("flatout.transfer.connection.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.0)
     web.files["/a.parquet"] = numbers.read_bytes()
     (part,) = files.files(f"{web.address}/a.parquet")
     web.faults = ["500"] * 5

@@ -10,6 +10,7 @@ import pytest
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError
 from flatout.sources import files
+from flatout.transfer import reading
 
 s3fs = pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -23,7 +24,7 @@ def texts(address):
 
 
 def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
-    monkeypatch.setattr("flatout.transfer.reading.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 10_000)
     monkeypatch.setattr(files, "REMOTE_PART_BYTES", 20_000)
     monkeypatch.setattr(files, "PART_BYTES", 20_000)
     bucket.pipe(

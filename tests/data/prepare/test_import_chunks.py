@@ -272,9 +272,8 @@ def test_metadata_that_contradicts_the_chunks_is_refused(chunks, metadata, wante
 
 
 def test_a_padded_vocabulary_and_unknown_keys_are_accepted(chunks):
-    bring_in(
-        chunks({0: [1, 2], 1: [3, 4]}, {"vocab_size": 50_304, "total_tokens": 4, "author": None})
-    )
+    metadata = {"vocab_size": 50_304, "total_tokens": 4, "author": None}
+    assert bring_in(chunks({0: [1, 2], 1: [3, 4]}, metadata)).manifest.tokens == 4
 
 
 def test_metadata_must_be_json(chunks):

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from flatout.data.prepare import pipeline
 from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import CLAIM, PROBE, prepare_upload
 from flatout.data.store.remote import cache_dir_of, open_dataset
 from flatout.errors import DataError, MissingPackage
-from flatout.transfer import sending
+from flatout.transfer import parallel, sending
 from flatout.transfer.connection import Unreachable
 
 URL = "faulty://bucket/set"
@@ -35,7 +36,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr("flatout.data.prepare.pipeline.join", partial(join, shard_bytes=12_000))
+    monkeypatch.setattr(pipeline, "join", partial(join, shard_bytes=12_000))
 
 
 @pytest.fixture
@@ -196,7 +197,7 @@ def test_an_interrupted_upload_resumes_and_sends_nothing_twice(
     """With a store that reports only sizes, an MD5, S3's MD5 of parts, Google's MD5, or a number of
     another kind.
     """
-    monkeypatch.setattr("flatout.transfer.parallel.MAX_PARALLEL", 1)
+    monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)
     monkeypatch.setattr(sending, "PART_BYTES", 6_000)
     reports = {
         "none": lambda content: {},

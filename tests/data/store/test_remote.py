@@ -22,6 +22,7 @@ from flatout.data.store.remote import (
 )
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, DataError
+from flatout.transfer import parallel
 from flatout.transfer.connection import Unreachable
 
 URL = "faulty://bucket/set"
@@ -124,7 +125,7 @@ def test_the_last_copy_is_read_when_the_store_does_not_answer(
 
 
 def test_an_interrupted_fetch_resumes_by_file(uploaded, store, tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.transfer.parallel.MAX_PARALLEL", 1)
+    monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)
     store.faults[:] = [None, None, None, *[OSError("it broke")] * 5]
     with pytest.raises(
         Unreachable,
