@@ -11,7 +11,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format docs test-gpu test-faults test-extras test-oldest wheel clean
+.PHONY: help demo test test-fast check format docs test-gpu test-faults test-extras test-oldest wheel clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 ifeq ($(origin PYTHON),undefined)
@@ -36,6 +36,7 @@ PIP = -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-ind
 help:
 	@echo "make demo          train on this Python's own standard library, or on FILE=your.txt; about three minutes on two cores"
 	@echo "make test          check the code, then run the tests"
+	@echo "make test-fast     house rules and unit tests, in under a minute on two cores"
 	@echo "make check         ruff and mypy"
 	@echo "make format        lay the code out with ruff"
 	@echo "make docs          build the documentation site into site/"
@@ -90,6 +91,9 @@ format: .venv/test/.installed
 
 docs: .venv/test/.installed
 	@.venv/test/bin/python docs/tools/build_site.py && echo "Open site/index.html"
+
+test-fast: .venv/test/.installed
+	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) -m "not slow and not faults and not gpu" -q $(ARGS)
 
 test: check
 	@echo "pytest: finding the tests takes about half a minute"
