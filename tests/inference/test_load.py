@@ -104,13 +104,13 @@ def test_a_damaged_tokenizer_is_detected_by_every_use_of_the_run(copied_run):
     path = copied_run / "tokenizer.json"
     edit(path, "Tab", "Uab")
     for use in (load.load_run, evaluate, generate):
-        with pytest.raises(DataError, match=r"tokenizer\.json is damaged, or was replaced"):
+        with pytest.raises(DataError, match=r"tokenizer\.json is damaged or was replaced"):
             use(copied_run)
     config = load.trusted_config(copied_run)
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged, or was replaced"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged or was replaced"):
         run_training(config, copied_run)
     started = config.with_values({"train.init_from": str(copied_run)})
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged, or was replaced"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is damaged or was replaced"):
         run_training(started, copied_run.parent / "started")
 
 

@@ -109,7 +109,7 @@ def test_other_validation_tokens_restart_the_count(
         "step 4 scored other text: step 8 counts first, and step 12 is the best"
     )
     texts = [event["text"] for event in events(tmp_path / "run", "difference")]
-    assert [text for text in texts if "best before" in text] == [
+    assert [text for text in texts if "earlier best" in text] == [
         "The validation tokens have changed: losses do not compare with the earlier best "
         "(3.0000 at step 4). The best loss and train.patience start afresh."
     ]

@@ -126,7 +126,7 @@ def require_tokenizer(
     known = (catalog.tokenizer_of(checkpoint) if checkpoint is not None else None) or found
     if found not in (known, None):
         raise CheckpointError(
-            f"{kept} was damaged or replaced: the model was trained with another tokenizer.",
+            f"{kept} is damaged or was replaced: the model was trained with another tokenizer.",
             fix=RESTORE,
         )
     if known not in (data.manifest.tokenizer.digest, None):

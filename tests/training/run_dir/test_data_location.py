@@ -129,7 +129,7 @@ def test_bad_mixes_are_refused_before_anything_is_written(
     for mix, seq_len, message in (
         ({str(tiny_set): 1, str(tmp_path / "nowhere"): 1}, 16, "nowhere"),
         ({str(tiny_set): 1, f"{tiny_set}/../tiny": 1}, 16, "twice"),
-        ({str(tiny_set): 1, str(short): 1}, 1024, "short holds .* tokens"),
+        ({str(tiny_set): 1, str(short): 1}, 1024, "short has .* tokens"),
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             run_training(
