@@ -114,7 +114,7 @@ def main() -> None:
         "--text",
         type=Path,
         required=True,
-        help="the text that the data set card `shakespeare` names",
+        help="text file named by the dataset card `shakespeare`",
     )
     parser.add_argument("--seeds", type=int, default=3, help="at least 3")
     parser.add_argument(
@@ -237,7 +237,10 @@ def trained(config: RunConfig, dataset: Dataset) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     lines = [
-        "| model | validation loss by seed, `bf16` | with `bf16-stream` too | difference, mean (95% interval) | deviation over seeds |",
+        (
+            "| model | validation loss by seed, `bf16` | also with `bf16-stream` | difference, mean"
+            " (95% interval) | deviation over seeds |"
+        ),
         "|---|---|---|---|---|",
     ]
     for case in found["cases"]:
@@ -249,22 +252,28 @@ def table(found: dict[str, Any]) -> str:
         difference = f"**{apart['mean']:+.4f}** ({apart['low']:+.4f} to {apart['high']:+.4f})"
         shape = f"{case['num_layers']} layers, d {case['d_model']}"
         lines.append(
-            f"| {case['name']}, {shape} | {losses[WITHOUT]} | {losses[WITH]} | {difference} | {case['seed_deviation']:.4f} |"
+            f"| {case['name']}, {shape} | {losses[WITHOUT]} | {losses[WITH]} | {difference} |"
+            f" {case['seed_deviation']:.4f} |"
         )
     first = ", ".join(f"{case['first_steps_apart']:.0e}" for case in found["cases"])
     any_step = ", ".join(f"{case['any_step_apart']:.1%}" for case in found["cases"])
     lengths = "; ".join(
-        f"{case['name']}: {case['steps']:,} steps of {case['tokens_per_step']:,} tokens, T = {case['seq_len']}, from "
-        f"{max(run['first_loss'] for run in case['runs']):.2f}"
+        f"{case['name']}: {case['steps']:,} steps of {case['tokens_per_step']:,} tokens, T ="
+        f" {case['seq_len']}, from {max(run['first_loss'] for run in case['runs']):.2f}"
         for case in found["cases"]
     )
     lines += [
         "",
-        f"Characters of Shakespeare, the whole validation split, in nats a token; autocast in bfloat16 on a CPU, Muon, not compiled; {lengths}. "
-        f"The two runs of a seed have equal weights at the start and equal batches; a 95% interval (t) of their difference over "
-        f"{len({run['seed'] for case in found['cases'] for run in case['runs']})} seeds. Training losses of one step differ by at most {first} "
-        f"(relative) over the first {FIRST_STEPS} steps, where the promise is 2e-02, and by at most {any_step} at any step. "
-        f"{found['machine']}, one thread, torch {found['torch']}; commit {found['commit']}; `python benchmarks/bf16_stream.py`.",
+        (
+            "Characters of Shakespeare, the whole validation split, in nats per token; autocast in"
+            f" bfloat16 on a CPU, Muon, not compiled; {lengths}. The two runs of a seed have equal"
+            " weights at the start and equal batches; a 95% interval (t) of their difference over"
+            f" {len({run['seed'] for case in found['cases'] for run in case['runs']})} seeds."
+            f" Training losses of one step differ by at most {first} (relative) over the first"
+            f" {FIRST_STEPS} steps, where the promise is 2e-02, and by at most {any_step} at any"
+            f" step. {found['machine']}, one thread, torch {found['torch']}; commit"
+            f" {found['commit']}; `python benchmarks/bf16_stream.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -87,7 +87,8 @@ def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> 
             )
             first, *later = rows[way][-1]["blocked_ms"]
             print(
-                f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then {statistics.median(later):,.0f} ms a save",
+                f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then"
+                f" {statistics.median(later):,.0f} ms a save",
                 file=sys.stderr,
             )
     return {"repeats": repeats, "saves": saves, "every": every, "device": device, "rows": rows}
@@ -141,10 +142,14 @@ def table(found: dict) -> str:
     rows = found["rows"]
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:
         raise SystemExit(
-            "The two ways did not train the same weights: a promise is broken, and the times mean nothing."
+            "The two ways did not train the same weights: a promise is broken, and the times mean"
+            " nothing."
         )
     lines = [
-        "| saving | room made before the first step, ms | loop blocked by the first save, ms | by each later save, ms | whole after, s | run, s |",
+        (
+            "| saving | room made before the first step, ms | loop blocked by the first save, ms |"
+            " by each later save, ms | whole after, s | run, s |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for way, runs in rows.items():
@@ -155,7 +160,8 @@ def table(found: dict) -> str:
         reserve, first = [row["reserve_ms"] for row in runs], [row["blocked_ms"][0] for row in runs]
         wall = spread([row["wall_s"] for row in runs], 1)
         lines.append(
-            f"| {way} | {spread(reserve)} | {spread(first)} | **{spread(blocked)}** | {spread(seconds, 2)} | {wall} |"
+            f"| {way} | {spread(reserve)} | {spread(first)} | **{spread(blocked)}** |"
+            f" {spread(seconds, 2)} | {wall} |"
         )
     medians = {
         way: [statistics.median(row["blocked_ms"][1:]) for row in runs]
@@ -168,9 +174,13 @@ def table(found: dict) -> str:
     first = rows[LOOP][0]
     lines += [
         "",
-        f"Blocked by {spread(less, 1)}% less. The state has {first['parameters'] / 1e6:,.0f} M parameters and {first['gigabytes']:.2f} GB. "
-        f"{found['machine']}, on {found['device']}, {found['threads']} threads; {found['repeats']} repeats of {found['saves']} saves, "
-        f"{found['every']} steps apart; median (smallest to largest); commit {found['commit']}; `python benchmarks/checkpoints.py`.",
+        (
+            f"Blocked by {spread(less, 1)}% less. The state has {first['parameters'] / 1e6:,.0f} M"
+            f" parameters and {first['gigabytes']:.2f} GB. {found['machine']}, on"
+            f" {found['device']}, {found['threads']} threads; {found['repeats']} repeats of"
+            f" {found['saves']} saves, {found['every']} steps apart; median (smallest to largest);"
+            f" commit {found['commit']}; `python benchmarks/checkpoints.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -45,7 +45,8 @@ class Contact:
         if held:
             what = " with torch ".join(held.pop())
             raise SystemExit(
-                f"{self.results.folder} holds figures of {what}. Fix: give another folder with --results."
+                f"{self.results.folder} contains figures of {what}. Fix: give another folder with"
+                " --results."
             )
         self.works = {
             work.name: throughput.shape(work, tiny=self.session.arguments.tiny)
@@ -55,7 +56,7 @@ class Contact:
     def run(self, number: int) -> None:
         """Take the steps that are due, most important first, until the time is up."""
         for pattern in missing(CALLS[number], throughput.is_asked):
-            self.session.say(f"{pattern}: there is no such entry. The call goes on without it.")
+            self.session.say(f"{pattern}: no such entry, skipped.")
         for step in self.order(number):
             if step.name in self.tried or self.is_done(step) or not self.can_be_done(step):
                 continue
@@ -69,7 +70,7 @@ class Contact:
         self.session.write(self.found)
 
     def order(self, number: int) -> Iterator[Step]:
-        """Yield this call's steps, then the other calls' remaining ones, then those stopped before."""
+        """Yield this call's steps, then the other calls' steps, then those stopped before."""
         plans = {
             each: steps(CALLS[each], self.session.batches, throughput.is_asked)
             for each in (number, *(n for n in CALLS if n != number))
@@ -109,7 +110,8 @@ class Contact:
         own_limit_s, left_s = self.estimates.limit_s(step), self.remaining_s()
         limit_s = min(own_limit_s, left_s)
         self.session.say(
-            f"{step.name}: expected to take {self.estimates.expected_s(step):.0f} s; {left_s:.0f} s are left."
+            f"{step.name}: expected {self.estimates.expected_s(step):.0f} s; {left_s:.0f} s are"
+            " left."
         )
         status = "ok"
         if step.entry is not None:
@@ -173,13 +175,15 @@ class Contact:
             and self.remaining_s() >= self.estimates.needed_s(step)
         ):
             self.session.say(
-                f"{step.name} failed while it was to be profiled ({row['reason']}); it is measured without."
+                f"{step.name} failed while being profiled ({row['reason']}); measuring it without a"
+                " profile."
             )
             row = self.row(step, min(limit_s, self.remaining_s()), profiled=False)
         if row["status"] == "timed-out":
-            why = "the call's time was up" if ends_call else "much more than expected"
+            why = "the call's time is up" if ends_call else "much more than expected"
             row["reason"] = (
-                f"It was stopped after {row['process_s']:.0f} s: {why}. A later call tries it again if there is time."
+                f"It was stopped after {row['process_s']:.0f} s: {why}. A later call retries it if"
+                " there is time."
             )
         if step.kind == "measure":
             self.found.drop(before)
@@ -306,5 +310,6 @@ class Contact:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        " --help"
     )

@@ -72,7 +72,8 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
         lines.append(f"{folder / 'nanoGPT'}: model.py from {nanogpt}")
     else:
         lines.append(
-            "nanoGPT is left out: give its folder with --nanogpt, or the calls have nothing to compare with."
+            "nanoGPT is skipped: give its folder with --nanogpt, or the calls have nothing to"
+            " compare with."
         )
     commit = commit or git("describe", "--always", "--dirty=+", "--exclude=*") or ""
     manifest = {
@@ -85,27 +86,38 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     packed, tree = size_of(folder), tree_bytes(folder)
     lines.append(
-        f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB of the tree; commit {commit or 'not known: give --commit'}."
+        f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB of the tree; commit"
+        f" {commit or 'unknown: give --commit'}."
     )
     if packed + tree > MOST_BYTES:
         raise SystemExit(
-            f"{(packed + tree) / 2**20:.0f} MiB are more than the {MOST_BYTES >> 20} MiB that may travel. Fix: take less into the tree."
+            f"{(packed + tree) / 2**20:.0f} MiB are more than the {MOST_BYTES >> 20} MiB that may"
+            " travel. Fix: take less into the tree."
         )
     return [*lines, "", *instructions(folder)]
 
 
 def instructions(folder: Path) -> Iterator[str]:
     """Yield the instructions for making the calls."""
-    yield f"Take the tree and {folder} to the machine, an empty folder for what comes back as $OUT, and in the tree's root, one call at a time:"
+    yield (
+        f"Take the tree and {folder} to the machine, an empty folder for what comes back as $OUT,"
+        " and in the tree's root, one call at a time:"
+    )
     for number in ("1", "2", "3", "4"):
         yield f"  {command(folder, number)}"
-    yield f"After each call, copy what $OUT holds into {folder / 'results'}: the next call reads it there. --call next is the first that is not done."
+    yield (
+        f"After each call, copy what $OUT holds into {folder / 'results'}: the next call reads it"
+        " there. --call next is the first that is not done."
+    )
 
 
 def command(folder: Path, number: str) -> str:
     """Return the command line of one call."""
     paths = f'PYTHONPATH="$PWD/{folder}/site:$PWD"'
-    return f'{paths} python3 benchmarks/first_contact.py --call {number} --kit {folder} --seed {folder}/results --results "$OUT"'
+    return (
+        f"{paths} python3 benchmarks/first_contact.py --call {number} --kit {folder} --seed"
+        f' {folder}/results --results "$OUT"'
+    )
 
 
 def check_nanogpt(folder: Path) -> None:
@@ -115,7 +127,8 @@ def check_nanogpt(folder: Path) -> None:
     """
     if not (folder / "model.py").is_file():
         raise SystemExit(
-            f"{folder} has no model.py. Fix: git clone https://github.com/karpathy/nanoGPT, and give that folder with --nanogpt."
+            f"{folder} has no model.py. Fix: git clone https://github.com/karpathy/nanoGPT, and"
+            " give that folder with --nanogpt."
         )
 
 
@@ -227,5 +240,6 @@ def git(*words: str) -> str | None:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        " --help"
     )

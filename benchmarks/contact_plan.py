@@ -94,7 +94,8 @@ CALLS = {
         ),
     ),
     3: Call(
-        "the fast recipe, the 700M class and nanoGPT, the way people write it, repeats near targets, profiles",
+        "the fast recipe, the 700M class and nanoGPT, the hand-written loop, repeats near targets,"
+        " profiles",
         first=("environment",),
         entries=(
             "gpt2-124m-fast/set",
@@ -304,15 +305,18 @@ def plan_lines(batches: Batches, is_asked: Callable[[Entry, str], bool]) -> Iter
             LADDER
         ] * call.ladder  # profiles come with their measurements
         seconds = sum(guess_s(step) for step in waits)
-        yield f"Call {number}: {call.title}; {len(waits)} steps, about {seconds:.0f} s, and {len(later)} more for the time that is left."
+        yield (
+            f"Call {number}: {call.title}; {len(waits)} steps, about {seconds:.0f} s, and"
+            f" {len(later)} more for the time that is left."
+        )
         yield from (f"  {guess_s(step):5.0f} s  {step.name}" for step in waits)
         yield from (
-            f"          {pattern}: there is no such entry; the call goes on without it."
-            for pattern in missing(call, is_asked)
+            f"          {pattern}: no such entry, skipped." for pattern in missing(call, is_asked)
         )
 
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        " --help"
     )

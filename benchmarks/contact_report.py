@@ -1,4 +1,4 @@
-"""The summary of a call of first_contact.py: targets, profiles, and remaining steps on one screen."""
+"""The summary of a call of first_contact.py: targets, profiles and remaining steps."""
 
 from __future__ import annotations
 
@@ -63,11 +63,15 @@ def summary(found: Measurements, results: Results, *, call: int, left: Sequence[
     )
     lines += [
         "",
-        f"{len(measured)} measurements{roof}; commits {', '.join(sorted({str(row['commit']) for row in measured})) or 'none'}.",
+        (
+            f"{len(measured)} measurements{roof}; commits"
+            f" {', '.join(sorted({str(row['commit']) for row in measured})) or 'none'}."
+        ),
     ]
     bad = [row for row in found.rows if row["status"] != "ok"]
     lines += [
-        f"{row['work']}/{row['entry']}, batch {row['rows']}: {row['status']}: {row['reason'][:MOST_CHARACTERS]}"
+        f"{row['work']}/{row['entry']}, batch {row['rows']}: {row['status']}:"
+        f" {row['reason'][:MOST_CHARACTERS]}"
         for row in bad[:MOST_FAILURES]
     ]
     lines += (
@@ -95,9 +99,7 @@ def environment_line(results: Results) -> str:
     """Return the machine and its copy bandwidth."""
     held = results.of("environment")
     if "packages" not in held:
-        return (
-            f"The environment is not known: {'; '.join(held.get('failed', ['it was not asked']))}."
-        )
+        return f"The environment is unknown: {'; '.join(held.get('failed', ['it was not asked']))}."
     packages = ", ".join(
         f"{name} {version or 'missing'}" for name, version in held["packages"].items()
     )
@@ -113,7 +115,10 @@ def tests_line(results: Results) -> str:
     ended = {"ok": "", "timed-out": ", then they were stopped", "failed": ": they did not run"}[
         held["status"]
     ]
-    line = f"GPU tests: {held.get('passed', 0)} passed, {len(held['failed'])} failed, {held.get('skipped', 0)} skipped in {held['seconds']:.0f} s{ended}"
+    line = (
+        f"GPU tests: {held.get('passed', 0)} passed, {len(held['failed'])} failed,"
+        f" {held.get('skipped', 0)} skipped in {held['seconds']:.0f} s{ended}"
+    )
     return (
         line
         + (": " + "; ".join(held["failed"])[: 2 * MOST_CHARACTERS] if held["failed"] else "")
@@ -132,7 +137,10 @@ def target_lines(found: Measurements) -> Iterator[str]:
         wanted = " / ".join(figure(value) for value in (target.least, target.aim) if value)
         name = f"{target.work}: {WHAT.get(target.what, f'times {target.against}')}"
         measured = figure(row.get("measured")) + kept
-        yield f"| {name} | {wanted} | {span(target.predicted)} | {measured} | {row.get('by') or ''} | {times_nanogpt(found, target)} |"
+        yield (
+            f"| {name} | {wanted} | {span(target.predicted)} | {measured} | {row.get('by') or ''} |"
+            f" {times_nanogpt(found, target)} |"
+        )
 
 
 def times_nanogpt(found: Measurements, target: Target) -> str:
@@ -154,13 +162,15 @@ def profile_lines(results: Results) -> Iterator[str]:
     good = {name: profile for name, profile in results.profiles.items() if profile.get("groups")}
     for name, profile in results.profiles.items():
         if name not in good:
-            yield f"The profile of {name} failed: {profile.get('failed', 'no kernels were recorded')}"[
-                : 2 * MOST_CHARACTERS
-            ]
+            yield (
+                f"The profile of {name} failed: {profile.get('failed', 'no kernels recorded')}"[
+                    : 2 * MOST_CHARACTERS
+                ]
+            )
     if not good:
         return
     yield (
-        "| a step, profiled | "
+        "| time per step, profiled | "
         + " | ".join(f"{name}, {profile['wall_ms']:.1f} ms" for name, profile in good.items())
         + " |"
     )
@@ -186,5 +196,6 @@ def share(profile: dict[str, Any], group: str) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        " --help"
     )

@@ -1,4 +1,4 @@
-"""The results folder of first_contact.py: a few small files, each replaced atomically after a step."""
+"""The results folder of first_contact.py: a few small files, each replaced atomically."""
 
 from __future__ import annotations
 
@@ -91,5 +91,6 @@ class Results:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        " --help"
     )

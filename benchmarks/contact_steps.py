@@ -62,7 +62,8 @@ TINY_TESTS = (
     "tests/ops/test_gpu.py",
 )
 OUTCOME = re.compile(
-    r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)|(\S+::\S+.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b)"
+    r"^(?:\[gw\d+\] \[ *\d+%\] )?(?:(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) (\S+)|(\S+::\S+.*?)"
+    r" (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b)"
 )
 MOST_NAMES = 20
 PROFILE_STEPS, TINY_PROFILE_STEPS = 3, 1
@@ -93,7 +94,7 @@ print(json.dumps(found))
 
 
 def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
-    """Return the GPU, the versions, the device copy bandwidth, and whether the command line starts."""
+    """Return the GPU, the versions, the copy bandwidth, and whether the command line starts."""
     found: dict[str, Any] = {"status": "ok"}
     code, out, err = finished([sys.executable, "-c", TELL], limit_s)
     if code:
@@ -105,7 +106,10 @@ def environment(limit_s: float, *, tiny: bool) -> dict[str, Any]:
         found
         if code == 0
         else found
-        | {"status": "failed", "failed": [f"python -m flatout --version: {last_line(err)}"]}
+        | {
+            "status": "failed",
+            "failed": [f"python -m flatout --version: {last_line(err)}"],
+        }
     )
 
 
@@ -141,7 +145,7 @@ def gpu_tests(limit_s: float, *, tiny: bool) -> dict[str, Any]:
     if not outcomes:  # nothing was collected, or pytest itself failed
         return made | {
             "status": "failed",
-            "failed": [f"pytest ended with exit code {code}: {last_line(err or out)}"],
+            "failed": [f"pytest exited with code {code}: {last_line(err or out)}"],
         }
     return made
 
@@ -205,5 +209,6 @@ def last_line(text: str) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/first_contact.py, which is the command: python benchmarks/first_contact.py --help"
+        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        " --help"
     )

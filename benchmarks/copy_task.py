@@ -1,4 +1,4 @@
-"""The copy task with the eigenstate network: recall one of eight symbols across thousands of tokens.
+"""The copy task for the eigenstate network: recall one of eight symbols after thousands of tokens.
 
     OMP_NUM_THREADS=1 python benchmarks/copy_task.py
 
@@ -143,7 +143,8 @@ def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
 def table(found: dict) -> str:
     """Return the figures as Markdown."""
     lines = [
-        "| tokens back | initialisation, form | seeds that learn it | steps until all eight are right | loss at the end | right at the end |"
+        "| distance, tokens | initialisation, form | seeds that learn it | steps until all eight"
+        " are right | final loss | final accuracy |"
     ]
     lines.append("|---|---|---|---|---|---|")
     cases = dict.fromkeys((run["distance"], run["form"]) for run in found["runs"])
@@ -153,15 +154,20 @@ def table(found: dict) -> str:
         accuracy = statistics.mean(run["accuracy"] for run in runs)
         learned = f"{len(right)} of {len(runs)} | {spread(right) if right else 'never'}"
         lines.append(
-            f"| {distance:,} | {form} | {learned} | {spread([run['loss'] for run in runs], 3)} | {accuracy:.0%} |"
+            f"| {distance:,} | {form} | {learned} | {spread([run['loss'] for run in runs], 3)} |"
+            f" {accuracy:.0%} |"
         )
     shape = found["shape"]
     lines += [
         "",
-        f"{found['machine']}, one thread, fp32; one layer, d {shape['d_model']}, {shape['num_eigenstates']} eigenstates, constant filler, Muon with "
-        f"a learning rate of {LEARNING_RATE}, at most {found['steps']} steps, until the loss is below {LEARNED}; chance is 2.079 and 1 in 8; "
-        f"{found['seeds']} seeds, 1 beyond {FAR:,}; median (smallest to largest), the share right is the mean; commit {found['commit']}; "
-        "`python benchmarks/copy_task.py`.",
+        (
+            f"{found['machine']}, one thread, fp32; one layer, d {shape['d_model']},"
+            f" {shape['num_eigenstates']} eigenstates, constant filler, Muon with a learning rate"
+            f" of {LEARNING_RATE}, at most {found['steps']} steps, until the loss is below"
+            f" {LEARNED}; chance is 2.079 and 1 in 8; {found['seeds']} seeds, 1 beyond {FAR:,};"
+            f" median (smallest to largest), the share right is the mean; commit {found['commit']};"
+            " `python benchmarks/copy_task.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -26,7 +26,7 @@ def main() -> None:
         "--text",
         type=Path,
         required=True,
-        help="the text that the data set card `shakespeare` names",
+        help="text file named by the dataset card `shakespeare`",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(

@@ -67,7 +67,10 @@ def main() -> None:
         help="tokens of a chunk, which change no result; 32 is what auto takes on a CPU",
     )
     parser.add_argument(
-        "--minutes", type=float, default=60, help="begin no round that would not end within them"
+        "--minutes",
+        type=float,
+        default=60,
+        help="start no round that would not finish in this time",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -231,13 +234,15 @@ def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> d
                 evaluate()
                 found[comparison.name]["seconds"][name].append(time.perf_counter() - start_s)
                 print(
-                    f"round {done + 1}, {comparison.title}: {name}: {time.perf_counter() - start_s:.2f} s",
+                    f"round {done + 1}, {comparison.title}: {name}:"
+                    f" {time.perf_counter() - start_s:.2f} s",
                     file=sys.stderr,
                 )
         done += 1
     if not done:
         raise SystemExit(
-            f"The first round would not have ended within {minutes:g} minutes; give it more, or fewer --layers or --tokens."
+            f"The first round would not finish within {minutes:g} minutes; allow more time, or"
+            " fewer --layers or --tokens."
         )
     return {"rounds": done, "comparisons": found}
 
@@ -255,7 +260,8 @@ def compared(comparison: Comparison) -> dict[str, Any]:
         apart[name] = {"loss": abs(loss - plain_loss) / abs(plain_loss), "gradient": of_gradient}
         if not max(apart[name].values()) <= comparison.tolerance:
             raise SystemExit(
-                f"{comparison.title}: {name} differs: {apart[name]}, and {comparison.tolerance:g} is allowed."
+                f"{comparison.title}: {name} differs: {apart[name]}, and {comparison.tolerance:g}"
+                " is allowed."
             )
     losses = {name: loss for name, (loss, _) in results.items()}
     return {
@@ -270,7 +276,7 @@ def compared(comparison: Comparison) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     lines = [
-        "| forward and backward | seconds | times faster | losses differ by | gradients by |",
+        "| forward and backward | seconds | speedup | loss difference | gradient difference |",
         "|---|---|---|---|---|",
     ]
     for comparison in found["comparisons"].values():
@@ -292,10 +298,13 @@ def table(found: dict[str, Any]) -> str:
             )
     lines += [
         "",
-        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}; {found['layers']} layers of `{RECIPE}`, one row of "
-        f"{found['tokens']:,} tokens, chunks of {found['chunk_size']}, fp32 but where it says otherwise; "
-        f"{found['rounds']} rounds, turn by turn, median (smallest to largest), "
-        f"ratios of the same round; commit {found['commit']}; `python benchmarks/eigenstate_cpu.py`.",
+        (
+            f"{found['machine']}, {found['threads']} threads, torch {found['torch']};"
+            f" {found['layers']} layers of `{RECIPE}`, one row of {found['tokens']:,} tokens,"
+            f" chunks of {found['chunk_size']}, fp32 unless stated otherwise; {found['rounds']}"
+            " rounds, interleaved; median (smallest to largest), ratios within a round; commit"
+            f" {found['commit']}; `python benchmarks/eigenstate_cpu.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

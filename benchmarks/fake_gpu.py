@@ -87,14 +87,17 @@ def why_not() -> str | None:
     import torch
 
     if torch.version.cuda is None:
-        return "It takes a CUDA build of torch; this is a build for CPUs."
+        return "It needs a CUDA build of torch; this build is for CPUs."
     if torch.cuda.is_available():
-        return "There is a GPU here: run the benchmark itself, python benchmarks/throughput.py --only ..."
+        return (
+            "There is a GPU here: run the benchmark itself, python benchmarks/throughput.py"
+            " --only ..."
+        )
     return None
 
 
 def build_driver(folder: Path) -> Path:
-    """Compile fake_gpu_driver.c against the headers of torch's CUDA packages; return the library."""
+    """Compile fake_gpu_driver.c against torch's CUDA headers; return the library."""
     includes = [
         path
         for name in ("nvidia", "triton")
@@ -119,9 +122,7 @@ def package_folder(name: str) -> Path:
     spec = find_spec(name)
     places = list(spec.submodule_search_locations or ()) if spec else []
     if not places:
-        raise SystemExit(
-            f"The package {name}, which comes with a CUDA build of torch, is not here."
-        )
+        raise SystemExit(f"The package {name} is missing; it comes with a CUDA build of torch.")
     return Path(places[0])
 
 
@@ -139,7 +140,7 @@ def trace_apart(entry: Entry, environment: dict[str, str]) -> dict[str, Any]:
             command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"status": "failed", "reason": f"It had not ended after {LIMIT_S} s."}
+        return {"status": "failed", "reason": f"It did not finish within {LIMIT_S} s."}
     if done.returncode:
         return {"status": "failed", "reason": reason_in(done.stderr)}
     return dict(json.loads(done.stdout.splitlines()[-1]))
@@ -149,7 +150,7 @@ def reason_in(said: str) -> str:
     """Return why a process failed: its last error line, else its last non-empty line."""
     lines = [text for text in said.splitlines() if text.strip() and not text.startswith("frame #")]
     errors = [text for text in lines if ERROR.match(text)]
-    return (errors or lines or ["nothing was said"])[-1]
+    return (errors or lines or ["no output"])[-1]
 
 
 def line(entry: Entry, found: dict[str, Any]) -> str:
@@ -218,7 +219,7 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
 
 @contextmanager
 def recorded_compiler() -> Iterator[list[list[str]]]:
-    """Make torch.compile trace whole graphs and record their operations instead of generating code."""
+    """Make torch.compile trace whole graphs and record operations instead of generating code."""
     import torch
     import torch.cuda.amp.common
     from torch._dynamo.backends.common import aot_autograd

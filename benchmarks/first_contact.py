@@ -40,7 +40,8 @@ try:
     from flatout.hardware import probe
 except ModuleNotFoundError as error:
     raise SystemExit(
-        f"The package {error.name} is not here. Fix: install flatout, or bring the folder that --pack fills and set PYTHONPATH as in docs/gpu.md."
+        f"The package {error.name} is missing. Fix: install flatout, or copy the folder that --pack"
+        " fills and set PYTHONPATH as in docs/gpu.md."
     ) from None
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--call",
         choices=[*map(str, CALLS), "next"],
-        help="run one call; next is the first whose steps are not all done",
+        help="run one call; next is the first with steps left",
     )
     made.add_argument(
         "--results",
@@ -105,24 +106,20 @@ def parser() -> argparse.ArgumentParser:
         "--seed",
         type=Path,
         metavar="DIR",
-        help="results of calls before: copied to --results where that has none",
+        help="earlier results, copied to --results where it has none",
     )
     made.add_argument(
         "--kit",
         type=Path,
         help="the folder that --pack filled: its nanoGPT and its commit are used",
     )
-    made.add_argument(
-        "--minutes", type=float, default=MINUTES, help="the call ends within them (9)"
-    )
+    made.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the call (9)")
     made.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
-    made.add_argument(
-        "--commit", help="what to write down as the commit, where there is no repository"
-    )
+    made.add_argument("--commit", help="commit to record if there is no repository")
     made.add_argument(
         "--only",
         default="*",
-        help="of the measurements, those that --only of throughput.py would name",
+        help="limit the measurements, as --only of throughput.py",
     )
     made.add_argument("--tiny", action="store_true", help="toy shapes on the CPU")
     return made
@@ -132,7 +129,8 @@ def run_call(arguments: argparse.Namespace, began_s: float) -> None:
     """Run one call and print its table."""
     if not arguments.tiny and not probe().gpus:
         raise SystemExit(
-            "It measures a GPU, and there is none here. --tiny runs every step at toy shapes on the CPU."
+            "This benchmark needs a GPU, and none was found. --tiny runs every step at toy shapes"
+            " on the CPU."
         )
     check(arguments)
     with suppress(OSError):  # torch and Triton have places of their own
@@ -157,13 +155,15 @@ def check(arguments: argparse.Namespace) -> None:
     """
     if arguments.kit and not (arguments.kit / MANIFEST).is_file():
         raise SystemExit(
-            f"{arguments.kit} is no folder that --pack filled: it has no {MANIFEST}. Fix: take that folder along, or leave --kit out."
+            f"{arguments.kit} was not filled by --pack: it has no {MANIFEST}. Fix: copy the packed"
+            " folder, or omit --kit."
         )
     if arguments.nanogpt:
         check_nanogpt(arguments.nanogpt)
     if not any(throughput.is_asked(entry, arguments.only) for entry in throughput.ENTRIES):
         raise SystemExit(
-            f"--only {arguments.only} names nothing. Fix: python benchmarks/throughput.py --list names the works and their entries."
+            f"--only {arguments.only} names nothing. Fix: python benchmarks/throughput.py --list"
+            " names the works and their entries."
         )
 
 
@@ -190,7 +190,8 @@ def held(folder: Path) -> Iterator[None]:
         ):  # any other error is a file system's that has no locks
             os.close(handle)
             raise SystemExit(
-                f"Another call writes to {folder}. Fix: wait until it has ended, or give another folder with --results."
+                f"Another call is writing to {folder}. Fix: wait until it finishes, or give another"
+                " folder with --results."
             ) from None
     try:
         yield

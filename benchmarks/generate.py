@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
-    """Return the rates with and without the cache, and the seconds to the first token, per repeat."""
+    """Return rates with and without the cache, and seconds to the first token, per repeat."""
     torch.manual_seed(0)
     model = Transformer(
         Transformer.check(SHAPE, seq_len=context),
@@ -117,7 +117,10 @@ def decoding_by(model: LanguageModel, decoder: Callable[..., Decoder]) -> Iterat
 def table(found: dict) -> str:
     """Return the figures as Markdown."""
     lines = [
-        "| context, tokens | tokens/s, all computed anew | tokens/s, with the cache | times faster | ms to the first token |",
+        (
+            "| context, tokens | tokens/s, without cache | tokens/s, with cache | times faster | ms"
+            " to the first token |"
+        ),
         "|---|---|---|---|---|",
     ]
     for context, rows in found["rows"].items():
@@ -126,7 +129,8 @@ def table(found: dict) -> str:
         ]
         first = spread([1000 * row["cached"]["first_token_s"] for row in rows])
         lines.append(
-            f"| {int(context):,} | {rates[0]} | {rates[1]} | **{spread([row['times'] for row in rows], 1)}** | {first} |"
+            f"| {int(context):,} | {rates[0]} | {rates[1]} |"
+            f" **{spread([row['times'] for row in rows], 1)}** | {first} |"
         )
     shape, all_rows = found["shape"], [row for rows in found["rows"].values() for row in rows]
     same = (
@@ -136,9 +140,13 @@ def table(found: dict) -> str:
     )
     lines += [
         "",
-        f"{found['machine']}, one thread, fp32; {shape['num_layers']} layers, d {shape['d_model']}, a vocabulary of {shape['vocab_size']:,}, fresh "
-        f"weights; the last {found['tokens']} tokens of a full context, the likeliest each, {same}; {found['repeats']} repeats, turn by turn in one "
-        f"process; median (smallest to largest); commit {found['commit']}; `python benchmarks/generate.py`.",
+        (
+            f"{found['machine']}, one thread, fp32; {shape['num_layers']} layers, d"
+            f" {shape['d_model']}, a vocabulary of {shape['vocab_size']:,}, fresh weights; the last"
+            f" {found['tokens']} tokens of a full context, greedy, {same}; {found['repeats']}"
+            " repeats, interleaved in one process; median (smallest to largest); commit"
+            f" {found['commit']}; `python benchmarks/generate.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -45,14 +45,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, help="a data set to read instead of one made for it")
+    parser.add_argument("--data", type=Path, help="dataset to read instead of a generated one")
     parser.add_argument(
-        "--shard-mib", type=int, default=4, help="size of each of the 100 shards that are made"
+        "--shard-mib", type=int, default=4, help="size of each of the 100 generated shards"
     )
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--steps", type=int, default=400, help="batches that are timed in each repeat"
-    )
+    parser.add_argument("--steps", type=int, default=400, help="timed batches per repeat")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +91,8 @@ def measure(
             if repeat >= 0:
                 rows[str(seq_len)].append(row)
                 print(
-                    f"repeat {repeat + 1}, {seq_len} tokens: {row['tokens_per_s'] / 1e6:,.0f} M tokens/s",
+                    f"repeat {repeat + 1}, {seq_len} tokens: {row['tokens_per_s'] / 1e6:,.0f} M"
+                    " tokens/s",
                     file=sys.stderr,
                 )
     return {
@@ -108,7 +107,7 @@ def measure(
 
 
 def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
-    """Open the dataset, read until each block is checked, then time the rest; return the figures."""
+    """Open the dataset, read until each block is checked, then time the rest."""
     began = time.perf_counter()
     feed = DirectFeed(
         SequenceSteps(
@@ -184,16 +183,22 @@ def table(found: dict) -> str:
             [row["tokens_per_s"] / 1e6 for row in rows],
             [1e3 * row["first_s"] for row in rows],
         )
-        lines.append(f"| windows of {int(seq_len):,} | **{spread(rates)}** | {spread(firsts)} |")
+        lines.append(f"| sequences of {int(seq_len):,} | **{spread(rates)}** | {spread(firsts)} |")
     lines += [
         f"| target | {TARGETS['tokens_per_s'] / 1e6:,.0f} | {1e3 * TARGETS['first_s']:,.0f} |",
         "",
-        f"Seeking to the last of 10^9 windows, and a batch of one window from there: {spread([1e3 * seconds for seconds in found['seek_s']], 2)} ms "
-        f"(target {1e3 * TARGETS['seek_s']:.0f}). {missed(found)}",
+        (
+            "Seeking to the last of 10^9 sequences and reading a batch of one:"
+            f" {spread([1e3 * seconds for seconds in found['seek_s']], 2)} ms (target"
+            f" {1e3 * TARGETS['seek_s']:.0f}). {missed(found)}"
+        ),
         "",
-        f"{found['machine']}, one thread (four check blocks); {found['tokens']:,} tokens in {found['shards']} shards, "
-        f"{found['batch_tokens']:,} tokens a batch, {found['steps']} batches a repeat, {found['repeats']} repeats; median (smallest to "
-        f"largest); commit {found['commit']}; `python benchmarks/loader.py`.",
+        (
+            f"{found['machine']}, one thread (four check blocks); {found['tokens']:,} tokens in"
+            f" {found['shards']} shards, {found['batch_tokens']:,} tokens per batch,"
+            f" {found['steps']} batches per repeat, {found['repeats']} repeats; median (smallest to"
+            f" largest); commit {found['commit']}; `python benchmarks/loader.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 
@@ -202,7 +207,7 @@ def missed(found: dict) -> str:
     """Return the targets that the medians miss."""
     every = [
         (
-            f"tokens a second at {seq_len}",
+            f"tokens per second at {seq_len}",
             TARGETS["tokens_per_s"] <= statistics.median(row["tokens_per_s"] for row in rows),
         )
         for seq_len, rows in found["rows"].items()
@@ -216,7 +221,7 @@ def missed(found: dict) -> str:
     ]
     every += [("seeking", statistics.median(found["seek_s"]) <= TARGETS["seek_s"])]
     short = [what for what, kept in every if not kept]
-    return f"**Missed: {', '.join(short)}.**" if short else "Every target is kept."
+    return f"**Missed: {', '.join(short)}.**" if short else "Every target is met."
 
 
 if __name__ == "__main__":

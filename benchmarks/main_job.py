@@ -40,7 +40,7 @@ def main() -> None:
         "--text",
         type=Path,
         required=True,
-        help="the text that the data set card `shakespeare` names",
+        help="text file named by the dataset card `shakespeare`",
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="steps of both runs")
@@ -48,7 +48,7 @@ def main() -> None:
         "--long-steps",
         type=int,
         default=300,
-        help="steps of the run whose steady rate is quoted for the way it comes",
+        help="steps of the run that gives the steady rate with speedups",
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

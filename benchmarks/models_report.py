@@ -33,7 +33,10 @@ def loss_table(found: dict[str, Any]) -> list[str]:
     runs = found["runs"]
     best = best_rates(runs, found["tuning_seed"])
     lines = [
-        "| validation loss, by seed | transformer | eigenstate | eigenstate less transformer, mean |",
+        (
+            "| validation loss, by seed | transformer | eigenstate | eigenstate minus transformer,"
+            " mean |"
+        ),
         "|---|---|---|---|",
     ]
     for optimizer, seq_len, steps in itertools.product(TITLES, LENGTHS, (STEPS, LONGER)):
@@ -56,7 +59,8 @@ def loss_table(found: dict[str, Any]) -> list[str]:
                 losses["eigenstate"][seed] - losses["transformer"][seed] for seed in seeds
             )
             lines.append(
-                f"| {TITLES[optimizer]}, T = {seq_len:,}, {steps} steps | {' | '.join(cells)} | **{apart:+.3f}** |"
+                f"| {TITLES[optimizer]}, T = {seq_len:,}, {steps} steps | {' | '.join(cells)} |"
+                f" **{apart:+.3f}** |"
             )
     sizes = {row["model"]: f"{row['parameters']:,} ({row['model']})" for row in runs}
     rates = "; ".join(
@@ -65,11 +69,14 @@ def loss_table(found: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"Characters of Shakespeare, nats a token on the whole validation split; {' and '.join(sizes.values())} parameters; "
-        f"steps of {found['tokens_per_step']:,} tokens at every length; "
-        f"learning rates tuned at T = {found['tuned_at']:,}, {STEPS} steps, on another seed: {rates}. {beside(runs, best)}"
-        f"{found['machine']}, one thread, torch {found['torch']}; commit {found['commit']}; "
-        "`python benchmarks/models.py --part loss`.",
+        (
+            "Characters of Shakespeare, nats per token on the whole validation split;"
+            f" {' and '.join(sizes.values())} parameters; steps of {found['tokens_per_step']:,}"
+            f" tokens at every length; learning rates tuned at T = {found['tuned_at']:,}, {STEPS}"
+            f" steps, on another seed: {rates}. {beside(runs, best)}{found['machine']}, one thread,"
+            f" torch {found['torch']}; commit {found['commit']}; `python benchmarks/models.py"
+            " --part loss`."
+        ),
         "",
     ]
 
@@ -91,11 +98,10 @@ def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> st
             == (model, optimizer, LENGTHS[-1], 1)
         }
         if {rate / 2, rate, rate * 2} <= at_end.keys():
-            parts.append(
-                f"{model} {', '.join(f'{loss_of(at_end[each]):.3f}' for each in (rate / 2, rate, rate * 2))}"
-            )
+            losses = (loss_of(at_end[each]) for each in (rate / 2, rate, rate * 2))
+            parts.append(f"{model} {', '.join(f'{loss:.3f}' for loss in losses)}")
     return (
-        f"At T = {LENGTHS[-1]:,}, half the rate, the rate and twice it come to: {'; '.join(parts)}. "
+        f"At T = {LENGTHS[-1]:,}, losses at half, once and twice the rate: {'; '.join(parts)}. "
         if parts
         else ""
     )
@@ -104,7 +110,10 @@ def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> st
 def speed_table(found: dict[str, Any]) -> list[str]:
     """Return the table of rates and memory."""
     lines = [
-        "| training, tokens/s | transformer | eigenstate | times faster | GiB, transformer | GiB, eigenstate |",
+        (
+            "| training, tokens/s | transformer | eigenstate | times faster | GiB, transformer |"
+            " GiB, eigenstate |"
+        ),
         "|---|---|---|---|---|---|",
     ]
     for seq_len in dict.fromkeys(row["seq_len"] for row in found["rows"]):
@@ -130,15 +139,19 @@ def speed_table(found: dict[str, Any]) -> list[str]:
             for model in MODELS
         ]
         lines.append(
-            f"| T = {seq_len:,} | {spread(rates['transformer'])} | {spread(rates['eigenstate'])} | **{spread(ratios, 1)}** | {' | '.join(gib)} |"
+            f"| T = {seq_len:,} | {spread(rates['transformer'])} | {spread(rates['eigenstate'])} |"
+            f" **{spread(ratios, 1)}** | {' | '.join(gib)} |"
         )
     return [
         *lines,
         "",
-        f"The same models; steps of {found['tokens']:,} tokens in one micro-batch, whatever the length; {found['rounds']} rounds, turn by turn in "
-        f"fresh processes, median (smallest to largest); GiB is what the process took at most beyond what it had before its first step. "
-        f"{found['machine']}, {found['threads']} threads, torch {found['torch']}; commit {found['commit']}; "
-        "`python benchmarks/models.py --part speed`.",
+        (
+            f"The same models; steps of {found['tokens']:,} tokens in one micro-batch at every"
+            f" length; {found['rounds']} rounds, interleaved in fresh processes, median (smallest"
+            " to largest); GiB is the peak memory above that before the first step."
+            f" {found['machine']}, {found['threads']} threads, torch {found['torch']}; commit"
+            f" {found['commit']}; `python benchmarks/models.py --part speed`."
+        ),
     ]
 
 
@@ -149,5 +162,5 @@ def loss_of(row: dict[str, Any]) -> float:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/models.py, which is the command: python benchmarks/models.py --help"
+        "This file belongs to benchmarks/models.py, run python benchmarks/models.py --help"
     )

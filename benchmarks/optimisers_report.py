@@ -79,7 +79,10 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     lines = [
-        "| corpus, all tokens | AdamW: loss by seed | Muon, 0.65 of the tokens: loss by seed | tokens Muon needs for AdamW's loss |",
+        (
+            "| corpus, all tokens | AdamW: loss by seed | Muon, 0.65 of the tokens: loss by seed |"
+            " tokens Muon needs for AdamW's loss |"
+        ),
         "|---|---|---|---|",
     ]
     for corpus in found.get("corpora", []):
@@ -87,7 +90,8 @@ def table(found: dict[str, Any]) -> str:
             loss_cell(corpus, kind, fraction) for kind, fraction in (("adamw", 1.0), ("muon", 0.65))
         )
         lines.append(
-            f"| {corpus['title']}, {corpus['tokens'] / 1e6:.2f} M | {adamw} | {muon} | {needed_cell(corpus)} |"
+            f"| {corpus['title']}, {corpus['tokens'] / 1e6:.2f} M | {adamw} | {muon} |"
+            f" {needed_cell(corpus)} |"
         )
     if "corpora" in found:
         lines += ["", _small_print(found)]
@@ -97,7 +101,10 @@ def table(found: dict[str, Any]) -> str:
         )
         lines += [
             "",
-            f"A step of Muon takes, of AdamW's ({found['cost']['machine']}, one thread, by turns, median): {costs}.",
+            (
+                f"A step of Muon takes, of AdamW's ({found['cost']['machine']}, one thread, by"
+                f" turns, median): {costs}."
+            ),
         ]
     return "\n".join(lines) + "\n"
 
@@ -128,18 +135,22 @@ def _small_print(found: dict[str, Any]) -> str:
     rates = ", ".join(f"{rate:g}" for rate in found["rates"])
     decays = " and ".join(f"{decay:g}" for decay in found["weight_decays"])
     shapes = "; ".join(
-        f"{c['name']}: {c['shape']['model.num_layers']} layers of width {c['shape']['model.d_model']}, windows of {c['shape']['data.seq_len']}"
+        f"{c['name']}: {c['shape']['model.num_layers']} layers of width"
+        f" {c['shape']['model.d_model']}, sequences of {c['shape']['data.seq_len']}"
         for c in found["corpora"]
     )
     runs = sum(len(corpus["runs"]) for corpus in found["corpora"])
     return (
-        f"{shapes}; {found['shared']['batch.tokens_per_step']:,} tokens a step, cosine schedule over each run's own length. "
-        f"Both tuned on seed {found['tuning_seed']}: learning rates {rates} (on by factors of 2 until the best lies inside) and "
-        f"weight decay {decays}; besides AdamW with beta2 {found['other_decay']['adamw'][1]}, Muon with momentum {found['other_decay']['muon'][1]}; "
-        f"AdamW with all the tokens, Muon with {found['tuned_at']['muon']} of them. Then seeds {', '.join(map(str, found['seeds']))}: "
-        f"validation loss in nats a token; the last column is a fraction, the mean over the seeds with its 95% interval (t, seed by seed). "
-        f"All {runs} runs are in the JSON. {found['machine']}, {found['threads']} thread; torch {found['torch']}; "
-        f"commit {found['commit']}; `python benchmarks/optimisers.py`."
+        f"{shapes}; {found['shared']['batch.tokens_per_step']:,} tokens per step, cosine schedule"
+        f" over each run's own length. Both tuned on seed {found['tuning_seed']}: learning rates"
+        f" {rates} (extended by factors of 2 until the best is inside) and weight decay {decays};"
+        f" also AdamW with beta2 {found['other_decay']['adamw'][1]}, Muon with momentum"
+        f" {found['other_decay']['muon'][1]}; AdamW with all the tokens, Muon with"
+        f" {found['tuned_at']['muon']} of them. Then seeds {', '.join(map(str, found['seeds']))}:"
+        " validation loss in nats a token; the last column is a fraction, the mean over the seeds"
+        f" with its 95% interval (t, seed by seed). All {runs} runs are in the JSON."
+        f" {found['machine']}, {found['threads']} thread; torch {found['torch']}; commit"
+        f" {found['commit']}; `python benchmarks/optimisers.py`."
     )
 
 
@@ -242,5 +253,5 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, style: str) -
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/optimisers.py, which is the command: python benchmarks/optimisers.py --help"
+        "This file belongs to benchmarks/optimisers.py, run python benchmarks/optimisers.py --help"
     )

@@ -51,7 +51,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         print(
-            "warning: these are the times of a CPU, where Triton does not run; they say nothing about a GPU",
+            "warning: these are the times of a CPU, where Triton does not run; they say nothing"
+            " about a GPU",
             file=sys.stderr,
         )
     found = measure(arguments.device, arguments.repeats, out=arguments.out)
@@ -183,21 +184,29 @@ def table(found: dict) -> str:
     """Return the figures as Markdown."""
     rate = statistics.median(found["bytes_per_s"])
     lines = [
-        f"| {found['eigenstates']} eigenstates, forward and backward | rows x tokens | ms | M tokens/s | share of the memory's bandwidth |",
+        (
+            f"| {found['eigenstates']} eigenstates, forward and backward | rows x tokens | ms | M"
+            " tokens/s | share of the memory's bandwidth |"
+        ),
         "|---|---|---|---|---|",
     ]
     for row in found["rows"]:
         seconds = statistics.median(row["seconds"])
         share = row["bytes"] / seconds / rate
         lines.append(
-            f"| {row['way']} | {row['rows']} x {row['tokens']:,} | {spread([1e3 * value for value in row['seconds']], 3)} "
-            f"| {row['rows'] * row['tokens'] / seconds / 1e6:,.2f} | {100 * share:.1f}% |"
+            f"| {row['way']} | {row['rows']} x {row['tokens']:,} |"
+            f" {spread([1e3 * value for value in row['seconds']], 3)} |"
+            f" {row['rows'] * row['tokens'] / seconds / 1e6:,.2f} | {100 * share:.1f}% |"
         )
     where = "**a CPU: this says nothing about a GPU**; " if found["device"] == "cpu" else ""
     lines += [
         "",
-        f"{where}{found['machine']}, torch {found['torch']}; copying moves {spread([value / 1e9 for value in found['bytes_per_s']])} GB/s; "
-        f"medians of {found['repeats']} repeats (smallest to largest); commit {found['commit']}; `python benchmarks/scan.py`.",
+        (
+            f"{where}{found['machine']}, torch {found['torch']}; copying moves"
+            f" {spread([value / 1e9 for value in found['bytes_per_s']])} GB/s; medians of"
+            f" {found['repeats']} repeats (smallest to largest); commit {found['commit']}; `python"
+            " benchmarks/scan.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

@@ -31,8 +31,8 @@ from flatout.hardware import probe
 TARGETS = ((22.0, 1.88), (68.0, 1.60))
 """(wall seconds, validation loss): the loss to reach within that time."""
 NANOGPT_OPTIONS = (
-    "--device=cpu --compile=False --eval_iters=20 --log_interval=50 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 "
-    "--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
+    "--device=cpu --compile=False --eval_iters=20 --log_interval=50 --block_size=64 --batch_size=12"
+    " --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
 )
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 400, 60, 30, 20, 50
 LOW, HIGH = 1.4, 2.6
@@ -49,12 +49,12 @@ def main() -> None:
         "--text",
         type=Path,
         required=True,
-        help="the text that the data set card `shakespeare` names",
+        help="text file named by the dataset card `shakespeare`",
     )
-    parser.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT, to run it beside")
+    parser.add_argument("--nanogpt", type=Path, help="folder with nanoGPT, to compare with")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--nanogpt-repeats", type=int, default=5, help="how many of them run nanoGPT too"
+        "--nanogpt-repeats", type=int, default=5, help="repeats that also run nanoGPT"
     )
     parser.add_argument("--few-steps", type=int, default=150, help="steps of the short run")
     arguments = parser.parse_args()
@@ -100,7 +100,8 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
             )
         for name, repeats in runs.items():  # nanoGPT's last one, when it has had its repeats
             print(
-                f"repeat {repeat + 1}: {name}: loss {repeats[-1]['val_loss']:.4f} in {repeats[-1]['wall_s']:.1f} s",
+                f"repeat {repeat + 1}: {name}: loss {repeats[-1]['val_loss']:.4f} in"
+                f" {repeats[-1]['wall_s']:.1f} s",
                 file=sys.stderr,
             )
     return {
@@ -161,7 +162,7 @@ def nanogpt(source: Path, place: Path, text: Path, *, seed: int) -> dict[str, An
     with subprocess.Popen(words, cwd=place, stdout=subprocess.PIPE, text=True) as process:
         lines = [(time.time() - began, line) for line in process.stdout or ()]
     if process.returncode:
-        raise SystemExit(f"nanoGPT ended with {process.returncode}")
+        raise SystemExit(f"nanoGPT exited with {process.returncode}")
     wall_s = time.time() - began
     said = [
         (second, re.match(r"step \d+: train loss \S+, val loss (\S+)", line))
@@ -199,9 +200,13 @@ def table(found: dict[str, Any]) -> str:
     wanted = " and ".join(f"{loss:g} within {second:g} s" for second, loss in TARGETS)
     lines += [
         "",
-        f"Wanted: {wanted}. {found['machine']}; {found['repeats']} repeats (seeds), turn by turn in fresh processes, median (smallest to largest); "
-        f"seconds count from the start of the process, evaluations in them; flatout scores the whole validation split, nanoGPT a sample of it; "
-        f"commit {found['commit']}; `python benchmarks/shakespeare_cpu.py`.",
+        (
+            f"Targets: {wanted}. {found['machine']}; {found['repeats']} repeats (seeds), turn by"
+            " turn in fresh processes, median (smallest to largest); seconds count from the start"
+            " of the process, evaluations included; flatout scores the whole validation split,"
+            f" nanoGPT a sample of it; commit {found['commit']}; `python"
+            " benchmarks/shakespeare_cpu.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

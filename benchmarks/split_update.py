@@ -77,7 +77,7 @@ def measure(device: str, repeats: int, sizes: dict[str, tuple[int, int, int]]) -
 
 
 def hidden(layers: int, width: int) -> list[tuple[int, int]]:
-    """Return the shapes of the blocks' matrices: fused queries, keys and values; output; up; down."""
+    """Return the shapes of a block's matrices: fused QKV, output, up, down."""
     return layers * [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
 
 
@@ -178,7 +178,7 @@ def table(found: dict) -> str:
     """Return the figures as Markdown."""
     rate = statistics.median(found["copied_bytes_per_s"])
     lines = [
-        "| model | update | way | ms | GB/s | share of the copying rate | equal |",
+        "| model | update | variant | ms | GB/s | share of the copying rate | equal |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in found["rows"]:
@@ -193,8 +193,11 @@ def table(found: dict) -> str:
     where = "**a CPU: this says nothing about a GPU**; " if found["device"] == "cpu" else ""
     lines += [
         "",
-        f"{where}{found['machine']}, torch {found['torch']}; copying moves {rate / 1e9:,.0f} GB/s; medians of {found['repeats']} repeats "
-        "(smallest to largest); GB/s of 28 bytes a weight for AdamW, 10 for Muon; `python benchmarks/split_update.py`.",
+        (
+            f"{where}{found['machine']}, torch {found['torch']}; copying moves {rate / 1e9:,.0f}"
+            f" GB/s; medians of {found['repeats']} repeats (smallest to largest); GB/s of 28 bytes"
+            " a weight for AdamW, 10 for Muon; `python benchmarks/split_update.py`."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

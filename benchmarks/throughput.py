@@ -74,7 +74,8 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if not arguments.tiny and not machine.gpus:
         raise SystemExit(
-            "It measures a GPU, and there is none here. --tiny runs every entry at toy shapes on the CPU."
+            "This benchmark needs a GPU, and none was found. --tiny runs every entry at toy shapes"
+            " on the CPU."
         )
     with tempfile.TemporaryDirectory(prefix="flatout-throughput-") as scratch:
         out = arguments.out or (Path(scratch) / "results" if arguments.tiny else RESULTS)
@@ -104,17 +105,19 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--minutes",
         type=float,
-        help="begin nothing that would not end within them; the same command goes on",
+        help="start nothing that would not finish in time; the same command continues",
     )
     made.add_argument(
         "--rounds", type=int, help="measurements of each entry's best batch; 3, and 1 with --tiny"
     )
     made.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
-    made.add_argument("--again", action="store_true", help="measure what --only names anew")
+    made.add_argument(
+        "--again", action="store_true", help="repeat the measurements that --only names"
+    )
     made.add_argument(
         "--tiny",
         action="store_true",
-        help="toy shapes on the CPU; --out FOLDER keeps what comes of it",
+        help="toy shapes on the CPU; --out FOLDER keeps the results",
     )
     made.add_argument("--list", action="store_true", help="name the works and their entries")
     made.add_argument(
@@ -122,9 +125,7 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure the ladder of gpt2-124m instead: throughput_ladder.json and .md",
     )
-    made.add_argument(
-        "--commit", help="what to write down as the commit, where there is no repository"
-    )
+    made.add_argument("--commit", help="commit to record if there is no repository")
     for peer in ("nanogpt", "litgpt", "nanochat"):
         made.add_argument(f"--{peer}", type=Path, help=f"a folder with {peer}")
     return made
@@ -149,7 +150,8 @@ class Session:
         entries = [entry for entry in ENTRIES if is_asked(entry, self.arguments.only)]
         if not entries:
             raise SystemExit(
-                f"--only {self.arguments.only} names nothing. --list names the works and their entries."
+                f"--only {self.arguments.only} names nothing. --list names the works and their"
+                " entries."
             )
         rounds = self.arguments.rounds or (1 if self.arguments.tiny else 3)
         found = self.read()
@@ -171,7 +173,7 @@ class Session:
         self.write(found)
         print(table(found))
         if left:
-            self.say(f"{left} measurements are left: the time was up. The same command goes on.")
+            self.say(f"{left} measurements are left: the time is up. The same command continues.")
 
     def round(
         self, number: int, ready: dict[str, tuple[Entry, RunConfig]], found: Measurements
@@ -220,7 +222,7 @@ class Session:
         limit_s: float,
         **more: Any,
     ) -> dict[str, Any]:
-        """Measure an entry at one batch and return the row; `more` is added to the worker's spec."""
+        """Measure an entry at one batch and return the row; `more` extends the worker's spec."""
         batch = (
             {}
             if rows is None
@@ -234,9 +236,11 @@ class Session:
             batch = {"batch.rows_per_device": entry.micro_batch, "batch.accumulate": None}
         spec = {
             "kind": entry.kind,
-            "config": asked.with_values(
-                batch | {"data.path": str(self.data(entry.data)), "train.seed": number}
-            ).to_dict(),
+            "config": (
+                asked.with_values(
+                    batch | {"data.path": str(self.data(entry.data)), "train.seed": number}
+                ).to_dict()
+            ),
             "rows": rows,
             "compiled": entry.compiled and not self.arguments.tiny,
             "peer_folder": self.available.folder(entry.kind),
@@ -271,7 +275,8 @@ class Session:
             else row["reason"]
         )
         self.say(
-            f"round {row['round'] + 1}: {row['work']}/{row['entry']}, batch {row['rows'] or 'of the recipe'}: {figures}"
+            f"round {row['round'] + 1}: {row['work']}/{row['entry']}, batch"
+            f" {row['rows'] or 'of the recipe'}: {figures}"
         )
 
     def batches(self, entry: Entry) -> Sequence[int | None]:
@@ -323,7 +328,8 @@ class Session:
             if stale:
                 found.drop(stale)
                 self.say(
-                    f"{entry.work}/{entry.name}: {len(stale)} measurements of other code or another machine are dropped, and made anew."
+                    f"{entry.work}/{entry.name}: {len(stale)} measurements of other code or another"
+                    " machine are dropped and repeated."
                 )
 
     def read(self) -> Measurements:
@@ -336,7 +342,8 @@ class Session:
         )
         if held["tiny"] != self.arguments.tiny:
             raise SystemExit(
-                f"{path} holds {'toy' if held['tiny'] else 'real'} shapes. Fix: give another folder for the results."
+                f"{path} contains {'toy' if held['tiny'] else 'real'} shapes. Fix: give another"
+                " folder for the results."
             )
         return Measurements(held["measurements"], tiny=self.arguments.tiny)
 

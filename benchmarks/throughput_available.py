@@ -40,7 +40,7 @@ class Availability:
         config = config.with_values(dict(entry.values))
         if entry.kind != "flatout":
             if self.is_missing(entry.kind):
-                self.say(f"{name} is left out: it is not here. To add it: {ADD[entry.kind]}.")
+                self.say(f"{name} is skipped: it is missing. To add it: {ADD[entry.kind]}.")
                 return None
             return config
         if entry.plain:
@@ -51,11 +51,12 @@ class Availability:
         for reason in reasons:
             self.say_once(f"{reason[0].upper()}{reason[1:]}")
         if entry.about and entry.about not in able:
-            self.say(f"{name} is left out: it is about {entry.about}.")
+            self.say(f"{name} is skipped: it tests {entry.about}.")
             return None
         if entry.without and self.why_not(entry.without, config):
             self.say(
-                f"{name} is left out: it is the set without {entry.without}, which cannot be used here."
+                f"{name} is skipped: it is the set without {entry.without}, which cannot be used"
+                " here."
             )
             return None
         dropped = [name for name in entry.drops if name in SPEEDUPS.names()]
@@ -73,14 +74,14 @@ class Availability:
         reasons: list[str] = []
         for added in entry.adds:
             if ":" not in added and added not in SPEEDUPS.names():
-                reasons.append(f"there is no speedup {added}: entries go without it.")
+                reasons.append(f"there is no speedup {added}: it is omitted.")
                 continue
             parts = with_needs(added)
             why_not = next(
                 (reason for part in parts if (reason := self.why_not(part, config))), None
             )
             if why_not:
-                reasons.append(f"entries go without {added}: {why_not.rstrip('.')}.")
+                reasons.append(f"{added} is omitted: {why_not.rstrip('.')}.")
             else:
                 able += [part for part in parts if part not in able]
         return able, reasons
@@ -116,5 +117,5 @@ class Availability:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

@@ -142,10 +142,10 @@ WORKS = (
 )
 
 FAST = ("compile", "collector", "bf16-stream")
-"""Speedups that every `set` entry adds to auto. Weights stay fp32; bf16-weights is its own entry."""
+"""Speedups that every `set` entry adds to auto. Weights stay fp32."""
 AUTO = "flatout, auto"
 NO_BIAS: Mapping[str, Any] = {"model.bias": False}
-"""No biases on either side, as in the peers' published figures; `-bias` entries have them on both."""
+"""No biases on either side, as in the peers' published figures; `-bias` entries have them."""
 ONE_TEXT = {"data.document_mask": False}
 SWITCHES = ("triton-ce",)
 """Speedups with a predicted, unmeasured gain: each is added to the set alone, then all together."""
@@ -382,5 +382,5 @@ def shape(work: Work, *, tiny: bool) -> RunConfig:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

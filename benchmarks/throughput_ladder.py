@@ -63,5 +63,5 @@ def ladder(
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

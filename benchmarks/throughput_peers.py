@@ -236,7 +236,7 @@ def file_module(name: str, path: Path) -> ModuleType:
 
 
 def _folder(order: Order) -> Path:
-    assert order.folder is not None  # an entry whose folder is not given is left out before
+    assert order.folder is not None  # an entry whose folder is not given is skipped before
     return order.folder
 
 
@@ -275,5 +275,5 @@ def _gpt2_weights(module: nn.Module, *, std: float) -> None:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

@@ -44,7 +44,10 @@ def run_apart(
 
     `command` replaces the process in tests.
     """
-    program = f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main; main()"
+    program = (
+        f"import sys; sys.path[:] = {[str(HERE), *sys.path]!r}; from throughput_worker import main;"
+        " main()"
+    )
     pipe = subprocess.PIPE
     process = subprocess.Popen(
         command or [sys.executable, "-c", program],
@@ -59,7 +62,7 @@ def run_apart(
             json.dumps(spec), timeout=timeout_s if timeout_s < float("inf") else None
         )
     except subprocess.TimeoutExpired:
-        return {"status": "timed-out", "reason": f"It had not ended after {timeout_s:.0f} s."}
+        return {"status": "timed-out", "reason": f"It did not finish within {timeout_s:.0f} s."}
     finally:
         end_group(process)
     with suppress(ValueError, IndexError):
@@ -67,11 +70,14 @@ def run_apart(
     said = (err.strip().splitlines() or ["nothing"])[-1][:300]
     return {
         "status": "failed",
-        "reason": f"The process ended with exit code {process.returncode} and no figures; it said: {said}",
+        "reason": (
+            f"The process exited with code {process.returncode} and without figures; its last"
+            f" output: {said}"
+        ),
     }
 
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

@@ -165,7 +165,7 @@ def group_of(name: str) -> str:
 
 
 def launched_in_updates(events: Iterable[Event]) -> set[int]:
-    """Return the correlation ids of launches inside an update's range, on the range's own thread."""
+    """Return the correlation ids of launches inside an update's range on the same thread."""
     ranges: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     launches: list[Event] = []
     for event in events:
@@ -215,5 +215,5 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

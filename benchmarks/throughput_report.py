@@ -1,4 +1,4 @@
-"""Tables of throughput.py: medians with their spread, the best batches, and a verdict per target."""
+"""Tables of throughput.py: medians with their spread, best batches, a verdict per target."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def read_document(path: Path, *keys: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or not set(keys) <= found.keys():
         raise SystemExit(
-            f"{path} is damaged, and was not changed. Fix: put an intact copy in its place, or give another folder for the results."
+            f"{path} is damaged, and was not changed. Fix: restore an intact copy, or give another"
+            " folder for the results."
         )
     return found
 
@@ -126,7 +127,7 @@ def best_of_ours(found: Measurements, target: Target) -> Best | None:
 
 
 def ratio(ours: Best, theirs: Best) -> tuple[float, float, float]:
-    """Return (median, low, high) of ours over theirs, from common rounds if any, else from medians."""
+    """Return (median, low, high) of ours over theirs, from common rounds if any, else medians."""
     rates = {row["round"]: row["tokens_per_s"] for row in theirs.rows}
     ratios = [
         row["tokens_per_s"] / rates[row["round"]] for row in ours.rows if row["round"] in rates
@@ -163,18 +164,24 @@ def verdict(found: Measurements, target: Target) -> Row:
         "predicted": target.predicted,
         "measured": measured,
         "device": device,
-        "per_tflops": None
-        if ours is None or target.what != "tokens_per_s"
-        else per_tflops(ours, target),
-        "by": None
-        if measured is None or ours is None
-        else f"{ours.entry.name}, batch {ours.rows[0]['rows'] or 'of the recipe'}",
-        "kept": None
-        if judged_on is None or target.least is None
-        else reaches(judged_on, target.least, target),
-        "aim_reached": None
-        if judged_on is None or target.aim is None
-        else reaches(judged_on, target.aim, target),
+        "per_tflops": (
+            None if ours is None or target.what != "tokens_per_s" else per_tflops(ours, target)
+        ),
+        "by": (
+            None
+            if measured is None or ours is None
+            else f"{ours.entry.name}, batch {ours.rows[0]['rows'] or 'of the recipe'}"
+        ),
+        "kept": (
+            None
+            if judged_on is None or target.least is None
+            else reaches(judged_on, target.least, target)
+        ),
+        "aim_reached": (
+            None
+            if judged_on is None or target.aim is None
+            else reaches(judged_on, target.aim, target)
+        ),
     }
 
 
@@ -209,12 +216,12 @@ def wanted(target: Target) -> str:
 def table(found: Measurements) -> str:
     """Return the figures as Markdown: targets first, then every entry."""
     lines = (
-        ["Toy shapes: they prove that every entry runs, and say nothing about speed.", ""]
+        ["Toy shapes: they show that every entry runs and say nothing about speed.", ""]
         if found.tiny
         else []
     )
     lines += [
-        f"| work | asked for on one {TARGET_GPU} | at least | aim | predicted | measured | by | |",
+        f"| workload | target on one {TARGET_GPU} | at least | aim | predicted | measured | by | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     titles = {work.name: work.title for work in WORKS}
@@ -228,7 +235,8 @@ def table(found: Measurements) -> str:
             ]
         )
         lines.append(
-            f"| {titles[row['work']]} | {row['what']} | {figures} | {row['by'] or ''} | {judged(row, tiny=found.tiny)} |"
+            f"| {titles[row['work']]} | {row['what']} | {figures} | {row['by'] or ''} |"
+            f" {judged(row, tiny=found.tiny)} |"
         )
     for work in WORKS:
         shown = [
@@ -298,7 +306,8 @@ def entry_lines(found: Measurements, entry: Entry) -> list[str]:
         if batch not in groups:
             failed = next(row for row in found.of(entry) if row["rows"] == batch)
             lines.append(
-                f"| {entry.title} | {shown} | {failed['status']}: {failed['reason'].replace('|', '/')} | | | 0 |"
+                f"| {entry.title} | {shown} | {failed['status']}:"
+                f" {failed['reason'].replace('|', '/')} | | | 0 |"
             )
             continue
         group = groups[batch]
@@ -307,7 +316,8 @@ def entry_lines(found: Measurements, entry: Entry) -> list[str]:
         rate = f"**{rate}**" if top is not None and batch == top.rows[0]["rows"] else rate
         share = statistics.median(row["mfu"] for row in group)
         lines.append(
-            f"| {title} | {shown} | {rate} | {100 * share:.1f}% | {max(row['peak_gib'] for row in group):.1f} | {len(group)} |"
+            f"| {title} | {shown} | {rate} | {100 * share:.1f}% |"
+            f" {max(row['peak_gib'] for row in group):.1f} | {len(group)} |"
         )
     return lines
 
@@ -328,7 +338,7 @@ def circumstances(found: Measurements) -> list[str]:
     """Return how the figures were measured."""
     measured = [row for row in found.rows if row["status"] == "ok"]
     if not measured:
-        return ["Nothing has been measured yet."]
+        return ["Nothing measured yet."]
     machines, torches, commits = (
         ", ".join(sorted({str(row[key]) for row in measured}))
         for key in ("machine", "torch", "commit")
@@ -336,15 +346,16 @@ def circumstances(found: Measurements) -> list[str]:
     roofs = [row["roof_tflops"] for row in measured]
     steps = len(measured[0]["steps_ms"])
     return [
-        f"{machines}; torch {torches}; commit {commits or 'not known'}. A measurement is the median of {steps} steps in a process of its own; "
-        "medians over the rounds (smallest to largest); the best batch of an entry in bold; ratios are of the same rounds. GiB is the most that "
-        "was allocated. MFU counts 6 N_matmul + 6 L T d FLOPs a token against the matrix-product rate measured in the same process, here "
-        f"{min(roofs):,.4g} to {max(roofs):,.4g} TFLOP/s. Every loss was finite and had fallen by 1% of the first at the end. "
-        "`python benchmarks/throughput.py`."
+        f"{machines}; torch {torches}; commit {commits or 'not known'}. A measurement is the median"
+        f" of {steps} steps in its own process; medians over the rounds (smallest to largest); the"
+        " best batch of an entry in bold; ratios within a round. GiB is the peak that was"
+        " allocated. MFU counts 6 N_matmul + 6 L T d FLOPs per token against the matmul rate"
+        f" measured in the same process, here {min(roofs):,.4g} to {max(roofs):,.4g} TFLOP/s. Every"
+        " loss was finite and fell by at least 1%. `python benchmarks/throughput.py`."
     ]
 
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

@@ -1,4 +1,4 @@
-"""One measurement of throughput.py in its own process: reads a spec as JSON, prints figures as JSON.
+"""One measurement of throughput.py in its own process: JSON spec in, JSON figures out.
 
 flatout trains as `flatout train` does, in its own loop. A peer's model takes the same step on
 random tokens that are already on the device. A step lasts from its start on the device to the start
@@ -47,7 +47,7 @@ LEAST_FALL = 0.01
 
 
 class StepTimes:
-    """Replaces the run's stop check: marks the start of each step, and stops after enough of them."""
+    """Replaces the run's stop check: marks the start of each step, stops after enough."""
 
     def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
         self._device, self._warmup_steps, self._most = device, warmup_steps, warmup_steps + steps
@@ -161,14 +161,17 @@ def model_config(config: RunConfig) -> Any:
 
 
 def unless_it_trains(losses: Sequence[float]) -> dict[str, Any]:
-    """Return an empty dict if the losses are finite and falling, else the fields of a failed row."""
+    """Return an empty dict if the losses are finite and falling, else a failed row's fields."""
     lost = next((number for number, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
     if lost is not None:
         return {"status": "failed", "reason": f"The loss of step {lost} is {losses[lost - 1]}."}
     if statistics.fmean(losses[-3:]) > (1 - LEAST_FALL) * losses[0]:
         return {
             "status": "failed",
-            "reason": f"It does not train: its loss went from {losses[0]:.3f} to {statistics.fmean(losses[-3:]):.3f}.",
+            "reason": (
+                f"It does not train: its loss went from {losses[0]:.3f} to"
+                f" {statistics.fmean(losses[-3:]):.3f}."
+            ),
         }
     return {}
 
@@ -218,9 +221,11 @@ def train_ours(
         "losses": losses.losses(),
         "peak_gib": peak_gib,
         **profiled,
-        "instead": {"status": "failed", "reason": f"{dropped[0].name}: {dropped[0].reason}."}
-        if dropped
-        else {},
+        "instead": (
+            {"status": "failed", "reason": f"{dropped[0].name}: {dropped[0].reason}."}
+            if dropped
+            else {}
+        ),
     }
 
 
@@ -276,5 +281,5 @@ def train_peer(
 
 if __name__ == "__main__":
     raise SystemExit(
-        "It is a part of benchmarks/throughput.py, which is the command: python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
     )

@@ -43,9 +43,8 @@ def code_state(root: Path = RESULTS.parents[1]) -> str:
     digest = hashlib.sha256()
     for name in sorted({*git("ls-files"), *git("ls-files", "--others", "--exclude-standard")}):
         path = root / name
-        digest.update(
-            f"{name} {hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None}\n".encode()
-        )
+        file_digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+        digest.update(f"{name} {file_digest}\n".encode())
     return f"{commit}+{digest.hexdigest()[:8]}"
 
 

@@ -33,7 +33,8 @@ def test_a_marked_table_is_the_measured_one(path, name, request):
         path.write_text(wanted, encoding="utf-8")
     elif text != wanted:
         pytest.fail(
-            f"{name} was measured again: `python -m pytest tests/test_benchmarks.py --write-tables` copies it into {path.name}."
+            f"{name} was measured again: `python -m pytest tests/test_benchmarks.py --write-tables`"
+            f" copies it into {path.name}."
         )
 
 
@@ -111,8 +112,8 @@ def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
         "feeds": {},
     }
     assert benchmark.ratios(found, benchmark.OURS, benchmark.NANOGPT) == [4.0, 9.0]
-    assert "6.5 (4.0 to 9.0) times; asked for: 5: kept" in benchmark.table(found)
-    assert "7.5 M tokens/s; asked for: 18: **missed**" in benchmark.table(found)
+    assert "6.5 (4.0 to 9.0) times; target: 5: kept" in benchmark.table(found)
+    assert "7.5 M tokens/s; target: 18: **missed**" in benchmark.table(found)
     rows[benchmark.NANOGPT][0]["tokens"] += 1
     with pytest.raises(SystemExit, match="different numbers of tokens"):
         benchmark.table(found)

@@ -77,7 +77,7 @@ class Machine:
         if seconds > limit_s:
             return {"status": "timed-out", "reason": "It had not ended."}
         if len(self.took) in self.breaks:
-            return {"status": "failed", "reason": "The process ended with exit code -11."}
+            return {"status": "failed", "reason": "The process exited with code -11."}
         row = {
             "tokens_per_s": 1e5 + (spec["rows"] or 0),
             "peak_gib": 10.0,
@@ -217,7 +217,7 @@ def test_a_measurement_that_dies_while_it_is_profiled_is_made_without(machine, t
     (row, *_) = [row for row in rows_of(tmp_path) if row["entry"] == "set"]
     assert (row["status"], "profiled" in row, len(machine.took) >= 2) == ("ok", False, True)
     profiles = json.loads((tmp_path / "contact.json").read_text())["profiles"]
-    assert profiles["gpt2-124m/set"]["failed"] == "The process ended with exit code -11."
+    assert profiles["gpt2-124m/set"]["failed"] == "The process exited with code -11."
     machine.call(3, tmp_path, "--only", "gpt2-124m/set", "--minutes", "7")
     assert (
         json.loads((tmp_path / "contact.json").read_text())["profiles"]["gpt2-124m/set"]["groups"][

@@ -58,18 +58,21 @@ def test_a_process_that_torch_ended_is_a_failed_entry(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark.sys, "executable", "/bin/false")
     entry = benchmark.ENTRIES[0]
     found = benchmark.trace_apart(entry, {})
-    assert benchmark.line(entry, found) == f"{entry.work}/{entry.name}: failed: nothing was said"
+    assert benchmark.line(entry, found) == f"{entry.work}/{entry.name}: failed: no output"
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
         (
-            "Traceback:\ntorch._dynamo.exc.Unsupported: a graph break\n  Hint: none\n\nSet TORCHDYNAMO_VERBOSE=1\n",
+            (
+                "Traceback:\ntorch._dynamo.exc.Unsupported: a graph break\n  Hint: none\n\nSet"
+                " TORCHDYNAMO_VERBOSE=1\n"
+            ),
             "torch._dynamo.exc.Unsupported: a graph break",
         ),
         ("frame #0: main\nAborted: core dumped\nframe #1: start\n", "Aborted: core dumped"),
-        ("", "nothing was said"),
+        ("", "no output"),
     ],
 )
 def test_the_reason_is_the_line_of_the_error(benchmark, said, reason):

@@ -147,14 +147,17 @@ def test_outcomes_of_tests_are_read_as_they_come(kit, line, found):
 
 def test_tests_that_are_stopped_are_counted_as_far_as_they_came(kit, monkeypatch, tmp_path):
     steps = importlib.import_module("contact_steps")
-    program = "import time; print('t.py::a PASSED', 't.py::b FAILED [9%]', sep='\\n', flush=True); time.sleep(60)"
+    program = (
+        "import time; print('t.py::a PASSED', 't.py::b FAILED [9%]', sep='\\n', flush=True);"
+        " time.sleep(60)"
+    )
     monkeypatch.setattr(steps, "GPU_TESTS", ("-c", program))
     monkeypatch.setattr(steps, "marked_files", lambda: ["t.py"])
     found = steps.gpu_tests(2.0, tiny=False)
     assert (found["status"], found["passed"], found["failed"]) == ("timed-out", 1, ["t.py::b"])
     monkeypatch.setattr(steps, "GPU_TESTS", ("-c", "raise SystemExit('no such marker')"))
     assert steps.gpu_tests(60.0, tiny=False)["failed"] == [
-        "pytest ended with exit code 1: no such marker"
+        "pytest exited with code 1: no such marker"
     ]
     monkeypatch.setattr(steps, "marked_files", list)
     assert steps.gpu_tests(60.0, tiny=False)["status"] == "failed"
@@ -176,7 +179,10 @@ def test_a_pack_holds_what_is_missing_and_says_how_to_call(kit, monkeypatch, tmp
             [
                 sys.executable,
                 "-c",
-                f"import zipfile; zipfile.ZipFile({str(folder / 'a-1-py3-none-any.whl')!r}, 'w').writestr('a.py', '')",
+                (
+                    f"import zipfile; zipfile.ZipFile({str(folder / 'a-1-py3-none-any.whl')!r},"
+                    " 'w').writestr('a.py', '')"
+                ),
             ]
         )
 

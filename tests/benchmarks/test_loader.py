@@ -30,7 +30,7 @@ def test_it_reads_a_data_set_of_its_own(benchmark, tmp_path):
 @pytest.mark.parametrize(
     ("rate", "first_s", "seek_s", "said"),
     [
-        (2e9, 0.05, 1e-4, "Every target is kept."),
+        (2e9, 0.05, 1e-4, "Every target is met."),
         (9e8, 0.05, 1e-4, "**Missed: tokens a second at 1024.**"),
         (2e9, 0.2, 2e-3, "**Missed: the first batch at 1024, seeking.**"),
     ],

@@ -1,4 +1,4 @@
-"""The fraction of tokens, its interval and the picture follow from the runs, and from nothing else."""
+"""The fraction of tokens, its interval and the picture are computed from the runs alone."""
 
 from __future__ import annotations
 

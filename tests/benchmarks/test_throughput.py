@@ -105,7 +105,10 @@ def written(out):
     return json.loads((out / "throughput.json").read_text())
 
 
-ONE_OF_EACH = "gpt2-124m/recipe,gpt2-124m/n*,gpt2-124m/people,gpt2-124m/hugging*,gpt2-124m-fast/set,gpt2-124m-32k/nanogpt,eigenstate*/set,eigenstate*/fft"
+ONE_OF_EACH = (
+    "gpt2-124m/recipe,gpt2-124m/n*,gpt2-124m/people,gpt2-124m/hugging*,gpt2-124m-fast/set,"
+    "gpt2-124m-32k/nanogpt,eigenstate*/set,eigenstate*/fft"
+)
 
 
 def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_path, capsys):
@@ -160,7 +163,7 @@ def test_every_entry_has_a_configuration_at_toy_shapes(
         assert (
             entry.work,
             entry.name,
-        ) in measured or f"{entry.work}/{entry.name} is left out" in said
+        ) in measured or f"{entry.work}/{entry.name} is skipped" in said
     assert len(specs) == len(measured)
     assert {spec["config"]["data"]["seq_len"] for spec in specs} == {32, 64}
 
@@ -252,7 +255,7 @@ def test_what_the_commands_own_time_cut_short_is_left_for_the_next(
 
 def test_toy_figures_do_not_mix_with_real_ones(benchmark, on_gpu, tmp_path):
     benchmark.main(["--only", "gpt2-124m/people", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="holds real shapes"):
+    with pytest.raises(SystemExit, match="contains real shapes"):
         benchmark.main(["--tiny", "--out", str(tmp_path)])
 
 
@@ -270,10 +273,10 @@ def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_p
         ]
     )
     said = capsys.readouterr().err
-    assert said.count("There is no speedup bf16-weights: entries go without it.") == 1
-    assert "gpt2-124m/set-cuda-graphs is left out: it is about cuda-graphs." in said
+    assert said.count("There is no speedup bf16-weights: it is omitted.") == 1
+    assert "gpt2-124m/set-cuda-graphs is skipped: it tests cuda-graphs." in said
     assert (
-        "gpt2-124m/huggingface is left out: it is not here. To add it: pip install transformers."
+        "gpt2-124m/huggingface is skipped: it is missing. To add it: pip install transformers."
         in said
     )
     assert {row["entry"] for row in written(tmp_path)["measurements"]} == {

@@ -1,4 +1,4 @@
-"""The entries of the throughput benchmark: their speedups go together and their shapes are right."""
+"""The throughput entries combine compatible speedups and have the right shapes."""
 
 from __future__ import annotations
 

@@ -16,8 +16,14 @@ NAMES = {
         "nvjet_tst_128x256_64x6_2x1_2cta_v_bz_TNT",
         "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NTN",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
-        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_256x128_32x3_nt_align8>(...)",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, float, true, false, false>(...)",
+        (
+            "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_bf16_"
+            "256x128_32x3_nt_align8>(...)"
+        ),
+        (
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float, float,"
+            " true, false, false>(...)"
+        ),
         "void gemmSN_TN_kernel<float, 128, 16, 2, 4, 4, 4, true>(...)",
         "std::enable_if<true>::type internal::gemvx::kernel<int, int, __nv_bfloat16, float>(...)",
         "triton_tem_fused_addmm_gelu_3",
@@ -25,9 +31,15 @@ NAMES = {
     "attention and scan": [
         "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1_cga1x1x1_kernel0_0",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1x1_kernel0_0",
-        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4, false>>(...)",
+        (
+            "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128,"
+            " 128, 4, false>>(...)"
+        ),
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>(...)",
-        "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>(...)",
+        (
+            "void cutlass::device_kernel<"
+            "flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>(...)"
+        ),
         "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(...)",
         "triton_tem_fused_flex_attention_2",
         "walk",
@@ -37,25 +49,44 @@ NAMES = {
         "triton_red_fused__log_softmax_16",
         "triton_red_fused__log_softmax__to_copy_prepare_softmax_online_2",
         "triton_red_fused__log_softmax_backward_data_add_nll_loss_backward_nll_loss_forward_2",
-        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float, at::native::LogSoftMaxForwardEpilogue>(...)",
-        "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float, float, long>(...)",
+        (
+            "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float,"
+            " at::native::LogSoftMaxForwardEpilogue>(...)"
+        ),
+        (
+            "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float,"
+            " float, long>(...)"
+        ),
         "liger_cross_entropy_kernel",
     ],
     "norm and elementwise": [
         "triton_poi_fused_add_gelu_mul_0",
         "triton_per_fused_native_layer_norm_native_layer_norm_backward_1",
         "triton_poi_fused__scaled_dot_product_cudnn_attention_cat_4",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1>>(...)",
+        (
+            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>,"
+            " std::array<char*, 1>>(...)"
+        ),
         "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<float, float>(...)",
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, ...>>(...)",
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<...>(...)",
         "void at::native::embedding_backward_feature_kernel<...>(...)",
-        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::...>(...)",
+        (
+            "void at::native::unrolled_elementwise_kernel<"
+            "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::...>(...)"
+        ),
     ],
     "optimiser": [
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>, "
-        "at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, ADAM_MODE::ADAMW, false>>(...)",
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<..., at::native::(anonymous namespace)::LpNormFunctor<float>>(...)",
+        (
+            "void at::native::(anonymous"
+            " namespace)::multi_tensor_apply_kernel<at::native::(anonymous"
+            " namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous"
+            " namespace)::FusedAdamMathFunctor<float, 4, ADAM_MODE::ADAMW, false>>(...)"
+        ),
+        (
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<...,"
+            " at::native::(anonymous namespace)::LpNormFunctor<float>>(...)"
+        ),
     ],
     "copy": ["Memcpy HtoD (Pinned -> Device)", "Memcpy DtoD (Device -> Device)", "Memset (Device)"],
     "other": ["void something_never_seen<4>(...)"],

@@ -83,8 +83,8 @@ def test_targets_are_judged_by_the_best_of_ours(benchmark, tmp_path):
     assert (speed["kept"], against["kept"], memory["kept"]) == (False, None, False)
     text = report.table(found)
     assert (
-        "| 600,000 | 680,000 | 565,000 to 585,000 | 500,000 | set, batch 1 | **missed**, aim not reached |"
-        in text
+        "| 600,000 | 680,000 | 565,000 to 585,000 | 500,000 | set, batch 1 | **missed**, aim not"
+        " reached |" in text
     )
     assert "| **300,000** |" in text
     assert "not measured" in text
@@ -124,8 +124,8 @@ def test_another_gpu_is_not_judged_but_put_in_proportion_to_its_matrix_products(
     assert verdicts[0]["per_tflops"] == pytest.approx(1.0)
     text = report.table(found)
     assert (
-        "not judged: the target is for an NVIDIA H200, this is the NVIDIA A100; per TFLOP/s of matrix products 1.00 of it |"
-        in text
+        "not judged: the target is for an NVIDIA H200, this is the NVIDIA A100; per TFLOP/s of"
+        " matrix products 1.00 of it |" in text
     )
     assert "kept" not in text
     assert "missed" not in text

@@ -29,9 +29,9 @@ def worker(benchmark):
 @pytest.mark.parametrize(
     ("program", "status", "reason"),
     [
-        ("print('no figures'); raise SystemExit(3)", "failed", "exit code 3"),
-        ("import os; os.kill(os.getpid(), 9)", "failed", "exit code -9"),
-        ("import time; time.sleep(60)", "timed-out", "had not ended after 1 s"),
+        ("print('no figures'); raise SystemExit(3)", "failed", "exited with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "failed", "exited with code -9"),
+        ("import time; time.sleep(60)", "timed-out", "did not finish within 1 s"),
         ("print('noise'); print('{\"status\": \"ok\"}')", "ok", None),
     ],
 )

@@ -114,13 +114,15 @@ def test_the_rules_see_offenders(source):
     assert (
         without_shapes(
             source(
-                'def f(hidden_BTD):\n    """Do.\n\n    Shapes: hidden_BTD (B, T, D).\n    """\ndef g(num_rows): ...\n'
+                'def f(hidden_BTD):\n    """Do.\n\n    Shapes: hidden_BTD (B, T, D).\n    """\ndef'
+                " g(num_rows): ...\n"
             )
         )
         == []
     )
     config = source(
-        'class A(Section):\n    x: int = 1\n    """Help."""\n    y: int = 2\nclass B(A):\n    z: ClassVar[int] = 1\n    w: int\n'
+        'class A(Section):\n    x: int = 1\n    """Help."""\n    y: int = 2\nclass B(A):\n    z:'
+        " ClassVar[int] = 1\n    w: int\n"
     )
     assert [
         line for path, node in config_classes([config]) for line in fields_without_help(path, node)

@@ -154,5 +154,8 @@ def test_the_rule_sees_each_kind_of_import(source):
         "import flatout",
     ):
         assert len(offenders([below, source(text, "flatout/data/store/order.py")])) == 1, text
-    allowed = "from flatout.errors import DataError\nimport os\nfrom flatout.data.prepare.pack import tokenize"
+    allowed = (
+        "from flatout.errors import DataError\nimport os\nfrom flatout.data.prepare.pack import"
+        " tokenize"
+    )
     assert offenders([source(allowed, "flatout/data/store/order.py")]) == []

@@ -147,7 +147,8 @@ def test_the_rules_see_offenders(source):
     assert (
         bad_comments(
             source(
-                "# a -> b, why not\n#!/usr/bin/env python\n# TODO(torch 2.12 is the oldest): drop this\nx = '# ----'\n"
+                "# a -> b, why not\n#!/usr/bin/env python\n# TODO(torch 2.12 is the oldest): drop"
+                " this\nx = '# ----'\n"
             )
         )
         == []

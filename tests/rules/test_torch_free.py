@@ -33,7 +33,10 @@ inspecting never wait for it.
 
 def modules_after(code: str, cwd) -> set[str]:
     """The modules that a fresh Python has loaded after running `code`."""
-    program = f"import sys\ntry:\n    {code}\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\nprint('\\n' + '\\n'.join(sys.modules))"
+    program = (
+        f"import sys\ntry:\n    {code}\nexcept SystemExit as stop:\n    assert not stop.code,"
+        " stop.code\nprint('\\n' + '\\n'.join(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=cwd,

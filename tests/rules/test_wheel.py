@@ -78,7 +78,10 @@ def test_the_installed_wheel_finds_its_entries_from_elsewhere(wheel, root, tmp_p
         cwd=elsewhere,
     )
     # -I: neither this repository nor an editable install of it may answer instead.
-    show = f"import sys; sys.path.insert(0, {str(place)!r}); sys.argv[1:] = {{}}; from flatout.cli import main; main()"
+    show = (
+        f"import sys; sys.path.insert(0, {str(place)!r}); sys.argv[1:] = {{}}; from flatout.cli"
+        " import main; main()"
+    )
     for folder in PLURAL_FOLDERS:
         listed = run("-I", "-c", show.format(["list", folder]), cwd=elsewhere)
         for path in (root / "flatout" / folder).glob("*.yaml"):
