@@ -310,6 +310,6 @@ class Contact:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        "This file belongs to benchmarks/first_contact.py; run: python benchmarks/first_contact.py"
         " --help"
     )

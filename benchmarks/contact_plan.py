@@ -317,6 +317,6 @@ def plan_lines(batches: Batches, is_asked: Callable[[Entry, str], bool]) -> Iter
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        "This file belongs to benchmarks/first_contact.py; run: python benchmarks/first_contact.py"
         " --help"
     )

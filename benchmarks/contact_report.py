@@ -196,6 +196,6 @@ def share(profile: dict[str, Any], group: str) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        "This file belongs to benchmarks/first_contact.py; run: python benchmarks/first_contact.py"
         " --help"
     )

@@ -209,6 +209,6 @@ def last_line(text: str) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/first_contact.py, run python benchmarks/first_contact.py"
+        "This file belongs to benchmarks/first_contact.py; run: python benchmarks/first_contact.py"
         " --help"
     )

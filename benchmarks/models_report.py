@@ -162,5 +162,5 @@ def loss_of(row: dict[str, Any]) -> float:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/models.py, run python benchmarks/models.py --help"
+        "This file belongs to benchmarks/models.py; run: python benchmarks/models.py --help"
     )

@@ -253,5 +253,5 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str, style: str) -
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/optimisers.py, run python benchmarks/optimisers.py --help"
+        "This file belongs to benchmarks/optimisers.py; run: python benchmarks/optimisers.py --help"
     )

@@ -50,5 +50,5 @@ def text_data(out: Path, *, vocabulary: int, max_bytes: int | None = None) -> Pa
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py; run: python benchmarks/throughput.py --help"
     )

@@ -382,5 +382,5 @@ def shape(work: Work, *, tiny: bool) -> RunConfig:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py; run: python benchmarks/throughput.py --help"
     )

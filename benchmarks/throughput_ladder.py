@@ -63,5 +63,5 @@ def ladder(
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py; run: python benchmarks/throughput.py --help"
     )

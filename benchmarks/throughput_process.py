@@ -79,5 +79,5 @@ def run_apart(
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py; run: python benchmarks/throughput.py --help"
     )

@@ -215,5 +215,5 @@ def joined(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py; run: python benchmarks/throughput.py --help"
     )

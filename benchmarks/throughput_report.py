@@ -357,5 +357,5 @@ def circumstances(found: Measurements) -> list[str]:
 
 if __name__ == "__main__":
     raise SystemExit(
-        "This file belongs to benchmarks/throughput.py, run python benchmarks/throughput.py --help"
+        "This file belongs to benchmarks/throughput.py; run: python benchmarks/throughput.py --help"
     )

@@ -247,7 +247,7 @@ def test_what_takes_too_long_is_stopped_and_tried_again_last(kit, machine, tmp_p
     machine.call(1, tmp_path, *one, "--minutes", "8.9")
     (row,) = [row for row in rows_of(tmp_path) if row["entry"] == "recipe"]
     assert row["status"] == "timed-out"
-    assert "A later call tries it again" in row["reason"]
+    assert "A later call retries it" in row["reason"]
     machine.pace = 1.0
     machine.call(1, tmp_path, *one)
     assert {(row["entry"], row["status"]) for row in rows_of(tmp_path)} == {

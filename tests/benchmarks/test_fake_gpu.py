@@ -45,7 +45,7 @@ def test_what_reads_values_back_is_not_traced(benchmark):
 
 def test_without_a_cuda_build_it_says_what_it_takes(benchmark, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "takes a CUDA build of torch" in benchmark.why_not()
+    assert "needs a CUDA build of torch" in benchmark.why_not()
 
 
 def test_on_a_real_gpu_it_names_the_benchmark(benchmark, monkeypatch):

@@ -74,7 +74,7 @@ def test_damaged_results_are_refused_and_left_as_they_are(called, tmp_path, name
 
 def test_two_calls_do_not_write_to_one_folder(kit, called, tmp_path):
     with kit.held(tmp_path / "out"):
-        assert "Another call writes to" in called()
+        assert "Another call is writing to" in called()
     kit.main(["--call", "1", "--tiny", "--minutes", "0", "--results", str(tmp_path / "out")])
 
 
@@ -116,7 +116,7 @@ def test_without_its_packages_it_says_how_they_come(tmp_path):
         text=True,
         check=False,
     )
-    assert (done.returncode, done.stderr.startswith("The package psutil is not here. Fix: ")) == (
+    assert (done.returncode, done.stderr.startswith("The package psutil is missing. Fix: ")) == (
         1,
         True,
     )

@@ -23,7 +23,7 @@ def test_it_reads_a_data_set_of_its_own(benchmark, tmp_path):
     assert {seq_len: len(rows) for seq_len, rows in found["rows"].items()} == {"16": 2, "64": 2}
     assert len(found["seek_s"]) == 10
     text = benchmark.table(found | {"machine": "a machine", "commit": "abc"})
-    assert "| windows of 16 | **" in text
+    assert "| sequences of 16 | **" in text
     assert "10,242 tokens in 5 shards" in text
 
 
@@ -31,7 +31,7 @@ def test_it_reads_a_data_set_of_its_own(benchmark, tmp_path):
     ("rate", "first_s", "seek_s", "said"),
     [
         (2e9, 0.05, 1e-4, "Every target is met."),
-        (9e8, 0.05, 1e-4, "**Missed: tokens a second at 1024.**"),
+        (9e8, 0.05, 1e-4, "**Missed: tokens per second at 1024.**"),
         (2e9, 0.2, 2e-3, "**Missed: the first batch at 1024, seeking.**"),
     ],
 )

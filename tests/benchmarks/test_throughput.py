@@ -295,8 +295,5 @@ def test_a_part_that_is_run_by_hand_names_the_command(part, monkeypatch, capsys)
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(FOLDER / part), run_name="__main__")
     command = f"benchmarks/{part.partition('_')[0]}.py"
-    assert (
-        ended.value.code
-        == f"It is a part of {command}, which is the command: python {command} --help"
-    )
+    assert ended.value.code == f"This file belongs to {command}; run: python {command} --help"
     assert capsys.readouterr() == ("", "")
