@@ -5,4 +5,4 @@ from __future__ import annotations
 from pathlib import Path
 
 CACHE = Path("~/.cache/flatout")
-"""Not expanded: each caller expands it when it reads or writes."""
+"""Callers expand the `~` when they read or write."""

@@ -1,8 +1,8 @@
-"""Where text comes from: one source per file.
+"""Sources of text, one per file.
 
-A source is a function of keyword parameters that its file holds as `SOURCE`. It yields documents
-(or plain strings), or returns a list of `ReadTask`s, so that several processes can read it. Tasks
-come in a fixed order, and a task that is read twice yields the same documents: the order of
+A source is a function with keyword parameters, which its file exports as `SOURCE`. It yields
+documents (or plain strings), or returns a list of `ReadTask`s so that several processes can read
+it. Tasks have a fixed order, and a task read twice yields the same documents: the order of
 documents is part of a dataset.
 """
 
@@ -21,12 +21,12 @@ from flatout.sources.packed import open_bytes
 from flatout.transfer.urls import is_url
 
 FIRST_NAMED = 10
-"""Of the rows left out for one reason, this many are named."""
+"""Number of rows named among those left out for the same reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLocation:
-    """Where a row is. Finding its line number reads the file again: done for messages only."""
+    """The location of a row; finding its line number reads the file again, only for messages."""
 
     name: str
     """The file, or another name of the row for messages."""
@@ -47,13 +47,13 @@ class _Located:
 
     @property
     def location(self) -> RowLocation:
-        """Where it is."""
+        """The location of the row."""
         return RowLocation(self.name, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Document(_Located):
-    """One text, and where it came from."""
+    """A text and its origin."""
 
     text: Text
     name: str
@@ -61,7 +61,7 @@ class Document(_Located):
     offset: int | None = None
     """First byte of the row, if the document is a row of the file `name`."""
     prompt: str = ""
-    """Text before the document that is not learned."""
+    """Text before the document, excluded from the loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ class BadRow(_Located):
     """A row that should have been a document; `--on-bad-row` raises it, or skips and counts it."""
 
     what: str
-    """What is wrong, as the end of a sentence that begins with the location: `is not JSON`."""
+    """The problem, as the rest of a sentence that starts with the location: `is not JSON`."""
     fix: str
-    """What to do about it."""
+    """How to repair it."""
     reason: str
-    """A few words under which such rows are counted."""
+    """A short reason under which such rows are counted."""
     name: str
     """The file, or another name of the row for messages."""
     offset: int | None = None
     """First byte of the row, if it is a row of the file `name`."""
     unread_bytes: int = 0
-    """Approximate text lost with it, when it stands for the rest of a damaged piece."""
+    """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ class BadRow(_Located):
         *,
         unread_bytes: int = 0,
     ) -> Self:
-        """Return the bad row for an error whose message begins with `name`."""
+        """Return the bad row for an error whose message starts with `name`."""
         what = error.what.removeprefix(without_secrets(name)).strip().removesuffix(".")
         return cls(what, error.fix, reason, name, offset, unread_bytes)
 
@@ -111,7 +111,7 @@ class LeftOut(_Located):
     offset: int | None = None
     """First byte of the row, if the document is a row of the file `name`."""
     count: int = 1
-    """How many like it are left out, itself included."""
+    """Number of documents that this one represents, itself included."""
 
 
 Row = Document | BadRow | LeftOut
@@ -119,16 +119,16 @@ Row = Document | BadRow | LeftOut
 
 @dataclass(frozen=True)
 class ReadTask:
-    """The part of a source that one process reads; it is pickled, so `read` is a module's function."""
+    """The part of a source that one process reads; pickled, so `read` is a module's function."""
 
     read: Callable[..., Iterable[Row | str]]
     arguments: tuple[Any, ...]
     fingerprint: str
-    """Changes when the documents change; empty when an earlier task's fingerprint covers them."""
+    """Changes with the documents; empty when an earlier task's fingerprint covers them."""
     num_bytes: int = 0
     """Approximate bytes to read; 0 when unknown."""
     originals: tuple[Original, ...] = ()
-    """The files that the fingerprint covers, as they were when listed."""
+    """The files covered by the fingerprint, as they were when listed."""
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows in order; a document without text becomes a `LeftOut`."""
@@ -144,7 +144,7 @@ Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
 
 
 def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list[ReadTask]:
-    """Return the tasks of a source called with `parameters`; a source of documents is one task.
+    """Call a source with `parameters` and return its tasks; a source of documents is one task.
 
     Raises: DataError when the source does not take these parameters.
     """
@@ -156,9 +156,9 @@ def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list
             f"The source {name!r} cannot be called: {error}.", fix=f"Its parameters are: {known}."
         ) from error
     if not inspect.isgeneratorfunction(source):
-        made = source(**parameters)
-        if isinstance(made, (list, tuple)) and all(isinstance(task, ReadTask) for task in made):
-            return list(made)
+        tasks = source(**parameters)
+        if isinstance(tasks, (list, tuple)) and all(isinstance(task, ReadTask) for task in tasks):
+            return list(tasks)
     return [
         ReadTask(_call, (source, parameters), fingerprint=f"{name} {sorted(parameters.items())}")
     ]
@@ -169,7 +169,7 @@ def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
 
 
 def row_location(name: str, offset: int) -> str:
-    """Return `FILE, line N` for the row at byte `offset`; `FILE, byte N` for a remote or lost file."""
+    """Return `FILE, line N` for the row at `offset`, or `FILE, byte N` if that cannot be read."""
     try:
         return (
             f"{name}, byte {offset}"
@@ -181,7 +181,7 @@ def row_location(name: str, offset: int) -> str:
 
 
 def line_number(name: str, offset: int) -> int:
-    """Return the number of the line that begins at byte `offset` of a file, counted from 1."""
+    """Return the number, from 1, of the line that starts at byte `offset` of a file."""
     lines = 1
     with open_bytes(name) as file:
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):

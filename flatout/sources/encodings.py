@@ -1,4 +1,4 @@
-"""Text in encodings other than UTF-8: reads a named encoding, and guesses that of other text."""
+"""Text in encodings other than UTF-8: reads a named encoding, and guesses an unnamed one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from flatout.sources.packed import ConvertedFile, Unread, open_bytes
 from flatout.transfer.urls import is_url
 
 SAMPLE_BYTES = 2048
-"""How much text around the first byte that is not UTF-8 is examined; more hardly helps."""
+"""Bytes examined around the first byte that is not UTF-8; more hardly helps."""
 SHOWN_BYTES = 32
-"""How much of it a message shows."""
+"""Bytes of these that a message shows."""
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-"""Byte order marks; UTF-32's begins with UTF-16's."""
+"""Byte order marks; UTF-32 comes first because its mark starts with that of UTF-16."""
 _BLOCK = 1 << 18
 _USUAL = "CP1252"
 _NAMES = {
@@ -40,16 +40,16 @@ _NAMES = {
     "big5": "BIG5",
     "cp949": "CP949",
 }
-"""Encodings that are considered: Python's names and the usual ones."""
+"""The encodings that can be guessed: Python's names and the usual names."""
 _LATIN = {"cp1250", "cp1254"}
 FEW_BYTES = 16
-"""With fewer bytes beyond ASCII, the Latin encodings look alike, and the most common is named."""
+"""With fewer non-ASCII bytes, Latin encodings look alike, and the most common one is named."""
 OR_SKIP = ", or skip such documents with --on-bad-row skip"
-"""Ends a fix where prepare's options apply."""
+"""The end of a fix for which prepare's options apply."""
 
 
 def explain(path: str, offset: int) -> tuple[str, str]:
-    """Return what a file that is not UTF-8 seems to be, as `; it looks like CP1252`, and the fix."""
+    """Return a guess at what a non-UTF-8 file is, such as `; it looks like CP1252`, and the fix."""
     known = None if is_url(path) else recognise(Path(path))
     if known is not None:
         return f"; it is {known.name}", known.fix
@@ -65,7 +65,7 @@ def explain(path: str, offset: int) -> tuple[str, str]:
 
 
 def _as_read(path: str, offset: int, encoding: str) -> str:
-    """Return how the text around a byte reads in an encoding; empty for UTF-16 and UTF-32."""
+    """Return the text around a byte as decoded in an encoding; empty for UTF-16 and UTF-32."""
     if encoding.startswith("UTF"):
         return ""
     with open_bytes(path) as file:
@@ -79,9 +79,9 @@ def _as_read(path: str, offset: int, encoding: str) -> str:
 
 
 def codec_of(name: str | None) -> str | None:
-    """Return Python's name of an encoding; None for UTF-8, the default.
+    """Return Python's name for an encoding; None for UTF-8, the default.
 
-    Raises: DataError when it is unknown, with the nearest name.
+    Raises: DataError with the nearest name when it is unknown.
     """
     if name is None:
         return None
@@ -105,12 +105,12 @@ class WrongEncoding(Unread):
 
 
 def open_utf8(path: str, encoding: str | None) -> IO[bytes]:
-    """Open a text file, compressed or not, to be read as UTF-8, converted from `encoding` if given.
+    """Open a text file, compressed or not, as UTF-8, converted from `encoding` if given.
 
-    A file that is valid UTF-8 and not pure ASCII is not converted. A converted file cannot be
-    sought.
+    A file that is valid UTF-8 and not pure ASCII is not converted. A converted file does not
+    support seeking.
 
-    Raises: as open_bytes; reading raises WrongEncoding where the text is not in that encoding.
+    Raises: as open_bytes; reading raises WrongEncoding when the text is not in that encoding.
     """
     if encoding is None or _is_utf8(path):
         return open_bytes(path)
@@ -121,15 +121,15 @@ def open_utf8(path: str, encoding: str | None) -> IO[bytes]:
 
 def _is_utf8(path: str) -> bool:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    ascii_alone = True
+    only_ascii = True
     with open_bytes(path) as file:
         try:
             while block := file.read(_BLOCK):
-                ascii_alone = decoder.decode(block).isascii() and ascii_alone
+                only_ascii = decoder.decode(block).isascii() and only_ascii
             decoder.decode(b"", True)
         except UnicodeDecodeError:
             return False
-    return not ascii_alone
+    return not only_ascii
 
 
 class _AsUtf8(ConvertedFile):
@@ -143,7 +143,7 @@ class _AsUtf8(ConvertedFile):
         self._offset = 0
 
     def next_piece(self) -> bytes | None:
-        """Return the next bytes, None at the end.
+        """Return the next bytes, or None at the end.
 
         Raises: WrongEncoding.
         """
@@ -152,8 +152,8 @@ class _AsUtf8(ConvertedFile):
         return piece if block or piece else None
 
     def _converted(self, block: bytes) -> bytes:
-        held = self._decoder.getstate()[0]
-        start, self._offset = self._offset - len(held), self._offset + len(block)
+        pending = self._decoder.getstate()[0]
+        start, self._offset = self._offset - len(pending), self._offset + len(block)
         try:
             return self._decoder.decode(block, not block).encode()
         except UnicodeError as error:
@@ -169,7 +169,7 @@ class _AsUtf8(ConvertedFile):
 
 
 def encoding_of(path: str, offset: int) -> str | None:
-    """Return a file's probable encoding, `binary`, or None; it is not UTF-8 at byte `offset`."""
+    """Return the probable encoding of a file that is not UTF-8 at `offset`, `binary` or None."""
     try:
         with open_bytes(path) as file:
             head = file.read(4)

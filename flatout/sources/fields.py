@@ -1,4 +1,4 @@
-"""The fields of a row that make a document, and the bad row for one that lacks them."""
+"""Makes a document from the fields of a row, or a bad row when they are missing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Row, RowLocation
 
 ROW_BYTES = 8 << 20
-"""A longer row is a bad row: a row is held several times, with up to four bytes per character."""
+"""A longer row is a bad row: memory holds several copies, with up to four bytes per character."""
 _MISSING = object()
 _KINDS = {
     type(None): "null",
@@ -34,11 +34,11 @@ class Fields:
     text: str = "text"
     """The field with the text."""
     prompt: str | None = None
-    """The field with text before it that is not learned; null and empty mean no prompt."""
+    """The field with preceding text that is excluded from the loss; null and empty: no prompt."""
 
 
 def value_at(row: dict[str, Any], field: str) -> Any:
-    """Return the value of a field: None inside a null, _MISSING when there is no such field."""
+    """Return the value of a field: None inside a null, _MISSING when the row has no such field."""
     if field in row:
         return row[field]
     value: Any = row
@@ -73,12 +73,12 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
 
 
 def no_field(location: RowLocation, field: str, names: list[str], option: str) -> BadRow:
-    """Return the bad row for a missing field; `names` are the candidates, the likeliest first."""
+    """Return the bad row for a missing field; `names` are the candidates, most likely first."""
     guess = nearest(field, names) or (names[0] if names else None)
     fix = (
         f"Did you mean {option} {in_shell(guess)}?"
         if guess
-        else f"Name the field that holds the text with {option}."
+        else f"Name the field that contains the text with {option}."
     )
     return BadRow(
         f"has no field {field!r}", fix, f"no field {field!r}", location.name, location.offset
@@ -87,7 +87,10 @@ def no_field(location: RowLocation, field: str, names: list[str], option: str) -
 
 def too_long(location: RowLocation, limit: int) -> BadRow:
     """Return the bad row for a row that is longer than `limit` bytes."""
-    fix = "Write its text to a separate text file, which may have any length, or skip such rows with --on-bad-row skip."
+    fix = (
+        "Write its text to a separate text file, which may have any length, "
+        "or skip such rows with --on-bad-row skip."
+    )
     return BadRow(
         f"is longer than {limit >> 20} MiB", fix, "too long", location.name, location.offset
     )
@@ -102,7 +105,10 @@ def _unusable(
             location, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option
         )
     kind = _KINDS.get(type(value), type(value).__name__)
-    fix = f"Repair the row, name another field with {option}, or skip such rows with --on-bad-row skip."
+    fix = (
+        f"Repair the row, name another field with {option}, "
+        "or skip such rows with --on-bad-row skip."
+    )
     return BadRow(
         f"has {field!r}, but it is {kind}, not text",
         fix,

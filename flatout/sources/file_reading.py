@@ -1,4 +1,4 @@
-"""Reads pieces of files as documents, by the suffix of their names."""
+"""Reads pieces of files as documents, in the format that their suffix names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatout.sources.rows import read_rows
 from flatout.sources.tables import TABLE_SUFFIXES, read_table
 
 LONG_BYTES = 8 << 20
-"""A longer text file is not held in memory, but read in chunks."""
+"""A longer text file is read in chunks instead of being loaded into memory."""
 ROW_SUFFIXES = {".jsonl", ".ndjson"}
 _WITH_ROWS = ROW_SUFFIXES | PARQUET_SUFFIXES | TABLE_SUFFIXES | JSON_SUFFIXES
 _CONVERTIBLE = {
@@ -30,12 +30,12 @@ _CONVERTIBLE = {
     ".epub": ("an EPUB book", "`pandoc FILE -t plain -o FILE.txt`"),
     ".pdf": ("a PDF", "`pdftotext FILE`"),
 }
-"""Formats that are not read, by suffix, and a command that converts them to text."""
+"""Unsupported formats by suffix, with a command that converts them to text."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """The bytes of one file that a task reads: a whole file, or the JSONL rows beginning in a range."""
+    """The bytes of a file that a task reads: the whole file, or JSONL rows starting in a range."""
 
     path: str
     start: int
@@ -53,28 +53,28 @@ Piece = Span | RowGroups
 
 
 def is_jsonl(name: str) -> bool:
-    """Return whether a file of this name holds JSONL."""
+    """Return whether a file of this name contains JSONL."""
     return suffix_of(name) in ROW_SUFFIXES
 
 
 def is_parquet(name: str) -> bool:
-    """Return whether a file of this name holds Parquet."""
+    """Return whether a file of this name contains Parquet."""
     return suffix_of(name) in PARQUET_SUFFIXES
 
 
 def holds_rows(name: str) -> bool:
-    """Return whether a file of this name holds rows."""
+    """Return whether a file of this name contains rows."""
     return suffix_of(name) in _WITH_ROWS
 
 
 def read_pieces(
     pieces: tuple[Piece, ...], fields: Fields, skipped: tuple[LeftOut, ...] = ()
 ) -> Iterator[Row]:
-    """Yield the skipped files, then the rows of some pieces.
+    """Yield the skipped files, then the rows of the pieces.
 
-    A damaged piece is one bad row that counts all of it as lost: its true extent is unknown.
+    A damaged piece is one bad row that counts the whole piece as lost: the true extent is unknown.
 
-    Raises: DataError when a server or the system refuses a file, which is not the text's fault.
+    Raises: DataError when a server or the system refuses a file, because the text is not at fault.
     """
     yield from skipped
     for piece in pieces:
@@ -106,7 +106,10 @@ def _read(piece: Span, fields: Fields) -> Iterable[Row]:
         return [read_html(path, piece.encoding)]
     if suffix in _CONVERTIBLE:
         name, command = _CONVERTIBLE[suffix]
-        fix = f"Convert it to text, for example with {command}, and name the result, or skip such files with --on-bad-row skip."
+        fix = (
+            f"Convert it to text, for example with {command}, and name the result, "
+            "or skip such files with --on-bad-row skip."
+        )
         return [BadRow(f"is {name}, not text", fix, f"{suffix} file", path)]
     return [read_text(path, piece.encoding)]
 

@@ -1,5 +1,6 @@
-"""Files, local or remote, compressed or not: text and HTML (one document per file), and JSONL, JSON,
-CSV and Parquet (one document per row).
+"""Files, local or remote, compressed or not.
+
+Text and HTML are one document per file; JSONL, JSON, CSV and Parquet are one document per row.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from flatout.transfer.reading import find_remote
 from flatout.transfer.urls import is_url, is_web, protocol_of
 
 PART_BYTES = 4 << 20
-"""Approximate text in one task; a text file is never split, a file of rows is."""
+"""Approximate bytes of text per task; a file of rows is split, a text file is not."""
 REMOTE_PART_BYTES = 32 << 20
-"""The same for remote files: each task reads up to a block too much, and Parquet's index again."""
+"""The same for remote files: each task reads up to a block too much, and Parquet's footer again."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 _SEARCHED_SUFFIXES = frozenset(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES)
-"""What a folder is searched for; a file named directly, or by a pattern, may have any name."""
+"""Files that a folder is searched for; a file named directly or by a pattern may have any name."""
 FINGERPRINT_BYTES = 256 << 20
 COMPARED_BYTES = 1 << 20
-"""At most this much of a file is read to tell whether it is a copy of another."""
+"""Bytes read, at most, to tell whether a file is a copy of another."""
 PARALLEL_FILES = 16
-"""Parquet files whose row groups are listed at the same time: most of it is waiting for a server."""
+"""Parquet files whose row groups are listed at the same time: this mostly waits for a server."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,10 @@ class Found:
     """Its name inside the folder or pattern, or its URL."""
     size: int
     mark: str = ""
-    """What a server says identifies its content; empty for a local file, whose content is read."""
+    """The server's checksum or date of its content; empty for a local file, whose content is read.
+    """
     stat: os.stat_result | None = None
-    """Of a local file."""
+    """The status of a local file."""
 
 
 def files(
@@ -67,12 +69,12 @@ def files(
     include: Sequence[str] = (),
     encoding: str | None = None,
 ) -> list[ReadTask]:
-    """Return the tasks of a file, a folder (searched recursively, sorted), a glob, or a URL of these.
+    """Return the tasks of a file, a folder (searched recursively), a glob, or a URL of these.
 
-    `include` lists name patterns to take from folders besides the usual ones; `encoding` is the
-    encoding of text that is not UTF-8.
+    Files are sorted. `include` lists patterns of other names to read from folders; `encoding` is
+    the encoding of text that is not UTF-8.
 
-    Raises: DataError when nothing is there, with the nearest name that is; MissingPackage.
+    Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
     fields = Fields(text_field, mask_field)
     found, skipped = find_files(path, tuple(include))
@@ -101,7 +103,7 @@ SOURCE = files
 
 
 def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
-    """Return the skipped files counted by suffix, with the first of each named."""
+    """Return the skipped files, counted by suffix; the first few of each are named."""
     by_suffix: dict[str, list[str]] = {}
     for name in skipped:
         by_suffix.setdefault(full_suffix_of(name), []).append(name)
@@ -117,7 +119,7 @@ def _count_skipped(skipped: Sequence[str]) -> tuple[LeftOut, ...]:
 
 
 def skipped_files_in(tasks: Iterable[ReadTask]) -> tuple[LeftOut, ...]:
-    """Return the files that were skipped when the files of some tasks were searched for."""
+    """Return the files that were skipped while searching for the files of the tasks."""
     return tuple(
         chain.from_iterable(
             task.arguments[2]
@@ -141,7 +143,7 @@ def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
 
 
 def _tasks(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> Iterator[ReadTask]:
-    """Yield tasks of about PART_BYTES; a file's fingerprint goes with its first piece."""
+    """Yield tasks of about PART_BYTES; a file's fingerprint goes to the task of its first piece."""
     pieces: list[Piece] = []
     marks: list[str] = []
     originals: list[Original] = []
@@ -166,9 +168,9 @@ def _tasks(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> It
 
 
 def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], list[str]]:
-    """Return the files that `path` stands for, sorted, and those that folders skip for their names.
+    """Return the files at `path`, sorted, and the files of folders that are skipped by name.
 
-    Raises: DataError when there is none.
+    Raises: DataError when there are none.
     """
     wanted = Wanted(_SEARCHED_SUFFIXES, include)
     if is_url(path) and protocol_of(path) == "file":
@@ -196,7 +198,7 @@ def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], l
 
 
 def _original(file: Found, asked: str, limit: int) -> Original:
-    """Return the file as it was found, with a digest of its content or its server's description."""
+    """Return the file as found, with a digest of its content or its server's description."""
     if file.stat is None:
         return RemoteFile(file.path, asked, file.size, file.mark)
     return LocalFile(
@@ -211,19 +213,20 @@ def _original(file: Found, asked: str, limit: int) -> Original:
 
 
 def _mark(file: Found, original: Original) -> str:
-    """Return a line that changes when the file does: name, size, and digest or server's mark."""
-    return f"{file.name} {file.size} {original.digest if isinstance(original, LocalFile) else original.mark}"
+    """Return a line that changes with the file: its name, size, and digest or server's mark."""
+    mark = original.digest if isinstance(original, LocalFile) else original.mark
+    return f"{file.name} {file.size} {mark}"
 
 
 def first_changed(tasks: Iterable[ReadTask]) -> str | None:
     """Return the first file that has changed since the tasks were made, or None.
 
-    Web pages are not checked: servers behind one name may describe a page differently.
+    Web pages are not checked: the servers behind one name may describe a page differently.
 
     Raises: Unreachable when a store does not answer.
     """
     remote: dict[str, list[RemoteFile]] = {}
-    for original in (one for task in tasks for one in task.originals):
+    for original in (original for task in tasks for original in task.originals):
         if isinstance(original, RemoteFile):
             remote.setdefault(original.asked, []).append(original)
         elif original.has_changed():
@@ -232,7 +235,7 @@ def first_changed(tasks: Iterable[ReadTask]) -> str | None:
         if not is_web(asked):
             entries = find_remote(asked, lambda _: True)
             now = {(entry.url, entry.size, entry.mark) for entry in entries}
-            changed = (one.url for one in before if (one.url, one.size, one.mark) not in now)
+            changed = (file.url for file in before if (file.url, file.size, file.mark) not in now)
             if (first := next(changed, None)) is not None:
                 return first
     return None
@@ -244,15 +247,15 @@ def files_of(task: ReadTask) -> list[str]:
 
 
 def has_rows(task: ReadTask) -> bool:
-    """Return whether a task may hold rows; for files, as their names say."""
+    """Return whether a task may contain rows; for files, their names decide."""
     return task.read is not read_pieces or any(holds_rows(path) for path in files_of(task))
 
 
 def shared_file(some: Iterable[ReadTask], others: Iterable[ReadTask]) -> str | None:
-    """Return the first file of `others` that `some` read too, or None.
+    """Return the first file of `others` that `some` also read, or None.
 
-    Remote files are compared by URL, local ones by content: by size and, where sizes are equal, by a
-    digest of sixteen blocks. Empty files are ignored.
+    Remote files are compared by URL, local files by size and, where sizes are equal, by a digest of
+    sixteen blocks. Empty files are ignored.
     """
     first, second = (
         [path for task in tasks for path in files_of(task)] for tasks in (some, others)
@@ -267,7 +270,7 @@ def _sizes(paths: list[str]) -> set[int]:
 
 
 def _identity_of(path: str, sizes: set[int]) -> str | None:
-    """Return what identifies a file; None for a local one whose size is not among `sizes`."""
+    """Return a key that identifies a file; None for a local file whose size is not in `sizes`."""
     if is_url(path):
         return path
     size = Path(path).stat().st_size

@@ -1,7 +1,7 @@
-"""HTML: extracts the text of a page, without markup, scripts and styles, with resiliparse.
+"""HTML: extracts the text of a page with resiliparse, without markup, scripts and styles.
 
-That package was chosen because it is made for training corpora, keeps paragraphs and preformatted
-text apart, bounds the time that deeply nested pages take, and is under Apache-2.0.
+resiliparse is made for training corpora, separates paragraphs from preformatted text, bounds the
+time spent on deeply nested pages, and is licensed under Apache-2.0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A Hugging Face dataset by name, streamed by the package datasets.
+"""Hugging Face datasets by name, streamed by the package `datasets`.
 
-It is named as `hub:ORG/NAME:config=...,split=...,revision=...`.
+A dataset is named as `hub:ORG/NAME:config=...,split=...,revision=...`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def hub(
     text_field: str = "text",
     mask_field: str | None = None,
 ) -> list[ReadTask]:
-    """Return the tasks of a dataset, one per shard, all of the commit that `revision` is now.
+    """Return the tasks of a dataset, one per shard, all at the current commit of `revision`.
 
-    Raises: DataError when there is no such dataset, configuration, split or field, listing those
-            there are; MissingPackage.
+    Raises: DataError when there is no such dataset, configuration, split or field, with a list of
+            those that exist; MissingPackage.
     """
     commit = _commit(name, revision)
     stream = _stream(name, config, split, commit)
@@ -50,7 +50,7 @@ def read_shard(
 ) -> Iterator[Row]:
     """Yield the documents of one shard.
 
-    Raises: DataError when reading fails: what follows is unknown, so it is not a bad row.
+    Raises: DataError when reading fails: the rest of the shard is unknown, so it is not a bad row.
     """
     stream = _stream(name, config, split, commit)
     rows = iter(stream.shard(num_shards=stream.num_shards, index=shard))
@@ -61,10 +61,10 @@ def read_shard(
         except StopIteration:
             return
         except Exception as error:  # every reader has its own family of errors
-            said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise DataError(
-                f"{_shard_name(name, split, shard)} cannot be read after row {number}: {said}.",
-                fix="Run it again.",
+                f"{_shard_name(name, split, shard)} cannot be read after row {number}: {message}.",
+                fix="Run the same command again.",
             ) from error
         number += 1
         where = f"{_shard_name(name, split, shard)}, row {number}"
@@ -76,11 +76,11 @@ def _shard_name(name: str, split: str, shard: int) -> str:
 
 
 def _commit(name: str, revision: str) -> str:
-    """Return the commit of a revision: a branch may move while its shards are read."""
+    """Return the commit of a revision, because a branch may move while its shards are read."""
     huggingface_hub = import_package("huggingface_hub", f"hub:{name}", extra="hub")
     try:
         return str(huggingface_hub.HfApi().dataset_info(name, revision=revision).sha)
-    except Exception as error:  # network errors are the HTTP library's own
+    except Exception as error:  # network errors come from the HTTP library
         raise _cannot_open(name, f"at revision {revision}", error) from error
 
 
@@ -89,7 +89,7 @@ def _stream(name: str, config: str | None, split: str, commit: str) -> Any:
     datasets = import_package("datasets", f"hub:{name}", extra="hub")
     options = {"split": split, "revision": commit, "streaming": True}
     try:
-        # Otherwise a script in the repository may ask to run.
+        # Without it, `datasets` may ask whether to run a script in the repository.
         return datasets.load_dataset(name, config, **options, trust_remote_code=False)
     except Exception as error:  # ValueError for a configuration or a split; network errors
         raise _cannot_open(
@@ -98,15 +98,15 @@ def _stream(name: str, config: str | None, split: str, commit: str) -> Any:
 
 
 def _cannot_open(name: str, which: str, error: Exception) -> DataError:
-    said = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    message = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return DataError(
-        f"The dataset {name} {which} cannot be opened: {said}.",
+        f"The dataset {name} {which} cannot be opened: {message}.",
         fix="Check the name; write it as hub:ORG/NAME:config=...,split=...,revision=....",
     )
 
 
 def _check_fields(dataset: str, columns: list[str], fields: Fields) -> None:
-    """Refuse a field that no row has, when the columns are known before a row is read."""
+    """Refuse a field that is not a column, if the columns are known before a row is read."""
     for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
         if field is None or not columns or field in columns or field.partition(".")[0] in columns:
             continue

@@ -1,4 +1,4 @@
-"""JSON: the objects of an array, or a sequence of objects, are rows; a single object is one row."""
+"""JSON: each object of an array or of a series of objects is a row; a single object is one row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read_json(path: str, fields: Fields, encoding: str | None) -> Iterator[Row]:
 
 
 class _Json:
-    """A JSON text, of which only as much as one value needs is in memory."""
+    """A JSON text, of which only the part needed for one value is in memory."""
 
     def __init__(self, path: str, file: IO[bytes]) -> None:
         self._path = path
@@ -39,11 +39,11 @@ class _Json:
         self._offset = 0
         self._text = ""
         self._start = 0
-        """Where in the text the next value begins."""
+        """Offset in the text of the next value."""
         self._ended = False
 
     def values(self) -> Iterator[Any]:
-        """Yield the values of the array; without one, the values of the file."""
+        """Yield the values of the array or, if there is none, of the file."""
         if self._next() != "[":
             while self._next():
                 yield self._value()
@@ -64,19 +64,21 @@ class _Json:
         """Read another piece."""
         block = self._file.read(CHUNK_BYTES)
         self._ended = not block
-        held = self._decoder.getstate()[0]
+        pending = self._decoder.getstate()[0]
         try:
             read = self._decoder.decode(block, self._ended)
         except UnicodeDecodeError as error:
             raise not_utf8(
-                self._path, self._offset - len(held) + error.start, (held + block)[error.start]
+                self._path,
+                self._offset - len(pending) + error.start,
+                (pending + block)[error.start],
             ) from error
         self._text = self._text[self._start :] + read
         self._offset += len(block)
         self._start = 0
 
     def _next(self) -> str:
-        """Skip white space and return the next character, empty at the end."""
+        """Skip white space and return the next character, or an empty string at the end."""
         while True:
             while (
                 character := self._text[self._start : self._start + 1]

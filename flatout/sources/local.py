@@ -1,4 +1,4 @@
-"""Finds the local files that a path stands for: a file, a folder or a glob; reports skipped files."""
+"""Finds the local files of a path, which is a file, a folder or a glob, and lists skipped files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Wanted:
     suffixes: frozenset[str]
     """Suffixes of their names."""
     include: tuple[str, ...] = ()
-    """Patterns of other names that are taken too."""
+    """Patterns of other names that are read too."""
 
     def takes(self, name: str) -> bool:
         """Return whether a file of this name is read."""
@@ -36,28 +36,29 @@ class Wanted:
 
 
 class Search(NamedTuple):
-    """What a path stands for."""
+    """The local files found for a path."""
 
     files: list[tuple[Path, str]]
     """The files to read, each with its name inside the folder or pattern."""
     skipped: list[str]
-    """Other files of the searched folders, without hidden ones."""
+    """The other files of the searched folders, except hidden ones."""
 
 
 def matches(name: str, pattern: str) -> bool:
     """Return whether a pattern such as `*.py` or `src/*.py` matches the end of a path.
 
-    The suffix of a compression may be there or not.
+    The pattern matches with or without the suffix of a compression.
     """
     return any(fnmatchcase(f"/{one}", f"*/{pattern}") for one in (name, unpacked_name(name)))
 
 
 def find_local(path: str, wanted: Wanted) -> Search:
-    """Return the files that a path stands for; folders are searched for wanted files.
+    """Return the files at a path; folders are searched for wanted files.
 
-    Links are followed, to folders too; a folder is searched once, even if several links lead to it.
+    Links are followed, also to folders; a folder is searched once, even if several links lead to
+    it.
 
-    Raises: DataError when there is none, or a file or folder cannot be read.
+    Raises: DataError when there are none, or a file or folder cannot be read.
     """
     target = expanded(path)
     try:
@@ -76,7 +77,7 @@ def find_local(path: str, wanted: Wanted) -> Search:
 
 
 def missing(target: Path) -> DataError:
-    """Return the error for a path that does not exist, with the nearest name or the missing folder."""
+    """Return the error for a missing path, with the nearest name or the missing parent folder."""
     if not target.parent.is_dir():
         return DataError(f"There is no folder {target.parent}.", fix="Check the path.")
     guess = nearest(target.name, [entry.name for entry in target.parent.iterdir()])
@@ -97,7 +98,7 @@ def full_suffix_of(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a part of a path begins with a dot: folders skip such files."""
+    """Return whether a part of a path starts with a dot; folders skip such files."""
     return any(piece.startswith(".") for piece in name.split("/"))
 
 
@@ -145,9 +146,9 @@ def _checked(file: Path, name: str) -> tuple[Path, str]:
 
 
 def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
-    """Yield the files of a folder and its subfolders, without hidden ones.
+    """Yield the files of a folder and its subfolders, except hidden ones.
 
-    Links to folders come last, so that they do not rename files found directly.
+    Links to folders come last, so that files found directly keep their names.
     """
     inside, linked = [folder], list[Path]()
     while inside or linked:
@@ -204,9 +205,9 @@ def _matching(pattern: str, wanted: Wanted) -> Search:
 def _require_text(files: list[Path], wanted: Wanted) -> None:
     """Refuse files that are all recognised as something other than text.
 
-    Among others, such a file is a bad document, which `--on-bad-row` decides.
+    Next to text files, such a file is a bad row instead, which `--on-bad-row` handles.
 
-    Raises: DataError naming the first and the command that takes it.
+    Raises: DataError naming the first and the command that reads it.
     """
     first: Recognised | None = None
     for file in files:
@@ -223,9 +224,9 @@ def _identity(file: Path) -> tuple[str, str]:
 
 
 def _require_listable(pattern: str) -> None:
-    """Check that every folder searched for a pattern can be listed: glob treats others as empty.
+    """Check that every folder a pattern searches can be listed; glob treats others as empty.
 
-    Raises: OSError for the first that cannot.
+    Raises: OSError for the first folder that cannot be listed.
     """
     pieces = Path(pattern).parts
     for number, piece in enumerate(pieces):

@@ -1,4 +1,4 @@
-"""Text too long to hold in memory: it stays in its file, and is read in chunks on demand."""
+"""Text too long for memory: it stays in its file and is read in chunks on demand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHUNK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = "\ufeff"
 _HEAD = 4096
 _TEXT_PER_NUL = 8
-"""A beginning with at least one NUL per eight characters is not read as UTF-8."""
+"""Text whose start has more than one NUL per eight characters is not read as UTF-8."""
 
 
 class NotUtf8(Unread):
@@ -28,20 +28,20 @@ class NotUtf8(Unread):
 
 @dataclass(frozen=True, slots=True)
 class LongText:
-    """A range of a file's text, with the length and the slices of a string.
+    """A range of a file's text that has a length and slices like a string.
 
-    A slice is measured by reading it.
+    Slicing reads the slice to measure it.
     """
 
     path: str
     start: int
-    """Its first character in the file, not counting a byte order mark."""
+    """Index of its first character in the file, not counting a byte order mark."""
     stop: int
-    """The character after its last."""
+    """Index after its last character."""
     num_bytes: int
-    """Its length as UTF-8."""
+    """Its length in UTF-8 bytes."""
     sha256: bytes
-    """SHA-256 of its UTF-8."""
+    """SHA-256 of those bytes."""
     encoding: str | None = None
     """Encoding of the file; None for UTF-8."""
 
@@ -56,7 +56,7 @@ class LongText:
         )
 
     def first_bytes(self, limit: int) -> LongText:
-        """Return the longest beginning whose UTF-8 is at most `limit` bytes."""
+        """Return the longest prefix of at most `limit` bytes of UTF-8."""
         characters = 0
         for chunk in self.chunks():
             data = chunk.encode()
@@ -67,9 +67,9 @@ class LongText:
         return self
 
     def chunks(self) -> Iterator[str]:
-        """Return the text in chunks, in order.
+        """Return the chunks of the text, in order.
 
-        Raises: DataError when the file cannot be read, or has changed since it was measured.
+        Raises: DataError when the file cannot be read or has changed since it was measured.
         """
         return _read_again(self.path, self.start, self.stop, self.encoding)
 
@@ -87,7 +87,7 @@ def chunks_of(text: Text) -> Iterable[str]:
 
 
 def measure(path: str, encoding: str | None = None) -> LongText:
-    """Return the text of a file, after reading it once to measure it.
+    """Read a file once to measure its text, and return it as a LongText.
 
     Raises: NotUtf8; WrongEncoding; OSError, EOFError or zlib.error when the file cannot be read.
     """
@@ -119,17 +119,17 @@ def _read_again(path: str, start: int, stop: int, encoding: str | None) -> Itera
     if position < stop:
         raise DataError(
             f"{path} changed while it was being read.",
-            fix="Stop whatever writes to it, and run the same command again.",
+            fix="Stop the program that writes to it, and run the same command again.",
         )
 
 
 def _decoded(path: str, encoding: str | None) -> Iterator[str]:
     """Yield the text of a file in chunks, without its byte order mark."""
-    held, offset, mark = b"", 0, _BYTE_ORDER_MARK
+    pending, offset, mark = b"", 0, _BYTE_ORDER_MARK
     with open_utf8(path, encoding) as file:
         while True:
             block = file.read(CHUNK_BYTES)
-            data = held + block
+            data = pending + block
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not block)
             except UnicodeDecodeError as error:
@@ -141,7 +141,7 @@ def _decoded(path: str, encoding: str | None) -> Iterator[str]:
                 mark = ""
             if not block:
                 return
-            held, offset = data[used:], offset + used
+            pending, offset = data[used:], offset + used
 
 
 def decoded(data: bytes, path: str) -> str:
@@ -160,7 +160,7 @@ def decoded(data: bytes, path: str) -> str:
 def _require_text(path: str, text: str) -> None:
     """Check that a file is not UTF-16 or UTF-32 without a byte order mark.
 
-    ASCII in those encodings is valid UTF-8, full of NULs.
+    ASCII in those encodings is valid UTF-8 with many NULs.
 
     Raises: NotUtf8.
     """
@@ -170,11 +170,14 @@ def _require_text(path: str, text: str) -> None:
         return
     wide = "UTF-32" if nuls * 2 > len(head) + 1 else "UTF-16"
     guess = wide + ("LE" if head[0] != "\0" else "BE")
-    what = f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL; it looks like {guess}."
+    what = (
+        f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL; "
+        f"it looks like {guess}."
+    )
     raise NotUtf8(what, fix=f"Add --encoding {guess}{OR_SKIP}.")
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
-    """Return the error for bytes that are not UTF-8: the first such byte, and a likely encoding."""
+    """Return the error for a byte that is not UTF-8, with a likely encoding of the file."""
     more, fix = explain(path, offset)
     return NotUtf8(f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}.", fix=fix)

@@ -1,4 +1,4 @@
-"""The files that text is read from, as they were when listed, to detect changes while preparing."""
+"""Records source files as they were when listed, to detect changes while preparing."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class LocalFile:
     ctime_ns: int
     inode: int
     digest: str
-    """Its fingerprint, of `limit` bytes."""
+    """Its fingerprint with this `limit`."""
     limit: int
 
     def has_changed(self) -> bool:
-        """Return whether the file has another size, modification time or content, or is gone.
+        """Return whether the file's size, modification time or content has changed, or it is gone.
 
-        Its content is read again only if the file was touched and its modification time restored,
-        or it was replaced by a copy.
+        The content is read again only if the file was touched and its modification time restored,
+        or if it was replaced by a copy.
         """
         try:
             now = Path(self.path).stat()
@@ -48,14 +48,14 @@ class RemoteFile:
     """The URL that was listed: the file's own, a folder's, or a pattern."""
     size: int
     mark: str
-    """Its checksum or date; empty when the server gives none."""
+    """Its checksum or date; empty when the server reports neither."""
 
 
 Original = LocalFile | RemoteFile
 
 
 def fingerprint(file: Path, size: int, limit: int) -> str:
-    """Return a digest of a file; above `limit` bytes, of sixteen blocks spread evenly over it."""
+    """Return a digest of a file, or of sixteen evenly spaced blocks if it exceeds `limit` bytes."""
     digest = hashlib.sha256()
     try:
         with file.open("rb") as stream:

@@ -9,7 +9,7 @@ from flatout.errors import MissingPackage
 
 
 def import_package(module: str, path: str, *, extra: str) -> Any:
-    """Return a module that reading `path` needs.
+    """Import and return a module that is needed to read `path`.
 
     Raises: MissingPackage with the install line.
     """

@@ -1,4 +1,4 @@
-"""Compressed files, recognised by suffix: .gz, .bz2, and .zst with the package zstandard."""
+"""Opens compressed files by suffix: .gz, .bz2, and .zst with the package zstandard."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from flatout.transfer.urls import is_url, name_in
 
 _BLOCK = 1 << 16
 _FED_BYTES = 1 << 10
-"""Compressed bytes given to zstandard at a time: they may decompress to 32,768 times as many."""
+"""Compressed bytes passed to zstandard at a time: they may expand by a factor of 32,768."""
 _READ_BYTES = 1 << 18
 """Bytes per read call: rows are often longer than the default of 8 KiB."""
 CANNOT_BE_READ = "cannot be read"
-"""The reason under which the rest of a damaged file is counted."""
+"""Reason under which the rest of a damaged file is counted."""
 
 
 class Damaged(OSError):
-    """Compressed bytes that cannot be decompressed; readers make a bad row of it."""
+    """Compressed bytes that cannot be decompressed; readers report a bad row."""
 
 
 class Unread(DataError):
-    """A file that cannot be read past some point; readers make a bad row of the rest."""
+    """A file that cannot be read past some point; readers report the rest as a bad row."""
 
     reason = CANNOT_BE_READ
-    """The reason under which it is counted."""
+    """Reason under which the row is counted."""
 
 
 class NotHandedOut(DataError):
-    """A file that the system refuses: not a bad row, because the text is not at fault."""
+    """A file that the system refuses to read: not a bad row, because the text is not at fault."""
 
 
 def open_bytes(path: str) -> IO[bytes]:
-    """Open a local or remote file for reading, decompressed.
+    """Open a local or remote file for reading, decompressing it if needed.
 
-    Raises: MissingPackage; DataError when the server does not return it.
+    Raises: MissingPackage; DataError when the server does not return the file.
     """
     opener = next(
         (opener for ending, opener in _OPENERS.items() if name_in(path).lower().endswith(ending)),
@@ -59,21 +59,21 @@ def is_packed(name: str) -> bool:
 
 
 def unpacked_name(name: str) -> str:
-    """Return a name without the suffix of its compression."""
+    """Return a name without its compression suffix."""
     return name_in(name).rpartition(".")[0] if is_packed(name) else name_in(name)
 
 
 def require_opener(path: str) -> None:
-    """Check that the package needed to open a file is installed, before any of it is read.
+    """Check that the package needed to open a file is installed.
 
-    Raises: MissingPackage with its install line.
+    Raises: MissingPackage with the install line.
     """
     if name_in(path).lower().endswith(".zst"):
         _zstandard(path)
 
 
 def unreadable(path: str, error: Exception) -> DataError:
-    """Return the error for a file that the system refuses (NotHandedOut) or that is damaged."""
+    """Return the error for a file that the system refuses to read (NotHandedOut) or is damaged."""
     of_system = isinstance(error, OSError) and error.errno is not None
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     kind = NotHandedOut if of_system else DataError
@@ -94,14 +94,14 @@ def _zstandard(path: str) -> Any:
 
 
 class ConvertedFile(io.RawIOBase):
-    """Another form of a file's content, made piece by piece; closing it closes the file."""
+    """A file's content converted piece by piece; closing it closes the file."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._piece = memoryview(b"")
 
     def next_piece(self) -> bytes | None:
-        """Return the next bytes, which may be empty; None at the end."""
+        """Return the next bytes, which may be empty, or None at the end."""
         raise NotImplementedError
 
     def readable(self) -> bool:
@@ -129,10 +129,7 @@ class ConvertedFile(io.RawIOBase):
 
 
 class _ZstdReader(ConvertedFile):
-    """The content of a .zst file, frame by frame.
-
-    The package's own reader accepts a truncated file.
-    """
+    """Decompresses a .zst file by frame because zstandard's own reader accepts truncated files."""
 
     def __init__(self, file: IO[bytes], zstandard: Any) -> None:
         super().__init__(file)
@@ -141,7 +138,7 @@ class _ZstdReader(ConvertedFile):
         self._packed = memoryview(b"")
 
     def next_piece(self) -> bytes | None:
-        """Return the next bytes, None at the end.
+        """Return the next bytes, or None at the end.
 
         Raises: Damaged; EOFError when the file is truncated.
         """
@@ -153,7 +150,7 @@ class _ZstdReader(ConvertedFile):
         return None
 
     def _unpacked(self) -> bytes:
-        """Return what the next compressed bytes decompress to."""
+        """Decompress the next bytes."""
         fed = self._packed[:_FED_BYTES]
         self._frame = self._frame or self._zstandard.ZstdDecompressor().decompressobj()
         try:

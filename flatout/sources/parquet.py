@@ -1,4 +1,4 @@
-"""Parquet: one document per row, read by row group and by column, with the package pyarrow."""
+"""Parquet: one document per row, read by row group and column with the package pyarrow."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from flatout.sources.parquet_pages import PAGE_BYTES, PAGE_RATIO, Page, pages_at
 PARQUET_SUFFIXES = {".parquet"}
 BATCH_ROWS = 256
 BATCH_BYTES = 4 << 20
-"""Rows are read from a row group in batches of up to BATCH_ROWS rows and about this many bytes."""
+"""Rows are read in batches of up to BATCH_ROWS rows and about this many bytes."""
 _PAGE_BYTES = 1 << 20
-"""A column is read this much at a time, instead of a row group at once."""
+"""Bytes of a column read at a time, instead of the whole row group."""
 
 
 @dataclass(frozen=True)
 class RowGroups:
-    """Row groups [start, end) of a file; an unreadable file is one whole, with `end` None."""
+    """Row groups [start, end) of a file; `end` is None for a file that cannot be split."""
 
     path: str
     start: int
     end: int | None
     first_row: int
-    """Rows before them."""
+    """Number of rows before them."""
     num_bytes: int
 
 
 def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGroups]:
-    """Return a file's row groups, grouped up to `limit` bytes of the wanted columns; at least one.
+    """Split a file into runs of row groups, each up to `limit` bytes of the requested columns.
 
-    A file that is damaged or lacks a column is left whole: reading it reports the problem.
+    A file that is damaged or lacks a column is not split: reading it reports the problem.
 
     Raises: MissingPackage without pyarrow.
     """
     whole = [RowGroups(path, 0, None, 0, size)]
     try:
         with open_bytes(path) as file:
-            described = _opened(path, file).metadata
+            described = _open_parquet(path, file).metadata
             names = [described.schema.column(index).path for index in range(described.num_columns)]
     except _errors():
         return whole
     requested = _requested(fields)
-    if not all(any(_inside(name, field) for name in names) for field in requested):
+    if not all(any(_belongs_to(name, field) for name in names) for field in requested):
         return whole
     found: list[RowGroups] = []
     rows = 0
@@ -71,26 +71,23 @@ def _num_bytes(group: Any, requested: list[str]) -> int:
 
 
 def _columns_of(group: Any, requested: list[str]) -> list[Any]:
-    """Return the column chunks of a row group that hold the requested fields."""
+    """Return the column chunks of a row group that contain the requested fields."""
     columns = (group.column(index) for index in range(group.num_columns))
     return [
         column
         for column in columns
-        if any(_inside(column.path_in_schema, field) for field in requested)
+        if any(_belongs_to(column.path_in_schema, field) for field in requested)
     ]
 
 
 def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
-    """Yield the rows of some row groups.
-
-    The rest of an unreadable row group is one bad row, and so is an unreadable file.
-    """
+    """Yield the rows of row groups; an unreadable file or rest of a row group is one bad row."""
     try:
         with open_bytes(groups.path) as file:
-            parquet = _opened(groups.path, file)
-            lacking = _lacking(parquet.schema_arrow, fields)
-            if lacking is not None:
-                yield no_field(RowLocation(groups.path), *lacking)
+            parquet = _open_parquet(groups.path, file)
+            missing = _missing_field(parquet.schema_arrow, fields)
+            if missing is not None:
+                yield no_field(RowLocation(groups.path), *missing)
                 return
             rows = groups.first_row
             for group in range(
@@ -138,23 +135,29 @@ def _read_row_group(
 
 
 def _too_large(page: Page, where: str, num_bytes: int) -> BadRow:
-    """Return the bad row for rows in a page that decompresses to far more than its compressed size."""
-    what = f"has a page that decompresses to {page.num_bytes / 1e6:,.0f} MB from {page.packed_bytes / 1e6:,.2f} MB"
-    limit = f"at most {PAGE_BYTES >> 20} MiB, or {PAGE_RATIO} times its compressed size, is decompressed"
-    fix = "Write the file again with smaller pages or without compression, or skip these rows with --on-bad-row skip."
+    """Return the bad row for the rows of a page that is too large to decompress."""
+    what = (
+        f"has a page of {page.packed_bytes / 1e6:,.2f} MB "
+        f"that decompresses to {page.num_bytes / 1e6:,.0f} MB"
+    )
+    limit = f"the limit is {PAGE_BYTES >> 20} MiB, or {PAGE_RATIO} times the compressed size"
+    fix = (
+        "Write the file again with smaller pages or without compression, "
+        "or skip these rows with --on-bad-row skip."
+    )
     return BadRow(f"{what}; {limit}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
 def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
-    """Return the bad row for a damaged part, all of which counts as lost.
+    """Return the bad row for a damaged part, which counts as lost entirely.
 
-    Raises: DataError when the system refuses the file.
+    Raises: DataError when the system refuses to read the file.
     """
     if isinstance(unread := unreadable(path, error), NotHandedOut):
         raise unread from error
-    said = " ".join(str(error).split()).rstrip(".")
+    message = " ".join(str(error).split()).rstrip(".")
     fix = "Check that the file is complete; --on-bad-row skip leaves out the unreadable rest."
-    return BadRow(f"cannot be read: {said}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
+    return BadRow(f"cannot be read: {message}", fix, CANNOT_BE_READ, where, unread_bytes=num_bytes)
 
 
 def _requested(fields: Fields) -> list[str]:
@@ -175,7 +178,7 @@ def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where:
 
 
 def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | None]:
-    """Yield the rows of a batch: an error for one that is not UTF-8, None for one too long."""
+    """Yield the rows of a batch: an error for a row that is not UTF-8, None for one too long."""
     failed: UnicodeDecodeError | None = None
     if batch.nbytes <= ROW_BYTES:
         try:
@@ -190,11 +193,11 @@ def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | 
             yield from _dictionaries(batch.slice(index, 1))
 
 
-def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
-    """Return a field without a column, the columns that hold text, and its option; None if none."""
+def _missing_field(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
+    """Return the first field without a column, the text columns and the field's option, or None."""
     names = list(_columns(schema))
     for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
-        if field is not None and not any(_inside(name, field) for name, _ in names):
+        if field is not None and not any(_belongs_to(name, field) for name, _ in names):
             return (
                 field,
                 [name for name, kind in names if kind in ("string", "large_string", "string_view")],
@@ -204,18 +207,18 @@ def _lacking(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
 
 
 def _columns(fields: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the name and type of every column, with dotted names inside structures."""
+    """Yield the name and type of every column, with dotted names inside structs."""
     for field in fields:
         yield f"{prefix}{field.name}", str(field.type)
         if str(field.type).startswith("struct<"):
             yield from _columns(field.type, f"{prefix}{field.name}.")
 
 
-def _inside(name: str, field: str) -> bool:
+def _belongs_to(name: str, field: str) -> bool:
     return name == field or name.startswith(f"{field}.")
 
 
-def _opened(path: str, file: Any) -> Any:
+def _open_parquet(path: str, file: Any) -> Any:
     return _pyarrow(path, "pyarrow.parquet").ParquetFile(
         file, buffer_size=_PAGE_BYTES, pre_buffer=False, page_checksum_verification=True
     )
@@ -229,7 +232,7 @@ def _errors() -> tuple[type[Exception], ...]:
 def require_parquet(path: str) -> None:
     """Check that pyarrow is installed.
 
-    Raises: MissingPackage with its install line.
+    Raises: MissingPackage with the install line.
     """
     _pyarrow(path, "pyarrow")
 

@@ -1,7 +1,7 @@
-"""The decompressed sizes of the pages of a Parquet column, read from their headers.
+"""Reads the decompressed sizes of the pages of a Parquet column from the page headers.
 
-pyarrow decompresses a page as a whole, whatever its size. A header is a struct in Thrift's compact
-encoding; the footer does not repeat it, so only the headers bound the memory that reading takes.
+pyarrow decompresses a page as a whole, whatever its size, and the footer does not list the sizes:
+only the headers bound the memory for reading. A header is a struct in Thrift's compact encoding.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from flatout.sources.packed import Damaged, is_packed
 from flatout.transfer.urls import is_url
 
 PAGE_BYTES = 64 << 20
-"""A page may always decompress to this size,"""
+"""A page that decompresses to at most this size is always accepted."""
 PAGE_RATIO = 32
-"""and to this multiple of its compressed size: text seldom compresses to less than a tenth."""
+"""A larger page is accepted up to this multiple of its compressed size: text seldom reaches 10."""
 _DICTIONARY = 2
-"""The type of the page that holds a dictionary's values."""
+"""The type of a page that contains the values of a dictionary."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A page of a column, by its header."""
+    """A page of a column, as described by its header."""
 
     num_bytes: int
     """Its decompressed size."""
@@ -34,13 +34,13 @@ class Page:
 
     @property
     def is_too_large(self) -> bool:
-        """Whether decompressing it would take far more memory than the file has bytes."""
+        """Whether decompressing it would take far more memory than its compressed size suggests."""
         return self.num_bytes > max(PAGE_BYTES, PAGE_RATIO * self.packed_bytes)
 
     @property
     def rows_in_bounds(self) -> int:
-        """Rows of a batch that may come from such pages without exceeding PAGE_BYTES by much."""
-        # A dictionary's value may be as long as the dictionary, in every row.
+        """Rows of such pages that fit a batch without exceeding PAGE_BYTES by much."""
+        # In every row the value may be as long as the whole dictionary.
         values = 1 if self.is_dictionary else self.num_values
         return max(PAGE_BYTES * values // max(self.num_bytes, 1), 1)
 
@@ -48,7 +48,8 @@ class Page:
 def pages_at(path: str, column: Any) -> list[Page]:
     """Return the pages of one column chunk of a file.
 
-    Where reading the headers would read everything twice, it is described as a single page.
+    In remote and compressed files, where reading the headers would read everything twice, the chunk
+    is described as a single page.
 
     Raises: Damaged when the bytes are not page headers; OSError.
     """
@@ -98,9 +99,9 @@ def _struct(file: IO[bytes]) -> dict[int, Any]:
 
 
 def _value(file: IO[bytes], kind: int, *, inside: bool = False) -> Any:
-    """Read a value of a type, skipping those without sizes.
+    """Read a value of the given type; values that cannot contain a size are skipped.
 
-    True and false are types of fields, and bytes `inside` lists.
+    A boolean is encoded in the type of a field, and as a byte `inside` a list.
     """
     if kind in (1, 2):
         return _byte(file) if inside else kind

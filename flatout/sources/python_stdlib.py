@@ -14,7 +14,7 @@ from flatout.sources import Document, LeftOut, ReadTask, Row
 
 PART_BYTES = 1 << 20
 ENOUGH_BYTES = 12_000_000
-"""The library's tests are added, in order, only up to this size."""
+"""The library's tests are added, in sorted order, only up to this size."""
 _OUTSIDE = {"site-packages", "dist-packages", "__pycache__"}
 _TESTS = {"test", "tests", "idle_test"}
 
@@ -32,22 +32,22 @@ def python_stdlib() -> list[ReadTask]:
             fix="Use a Python that comes with its standard library, or name a text file.",
         )
     tasks: list[ReadTask] = []
-    held: list[str] = []
-    held_bytes = 0
+    group: list[str] = []
+    group_bytes = 0
     for name in names:
-        held.append(name)
-        held_bytes += _size(root, name)
-        if held_bytes >= PART_BYTES:
-            tasks.append(_task(root, held))
-            held, held_bytes = [], 0
-    return [*tasks, _task(root, held)] if held else tasks
+        group.append(name)
+        group_bytes += _size(root, name)
+        if group_bytes >= PART_BYTES:
+            tasks.append(_task(root, group))
+            group, group_bytes = [], 0
+    return [*tasks, _task(root, group)] if group else tasks
 
 
 SOURCE = python_stdlib
 
 
 def choose(root: Path) -> list[str]:
-    """Return the files to read, relative to `root`, sorted; tests only to fill up to ENOUGH_BYTES."""
+    """Return the files to read, relative to `root`, sorted; tests only fill up to ENOUGH_BYTES."""
     names = []
     for folder, inside, files in os.walk(root):
         inside[:] = [name for name in inside if name not in _OUTSIDE]
@@ -85,7 +85,7 @@ def _task(root: Path, names: list[str]) -> ReadTask:
 
 
 def read_modules(root: str, names: tuple[str, ...]) -> Iterator[Row]:
-    """Yield modules as documents, in their declared encoding; undecodable ones are left out."""
+    """Yield modules as documents, in their declared encoding; undecodable modules are left out."""
     for name in names:
         try:
             with tokenize.open(str(Path(root, name))) as file:

@@ -18,7 +18,7 @@ from flatout.sources.packed import is_packed
 def read_rows(
     path: str, start: int, end: int, fields: Fields, encoding: str | None = None
 ) -> Iterator[Row]:
-    """Yield the rows of a JSONL file that begin in [start, end); blank lines are skipped.
+    """Yield the rows of a JSONL file that start in [start, end); blank lines are skipped.
 
     A compressed file, or one in another encoding, is read as a whole.
 
@@ -28,7 +28,7 @@ def read_rows(
         position, number = start, 0
         if position > 0:
             file.seek(position - 1)
-            position += _pass_line(file) - 1
+            position += _skip_line(file) - 1
         whole = is_packed(path) or encoding is not None
         while whole or position < end:
             line = file.readline(ROW_BYTES + 1)
@@ -38,7 +38,7 @@ def read_rows(
             row: Row | None = None
             if len(line) > ROW_BYTES:
                 row = too_long(RowLocation(path, position), ROW_BYTES)
-                position += 0 if line.endswith(b"\n") else _pass_line(file)
+                position += 0 if line.endswith(b"\n") else _skip_line(file)
             elif not line.isspace():
                 row = _row(line, path, position, fields)
             if row is not None:  # offsets refer to the file only if it is UTF-8
@@ -50,8 +50,8 @@ def read_rows(
             position += len(line)
 
 
-def _pass_line(file: IO[bytes]) -> int:
-    """Read to the end of the line, and return the number of bytes."""
+def _skip_line(file: IO[bytes]) -> int:
+    """Read to the end of the line and return the number of bytes read."""
     size = 0
     while piece := file.readline(CHUNK_BYTES):
         size += len(piece)
@@ -68,7 +68,7 @@ def _row(line: bytes, path: str, offset: int, fields: Fields) -> Row:
             not_utf8(path, offset + error.start, line[error.start]), "not UTF-8", path, offset
         )
     except ValueError as error:
-        return _not_json(f"is not JSON: {_complaint(error)}", path, offset)
+        return _not_json(f"is not JSON: {_parser_message(error)}", path, offset)
     except RecursionError:
         return _not_json("is nested too deeply", path, offset)
     return document(row, fields, path, offset)
@@ -80,8 +80,8 @@ def _not_json(what: str, path: str, offset: int) -> BadRow:
     )
 
 
-def _complaint(error: ValueError) -> str:
-    """Return the JSON parser's message with the column alone: the line is already named."""
+def _parser_message(error: ValueError) -> str:
+    """Return the JSON parser's message with only the column: the location names the line."""
     return (
         f"{error.msg} at column {error.pos + 1}"
         if isinstance(error, json.JSONDecodeError)

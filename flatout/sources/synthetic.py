@@ -1,4 +1,4 @@
-"""Documents generated from a seed, for trials: `synthetic:documents=1000,words=200,seed=0`."""
+"""Documents generated from a seed, for experiments: `synthetic:documents=1000,words=200,seed=0`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ENDS = ["", "", "", "n", "r", "s", "l", "nd"]
 def synthetic(documents: int = 1000, words: int = 200, seed: int = 0) -> list[ReadTask]:
     """Return the tasks of `documents` texts of about `words` words, determined by the parameters.
 
-    Raises: DataError when a parameter is not an integer, or is out of range.
+    Raises: DataError when a parameter is not an integer or is out of range.
     """
     for name, value, least in (("documents", documents, 1), ("words", words, 1), ("seed", seed, 0)):
         if type(value) is not int or value < least:
@@ -61,10 +61,10 @@ SOURCE = synthetic
 
 
 def write_documents(first: int, last: int, words: int, seed: int) -> Iterator[Document]:
-    """Yield the documents numbered from `first` up to, not including, `last`.
+    """Yield the documents with the numbers [first, last).
 
-    Words are drawn from a vocabulary of 800 with the frequencies of natural text; half of the time
-    a word is followed by a fixed successor, so that there is something to learn.
+    Words are drawn from a vocabulary of 800 with the frequencies of natural text. Half of the words
+    are followed by a fixed successor, so that there is something to learn.
     """
     vocabulary = _vocabulary(random.Random(f"words {seed}"))
     for number in range(first, last):

@@ -15,7 +15,8 @@ from flatout.sources.long import not_utf8
 from flatout.sources.packed import Unread
 
 _DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}
-"""Possible delimiters by suffix: the one that splits the first row into most columns is used."""
+"""Possible delimiters by suffix: the one that splits the first row into the most columns is used.
+"""
 TABLE_SUFFIXES = frozenset(_DELIMITERS)
 
 
@@ -68,7 +69,7 @@ def _header(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str]:
 
 
 def _next(rows: Iterator[list[str]], lines: _Lines, path: str) -> list[str] | BadRow | None:
-    """Return the next row, and let `lines` count from its first line; None at the end."""
+    """Return the next row, or None at the end, with `lines` counting from the row's first line."""
     lines.begin_row()
     try:
         return next(rows, None)
@@ -92,7 +93,7 @@ def _bad(what: str, where: str, *, unread_bytes: int = 0) -> BadRow:
 
 
 class _Lines:
-    """The lines of a file, counted."""
+    """Reads the lines of a file and counts them."""
 
     def __init__(self, path: str, file: IO[bytes]) -> None:
         self._path = path
@@ -103,13 +104,13 @@ class _Lines:
         self.begin_row()
 
     def begin_row(self) -> None:
-        """Reset what is recorded of a row: the next line begins one."""
+        """Reset the record of the current row: the next line starts a new one."""
         self.first = self.number + 1
-        """The row's first line."""
+        """First line of the row."""
         self.row_bytes = 0
-        """Its bytes read so far."""
+        """Bytes of the row read so far."""
         self.fault: tuple[int, int] | None = None
-        """Offset and value of its first byte that is not UTF-8."""
+        """Offset and value of the row's first byte that is not UTF-8."""
 
     def __iter__(self) -> _Lines:
         return self
@@ -122,7 +123,7 @@ class _Lines:
         if len(line) > ROW_BYTES:
             raise Unread(
                 f"{self._path}, line {self.number} is longer than {ROW_BYTES >> 20} MiB.",
-                fix="Check that the file is a table.",
+                fix="Check that the file is CSV or TSV.",
             )
         start, self._offset = self._offset, self._offset + len(line)
         self.row_bytes += len(line)

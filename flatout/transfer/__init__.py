@@ -1,1 +1,1 @@
-"""Moves files between this machine and URLs, through fsspec, with retries, resume and checksums."""
+"""Moves files between this machine and URLs through fsspec, with retries, resume and checksums."""

@@ -1,4 +1,4 @@
-"""Opens the fsspec filesystem of a URL, retries what may pass, and explains what does not."""
+"""Opens the fsspec filesystem of a URL, retries transient errors and explains permanent ones."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Access = Literal["read", "write"]
 
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
-"""Wait before the second attempt; it doubles each time."""
+"""Pause before the second attempt; it doubles each time."""
 CONNECT_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 60.0
-"""A web server that sends nothing for this long is asked again."""
+"""A request is retried when a web server sends nothing for this long."""
 
 _PACKAGES = {
     "s3": ("s3fs", "s3"),
@@ -34,12 +34,14 @@ _PACKAGES = {
 }
 """Package and extra that a protocol needs."""
 _CREDENTIALS = {
-    "s3": "Give AWS credentials, for example by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by a profile.",
+    "s3": "Give AWS credentials, for example with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "or with a profile.",
     "gs": "Log in with `gcloud auth application-default login`.",
-    "hf": "Log in with `hf auth login`, and accept the terms on the repository's page if it has any.",
+    "hf": "Log in with `hf auth login`, and accept the terms on the repository's page "
+    "if it has any.",
 }
 _INTERPRETING = {"reference"}
-"""Filesystems that execute what a file says: fsspec before 2026 renders the templates of
+"""Filesystems that execute instructions in a file: fsspec before 2026 renders the templates of
 `reference://` with full Jinja, which can run code.
 """
 _CHECK_NETWORK = "Check the network and the server, then run the same command again."
@@ -57,16 +59,17 @@ class NothingThere(DataError):
 def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSystem, str]:
     """Return the filesystem of a URL and the path inside it.
 
-    Raises: MissingPackage; DataError for a URL that no filesystem serves; Unreachable when its
-            server has to answer first and does not.
+    Raises: MissingPackage; DataError for a URL that no filesystem serves; Unreachable when opening
+            it needs an answer from the server and none comes.
     """
     import fsspec
 
     protocol = protocol_of(url)
     if "::" in url or protocol in _INTERPRETING:
         raise DataError(
-            f"{url} would be read through another filesystem, which may execute instructions in what it reads.",
-            fix="Name the URL itself, on a single store, without `::`.",
+            f"{url} would be read through another filesystem, "
+            "which may execute instructions in the files that it reads.",
+            fix="Name the URL itself, in a single store, without `::`.",
         )
     try:
         filesystem, path = fsspec.core.url_to_fs(
@@ -76,7 +79,8 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
         package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
         line = f'pip install "flatout[{extra}]"' if extra else f"pip install {package}"
         raise MissingPackage(
-            f"{_PRESENT_PARTICIPLE[access]} {url} needs the package {package}, which is not installed.",
+            f"{_PRESENT_PARTICIPLE[access]} {url} needs the package {package}, "
+            "which is not installed.",
             fix=f"Install it: `{line}`.",
         ) from error
     except ValueError as error:
@@ -97,7 +101,7 @@ def _connection_options(url: str) -> dict[str, Any]:
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=STALL_TIMEOUT_S)
-    return {"client_kwargs": {"trust_env": True, "timeout": timeout}}  # proxies as for other tools
+    return {"client_kwargs": {"trust_env": True, "timeout": timeout}}  # honours proxy variables
 
 
 def with_retries(
@@ -109,7 +113,7 @@ def with_retries(
     attempts: int = ATTEMPTS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Return the result of `action`; an error that may pass is retried with growing pauses.
+    """Return the result of `action`, retrying transient errors with growing pauses.
 
     Raises: Unreachable when every attempt failed; NothingThere, or another DataError, when a retry
             cannot help.
@@ -120,7 +124,7 @@ def with_retries(
         try:
             return action()
         except Exception as error:  # every filesystem has its own family of errors
-            permanent = _permanent_error(url, error, access) if _may_pass(error) else None
+            permanent = _permanent_error(url, error, access) if _may_be_transient(error) else None
             if permanent is not None:
                 raise permanent from error
             raise
@@ -129,40 +133,41 @@ def with_retries(
         return tenacity.Retrying(
             stop=tenacity.stop_after_attempt(attempts),
             wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S),
-            retry=tenacity.retry_if_exception(_may_pass),
+            retry=tenacity.retry_if_exception(_may_be_transient),
             sleep=sleep,
             reraise=True,
         )(attempt)
     except Exception as error:
-        if not _may_pass(error):
+        if not _may_be_transient(error):
             raise
         cause = _root_cause(url, error)
+        message = _message_of(cause) or type(cause).__name__
         raise Unreachable(
-            f"Cannot {access} {url}{where}: {_message_of(cause) or type(cause).__name__} ({attempts} attempt{'s' * (attempts > 1)}).",
+            f"Cannot {access} {url}{where}: {message} ({attempts} attempt{'s' * (attempts > 1)}).",
             fix=_CHECK_NETWORK,
         ) from cause
 
 
-def _may_pass(error: BaseException) -> bool:
+def _may_be_transient(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, FlatoutError | CancelledError)
 
 
 def _root_cause(url: str, error: Exception) -> Exception:
-    """Return the error that matters: for HTTP, fsspec first reports any failure as a missing file."""
+    """Return the underlying error: for HTTP, fsspec reports any failure as a missing file."""
     cause = error.__cause__
     is_wrapped = is_web(url) and isinstance(error, FileNotFoundError)
     return cause if is_wrapped and isinstance(cause, Exception) else error
 
 
 def _message_of(error: Exception) -> str:
-    """Return an error's message on one line; for an HTTP error its status and reason."""
+    """Return an error's message in one line; for an HTTP error, its status and reason."""
     if hasattr(error, "status") and hasattr(error, "message"):
         return f"{error.status} {error.message}".strip()
     return next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")
 
 
 def _permanent_error(url: str, error: Exception, access: Access) -> DataError | None:
-    """Return the error to raise when a retry cannot help, else None."""
+    """Return the error to raise when a retry cannot help, or None."""
     error = _root_cause(url, error)
     status = getattr(error, "status", None) or getattr(
         getattr(error, "response", None), "status_code", None
@@ -182,7 +187,7 @@ def _permanent_error(url: str, error: Exception, access: Access) -> DataError | 
     if isinstance(error, NotImplementedError):
         return DataError(
             f"{doing} {url} is not possible: {protocol_of(url)} does not support it.",
-            fix="Use a URL of another kind.",
+            fix="Use a URL with another protocol.",
         )
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429):
         return DataError(f"The server refuses {url}: {message}.", fix="Check the URL.")

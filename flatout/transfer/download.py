@@ -1,4 +1,4 @@
-"""Downloads one public file: resumes a partial download and checks the SHA-256."""
+"""Downloads a public file, resumes partial downloads and checks the SHA-256."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def download(
 ) -> Path:
     """Download a file to `target`, unless it is already there, and return `target`.
 
-    A failed request is retried; what was received stays in `target.part` for the next call.
+    Failed requests are retried. The bytes received so far stay in `target.part` for the next call.
 
     Raises: DataError when the server does not answer, or the file does not match the checksum;
             MissingPackage.
@@ -46,7 +46,7 @@ def download(
             part.unlink()
             raise DataError(
                 f"{url} returned a file with SHA-256 {found}, not {sha256}.",
-                fix="The file there has changed: pass the right one with --from FILE.",
+                fix="The file at this URL has changed: pass the original with --from FILE.",
             )
         part.replace(target)
     except OSError as error:
@@ -58,7 +58,7 @@ def download(
 
 
 def _complete(url: str, part: Path, task: Task) -> bool:
-    """Download what `part` lacks of a file, and return whether it held a beginning."""
+    """Download the rest of a file into `part`, and return whether this resumed a download."""
     try:
         try:
             return _append(url, part, task)
@@ -67,7 +67,7 @@ def _complete(url: str, part: Path, task: Task) -> bool:
             return False
     except DataError as error:
         kept = part.stat().st_size if part.is_file() else 0
-        more = f" The first {kept:,} bytes are kept: the next call resumes there." if kept else ""
+        more = f" The first {kept:,} bytes are kept; the next run resumes there." if kept else ""
         raise DataError(
             error.what + more,
             fix="Check the network and try again, or pass the file with --from FILE.",
@@ -111,5 +111,5 @@ def check_file(path: Path, sha256: str) -> None:
     if found != sha256:
         raise DataError(
             f"{path} has SHA-256 {found}, not {sha256}.",
-            fix="Pass the original file, or prepare this one under its own path, without --from.",
+            fix="Pass the original file, or prepare this one by its path, without --from.",
         )

@@ -1,4 +1,4 @@
-"""Runs several transfers at once; the first that fails stops the others."""
+"""Runs several transfers at once; the first failure stops the others."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from threading import Event, Lock
 from flatout.progress import Task
 
 MAX_PARALLEL = 8
-"""Files in flight at the same time: a transfer mostly waits for a server."""
+"""Files transferred at the same time: a transfer mostly waits for a server."""
 
 
 class Transfers:
-    """Jobs that each move one file; the first that fails stops the others at their next block."""
+    """Jobs that each move one file; the first failure stops the others at their next block."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
@@ -48,7 +48,7 @@ class Transfers:
             raise
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes as moved; called by the jobs.
+        """Report bytes as transferred; called by the jobs.
 
         Raises: CancelledError when another job has failed.
         """

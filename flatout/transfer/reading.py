@@ -1,4 +1,4 @@
-"""Reads remote files in blocks; a block that arrives short or fails is requested again."""
+"""Reads remote files in blocks; a block that fails or arrives short is requested again."""
 
 from __future__ import annotations
 
@@ -37,10 +37,13 @@ _READ_OPTIONS: dict[str, dict[str, Any]] = {
 response.
 """
 _MARKS = tuple(
-    "ETag etag lfs blob_id md5Hash crc32c content_md5 Content-MD5 Digest Last-Modified LastModified mtime updated created".split()  # noqa: SIM905
+    (  # noqa: SIM905
+        "ETag etag lfs blob_id md5Hash crc32c content_md5 Content-MD5 Digest "
+        "Last-Modified LastModified mtime updated created"
+    ).split()
 )
 """Keys of a file's description that change with its content, the most reliable first."""
-_DOWNLOAD_IT = "Download it, and name the file."
+_DOWNLOAD_IT = "Download it, and give the path of the file."
 
 Description = dict[str, Any]
 """A file as fsspec describes it: `name`, `size`, `type`, and the server's own keys."""
@@ -57,9 +60,7 @@ class RemoteEntry:
     url: str
     size: int
     mark: str
-    """Checksum or date and the key it was found under: changes when the content changes, as far as
-    the server says.
-    """
+    """The key and value of its checksum or date, which changes when the content changes."""
 
 
 def open_remote(url: str) -> IO[bytes]:
@@ -71,10 +72,10 @@ def open_remote(url: str) -> IO[bytes]:
 
 
 class RemoteFile(io.RawIOBase):
-    """A seekable remote file. A short response is not the end of the file: it is requested again.
+    """A seekable remote file; a short response is requested again, not taken as the file's end.
 
-    Raises: DataError when it does not exist or may not be read, or, with the byte, when the server
-            keeps failing.
+    Raises: DataError when the file does not exist or may not be read, or, with the byte, when the
+            server keeps failing.
     """
 
     def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -139,11 +140,12 @@ class RemoteFile(io.RawIOBase):
 def find_remote(
     url: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep
 ) -> list[RemoteEntry]:
-    """Return the files a URL stands for, sorted: a file, the matches of a pattern, or a folder's.
+    """Return the files at a URL, sorted: a single file, the matches of a pattern, or a folder's.
 
-    Of a folder, those whose name inside it is `wanted` are returned; a pattern takes any file.
+    `wanted` selects the files of a folder by their names inside it; a pattern matches any file.
 
-    Raises: DataError when there is none, they may not be read, or the server fails; MissingPackage.
+    Raises: DataError when there are none, they may not be read, or the server fails;
+            MissingPackage.
     """
     filesystem, path = open_filesystem(url)
     filesystem.invalidate_cache()
@@ -166,7 +168,7 @@ def find_remote(
     if not entries:
         raise DataError(
             f"No file matches {url}.",
-            fix="Check the URL; a folder is searched for text, a pattern matches any file.",
+            fix="Check the URL: a folder is searched for text files, a pattern matches any file.",
         )
     return entries
 
@@ -209,7 +211,7 @@ def read_remote(
 
 
 def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the blocks of a remote file, each with what is wrong with it by its entry, or None.
+    """Yield each block of a remote file with its problem, or with None when it matches the entry.
 
     Raises: DataError when the file cannot be read.
     """
@@ -228,14 +230,14 @@ def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[bytes, str | No
         for number, crc in enumerate(entry.block_crc32):
             block = file.read(CHECKED_BLOCK_BYTES)
             start = number * CHECKED_BLOCK_BYTES
-            problem = f"{url}, byte {start}: the block of {len(block)} bytes from there fails its checksum."
-            yield block, None if zlib.crc32(block) == crc else problem
+            where = f"{url}, byte {start}: the {len(block)}-byte block at this offset"
+            yield block, None if zlib.crc32(block) == crc else f"{where} fails its checksum."
 
 
 def fetch_file(
     url: str, entry: FileEntry, target: Path, advance: Callable[[int], None], *, fix: str
 ) -> None:
-    """Copy a remote file to `target`, each block checked; `advance` receives the bytes of each.
+    """Copy a remote file to `target`, checking each block and reporting its size to `advance`.
 
     Raises: DataError with `fix` when a block fails its checksum; DataError when the file cannot be
             read; OSError.

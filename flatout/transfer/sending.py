@@ -1,4 +1,4 @@
-"""Writes files to a folder at a URL, and checks what arrived."""
+"""Writes files to a folder at a URL and compares them with the local files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fsspec.callbacks import Callback
 
 PART_BYTES = 8 << 20
-"""Larger files are sent in parts of this size; the checksum S3 reports is made of theirs."""
+"""Larger files are sent in parts of this size; S3 derives its checksum from those of the parts."""
 _S3_OPTIONS: dict[str, Any] = {"chunksize": PART_BYTES, "max_concurrency": 1}
 _GCS_OPTIONS: dict[str, Any] = {"chunksize": PART_BYTES}
 _WRITE_OPTIONS = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "gs": _GCS_OPTIONS, "gcs": _GCS_OPTIONS}
@@ -28,7 +28,7 @@ _READ_ONLY = ("http", "https", "hf")
 
 
 def byte_counter(advance: Callable[[int], None]) -> Callback:
-    """Return an fsspec callback that passes on each new number of bytes, negative after a restart."""
+    """Return an fsspec callback that calls `advance` with new bytes, negative after a restart."""
     from fsspec.callbacks import Callback
 
     counted = 0
@@ -42,7 +42,7 @@ def byte_counter(advance: Callable[[int], None]) -> Callback:
 
 
 class RemoteFolder:
-    """A folder at a URL that files are written to.
+    """A folder at a URL to which files are written.
 
     Raises: DataError when URLs of that kind are read-only; MissingPackage.
     """
@@ -52,13 +52,13 @@ class RemoteFolder:
         if protocol_of(url) in _READ_ONLY:
             raise DataError(
                 f"{url}: URLs of this kind are read-only.",
-                fix="Prepare into a folder, or at s3:// or gs://, and copy it there.",
+                fix="Prepare into a folder, or to s3:// or gs://, and copy the dataset from there.",
             )
         self._filesystem, self._path = open_filesystem(url, "write")
         self._options = _WRITE_OPTIONS.get(protocol_of(url), {})
 
     def files(self) -> dict[str, Description]:
-        """Return the descriptions of the folder's files by name; none when it does not exist."""
+        """Return the descriptions of the folder's files by name; empty when it does not exist."""
 
         def list_files() -> dict[str, Description]:
             self._filesystem.invalidate_cache()
@@ -67,22 +67,22 @@ class RemoteFolder:
             except FileNotFoundError:
                 return {}
             return {
-                name: one
-                for one in found
-                if (name := one["name"].removeprefix(self._path).strip("/"))
-                or one["type"] == "file"
+                name: description
+                for description in found
+                if (name := description["name"].removeprefix(self._path).strip("/"))
+                or description["type"] == "file"
             }
 
         return with_retries(self.url, list_files)
 
     def describe(self, name: str) -> Description:
-        """Return how the store describes a file."""
+        """Return the store's description of a file."""
         return with_retries(
             f"{self.url}/{name}", lambda: dict(self._filesystem.info(f"{self._path}/{name}"))
         )
 
     def put(self, path: Path, name: str, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Send a file; `advance` receives the bytes sent, a negative number before a retry."""
+        """Send a file, reporting bytes sent to `advance`, a negative number before a retry."""
         counter = byte_counter(advance)
 
         def send() -> None:
@@ -105,8 +105,8 @@ class RemoteFolder:
     def holds(self, path: Path, entry: FileEntry, description: Description) -> bool:
         """Return whether the described remote file has the size and the content of a local one.
 
-        The content is compared by the MD5 that the store reports; a store that encrypts reports
-        another number, and then the file is read back.
+        The content is compared by the MD5 that the store reports. If it differs, as in a store that
+        encrypts, the file is read back.
         """
         if description.get("size") != entry.size_bytes:
             return False
@@ -114,12 +114,14 @@ class RemoteFolder:
         return (
             reported is None
             or reported in _md5s(path)
-            or all(p is None for _, p in checked_blocks(f"{self.url}/{entry.name}", entry))
+            or all(
+                problem is None for _, problem in checked_blocks(f"{self.url}/{entry.name}", entry)
+            )
         )
 
 
 def _reported_md5(description: Description) -> str | None:
-    """Return the MD5 in a file's description, in S3's form; None when there is none."""
+    """Return the MD5 in a file's description, in S3's form, or None."""
     tag = str(description.get("ETag", "")).strip('"')
     if re.fullmatch(r"[0-9a-f]{32}(-\d+)?", tag):
         return tag
@@ -127,7 +129,7 @@ def _reported_md5(description: Description) -> str | None:
 
 
 def _md5s(path: Path) -> set[str]:
-    """Return a file's MD5, and S3's for a multipart upload: the MD5 of its parts' MD5s, and how many."""
+    """Return a file's MD5 and its S3 multipart checksum: the MD5 of its part MD5s, and a count."""
     whole, parts = hashlib.md5(usedforsecurity=False), []
     with path.open("rb") as file:
         while part := file.read(PART_BYTES):

@@ -1,4 +1,4 @@
-"""What a URL says about itself, without asking its server."""
+"""Parses URLs, without contacting their servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import urllib.parse
 
 
 def is_url(name: str) -> bool:
-    """Return whether a name is a URL such as `s3://bucket/key`."""
+    """Return whether `name` is a URL such as `s3://bucket/key`."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", name) is not None
 
 
@@ -22,5 +22,5 @@ def is_web(url: str) -> bool:
 
 
 def name_in(url: str) -> str:
-    """Return the part of a URL or path that ends in the file name; a web page's query is left out."""
+    """Return a path or URL unchanged; for a web URL, return only its path, without the query."""
     return urllib.parse.urlsplit(url).path if is_web(url) else url

@@ -42,7 +42,7 @@ def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ok"] is False
     assert found["problems"] == [
-        f"{shard}, byte 0: the block of {shard.stat().st_size} bytes from there fails its checksum."
+        f"{shard}, byte 0: the {shard.stat().st_size}-byte block at this offset fails its checksum."
     ]
     assert "is damaged: 1 problem" in done.stderr
     assert "Fix:" in done.stderr

@@ -19,7 +19,7 @@ from web_server import memory, web  # noqa: F401
 
 @pytest.fixture
 def parquet():
-    """Return columns as the bytes of a Parquet file: `parquet({"text": [...]}, row_group_size=10)`."""
+    """Return a function that encodes columns: `parquet({"text": [...]}, row_group_size=10)`."""
     pyarrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     def make(columns, **options):

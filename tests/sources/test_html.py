@@ -8,7 +8,8 @@ from flatout.sources import BadRow, Document, LeftOut
 from flatout.sources import html as module
 from flatout.sources.files import files
 
-PAGE = """<!doctype html><html><head><title>Title</title><style>p {x: y}</style><script>var a;</script></head>
+PAGE = """<!doctype html>
+<html><head><title>Title</title><style>p {x: y}</style><script>var a;</script></head>
 <body><h1>One</h1><p>It was a <b>dark</b> and
 stormy<i> night</i>.<br>Rain &amp; more.</p><pre>def f():
     return 1
@@ -16,7 +17,7 @@ stormy<i> night</i>.<br>Rain &amp; more.</p><pre>def f():
 
 
 class Stub:
-    """Stands for resiliparse, where it is not installed."""
+    """Replaces resiliparse where it is not installed."""
 
     @staticmethod
     def extract_plain_text(html, **options):

@@ -1,4 +1,4 @@
-"""Data sets by name, through the package datasets, on a hub of the real one's layout."""
+"""Datasets by name, read by the package `datasets` from a hub with the layout of the real one."""
 
 import json
 import sys

@@ -1,5 +1,6 @@
-"""Files of Hugging Face data sets, hf://, and the cards that name some: the very code that reads
-the real hub, on a hub of its layout.
+"""Files of Hugging Face datasets at hf://, and the cards that name them.
+
+The code that reads the real hub runs against a local hub with the same layout.
 """
 
 import pytest
@@ -21,7 +22,10 @@ for name in sys.argv[1:]:
         opened = corpus.open_corpus([name])
         marks = [part.fingerprint for part in opened.read_tasks]
         validation = opened.validation and texts(opened.validation)
-        answers.append({"texts": texts(opened), "split": opened.split, "fingerprint": opened.fingerprint, "marks": marks, "validation": validation})
+        answers.append({
+            "texts": texts(opened), "split": opened.split, "fingerprint": opened.fingerprint,
+            "marks": marks, "validation": validation,
+        })
     except DataError as error:
         answers.append(str(error))
 print(json.dumps(answers))

@@ -45,7 +45,8 @@ def test_a_broken_link_is_named(tmp_path, path):
     (tmp_path / "texts" / "a.txt").symlink_to("gone.txt")
     with pytest.raises(
         DataError,
-        match=r"texts/a\.txt is a link to gone\.txt, which does not exist\. Fix: Repair or remove the link",
+        match=r"texts/a\.txt is a link to gone\.txt, which does not exist\. "
+        "Fix: Repair or remove the link",
     ):
         found(tmp_path / path)
 

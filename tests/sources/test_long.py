@@ -139,7 +139,7 @@ def test_a_string_has_chunks_too(monkeypatch):
 
 
 def test_documents_are_equal_with_long_and_short_text(tmp_path, monkeypatch):
-    """What counts and names documents asks nothing else of a text than this."""
+    """Code that counts and names documents relies on nothing else."""
     monkeypatch.setattr(file_reading, "LONG_BYTES", 2)
     path = written(tmp_path / "a.txt", b"long")
     assert read(path) == Document(measure(str(path)), str(path))

@@ -74,10 +74,13 @@ def test_a_file_with_the_wrong_suffix_is_named(tmp_path, ending):
 
 @pytest.mark.parametrize("ending", PACKERS)
 def test_a_file_that_cannot_be_opened_leaves_no_reader_behind(tmp_path, ending):
-    """Python says of an object that cannot be taken apart only when it is asked to look closely."""
+    """Python reports an object that cannot be finalised only in development mode."""
     if ending == ".zst":
         pytest.importorskip("zstandard")
-    program = "import sys\nfrom flatout.sources.packed import open_bytes\ntry: open_bytes(sys.argv[1])\nexcept FileNotFoundError: print('none')"
+    program = (
+        "import sys\nfrom flatout.sources.packed import open_bytes\n"
+        "try: open_bytes(sys.argv[1])\nexcept FileNotFoundError: print('none')"
+    )
     words = [sys.executable, "-X", "dev", "-c", program, str(tmp_path / f"no{ending}")]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "none\n", "")
@@ -95,7 +98,7 @@ def test_a_damaged_file_is_closed(tmp_path, ending):
 
 
 def open_files():
-    """What this process has open; files that others close meanwhile are passed over."""
+    """Return this process's open files; files that close during the search are ignored."""
     found = set()
     for handle in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

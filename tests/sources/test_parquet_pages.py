@@ -1,4 +1,4 @@
-"""Pages are measured by their headers before pyarrow unpacks them, as every writer writes them."""
+"""Page sizes are read from their headers before pyarrow decompresses them, for any writer."""
 
 import io
 import subprocess
@@ -69,7 +69,7 @@ def test_a_page_that_decompresses_to_too_much_is_a_bad_row_and_other_files_are_r
     )
     bad, document = rows(tmp_path)
     assert isinstance(bad, BadRow)
-    assert "bomb.parquet has a page that decompresses to 0 MB from 0.00 MB" in str(bad.error)
+    assert "bomb.parquet has a page of 0.00 MB that decompresses to 0 MB" in str(bad.error)
     assert bad.unread_bytes >= 200_000
     assert len(document.text) == 200_000
 
@@ -129,15 +129,18 @@ def test_bytes_that_are_not_a_header_are_an_error_not_a_loop(data):
 BOMBS = r"""
 import sys, pyarrow, pyarrow.parquet as tables
 table = pyarrow.table({"text": ["a" * 8_000_000] * 100})
-tables.write_table(table, sys.argv[1] + "/rows.parquet", compression="zstd", dictionary_pagesize_limit=1 << 30)
-tables.write_table(pyarrow.table({"text": ["a" * 600_000_000]}), sys.argv[1] + "/page.parquet", compression="zstd", use_dictionary=False)
+rows, page = sys.argv[1] + "/rows.parquet", sys.argv[1] + "/page.parquet"
+tables.write_table(table, rows, compression="zstd", dictionary_pagesize_limit=1 << 30)
+table = pyarrow.table({"text": ["a" * 600_000_000]})
+tables.write_table(table, page, compression="zstd", use_dictionary=False)
 """
 PEAK = r"""
 import re, sys
 from pathlib import Path
 from flatout.sources import Document
 from flatout.sources.files import files
-print(*(row.what for part in files(sys.argv[1]) for row in part.rows() if not isinstance(row, Document)))
+rows = (row for task in files(sys.argv[1]) for row in task.rows())
+print(*(row.what for row in rows if not isinstance(row, Document)))
 print(int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) >> 10)
 """
 
@@ -158,6 +161,6 @@ def test_a_small_file_takes_little_memory_whatever_it_decompresses_to(tmp_path):
 
     run(BOMBS)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 100_000
-    said, peak_mib = run(PEAK)
-    assert "has a page that decompresses to 600 MB" in said
+    message, peak_mib = run(PEAK)
+    assert "that decompresses to 600 MB" in message
     assert int(peak_mib) < 500

@@ -1,6 +1,4 @@
-"""Text at s3://, read from a server that speaks S3, which s3fs finds by the variables it always
-reads.
-"""
+"""Text at s3://, read from a local S3 server that s3fs finds through its usual variables."""
 
 import gzip
 import urllib.request
@@ -69,7 +67,7 @@ def test_missing_objects_are_an_error(bucket):
 
 
 def test_forbidden_objects_are_an_error(bucket, s3_server, monkeypatch):
-    """The server is told to ask who it is from the next request on."""
+    """The server requires authentication from the next request on."""
     bucket.pipe("corpus/a.txt", b"text")
     request = urllib.request.Request(
         f"{s3_server}/moto-api/reset-auth",

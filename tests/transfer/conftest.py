@@ -1,4 +1,4 @@
-"""Makes the web server importable, and its fixtures available."""
+"""Makes the web server importable and its fixtures available."""
 
 import sys
 from pathlib import Path

@@ -17,7 +17,7 @@ class Counted:
         pass
 
 
-def test_jobs_run_beside_each_other_and_their_bytes_add_up():
+def test_jobs_run_in_parallel_and_their_bytes_add_up():
     task = Counted()
     transfers = Transfers(task)
     together = threading.Barrier(MAX_PARALLEL)
@@ -31,7 +31,7 @@ def test_jobs_run_beside_each_other_and_their_bytes_add_up():
     assert task.megabytes == pytest.approx(MAX_PARALLEL)
 
 
-def test_the_first_that_fails_ends_the_others_and_is_raised():
+def test_the_first_failure_stops_the_other_jobs_and_is_raised():
     transfers = Transfers(Counted())
     begun, ended = threading.Event(), []
 

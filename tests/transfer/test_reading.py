@@ -88,7 +88,8 @@ def test_pauses_double_and_the_error_names_url_byte_and_reason(web, monkeypatch)
     web.faults = [7] * 9
     with pytest.raises(
         DataError,
-        match=r"Cannot read http://.*/a\.bin at byte 10,000: got 7 bytes of 10,000 \(5 attempts\)\. Fix: ",
+        match=r"Cannot read http://.*/a\.bin at byte 10,000: got 7 bytes of 10,000 "
+        r"\(5 attempts\)\. Fix: ",
     ):
         file.read(5)
     assert pauses == [0.5, 1, 2, 4]
@@ -155,7 +156,7 @@ def test_an_unsupported_operation_is_not_retried(memory, monkeypatch):
     ],
 )
 def test_filesystems_that_execute_what_they_read_are_refused(address, tmp_path):
-    """Older fsspec renders the templates of reference:// with full Jinja, which can call anything."""
+    """Older fsspec renders the templates of reference:// with full Jinja, which can run code."""
     (tmp_path / "refs.json").write_text(
         json.dumps(HOSTILE_REFERENCES).replace("MARKER", str(tmp_path / "ran"))
     )

@@ -1,4 +1,4 @@
-"""The baseline: the text of every sequence is tokenised inside the training step."""
+"""The baseline, which tokenises the text of every sequence inside the training step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 KEPT_TEXTS = 65_536
-"""Sequences of a split whose text is cached; beyond it the oldest is dropped."""
+"""Sequences per split whose text is cached; the oldest is dropped beyond this number."""
 
 
 class TokenisingReader:
     """Tokenises the text of each sequence when it is read, as a plain training script does.
 
-    It returns the packed tokens themselves: a sequence cut anywhere need not tokenise back to the
-    same ids, and losses can only be compared on the same sequences. `prime` caches the text, so
-    that decoding is not measured as tokenising; a sequence that was not primed is decoded on first
-    read.
+    It returns the packed tokens, not the ids it computes: the text of a sequence cut mid-document
+    may tokenise to other ids, and losses are only comparable on identical sequences. `prime` caches
+    the text, so that decoding is not measured as tokenising; a sequence that was not primed is
+    decoded on first read.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[tuple[SplitReader, int], dict[int, str]] = {}
         self.tokens_encoded = 0
-        """Tokens that the tokenizer has produced inside `read`."""
+        """Tokens that the tokenizer has produced in `read`."""
 
     def prime(self, split: SplitReader, indices: Array, seq_len: int) -> bool:
-        """Cache the text of sequences that will be read, and return whether there is room for more.
+        """Cache the text of the sequences `indices`, and return whether there is room for more.
 
         Shapes:  indices (N,).
         """
@@ -64,6 +64,6 @@ class TokenisingReader:
             tokens = tokens_1W[0]
             if len(texts) >= KEPT_TEXTS:
                 del texts[next(iter(texts))]
-            # A tokenizer would spell out the name of the end-of-text token, or refuse it.
+            # Encoding the decoded end-of-text token would yield several tokens, or fail.
             texts[index] = self._tokenizer.decode(tokens[tokens != self._tokenizer.eot_id].tolist())
         return texts[index]

@@ -1,4 +1,4 @@
-"""What a step reads: rows of tokens in a seekable order, as numpy arrays; feed.py makes tensors.
+"""Reads the rows of each step in a seekable order, as numpy arrays; feed.py makes tensors of them.
 
 Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
 a rank's step.
@@ -18,12 +18,11 @@ from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
 LOOKAHEAD = 4096
-"""Sequences whose place in the order is computed at once: a few cost almost as much as a thousand.
-"""
+"""Positions of the order computed at once: a few cost almost as much as a thousand."""
 
 
 class SequenceReader(Protocol):
-    """How the sequences of a step are read."""
+    """Reads the sequences of a step."""
 
     def read(self, split: SplitReader, indices: Array, seq_len: int, out: Array) -> None:
         """Write sequence indices[n] of `split` into out[n].
@@ -34,7 +33,7 @@ class SequenceReader(Protocol):
 
 @runtime_checkable
 class PrimedReader(SequenceReader, Protocol):
-    """A reader that prepares sequences in advance, so that this is not part of a step."""
+    """A reader that can prepare sequences before the steps that read them."""
 
     def prime(self, split: SplitReader, indices: Array, seq_len: int) -> bool:
         """Prepare to read the sequences `indices`; return whether there is room for more.
@@ -56,7 +55,7 @@ class ShardReader:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What a feed reads: the shape of a step, this rank's share of it, and the seed of the order."""
+    """The shape of a step, this rank's share of it, and the seed of the order."""
 
     seq_len: int
     rows_per_device: int
@@ -68,8 +67,7 @@ class BatchPlan:
     prefetch: int
     device: str
     most_documents: Callable[[int, int], int] | None = None
-    """(rows, seq_len) -> the most documents that attention takes in a micro-batch; None: no limit.
-    """
+    """(rows, seq_len) -> the most documents attention accepts per micro-batch; None: no limit."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -77,7 +75,7 @@ class BatchPlan:
         return self.accumulate * self.world_size * self.rows_per_device
 
     def positions(self, start: int) -> Array:
-        """Return the positions of this rank's sequences in the step that begins at `start`.
+        """Return the positions of this rank's sequences in the step that starts at `start`.
 
         Shapes:  returns (A * B,).
         """
@@ -105,10 +103,10 @@ class Shape(NamedTuple):
 
 
 class StepRead(NamedTuple):
-    """What was read for a step, over all ranks; the same on every rank."""
+    """Totals of one step over all ranks; the same on every rank."""
 
     position: int
-    """Where the next step begins."""
+    """Position of the next step."""
     tokens: int
     """Targets, without padding."""
     samples: int
@@ -116,7 +114,7 @@ class StepRead(NamedTuple):
 
 
 class StepReader(Protocol):
-    """What a feed reads the rows of a step from."""
+    """Reads the rows of a step for a feed."""
 
     plan: BatchPlan
     shapes: tuple[Shape, ...]
@@ -134,12 +132,12 @@ class StepReader(Protocol):
         """Targets in those steps, without padding."""
 
     def shape_at(self, position: int) -> Shape:
-        """Return the shape of the step that begins at `position`."""
+        """Return the shape of the step at `position`."""
 
     def read(
         self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's rows of the step at `position`, and return what all ranks read.
+        """Write this rank's rows of the step at `position`, and return the totals of all ranks.
 
         Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T) or None.
         """
@@ -164,11 +162,11 @@ class SequenceSteps:
         self._split, self._reader = split, reader
         self._first = 0
         self._ahead = np.empty((0, plan.accumulate * plan.rows_per_device), np.int64)
-        """The sequences of the steps from position `_first` on."""
+        """The sequences of the steps that start at position `_first`."""
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that read every sequence once; fractional, because an epoch ends inside a step."""
+        """Steps that read every sequence once; fractional, because an epoch can end mid-step."""
         return self._split.num_sequences(self.plan.seq_len) / self.plan.sequences_per_step
 
     @property
@@ -183,7 +181,7 @@ class SequenceSteps:
     def read(
         self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
     ) -> StepRead:
-        """Write this rank's rows of the step at `position`, and return what all ranks read.
+        """Write this rank's rows of the step at `position`, and return the totals of all ranks.
 
         Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T) or None.
         """
@@ -197,7 +195,7 @@ class SequenceSteps:
         return StepRead(position + sequences, sequences * seq_len, sequences)
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
-        """Let the reader prepare the sequences of the next `steps` steps, as many as it keeps."""
+        """Let the reader prepare as many sequences of the next `steps` steps as it can keep."""
         if not isinstance(self._reader, PrimedReader):
             return
         plan = self.plan
@@ -228,10 +226,10 @@ class SequenceSteps:
 
 
 def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int] | None) -> None:
-    """Check on the host that a micro-batch has no more documents than attention takes.
+    """Check on the host that a micro-batch has no more documents than attention accepts.
 
     Shapes:  doc_ids_BT (B, T), numbered from 0 in each row.
-    Cost:    reads B numbers; nothing waits for the device.
+    Cost:    reads B numbers, without waiting for the device.
     Raises:  DataError.
     """
     if most_documents is None:
@@ -241,15 +239,18 @@ def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int]
     limit = most_documents(rows, seq_len)
     if documents > limit:
         raise DataError(
-            f"A micro-batch of {rows} x {seq_len} tokens has {documents:,} documents, and the attention of this run takes {limit:,}.",
-            fix="Set speedups=auto,-varlen-attention,+flex-attention, which takes any number; the run continues from its last checkpoint.",
+            f"A micro-batch of {rows} x {seq_len} tokens has {documents:,} documents, "
+            f"but the attention of this run accepts at most {limit:,}.",
+            fix="Set speedups=auto,-varlen-attention,+flex-attention, which accepts any number; "
+            "the run continues from its last checkpoint.",
         )
 
 
 def too_short(split: SplitReader, seq_len: int) -> DataError:
     """Return the error for a split without a single sequence."""
     return DataError(
-        f"The {split.name} split holds {split.num_tokens} tokens; one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
+        f"The {split.name} split has {split.num_tokens} tokens; "
+        f"one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
         fix=f"Set data.seq_len={split.num_tokens - 1} or less, or prepare more text."
         if split.num_tokens > 1
         else f"Prepare more text: the {split.name} split is empty.",

@@ -1,4 +1,4 @@
-"""The feed: delivers the rows of each step as tensors on the device, on demand or ahead of time.
+"""Delivers the rows of each step as tensors on the device, on demand or ahead of time.
 
 Letters in names: A micro-batches, B rows of one, T tokens of one row, W = T + 1, N = A * B rows of
 a rank's step.
@@ -37,21 +37,22 @@ IGNORED = -1
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The inputs of one call of the model."""
+    """The inputs of one model call."""
 
     tokens_BT: Tensor
     """int64, contiguous."""
     targets_BT: Tensor
     """int64, contiguous: the next token, -1 where it does not count."""
     doc_ids_BT: Tensor | None
-    """int32: the document of a position within its sequence; None without a document mask."""
+    """int32: the index of each position's document in its sequence; None without a document mask.
+    """
 
 
 @dataclass(frozen=True)
 class StepBatch:
     """One rank's share of one optimiser step, on the device.
 
-    The tensors are not reused: they belong to the holder of the batch.
+    The feed does not reuse the tensors: they belong to the caller.
     """
 
     sequences_ABW: Tensor
@@ -67,9 +68,9 @@ class StepBatch:
     tokens: int
     """Targets of all ranks in this step, without padding."""
     samples: int
-    """Rows of all ranks in this step, without rows of padding alone."""
+    """Rows of all ranks in this step, without rows that are only padding."""
     wait_ms: float
-    """How long the caller waited for it."""
+    """How long the caller waited for the batch."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -96,8 +97,7 @@ def _micro_batch(
 def _to_int64(tokens_BT: Tensor) -> Tensor:
     """Return int64 tokens with the strides of a fresh tensor.
 
-    For a single row torch would keep the strides of the sequence, and a compiler would compile
-    again.
+    For a single row torch would keep the strides of the slice, which would trigger a recompilation.
     """
     return tokens_BT.to(torch.int64, memory_format=torch.contiguous_format)
 
@@ -130,8 +130,8 @@ class _Buffer:
     def read(self, position: int) -> StepBatch:
         """Read this rank's rows of the step at `position`, and return a copy on the device.
 
-        On a GPU the copy is queued on the current stream, and this memory is reused only after it
-        has finished.
+        On a GPU the copy is queued on the current stream, and the buffer is reused only after it
+        finishes.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -172,11 +172,11 @@ class _Buffer:
 
 
 class _Feed:
-    """What both feeds share: an endless iterator with a position."""
+    """An endless iterator with a position: the base of both feeds."""
 
     def __init__(self, steps: StepReader) -> None:
         self.position: int = 0
-        """Where the next step begins, in units of the step reader, over all epochs and ranks."""
+        """Position of the next step, in units of the step reader, over all epochs and ranks."""
         self._steps = steps
 
     def __iter__(self) -> Self:
@@ -190,7 +190,7 @@ class _Feed:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps that read the split once, all datasets of a mix together."""
+        """Steps that read the split once, counting all datasets of a mix."""
         return self._steps.steps_per_epoch
 
     @property
@@ -199,14 +199,14 @@ class _Feed:
         return tuple(dict.fromkeys((rows, seq_len) for rows, seq_len in self._steps.shapes))
 
     def prime(self, steps: int, *, progress: Progress = SILENT) -> None:
-        """Let the reader prepare the rows of the next `steps` steps, as many as it keeps.
+        """Let the reader prepare the rows of the next `steps` steps, as many as it can keep.
 
         Call it before the first step, so that no step's time includes the preparation.
         """
         self._steps.prime(self.position, steps, progress)
 
     def close(self) -> None:
-        """Release what the feed holds; reading again reopens it."""
+        """Release the feed's resources; reading again reopens it."""
 
 
 class DirectFeed(_Feed):
@@ -230,8 +230,8 @@ class DirectFeed(_Feed):
 class PrefetchFeed(_Feed):
     """Reads the next `prefetch` steps in a background thread.
 
-    On a GPU, copies run on a separate stream from two pinned buffers. The thread starts at the
-    first requested step; its error is raised at the step where it occurred.
+    On a GPU, copies run on a separate stream from two pinned buffers. The thread starts with the
+    first requested step; an error in it is raised at the step where it occurred.
     """
 
     def __init__(self, steps: StepReader) -> None:
@@ -248,7 +248,7 @@ class PrefetchFeed(_Feed):
         began = time.perf_counter()
         if self._ahead is None:
             self._ahead = _ReadAhead(self._steps, self.position)
-            # A feed that is dropped without close() leaves no thread behind.
+            # Stops the thread of a feed that is dropped without close().
             self._stop = weakref.finalize(self, self._ahead.stop)
         try:
             batch = self._ahead.take()
@@ -259,7 +259,7 @@ class PrefetchFeed(_Feed):
         return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
-        """Stop the background thread; reading again starts another at the same position."""
+        """Stop the background thread; reading again starts a new one at the same position."""
         if self._ahead is not None:
             self._stop()
             self._ahead = None
@@ -296,21 +296,22 @@ class _ReadAhead:
             self._ready.put(error)
 
     def take(self) -> StepBatch:
-        """Wait for the next step, or raise the thread's error; only the stream waits for the copy."""
-        found = self._ready.get()
-        if isinstance(found, BaseException):
+        """Return the next step, or raise the thread's error; only the stream waits for the copy."""
+        ready = self._ready.get()
+        if isinstance(ready, BaseException):
             try:
-                raise found
+                raise ready
             finally:
-                del found  # breaks the reference cycle between the error and this frame
+                del ready  # breaks the reference cycle between the error and this frame
         self._room.release()
-        batch, copied = found
+        batch, copied = ready
         if copied is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             for tensor in (batch.sequences_ABW, batch.mask_ABT, batch.doc_ids_ABT):
                 if tensor is not None:
-                    # Allocated on another stream: not to be reused before this one is done with it.
+                    # Allocated on another stream: its memory must not be reused before this stream
+                    # has finished with it.
                     tensor.record_stream(stream)
         return batch
 
@@ -318,7 +319,7 @@ class _ReadAhead:
         """Stop the thread and wait for it; a second call does nothing."""
         self._stopping.set()
         self._room.release()
-        # Garbage collection may drop a forgotten feed inside the thread itself.
+        # Garbage collection may finalise a dropped feed in the thread itself.
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -336,14 +337,15 @@ def evaluation_batches(
     document_mask: bool = False,
     most_documents: Callable[[int, int], int] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Yield this rank's share of a split, in order: every token but the first is a target once.
+    """Yield this rank's share of a split, in order: every token except the first is a target once.
 
-    All batches have one shape and all ranks get the same number: the end of the last sequence, and
-    missing sequences, are padded with token 0 and target -1. `max_tokens` limits the number of
-    targets. A split of fewer than two tokens yields nothing. `most_documents` is as in `BatchPlan`.
+    All batches have the same shape and all ranks get the same number of them: the end of the last
+    sequence, and missing sequences, are padded with token 0 and target -1. `max_tokens` limits the
+    number of targets. A split of fewer than two tokens yields nothing. `most_documents` is as in
+    `BatchPlan`.
 
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
-    Raises:  DataError when a batch has more documents than attention takes.
+    Raises:  DataError when a batch has more documents than attention accepts.
     """
     num_targets = max(
         min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0

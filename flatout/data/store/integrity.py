@@ -1,4 +1,4 @@
-"""Checks a dataset: file sizes, the manifest, and the values in a block of a file."""
+"""Checks a dataset: file sizes, the manifest, and the values in each block."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` agai
 
 
 class Problem(NamedTuple):
-    """What is wrong with a file or a split of a dataset."""
+    """A problem with a file or a split of a dataset."""
 
     name: str
     """Name of the file or the split."""
     what: str
-    """A sentence."""
+    """The problem, as a sentence."""
     fix: str = PREPARE_AGAIN
 
 
 def file_problems(folder: Path, manifest: Manifest) -> Iterator[Problem]:
-    """Yield what is wrong with a folder's file sizes, its manifest and its tokenizer."""
+    """Yield the problems with a folder's file sizes, manifest and tokenizer."""
     for entry in manifest.files:
         path = folder / entry.name
         size = path.stat().st_size if path.is_file() else None
@@ -56,10 +56,8 @@ def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Proble
     for name, split in manifest.splits.items():
         for entry in (*split.shards, *split.masks, split.document_ends):
             if len(entry.block_crc32) != -(-entry.size_bytes // BLOCK_BYTES):
-                yield Problem(
-                    entry.name,
-                    f"{origin}: the manifest does not have one checksum per block for {entry.name}.",
-                )
+                what = f"the manifest does not have one checksum per block for {entry.name}"
+                yield Problem(entry.name, f"{origin}: {what}.")
         sizes = {
             "tokens": (sum(entry.size_bytes for entry in split.shards), split.tokens * itemsize),
             "documents": (split.document_ends.size_bytes, split.documents * 8),
@@ -72,16 +70,17 @@ def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Proble
             if found_bytes != expected_bytes:
                 yield Problem(
                     name,
-                    f"{origin}: the files of {name} hold {found_bytes} bytes of {what}, not {expected_bytes}.",
+                    f"{origin}: the files of {name} contain {found_bytes} bytes of {what}, "
+                    f"not {expected_bytes}.",
                 )
 
 
 def local_blocks(path: Path, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the blocks of a file, each with what is wrong with it by its entry, or None."""
+    """Yield each block of a file with its problem, or with None when it matches the entry."""
     for number, crc in enumerate(entry.block_crc32):
         start = number * BLOCK_BYTES
         size = min(entry.size_bytes - start, BLOCK_BYTES)
-        where = f"{path}, byte {start}: the block of {size} bytes from there"
+        where = f"{path}, byte {start}: the {size}-byte block at this offset"
         try:
             with path.open("rb") as file:
                 file.seek(start)
@@ -94,16 +93,16 @@ def local_blocks(path: Path, entry: FileEntry) -> Iterator[tuple[bytes, str | No
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """The range of the values in a file: tokens, mask values or document ends."""
+    """The allowed range of the values in a file: tokens, mask values or document ends."""
 
     dtype: np.dtype[Any]
     limit: int
     """Values are at least 0 and below this."""
     complaint: str
-    """What is wrong with a value outside the range, which replaces the braces."""
+    """Message for a value outside the range; the value replaces the braces."""
 
     def problem(self, block: Array, path: Path | str, start: int) -> str | None:
-        """Return what is wrong with the block of a file that begins at byte `start`, or None.
+        """Return the problem with a file's block that starts at byte `start`, or None.
 
         Shapes:  block (bytes,), uint8.
         """
@@ -115,26 +114,24 @@ class ValueCheck:
         return f"{path}, byte {offset}: {self.complaint.format(largest)}."
 
 
-MASK_VALUES = ValueCheck(np.dtype(np.uint8), 2, "the mask holds {}, not 0 or 1")
-"""The range of a mask's values."""
+MASK_VALUES = ValueCheck(np.dtype(np.uint8), 2, "the mask contains {}, not 0 or 1")
+"""The allowed range of mask values."""
 
 
 def token_check(manifest: Manifest) -> ValueCheck:
-    """Return the range of a dataset's tokens."""
-    complaint = (
-        f"the token id {{}} is beyond the vocabulary, whose ids are below {manifest.vocab_size}"
-    )
+    """Return the allowed range of a dataset's tokens."""
+    complaint = f"the token id {{}} is outside the vocabulary of {manifest.vocab_size} ids"
     return ValueCheck(np.dtype(manifest.dtype), manifest.vocab_size, complaint)
 
 
 def document_end_check(split: SplitEntry) -> ValueCheck:
-    """Return the range of a split's document ends."""
-    complaint = f"a document ends at {{}}, beyond the {split.tokens} tokens"
+    """Return the allowed range of a split's document ends."""
+    complaint = f"a document ends at {{}}, past the last of {split.tokens} tokens"
     return ValueCheck(np.dtype(np.int64), split.tokens + 1, complaint)
 
 
 def end_problems(origin: str, name: str, ends: Array, num_tokens: int) -> Iterator[str]:
-    """Yield what is wrong with a split's document ends: they ascend to the number of tokens.
+    """Yield the problems with a split's document ends, which must ascend to the number of tokens.
 
     Shapes:  ends (documents,), int64, each in range.
     """
@@ -142,6 +139,9 @@ def end_problems(origin: str, name: str, ends: Array, num_tokens: int) -> Iterat
     last = int(ends[-1]) if len(ends) else 0
     if len(wrong):
         number = int(wrong[0])
-        yield f"{origin}: document {number} of {name} ends at {int(ends[number])}, not after the one before it."
+        yield (
+            f"{origin}: document {number} of {name} ends at {int(ends[number])}, "
+            "not after the previous one."
+        )
     elif num_tokens != last:
-        yield f"{origin}: the documents of {name} end at {last}, its tokens at {num_tokens}."
+        yield f"{origin}: the documents of {name} end at {last}, but it has {num_tokens} tokens."

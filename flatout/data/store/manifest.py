@@ -1,4 +1,4 @@
-"""manifest.json: what a dataset folder contains. It is written last: a folder with one is complete."""
+"""manifest.json, which lists a dataset's content; written last, so it marks a complete dataset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.recognised import read_regular, recognise
 from flatout.registry import nearest
 
 FORMAT_VERSION = 2
-"""Since version 2 a manifest contains a digest of its own content."""
+"""Version 2 added a digest of the manifest's own content."""
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 
@@ -29,7 +29,7 @@ class _Entry(BaseModel):
 
 
 class SplitEntry(_Entry):
-    """One split: its token shards, where its documents end, and the optional loss mask."""
+    """One split: its token shards, document ends and optional loss mask."""
 
     tokens: int = Field(ge=0)
     """Tokens, including end-of-text tokens."""
@@ -42,11 +42,11 @@ class SplitEntry(_Entry):
     document_ends: FileEntry
     """Little-endian int64: the position after each document's last token."""
     masks: tuple[FileEntry, ...] = ()
-    """One uint8 per token, 0 where a target does not count: one file per shard, or none at all."""
+    """One uint8 per token, 0 where a target does not count; one file per shard, or no files."""
 
 
 class TokenizerEntry(_Entry):
-    """The tokenizer file in the folder."""
+    """The dataset's tokenizer file."""
 
     name: str
     """Name of the tokenizer."""
@@ -64,11 +64,11 @@ class SkippedEntry(_Entry):
     count: int = Field(ge=1)
     """Number of rows."""
     first: tuple[str, ...] = ()
-    """Locations of the first of them."""
+    """Locations of the first few."""
 
 
 class Manifest(_Entry):
-    """What a complete dataset folder contains."""
+    """The content of a complete dataset folder."""
 
     format_version: int = FORMAT_VERSION
     """Version of the folder's format."""
@@ -81,15 +81,15 @@ class Manifest(_Entry):
     splits: dict[SplitName, SplitEntry]
     """train and val."""
     source: dict[str, Any]
-    """Where the text came from, with every parameter that shaped it."""
+    """The source of the text, with every parameter that affected it."""
     split_rule: str
     """How documents were divided into train and val."""
     skipped: tuple[SkippedEntry, ...] = ()
-    """What was left out."""
+    """Rows that were left out, by reason."""
     cut_documents: int = Field(0, ge=0)
-    """Documents cut where validation begins; both splits count them."""
+    """Documents cut at the start of validation; both splits count them."""
     sha256: str | None = None
-    """Digest of the rest of this document; None in format 1."""
+    """Digest of the rest of the manifest; None in format 1."""
 
     def sealed(self) -> Self:
         """Return this manifest with its digest."""
@@ -97,7 +97,7 @@ class Manifest(_Entry):
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file of the folder except the tokenizer's and the manifest."""
+        """Every file in the folder except the tokenizer and the manifest."""
         return tuple(
             entry
             for split in self.splits.values()
@@ -106,22 +106,22 @@ class Manifest(_Entry):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all splits."""
+        """Tokens in all splits."""
         return sum(split.tokens for split in self.splits.values())
 
     @property
     def documents(self) -> int:
-        """Documents of all splits; one that was cut counts once."""
+        """Documents in all splits; a document cut between them counts once."""
         return sum(split.documents for split in self.splits.values()) - self.cut_documents
 
     @property
     def text_bytes(self) -> int:
-        """Text bytes of all splits."""
+        """Text bytes in all splits."""
         return sum(split.text_bytes for split in self.splits.values())
 
 
 def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """Return the smallest stored type that holds every id below `vocab_size`."""
+    """Return the smallest stored type that can represent every id below `vocab_size`."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
@@ -132,7 +132,7 @@ def read_manifest(folder: Path) -> Manifest:
             version of flatout.
     """
     path = folder / MANIFEST
-    if (folder / "index.json").is_file():  # a checkpoint, whose manifest is another
+    if (folder / "index.json").is_file():  # a checkpoint has a manifest.json of another kind
         raise _no_dataset(folder)
     try:
         text = read_regular(path)
@@ -147,12 +147,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _no_dataset(folder: Path) -> DataError:
-    """Return the error for a path that is not a dataset: what it is, and how to get a dataset."""
+    """Return the error for a path that is not a dataset, with what it is and how to prepare one."""
     known = recognise(folder)
     if known is not None:
         return DataError(known.instead_of("a prepared dataset"), fix=known.fix)
     if folder.is_file():
-        fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {in_shell(f'data/{folder.stem}')}`, and name that folder."
+        out = in_shell(f"data/{folder.stem}")
+        fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {out}`, then use {out}."
         return DataError(f"{folder} is a file, not a dataset folder.", fix=fix)
     if folder.is_dir() and any(folder.iterdir()):
         fix = "Name another folder, or prepare one with `flatout prepare SOURCE --out data/mine`."
@@ -173,7 +174,7 @@ def _no_dataset(folder: Path) -> DataError:
 
 
 def parse_manifest(text: str, path: Path | str) -> Manifest:
-    """Return the manifest in a file's text.
+    """Parse a manifest from a file's text.
 
     Raises: DataError naming the file when it is not a manifest, or its format is newer than this
             version of flatout.
@@ -190,7 +191,8 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
         what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
         raise DataError(what, fix="Prepare the dataset again into another folder.") from error
     raise DataError(
-        f"{path} has format_version {version}; this version of flatout reads up to {FORMAT_VERSION}.",
+        f"{path} has format_version {version}; "
+        f"this version of flatout reads up to {FORMAT_VERSION}.",
         fix="Install a newer flatout, or prepare the dataset again.",
     )
 
@@ -209,7 +211,7 @@ def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None
 
 
 def _digest(document: dict[str, Any]) -> str:
-    """Return the digest of a manifest's document, without the digest in it."""
+    """Return the digest of a manifest's content, excluding the digest field."""
     rest = {key: value for key, value in document.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 

@@ -1,10 +1,10 @@
 """Reads several datasets as one, each with its share of the sequences, in closed form.
 
-Sequences are dealt out in a repeating period: with weights 3 and 1 it has four turns, three of the
-first dataset and one of the other. Within it the quota method places each dataset's turns so that no
-beginning of the run, however short, gives a dataset a whole sequence too many or too few. Position n
-belongs to turn n mod period, and each dataset follows its own permutation, by its own epochs: a
-dataset in a mix is read in the same order as alone, and a position is still one integer.
+Datasets take turns in a repeating period: weights 3 and 1 give a period of four turns, three for
+the first dataset and one for the second. The quota method orders the turns so that at every point
+of the run each dataset is less than one sequence from its share. Position n belongs to turn
+n mod period. Each dataset keeps its own permutation and epochs, so it is read in the same order as
+it would be alone, and a position is still one integer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 LONGEST_PERIOD = 65_536
-"""Weights whose ratio needs a longer period are rounded to this one; the smallest share is 1 in it."""
+"""A ratio that needs a longer period is rounded to this one; the smallest share is 1 turn in it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Member:
     """One dataset of a mix and its share of the sequences."""
 
     name: str
-    """The end of its path, as much as distinguishes it from the others."""
+    """The last parts of its path, as many as distinguish it from the others."""
     dataset: Dataset
     share: float
     """Between 0 and 1."""
@@ -71,7 +71,7 @@ class MixedDataset:
                 )
         names = distinct_names([dataset.origin for dataset in datasets])
         shares = [turn / sum(turns) for turn in turns]
-        return cls([Member(*of_one) for of_one in zip(names, datasets, shares, strict=True)], turns)
+        return cls([Member(*fields) for fields in zip(names, datasets, shares, strict=True)], turns)
 
     @property
     def vocab_size(self) -> int:
@@ -93,7 +93,7 @@ class MixedDataset:
 
 
 class MixedSplit:
-    """One split of several datasets; sequence indices run on from each dataset to the next."""
+    """One split of several datasets, whose sequence indices are numbered consecutively."""
 
     def __init__(self, name: SplitName, splits: Sequence[Split], turns: Sequence[int]) -> None:
         self.name: str = name
@@ -104,14 +104,14 @@ class MixedSplit:
         self._turns = np.asarray(turns, np.int64)
         self._split_of_turn = deal_turns(tuple(turns))
         self._earlier = np.zeros(len(self._split_of_turn), np.int64)
-        """For each turn of the period, how many earlier ones belong to the same dataset."""
+        """For each turn of the period, the number of earlier turns of the same dataset."""
         for number in range(len(splits)):
             self._earlier[self._split_of_turn == number] = np.arange(self._turns[number])
 
     def num_sequences(self, seq_len: int) -> int:
         """Return the number of whole sequences of seq_len + 1 tokens in all datasets.
 
-        Raises: DataError when a dataset has none, and so cannot have its share.
+        Raises: DataError when a dataset has no whole sequence, and so cannot have its share.
         """
         return int(self._first_sequences(seq_len)[-1])
 
@@ -153,7 +153,7 @@ class MixedSplit:
             out[rows] = mask
 
     def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Number the documents within each sequence's inputs, from 0 for the one it begins in.
+        """Number the documents within each sequence's inputs, from 0 for the first.
 
         Shapes:  indices (N,), out (N, T) int32.
         """
@@ -163,18 +163,20 @@ class MixedSplit:
             out[rows] = doc_ids
 
     def _first_sequences(self, seq_len: int) -> Array:
-        """Return the index of each dataset's first sequence, and the total number at the end."""
+        """Return the index of each dataset's first sequence, followed by the total number."""
         counts = [split.num_sequences(seq_len) for split in self._splits]
         for split, count in zip(self._splits, counts, strict=True):
             if not count:
                 raise DataError(
-                    f"{split.folder} holds {split.num_tokens} tokens of {self.name}; one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
-                    fix="Leave it out of data.mix, set a smaller data.seq_len, or prepare more text.",
+                    f"{split.folder} has {split.num_tokens} tokens of {self.name}; "
+                    f"one sequence of data.seq_len={seq_len} needs {seq_len + 1}.",
+                    fix="Leave it out of data.mix, set a smaller data.seq_len, "
+                    "or prepare more text.",
                 )
         return np.cumsum([0, *counts])
 
     def _by_split(self, indices: Array, seq_len: int) -> list[tuple[Split, Array, Array]]:
-        """Return each split that has one of the sequences, their rows, and their indices in it."""
+        """Group sequences by split: return each split with their rows and their indices in it."""
         first = self._first_sequences(seq_len)
         split_of = np.searchsorted(first, indices, side="right") - 1
         return [
@@ -188,7 +190,7 @@ class MixedSplit:
 
 
 def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
-    """Open what `data.path` or `data.mix` names.
+    """Open the dataset or mix that `data.path` or `data.mix` names.
 
     Raises: ConfigError when neither is set; DataError when there is no dataset, or it cannot be
             fetched.
@@ -199,19 +201,22 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | Mix
         return open_dataset(data.path, progress=progress)
     raise ConfigError(
         "data.path is not set: there is nothing to train on.",
-        fix="Prepare text with `flatout prepare FILE --out data/mine`, then add data.path=data/mine.",
+        fix="Prepare text with `flatout prepare FILE --out data/mine`, "
+        "then add data.path=data/mine.",
     )
 
 
 def members_of(dataset: Dataset | MixedDataset) -> tuple[Member, ...]:
-    """Return the members of a mix; a single dataset is its own only member."""
+    """Return the members of a mix; a single dataset is one member."""
     if isinstance(dataset, MixedDataset):
         return dataset.members
     return (Member(distinct_names([dataset.origin])[0], dataset, 1.0),)
 
 
 def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
-    """Return the smallest integers in the ratio of the weights, or nearly, in a period at the limit.
+    """Return the weights as the smallest integers in the same ratio.
+
+    A ratio whose period would exceed LONGEST_PERIOD is rounded.
 
     Raises: ConfigError naming the dataset whose share is below 1 in LONGEST_PERIOD.
     """
@@ -220,10 +225,11 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
     least = min(exact)
     if least * LONGEST_PERIOD < total:
         name, weight = min(mix.items(), key=lambda item: item[1])
-        # 1.006: still enough after rounding to three digits
+        # 1.006 keeps the weight sufficient after rounding to three digits.
         enough = 1.006 * float((total - least) / (LONGEST_PERIOD - 1))
         raise ConfigError(
-            f"data.mix gives {name} the weight {weight:g} of {float(total):g}; the smallest share is 1 sequence in {LONGEST_PERIOD:,}.",
+            f"data.mix gives {name} the weight {weight:g} of {float(total):g}; "
+            f"the smallest share is 1 sequence in {LONGEST_PERIOD:,}.",
             fix=f"Give it a weight of {enough:.3g} or more, or leave it out.",
         )
     scale = math.lcm(*((weight / total).denominator for weight in exact))
@@ -234,9 +240,9 @@ def whole_turns(mix: Mapping[str, float]) -> tuple[int, ...]:
 
 @cache
 def deal_turns(turns: tuple[int, ...]) -> Array:
-    """Return which dataset each turn of the period belongs to: dataset k has turns[k] of them.
+    """Return the dataset of each turn of the period; dataset k has turns[k] of them.
 
-    At every turn each dataset is less than one turn from its share.
+    After every turn each dataset is less than one turn from its share.
 
     Shapes:  returns (sum of turns,).
     Cost:    O(period), half a second for the longest; once per process.
@@ -246,8 +252,8 @@ def deal_turns(turns: tuple[int, ...]) -> Array:
     period, dealt = int(due.sum()), np.zeros(len(due), np.int64)
     order = np.empty(period, np.int64)
     for turn in range(period):
-        within_quota = dealt * period < (turn + 1) * due  # one more would not be too many
-        order[turn] = np.argmin(np.where(within_quota, (dealt + 1) / due, np.inf))  # next one due
+        within_quota = dealt * period < (turn + 1) * due  # one more turn stays within the share
+        order[turn] = np.argmin(np.where(within_quota, (dealt + 1) / due, np.inf))  # due first
         dealt[order[turn]] += 1
     order.flags.writeable = False  # the cached array is shared by all callers
     return order
@@ -271,7 +277,9 @@ def _require_same_tokenizer(first: Dataset, other: Dataset) -> None:
         theirs.dtype,
     ):
         raise DataError(
-            f"{first.origin} and {other.origin} were prepared with different tokenizers, {mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
+            f"{first.origin} and {other.origin} were prepared with different tokenizers, "
+            f"{mine.tokenizer.name} of {mine.vocab_size:,} tokens and "
             f"{theirs.tokenizer.name} of {theirs.vocab_size:,}: one model cannot read both.",
-            fix=f"Prepare the second again with the first's: --tokenizer {in_shell(first.path / mine.tokenizer.file)}.",
+            fix="Prepare the second again with the tokenizer of the first: "
+            f"--tokenizer {in_shell(first.path / mine.tokenizer.file)}.",
         )

@@ -1,8 +1,8 @@
 """The order in which sequences are read: a closed form of (seed, epoch, index).
 
-Nothing is stored and nothing is shuffled in memory: an epoch is a keyed permutation of
-range(num_sequences), evaluated on demand. A position is one integer, seeking is free, and any
-number of ranks sees the same order.
+Nothing is stored or shuffled in memory: an epoch is a keyed permutation of range(num_sequences),
+evaluated on demand. A position is one integer, seeking is free, and the order is the same for any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 ROUNDS = 8
-"""Feistel rounds: four already look random; eight leave a margin and cost microseconds per step."""
+"""Feistel rounds: four already look random; eight add a margin and cost microseconds per step."""
 
 
 def shuffled(
     positions: np.ndarray[Any, np.dtype[Any]], num_sequences: int, *, seed: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the sequence at each position of an endless order; each epoch is another permutation.
+    """Return the sequence at each position of an endless order, permuted anew in each epoch.
 
     Position p is in epoch p // num_sequences. A Feistel network on the next power of four permutes
     at least num_sequences numbers; repeating it until the result is below num_sequences makes it a

@@ -1,6 +1,6 @@
-"""Reads a dataset at a URL such as s3://bucket/data: fetched once into the cache, every block checked.
+"""Fetches a dataset at a URL such as s3://bucket/data once into the cache, and checks every block.
 
-All that is kept of one URL lies in `~/.cache/flatout/stored/NAME-DIGEST/`: a copy for each version
+The cache keeps a URL's files in `~/.cache/flatout/stored/NAME-DIGEST/`: one copy for each version
 of the dataset that was read, named by its manifest's digest. A copy with a manifest is complete.
 """
 
@@ -30,13 +30,13 @@ from flatout.transfer.reading import fetch_file, read_remote
 from flatout.transfer.urls import is_url, protocol_of
 
 ATTEMPTS_WITH_COPY = 1
-"""Attempts to reach a store when a copy can be read instead; the client packages retry on their own."""
+"""Attempts to reach a store when a copy can be read instead; client packages also retry."""
 
 
 def open_dataset(
     path_or_url: str | Path, *, cache: Path = CACHE, progress: Progress = SILENT
 ) -> Dataset:
-    """Open a dataset in a folder or at a URL; a remote one is fetched unless the cache has it.
+    """Open a dataset in a folder or at a URL; a remote dataset is fetched unless it is cached.
 
     Raises: DataError when there is none, it is incomplete, or it cannot be fetched; MissingPackage.
     """
@@ -54,8 +54,8 @@ def absolute_path_or_url(path_or_url: str) -> str:
 def dataset_url(url: str) -> str:
     """Return the URL of a dataset without a trailing slash.
 
-    Raises: DataError when it names a local folder, or contains a secret, which configurations and
-            manifests would store.
+    Raises: DataError when it names a local folder, or contains a secret, which would be stored in
+            configurations and manifests.
     """
     if protocol_of(url) in ("file", "local"):
         raise DataError(
@@ -64,7 +64,8 @@ def dataset_url(url: str) -> str:
     if without_secrets(url) != url:
         raise DataError(
             f"{url}: the URL of a dataset must not contain a user, a password or a query.",
-            fix="Give credentials as the store expects them: environment variables, a profile or a login.",
+            fix="Give credentials as the store expects them: "
+            "environment variables, a profile or a login.",
         )
     bare = url.rstrip("/")
     if not is_url(bare) or bare.endswith("://"):
@@ -75,20 +76,20 @@ def dataset_url(url: str) -> str:
 
 
 def cache_dir_of(url: str, cache: Path) -> Path:
-    """Return the folder for all that is kept of a URL."""
+    """Return the cache folder for a URL."""
     name = url.rpartition("/")[2][-64:]
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     return cache.expanduser() / "stored" / f"{name}-{digest}"
 
 
 def copy_dir_of(cache_dir: Path, manifest: bytes) -> Path:
-    """Return the folder for the copy of the dataset that has this manifest."""
+    """Return the cache folder for the version of the dataset that has this manifest."""
     return cache_dir / hashlib.sha256(manifest).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def locked(cache_dir: Path, when_taken: Callable[[], None]) -> Iterator[None]:
-    """Create and lock a URL's cache folder; `when_taken` is called before waiting, and may raise.
+    """Create and lock a URL's cache folder; call `when_taken`, which may raise, before waiting.
 
     Raises: DataError when the cache cannot be written.
     """
@@ -122,9 +123,9 @@ def explaining_cache_errors(path: Path) -> Iterator[None]:
 
 
 def fetch_dataset(url: str, *, cache: Path = CACHE, progress: Progress = SILENT) -> Path:
-    """Return a folder that holds the dataset as it is at the URL now; one process at a time fetches.
+    """Return a local copy of the dataset's current version; one process at a time fetches it.
 
-    When the store cannot be reached, the copy that was read last is returned, with a message.
+    When the store cannot be reached, report it and return the copy that was read last.
 
     Raises: DataError when there is no dataset, no space, or no connection; MissingPackage.
     """
@@ -146,7 +147,8 @@ def fetch_dataset(url: str, *, cache: Path = CACHE, progress: Progress = SILENT)
             if not _is_complete(copy, manifest):
                 if last is not None and last != copy:
                     progress.say(
-                        f"{url} has changed. The earlier version stays in {last}; remove it when no run reads it."
+                        f"{url} has changed. The earlier version stays in {last}; "
+                        "remove it when no run uses it."
                     )
                 _fetch(url, copy, manifest, content, progress)
     with contextlib.suppress(OSError):  # the cache may belong to another user
@@ -155,7 +157,7 @@ def fetch_dataset(url: str, *, cache: Path = CACHE, progress: Progress = SILENT)
 
 
 def manifest_bytes(url: str, *, attempts: int = ATTEMPTS) -> bytes | None:
-    """Return the content of the manifest at a URL; None when there is none.
+    """Return the content of the manifest at a URL, or None when there is none.
 
     Raises: Unreachable when the store does not answer; DataError when it refuses; MissingPackage.
     """
@@ -174,7 +176,8 @@ def remote_manifest(url: str, *, attempts: int = ATTEMPTS) -> tuple[bytes, Manif
     if content is None:
         raise DataError(
             f"There is no dataset at {url}: it has no {MANIFEST}.",
-            fix=f"Prepare one with `flatout prepare SOURCE --out {in_shell(url)}`, or check the URL.",
+            fix=f"Check the URL, or prepare a dataset with `flatout prepare SOURCE "
+            f"--out {in_shell(url)}`.",
         )
     return content, parse_manifest(content.decode("utf-8", errors="replace"), f"{url}/{MANIFEST}")
 
@@ -211,8 +214,10 @@ def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: P
         free = shutil.disk_usage(copy).free
         if size > free:
             raise DataError(
-                f"Fetching {url} needs {readable_size(size)}, and {readable_size(free)} are free in {copy}.",
-                fix="Free some space there, or make ~/.cache/flatout a link to a folder on a larger disk.",
+                f"Fetching {url} needs {readable_size(size)}, "
+                f"but only {readable_size(free)} are free in {copy}.",
+                fix="Free some space there, or make ~/.cache/flatout a link to a folder "
+                "on a larger disk.",
             )
         with progress.task(f"Fetching {url}", total=size / 1e6, unit="MB") as task:
             transfers = Transfers(task)
@@ -243,9 +248,9 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def remote_tokenizer(url: str, manifest: Manifest) -> bytes:
-    """Return the tokenizer file of a dataset at a URL.
+    """Return the content of the tokenizer file of a dataset at a URL.
 
-    Raises: DataError when it cannot be read, or is not the one that made the tokens.
+    Raises: DataError when it cannot be read, or is not the tokenizer that made the tokens.
     """
     file_url = f"{url}/{manifest.tokenizer.file}"
     tokenizer = read_remote(file_url)
@@ -257,4 +262,7 @@ def remote_tokenizer(url: str, manifest: Manifest) -> bytes:
 
 
 def _verify_fix(url: str) -> str:
-    return f"Check all of it with `flatout verify {in_shell(url)}`, and prepare it again at another URL."
+    return (
+        f"Check the whole dataset with `flatout verify {in_shell(url)}`, "
+        "and prepare it again at another URL."
+    )

@@ -1,4 +1,4 @@
-"""Reads several files as one array; each 4 MiB block is checked when something in it is first read."""
+"""Reads several files as one array; each 4 MiB block is checked when it is first read from."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from flatout.errors import DataError
 from flatout.files import BLOCK_BYTES, FileEntry
 
 CHECK_THREADS = 4
-"""Threads that check blocks when several are first read together, as in the first step of a run."""
+"""Threads that check blocks when several are first read at once, as in a run's first step."""
 SIZE_CHECK_INTERVAL_S = 1.0
-"""How often the sizes of open files are checked: a check costs as much as reading a few sequences."""
+"""Interval between size checks of open files: one costs as much as reading a few sequences."""
 
 
 class ShardedArray:
@@ -64,7 +64,8 @@ class ShardedArray:
             return
         if starts.min() < 0 or starts.max() + width > self._first[-1]:
             raise DataError(
-                f"Items {int(starts.min())} to {int(starts.max()) + width} were requested; there are {int(self._first[-1])}.",
+                f"Items {int(starts.min())} to {int(starts.max()) + width} were requested; "
+                f"there are {int(self._first[-1])}.",
                 fix="Read sequences below num_sequences(seq_len).",
             )
         file_of = np.searchsorted(self._first, starts, side="right") - 1
@@ -86,11 +87,11 @@ class ShardedArray:
                 self._read_across_files(int(starts[row]), out[row])
 
     def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
-        """Copy lengths[n] items from starts[n] to the beginning of out[n], and pad it with 0."""
+        """Copy lengths[n] items from starts[n] to the start of out[n], and pad the rest with 0."""
         width = out.shape[1]
         whole = starts + width <= self._first[-1]
         rows = np.empty((int(whole.sum()), width), out.dtype)
-        self.read(starts[whole], rows)  # reads past the end of a span: equal widths are one call
+        self.read(starts[whole], rows)  # reads past the ends of spans, so that one call is enough
         out[whole] = rows
         for row in np.flatnonzero(~whole):
             self.read(starts[row : row + 1], out[row : row + 1, : lengths[row]])
@@ -107,7 +108,7 @@ class ShardedArray:
             done += len(piece)
 
     def _check_sizes(self) -> None:
-        """Refuse a file that was resized while mapped: reading past its end would kill the process."""
+        """Refuse a file resized while mapped: reading past its end would kill the process."""
         if time.monotonic() < self._next_size_check_s:
             return
         for path, entry, mapped in zip(self._paths, self._entries, self._maps, strict=True):
@@ -131,7 +132,7 @@ class ShardedArray:
         self._all_checked = bool(self._checked.all())
 
     def _problems(self, blocks: Sequence[int]) -> Iterator[str | None]:
-        """Yield what is wrong with each block, in order; several are checked by several threads."""
+        """Yield the problem with each block, or None, in order; threads check several blocks."""
         if len(blocks) < 2:
             yield from map(self._problem, blocks)
             return
@@ -139,16 +140,17 @@ class ShardedArray:
             yield from pool.map(self._problem, blocks)
 
     def _problem(self, block: int) -> str | None:
-        """Return what is wrong with a block, naming its file and byte; None when it is intact.
+        """Return the problem with a block, with its file and byte; None when it is intact.
 
-        It is read instead of mapped: a failing disk is then an error, not the end of the process.
+        The block is read rather than mapped, so a failing disk raises an error instead of killing
+        the process.
         """
         file = int(np.searchsorted(self._first_block, block, side="right")) - 1
         number = block - int(self._first_block[file])
         path, entry = self._paths[file], self._entries[file]
         start = number * BLOCK_BYTES
         content = np.empty(min(entry.size_bytes - start, BLOCK_BYTES), np.uint8)
-        where = f"{path}, byte {start}: the block of {len(content)} bytes from there"
+        where = f"{path}, byte {start}: the {len(content)}-byte block at this offset"
         try:
             with path.open("rb") as opened:
                 opened.seek(start)
@@ -171,5 +173,6 @@ def _require_size(path: Path, found: int, size: int) -> None:
     if found != size:
         raise DataError(
             f"{path} now has {found} bytes; it had {size} when the dataset was opened.",
-            fix="Restore the file, or prepare the dataset again; then run the same command: a run resumes from its last checkpoint.",
+            fix="Restore the file, or prepare the dataset again; then run the same command: "
+            "a run resumes from its last checkpoint.",
         )

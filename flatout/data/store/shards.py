@@ -1,9 +1,9 @@
-"""Opens a dataset folder (`prepare/writer.py` writes one) and reads its tokens in sequences.
+"""Opens a dataset folder (written by data/prepare/writer.py) and reads its tokens in sequences.
 
-A folder holds `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens),
+A folder contains `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens),
 `{train,val}-documents.bin` (int64 ends) and, with a loss mask, `{train,val}-NNNNN.mask.bin`
-(uint8). Every 4 MiB block has a CRC-32: sizes are checked when a folder is opened and while its files
-are read, a block when something in it is first read.
+(uint8). Every 4 MiB block has a CRC-32, checked when the block is first read from. File sizes are
+checked when a folder is opened and while its files are read.
 
 Letters in names: N sequences, T tokens of one sequence, W = T + 1 (its inputs and its last target).
 """
@@ -39,16 +39,16 @@ class Dataset:
     def __init__(self, path: Path, manifest: Manifest, *, origin: str | None = None) -> None:
         self.path = path
         self.origin = str(path) if origin is None else origin
-        """The folder, or the URL that this folder is a copy of."""
+        """The folder, or the URL that it was copied from."""
         self.manifest = manifest
         self._splits: dict[str, Split] = {}
 
     @classmethod
     def open(cls, path: Path | str, *, origin: str | None = None) -> Dataset:
-        """Open a folder and check its manifest, its tokenizer and every file's size; no token is read.
+        """Open a folder and check its manifest, tokenizer and file sizes, without reading tokens.
 
-        Raises: DataError when it is not a dataset, or a file is missing, has another size, or is
-                another tokenizer.
+        Raises: DataError when it is not a dataset, a file is missing or has the wrong size, or the
+                tokenizer is not the one that made the tokens.
         """
         folder = expanded(path)
         dataset = cls(folder, read_manifest(folder), origin=origin)
@@ -78,7 +78,7 @@ class Dataset:
 
 
 class SplitReader(Protocol):
-    """What a feed reads sequences from: a split, or the splits of a mix."""
+    """A split, or the splits of a mix, from which a feed reads sequences."""
 
     name: str
     num_tokens: int
@@ -144,7 +144,7 @@ class Split:
         return max(self.num_tokens - 1, 0) // seq_len
 
     def sequences_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
-        """Return the index of the sequence at each position; every epoch is another permutation.
+        """Return the index of the sequence at each position, permuted anew in each epoch.
 
         Shapes:  positions (N,), integers from 0; returns (N,).
         """
@@ -174,28 +174,28 @@ class Split:
         return _read_range(self._masks, start, stop, np.dtype(np.bool_))
 
     def read_spans(self, starts: Array, lengths: Array, out: Array) -> None:
-        """Copy lengths[n] tokens from starts[n] to the beginning of out[n], and pad it with 0.
+        """Copy lengths[n] tokens from starts[n] to the start of out[n], and pad the rest with 0.
 
         Shapes:  starts, lengths (N,), lengths at most W; out (N, W).
         """
         self._tokens.read_spans(starts, lengths, out)
 
     def read_mask_spans(self, starts: Array, lengths: Array, out: Array) -> None:
-        """Copy the mask of lengths[n] tokens from starts[n] to out[n], and pad it with False.
+        """Copy the mask of lengths[n] tokens from starts[n] to out[n], and pad the rest with False.
 
         Shapes:  starts, lengths (N,), lengths at most W; out (N, W) bool.
         """
         self._masks.read_spans(starts, lengths, out)
 
     def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Number the documents within each sequence's inputs, from 0 for the one it begins in.
+        """Number the documents within each sequence's inputs, from 0 for the first.
 
         Shapes:  indices (N,), out (N, T) int32.
         """
         starts = indices.astype(np.int64) * seq_len
         ends = self.document_ends
-        # A document that ends at position e (exclusive) makes position e the first of the next: add
-        # one from there on.
+        # A document's end (exclusive) is the first position of the next document: mark each with 1
+        # and sum.
         first = np.searchsorted(ends, starts, side="right")
         counts = np.searchsorted(ends, starts + seq_len - 1, side="right") - first
         rows = np.repeat(np.arange(len(starts)), counts)

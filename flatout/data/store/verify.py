@@ -1,4 +1,4 @@
-"""Reads a whole dataset, in a folder or at a URL, and lists what is wrong with it."""
+"""Reads a whole dataset, in a folder or at a URL, and lists its problems."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ from flatout.transfer.parallel import Transfers
 from flatout.transfer.reading import checked_blocks
 
 BlocksOf = Callable[[FileEntry], Iterator[tuple[bytes, str | None]]]
-"""Yields a file's blocks, each with what is wrong with it, or None."""
+"""Yields each block of a file with its problem, or with None."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """How much of a dataset was read, and what is wrong with it."""
+    """How much of a dataset was read, and the problems found."""
 
     problems: tuple[str, ...]
-    """One sentence each, with the file and the byte if there is one."""
+    """One sentence each, with the file and, where known, the byte."""
     files: int
-    """Files that the manifest names."""
+    """Files named by the manifest."""
     blocks: int
-    """Blocks that were read."""
+    """Blocks read."""
     num_bytes: int
-    """Their bytes."""
+    """Bytes read."""
 
 
 def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
     """Check every file of a dataset folder: sizes, checksums, values, document ends, tokenizer.
 
-    Memory: one block of each file in progress, and the document ends.
+    Memory: one block per file in progress, and the document ends.
     Raises: DataError when the folder has no readable manifest.
     """
     folder = expanded(folder)
@@ -72,9 +72,9 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
 
 
 def verify_remote(url: str, *, progress: Progress = SILENT) -> Verified:
-    """Check a dataset at a URL for everything that `verify_dataset` checks; nothing is stored.
+    """Check a dataset at a URL as `verify_dataset` checks a folder, without storing it.
 
-    Memory: one block of each file in progress, and the document ends.
+    Memory: one block per file in progress, and the document ends.
     Raises: DataError when there is no readable manifest, or the store does not answer.
     """
     _, manifest = remote_manifest(url)
@@ -91,7 +91,7 @@ def verify_remote(url: str, *, progress: Progress = SILENT) -> Verified:
 def _verify(
     origin: str, manifest: Manifest, found: list[Problem], blocks_of: BlocksOf, progress: Progress
 ) -> Verified:
-    """Check the blocks of all files without a problem so far, several files at once."""
+    """Check the blocks of every file that has no problem yet, several files at once."""
     damaged = {problem.name for problem in found}
     sizes: list[int] = []
 
@@ -165,5 +165,6 @@ def _tokenizer_problems(path: Path, manifest: Manifest) -> Iterator[Problem]:
     if tokenizer.vocab_size != manifest.vocab_size:
         yield Problem(
             path.name,
-            f"{path} has {tokenizer.vocab_size:,} tokens; the manifest says {manifest.vocab_size:,}.",
+            f"{path} has {tokenizer.vocab_size:,} tokens; "
+            f"the manifest says {manifest.vocab_size:,}.",
         )

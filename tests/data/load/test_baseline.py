@@ -61,7 +61,7 @@ def test_a_primed_text_is_not_decoded_again(train_split, stub_tokenizer, monkeyp
 
 
 class CountingReader(TokenisingReader):
-    """Counts the sequences that were decoded."""
+    """Counts the decoded sequences."""
 
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
@@ -84,7 +84,7 @@ class CountingReader(TokenisingReader):
 def test_a_primed_feed_decodes_nothing_inside_its_steps(
     train_split, stub_tokenizer, feed_class, start, rank, world_size
 ):
-    """Over an end of an epoch too: 50 reader, 5 steps of 4 of each rank."""
+    """Also across the end of an epoch: each rank reads 5 steps of 4 of the 50 sequences."""
     reader = CountingReader(stub_tokenizer)
     with feed_class(
         SequenceSteps(train_split(TOKENS), batch_plan(rank=rank, world_size=world_size), reader)

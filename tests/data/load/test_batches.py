@@ -80,5 +80,5 @@ def test_row_indices_are_divided_among_ranks_for_any_rows():
 
 
 def test_a_split_shorter_than_one_sequence_is_refused(train_split):
-    with pytest.raises(DataError, match=r"holds 8 tokens; one sequence of data\.seq_len=8 needs 9"):
+    with pytest.raises(DataError, match=r"has 8 tokens; one sequence of data\.seq_len=8 needs 9"):
         SequenceSteps(train_split(np.arange(8)), plan(), ShardReader())

@@ -10,7 +10,7 @@ RNG = np.random.default_rng(0)
 
 
 def evaluated(split, world_size=1, **kwargs):
-    """All ranks' batches, each list as long as the others."""
+    """Return the batches of all ranks, which all have the same number."""
     values = {"seq_len": 8, "rows": 3, "device": "cpu", "reader": ShardReader(), **kwargs}
     ranks = [
         list(evaluation_batches(split, rank=rank, world_size=world_size, **values))

@@ -199,7 +199,8 @@ def test_more_documents_than_attention_takes_are_refused_on_the_host(train_split
         accepted = []
         with pytest.raises(
             DataError,
-            match=r"A micro-batch of 2 x 8 tokens has \d+ documents, .* takes 5\. Fix: .*flex-attention",
+            match=r"A micro-batch of 2 x 8 tokens has \d+ documents, .* accepts at most 5\. "
+            "Fix: .*flex-attention",
         ):
             accepted.extend(feed)
     assert set(asked) == {(2, 8)}
@@ -226,7 +227,7 @@ def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class
 def test_a_corpus_shorter_than_one_sequence_is_refused(train_split, feed_class):
     with pytest.raises(
         DataError,
-        match=r"train split holds 8 tokens; one sequence of data.seq_len=8 needs 9.*data.seq_len=7",
+        match=r"train split has 8 tokens; one sequence of data.seq_len=8 needs 9.*data.seq_len=7",
     ):
         feed_class(SequenceSteps(train_split(np.arange(8)), plan(), ShardReader()))
     feed_class(SequenceSteps(train_split(np.arange(9), name="enough"), plan(), ShardReader()))
@@ -282,14 +283,15 @@ def test_a_block_damaged_during_a_run_is_named_at_its_step(write_set, feed_class
             next(feed)
         with pytest.raises(
             DataError,
-            match=rf"train-0000{bad // 3}\.bin, byte {bad % 3 * BLOCK_BYTES}: the block of .* fails its checksum",
+            match=rf"train-0000{bad // 3}\.bin, byte {bad % 3 * BLOCK_BYTES}: "
+            "the .*-byte block at this offset fails its checksum",
         ):
             next(feed)
         assert feed.position == good >= 4
 
 
 class Gate(ShardReader):
-    """Counts the thread's reads, and can hold them back."""
+    """Counts the thread's reads and can delay them."""
 
     def __init__(self):
         self.reads = 0
@@ -303,7 +305,7 @@ class Gate(ShardReader):
         super().read(split, indices, seq_len, out)
 
 
-def test_prefetch_reads_in_one_thread_and_no_further_than_asked(train_split):
+def test_prefetch_reads_in_one_thread_and_no_further_than_requested(train_split):
     gate = Gate()
     gate.open.set()
     with PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(prefetch=3), gate)) as feed:
@@ -351,8 +353,12 @@ def test_a_program_that_never_closes_its_feed_ends(write_set):
 from flatout.data.load.feed import PrefetchFeed
 from flatout.data.store.shards import Dataset
 from flatout.data.load.batches import BatchPlan, ShardReader, SequenceSteps
-plan = BatchPlan(seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1, seed=0, document_mask=False, prefetch=2, device="cpu")
-feed = PrefetchFeed(SequenceSteps(Dataset.open({str(write_set(np.arange(300)))!r}).split("train"), plan, ShardReader()))
+plan = BatchPlan(
+    seq_len=8, rows_per_device=2, accumulate=1, rank=0, world_size=1, seed=0,
+    document_mask=False, prefetch=2, device="cpu",
+)
+split = Dataset.open({str(write_set(np.arange(300)))!r}).split("train")
+feed = PrefetchFeed(SequenceSteps(split, plan, ShardReader()))
 print(next(feed).position)
 """
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Beyond test_shards.py and test_verify.py: an intact folder that may not be read."""
+"""An intact folder that may not be read; test_shards.py and test_verify.py cover the rest."""
 
 from pathlib import Path
 

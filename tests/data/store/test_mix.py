@@ -1,4 +1,4 @@
-"""Mixes: exact shares, each dataset in its own order, masks and documents where they belong."""
+"""Mixes: exact shares, each dataset in its own order, the right masks and documents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def plan(**changes):
 
 @pytest.fixture
 def three(write_set):
-    """Three datasets of 30, 10 and 5 sequences, told apart by their tokens; the second has a mask."""
+    """Three datasets of 30, 10 and 5 sequences with distinct tokens; the second has a mask."""
     first, second, third = np.arange(241), 1000 + np.arange(81), 2000 + np.arange(41)
     mask = (np.arange(81) % 3 > 0).astype(np.uint8)
     return {
@@ -116,7 +116,7 @@ def test_the_order_never_changes_silently():
 
 
 def test_each_dataset_keeps_its_own_order_and_epochs(three):
-    """A mix reads a dataset in the order in which a run on that dataset alone reads it."""
+    """A mix reads a dataset in the same order as a run on that dataset alone."""
     mixed = MixedDataset.open(three)
     split = mixed.split("train")
     windows = read(split, split.sequences_at(np.arange(800), T, seed=3))
@@ -216,7 +216,7 @@ def test_text_tokenised_in_the_step_gives_the_same_sequences(three, stub_tokeniz
 
 def test_a_dataset_shorter_than_one_sequence_is_named(three):
     split = MixedDataset.open(three).split("train")
-    with pytest.raises(DataError, match=r"/c holds 41 tokens.*data\.seq_len=64.*Leave it out"):
+    with pytest.raises(DataError, match=r"/c has 41 tokens.*data\.seq_len=64.*Leave it out"):
         split.num_sequences(64)
 
 
@@ -224,7 +224,8 @@ def test_different_tokenizers_are_refused_with_the_command_that_unifies_them(wri
     path = write_set(np.arange(100), vocab_size=300, name="other")
     with pytest.raises(
         DataError,
-        match=r"different tokenizers.*Prepare the second again with the first's: --tokenizer .*a/tokenizer\.json",
+        match=r"different tokenizers.*Prepare the second again with the tokenizer of the first: "
+        r"--tokenizer .*a/tokenizer\.json",
     ):
         MixedDataset.open({**three, str(path): 1})
 

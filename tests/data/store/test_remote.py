@@ -1,4 +1,4 @@
-"""A dataset at a URL reads like the folder it was: fetched once, checked, resumed when interrupted."""
+"""A dataset at a URL reads like the original folder; it is fetched once, checked and resumable."""
 
 import fcntl
 import json
@@ -42,7 +42,7 @@ def upload(store):
 
 @pytest.fixture
 def uploaded(write_set, upload):
-    """The folder of a dataset with several shards, which is also at URL."""
+    """The folder of a dataset with several shards, which is also uploaded to URL."""
     folder = write_set(np.arange(300), [7, 8, 9], shard_bytes=200)
     upload(folder)
     return folder
@@ -129,7 +129,8 @@ def test_an_interrupted_fetch_resumes_by_file(uploaded, store, tmp_path, monkeyp
     store.faults[:] = [None, None, None, *[OSError("it broke")] * 5]
     with pytest.raises(
         Unreachable,
-        match=r"Cannot read faulty://bucket/set/train-00002\.bin at byte 0: it broke \(5 attempts\)",
+        match=r"Cannot read faulty://bucket/set/train-00002\.bin at byte 0: "
+        r"it broke \(5 attempts\)",
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     (copy,) = (path for path in cache_dir_of(URL, tmp_path / "cache").iterdir() if path.is_dir())
@@ -154,7 +155,8 @@ def test_a_damaged_or_short_remote_file_is_named(uploaded, store, tmp_path):
     store.pipe_file(f"{URL}/train-00001.bin", whole[:-1] + b"\xff")
     with pytest.raises(
         DataError,
-        match=r"set/train-00001\.bin, byte 0: the block of 200 bytes from there fails its checksum\. Fix: .*flatout verify",
+        match=r"set/train-00001\.bin, byte 0: the 200-byte block at this offset fails its checksum"
+        r"\. Fix: .*flatout verify",
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     store.pipe_file(f"{URL}/train-00001.bin", whole[:-1])
@@ -225,7 +227,7 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(uploaded, store, tmp
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
     with pytest.raises(
         DataError,
-        match=r"Fetching faulty://bucket/set needs 0\.0 MB, and 0\.0 MB are free in .*cache",
+        match=r"Fetching faulty://bucket/set needs 0\.0 MB, but only 0\.0 MB are free in .*cache",
     ):
         fetch_dataset(URL, cache=tmp_path / "cache")
     assert store.asked == ["get /bucket/set/manifest.json"]
@@ -238,7 +240,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(uploaded, tmp_path):
 
 
 def test_one_process_fetches_and_the_other_waits(uploaded, store, tmp_path, said):
-    """The test holds the lock as another process would, and puts the copy there meanwhile."""
+    """The test holds the lock as another process would, and meanwhile writes the copy."""
     home = cache_dir_of(URL, tmp_path / "cache")
     home.mkdir(parents=True)
     copy = copy_dir_of(home, (uploaded / "manifest.json").read_bytes())

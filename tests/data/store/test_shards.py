@@ -27,7 +27,9 @@ def read(split, seq_len, indices=None):
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 200, 30, 10])
 @pytest.mark.parametrize("seq_len", [1, 7, 10, 64])
-def test_sequences_hold_the_tokens_wherever_the_shards_end(train_split, shard_bytes, seq_len):
+def test_sequences_contain_the_right_tokens_across_shard_boundaries(
+    train_split, shard_bytes, seq_len
+):
     tokens = RNG.integers(0, 300, 301)
     split = train_split(tokens, shard_bytes=shard_bytes)
     indices = RNG.permutation(split.num_sequences(seq_len))
@@ -136,7 +138,7 @@ def test_counts_that_do_not_match_the_files_are_refused(write_set):
     path = write_set(np.arange(100)) / "manifest.json"
     path.write_text(path.read_text().replace('"tokens": 100', '"tokens": 101'))
     seal(path)
-    with pytest.raises(DataError, match="hold 200 bytes of tokens, not 202"):
+    with pytest.raises(DataError, match="contain 200 bytes of tokens, not 202"):
         Dataset.open(path.parent)
 
 
@@ -250,7 +252,8 @@ def test_a_block_that_cannot_be_read_is_named(train_split, monkeypatch):
     monkeypatch.setattr(type(split.folder), "open", failing)
     with pytest.raises(
         DataError,
-        match=r"train-00000\.bin, byte 0: the block of 200 bytes from there cannot be read: Input/output error",
+        match=r"train-00000\.bin, byte 0: the 200-byte block at this offset cannot be read: "
+        "Input/output error",
     ):
         read(split, 10)
 
@@ -262,7 +265,7 @@ def test_a_token_beyond_the_vocabulary_is_named(write_set):
     seal(path)
     with pytest.raises(
         DataError,
-        match=r"train-00000\.bin, byte 4: the token id 299 is beyond the vocabulary, whose ids are below 299",
+        match=r"train-00000\.bin, byte 4: the token id 299 is outside the vocabulary of 299 ids",
     ):
         read(Dataset.open(folder).split("train"), 2)
 

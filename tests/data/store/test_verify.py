@@ -72,9 +72,10 @@ def test_all_damage_is_listed(folder):
         "val-00000.bin has 5 bytes; the manifest says 600 bytes.",
         "val-00000.mask.bin is missing; the manifest says 300 bytes.",
         "tokenizer.json is not the tokenizer that made these tokens.",
-        f"train-00000.bin, byte {BLOCK_BYTES}: the block of 4096 bytes from there fails its checksum.",
-        "train-00000.mask.bin, byte 0: the block of",
-        "val-documents.bin, byte 0: the block of 16 bytes from there fails its checksum.",
+        f"train-00000.bin, byte {BLOCK_BYTES}: the 4096-byte block at this offset fails its "
+        "checksum.",
+        "train-00000.mask.bin, byte 0: the ",
+        "val-documents.bin, byte 0: the 16-byte block at this offset fails its checksum.",
     ]
     assert len(found) == len(wanted)
     for problem, part in zip(found, wanted, strict=True):
@@ -87,7 +88,7 @@ def test_ids_beyond_the_vocabulary(folder):
     assert any(
         "tokenizer.json has 257 tokens; the manifest says 256." in problem for problem in found
     )
-    assert any("the token id 256 is beyond the vocabulary" in problem for problem in found)
+    assert any("the token id 256 is outside the vocabulary" in problem for problem in found)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_ids_beyond_the_vocabulary(folder):
     [
         ([10, 9], "document 1 of val ends at 9, not after"),
         ([0, 300], "document 0 of val ends at 0"),
-        ([10, 299], "end at 299, its tokens at 300"),
+        ([10, 299], "end at 299, but it has 300 tokens"),
     ],
 )
 def test_document_ends_ascend_to_the_end_of_the_tokens(folder, ends, wanted):
@@ -114,7 +115,7 @@ def test_document_ends_ascend_to_the_end_of_the_tokens(folder, ends, wanted):
 def test_counts_that_contradict_each_other(folder):
     edit(folder, lambda document: document["splits"]["val"].update(documents=3))
     (problem,) = problems(folder)
-    assert "hold 16 bytes of documents, not 24" in problem
+    assert "contain 16 bytes of documents, not 24" in problem
 
 
 def test_a_block_that_cannot_be_read_is_named(folder, monkeypatch):
@@ -129,7 +130,7 @@ def test_a_block_that_cannot_be_read_is_named(folder, monkeypatch):
 
     monkeypatch.setattr(Path, "open", refuse)
     (problem,) = problems(folder)
-    assert "train-00001.bin, byte 0: the block of" in problem
+    assert "train-00001.bin, byte 0: the " in problem
     assert "Input/output error" in problem
 
 
@@ -140,7 +141,7 @@ def test_a_folder_without_a_dataset_is_refused(tmp_path):
 
 @pytest.fixture
 def url(folder, store):
-    """A URL that holds the same files as the folder."""
+    """A URL with the same files as the folder."""
     for path in folder.iterdir():
         store.put_file(str(path), f"faulty://bucket/set/{path.name}")
     return "faulty://bucket/set"
@@ -164,9 +165,12 @@ def test_all_damage_at_a_url_is_listed(folder, url, store):
     size = (folder / "train-00000.bin").stat().st_size - BLOCK_BYTES
     assert found.problems == (
         f"{url}/tokenizer.json is not the tokenizer that made these tokens.",
-        f"{url}/train-00000.bin, byte 0: the block of {BLOCK_BYTES} bytes from there fails its checksum.",
-        f"{url}/train-00000.bin, byte {BLOCK_BYTES}: the block of {size} bytes from there fails its checksum.",
-        f"{url}/train-00000.mask.bin is missing; the manifest says {(BLOCK_BYTES + 4096) // 2} bytes.",
+        f"{url}/train-00000.bin, byte 0: the {BLOCK_BYTES}-byte block at this offset fails its "
+        "checksum.",
+        f"{url}/train-00000.bin, byte {BLOCK_BYTES}: the {size}-byte block at this offset fails "
+        "its checksum.",
+        f"{url}/train-00000.mask.bin is missing; "
+        f"the manifest says {(BLOCK_BYTES + 4096) // 2} bytes.",
         f"{url}/val-00000.bin has 5 bytes; the manifest says 600 bytes.",
     )
 
