@@ -55,7 +55,7 @@ def test_evaluation_refuses_more_documents_than_attention_takes(train_split):
     split = train_split(np.arange(100), ends=np.arange(1, 101))
     limits = {"document_mask": True, "most_documents": lambda rows, seq_len: rows * seq_len}
     assert len(evaluated(split, **limits)) == 5
-    with pytest.raises(DataError, match=r"3 x 8 tokens has 24 documents, .* takes 23"):
+    with pytest.raises(DataError, match=r"3 x 8 tokens has 24 documents, .* accepts at most 23"):
         evaluated(split, **limits | {"most_documents": lambda rows, seq_len: rows * seq_len - 1})
 
 

@@ -98,7 +98,7 @@ def test_a_changed_dataset_is_fetched_again_and_the_old_copy_stays(
     assert Dataset.open(new).split("train").read_tokens(0, 3).tolist() == [5, 6, 7]
     assert contents(old) == contents(uploaded)
     assert said.lines == [
-        f"{URL} has changed. The earlier version stays in {old}; remove it when no run reads it."
+        f"{URL} has changed. The earlier version stays in {old}; remove it when no run uses it."
     ]
 
 
