@@ -47,7 +47,7 @@ MAX_NAME_BYTES = 255
 OTHER_RANKS_WAIT_S = 3.0
 """Seconds that other ranks hold back a usage error.
 
-The main rank usually has the same error; when it exits, torchrun ends the others. An error of one
+The main rank usually has the same error; when it exits, torchrun ends the others. An error on one
 rank alone is still reported."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
@@ -61,7 +61,7 @@ Options:
   --version  Show the version.
   --help     Show this text; `flatout COMMAND --help` explains a command.
 
-To begin: flatout demo
+Get started: flatout demo
 """
 
 
@@ -70,17 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     open_streams()
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__)  # shows where a crash below Python happened
+        faulthandler.enable(sys.__stderr__)  # shows the Python stack when native code crashes
     try:
         code = execute(words)
-    except BrokenPipeError:  # the reader of a command's own output is gone
+    except BrokenPipeError:  # the reader of standard output has closed the pipe
         drop_output()
         code = 1
     raise SystemExit(code if write_output(sys.stdout.flush) else code or 1)
 
 
 def execute(words: list[str]) -> int:
-    """Run the program; an error of ours becomes a sentence and an exit code, never a traceback."""
+    """Run the program and return its exit code; a `FlatoutError` is printed without traceback."""
     as_json = "--json" in words
     try:
         with _sigterm_interrupts():
@@ -128,7 +128,7 @@ def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
 def _sigterm_interrupts() -> Iterator[None]:
     """Let SIGTERM unwind the program as Ctrl+C does, so that partial files are removed.
 
-    A run installs handlers of its own.
+    A run installs its own handlers.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -177,7 +177,7 @@ def _print(text: str) -> int:
 
 
 def _refuse_undecodable(words: list[str]) -> None:
-    """Refuse words whose bytes could not be decoded: they could not be stored either."""
+    """Refuse arguments whose bytes could not be decoded: they could not be stored either."""
     bad = next((w for w in words if any("\ud800" <= c <= "\udfff" for c in w)), None)
     if bad is None:
         return
@@ -185,7 +185,8 @@ def _refuse_undecodable(words: list[str]) -> None:
     encoding = sys.getfilesystemencoding()
     if encoding == "utf-8":
         raise ConfigError(
-            f"{shown} is not UTF-8.", fix="Write it in UTF-8; rename a file of that name."
+            f"{shown} is not UTF-8.",
+            fix="Write it in UTF-8; if it is a file name, rename the file.",
         )
     raise ConfigError(
         f"{shown} cannot be decoded: the locale's encoding is {encoding}.",

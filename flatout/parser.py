@@ -1,8 +1,8 @@
-"""The command line of one command, made from its function's signature.
+"""Builds the parser of a command from its function's signature.
 
 A parameter annotated with `commands.Argument` or `commands.Option` becomes a click parameter of its
-type; of several types (`Path | str`) the first one counts. The other parameters exist in Python
-only, and `cli.py` fills them in. Parsing calls nothing.
+type; of a union (`Path | str`), the first type is used. The other parameters exist in Python only,
+and `cli.py` fills them in. Parsing does not call the command.
 """
 
 from __future__ import annotations
@@ -82,22 +82,22 @@ def _click_parameter(
 
 
 def _first_type(kind: Any) -> Any:
-    """Return the first type of a union; None is not counted."""
+    """Return the first type of a union that is not None."""
     if get_origin(kind) not in (Union, UnionType):
         return kind
     return next(one for one in get_args(kind) if one is not NoneType)
 
 
 def help_text(command: Command) -> str:
-    """Return what a command's docstring says before `Returns:` and `Raises:`."""
+    """Return a command's docstring up to `Returns:` or `Raises:`."""
     text = inspect.getdoc(command.call) or ""
     return text.split("\nRaises:")[0].split("\nReturns:")[0].strip()
 
 
 def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of a command line by parameter name; None when it asked for help.
+    """Return the values of a command line by parameter name, or None after printing the help.
 
-    The help is printed. Raises: ConfigError naming what is wrong, and the fix.
+    Raises: ConfigError naming the mistake and the fix.
     """
     parser = build(name)
     try:
@@ -113,7 +113,7 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
-    """Return the parser's complaint as one sentence with its fix."""
+    """Return a click error as a ConfigError: one sentence and its fix."""
     see = f"`flatout {name} --help` shows how; for example `{COMMANDS.get(name).example}`."
     if not isinstance(error, click.NoSuchOption):
         message = error.format_message().rstrip(".")
@@ -130,7 +130,7 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
 
 
 def _key_meant(option: str, parser: click.Command) -> str | None:
-    """Return the configuration key written as an option, or None.
+    """Return the configuration key that was mistakenly written as an option, or None.
 
     Only commands that take overrides have such keys.
     """

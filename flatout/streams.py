@@ -23,7 +23,7 @@ class _LossyStream(io.FileIO):
 def open_streams() -> None:
     """Open closed standard streams (`2>&-`) on the null device, and make standard error lossy.
 
-    Otherwise the next file that any library opens would get the number of standard error.
+    Otherwise the next file that any library opens would get the file descriptor of standard error.
     """
     for number in range(3):
         try:
@@ -39,11 +39,11 @@ def open_streams() -> None:
         encoding = getattr(sys.stderr, "encoding", "utf-8")
         sys.stderr = io.TextIOWrapper(raw, encoding, "backslashreplace", line_buffering=True)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # models write any character
+        sys.stdout.reconfigure(errors="backslashreplace")  # models can write any character
 
 
 def write_output(write: Callable[[], object]) -> bool:
-    """Call `write`, flush standard output, and return whether that worked; else say why."""
+    """Call `write` and flush standard output; return whether it worked, and print why if not."""
     try:
         write()
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The command line: exit codes, --json, help, nearest names, quietness of other ranks."""
+"""The command line: exit codes, --json, help, nearest names, silence of other ranks."""
 
 import inspect
 import json
@@ -195,7 +195,7 @@ def test_help_describes_only_the_command_line(name):
     ("mode", "fix"),
     [
         ("0", "Set PYTHONUTF8=1."),
-        ("1", "Write it in UTF-8; rename a file of that name."),
+        ("1", "Write it in UTF-8; if it is a file name, rename the file."),
     ],
 )
 def test_undecodable_words_are_an_error_without_traceback(mode, fix):

@@ -42,7 +42,7 @@ class Option:
     def __init__(self, help: str, *names: str, min: float | None = None) -> None:
         self.help = help
         self.names = names
-        """Its names, when they are not the parameter's; a short one (`-v`) comes last."""
+        """Its names, if they differ from the parameter's; a short one (`-v`) comes last."""
         self.min = min
         """The smallest number it accepts."""
 
@@ -63,15 +63,15 @@ TrustCode = Annotated[
 ]
 Pattern = Annotated[
     str | None,
-    Option("Regular expression that splits text, for a .tiktoken file that is not a known one."),
+    Option("Regular expression that splits text, for an unknown .tiktoken file."),
 ]
 EndOfText = Annotated[
-    str | None, Option("End-of-text token of a tokenizer.json, if it is not a usual one.")
+    str | None, Option("End-of-text token of a tokenizer.json, if it is an unusual one.")
 ]
 
 
 class Result(BaseModel):
-    """What a command returns: its fields are those of `--json`, its `summary` is for people."""
+    """The result of a command: `--json` prints its fields; its `summary` is for people."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
@@ -95,7 +95,7 @@ class Result(BaseModel):
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the program, found in its file of `flatout/commands` as `COMMAND`."""
+    """One command of the program; its file in `flatout/commands` defines it as `COMMAND`."""
 
     call: Callable[..., Result]
     """The function; the first line of its docstring is the command's help."""
@@ -104,12 +104,12 @@ class Command:
     check: Callable[..., object] | None = None
     """Called first, without torch, so that simple mistakes are reported at once.
 
-    It takes those of the command's values (and `progress`) that it names as parameters.
+    It receives those of the command's values (and `progress`) that match its parameters.
     """
     needs_torch: bool = False
-    """Whether the call imports torch, which takes seconds and is therefore announced."""
+    """Whether the call imports torch, which takes seconds and is shown as progress."""
     writes_files: bool = False
-    """Whether the result is in files.
+    """Whether the command writes its result to files.
 
-    If not, standard output is all there is, and failing to write it is exit code 1.
+    If not, the result exists on standard output only, and failing to write it is exit code 1.
     """

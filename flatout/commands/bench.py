@@ -29,7 +29,7 @@ class BenchResult(Result):
     It has name, status, reason, tokens_per_s and gain with their intervals, the promise, the parts
     of a step, and peak_gib."""
     total_speedup: float | None
-    """How many times as fast as the baseline the full set is.
+    """Speed of the full set relative to the baseline.
 
     null in a sweep, or when one of the two has no figures."""
     total_speedup_low: float | None
@@ -41,7 +41,7 @@ class BenchResult(Result):
     complete: bool
     """False after an interruption."""
     ended_by_signal: int | None
-    """The signal that interrupted it: 2 is Ctrl+C, 15 a request to end; null for none."""
+    """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM; null for none."""
     wall_s: float
     """Seconds in total."""
 
@@ -78,15 +78,14 @@ def bench(
 ) -> BenchResult:
     """Measure what each optimisation gains on this machine, or what a setting costs.
 
-    The ladder starts at the plain way of training and adds one speedup at a time, up to the set
-    that `train` would use; then it leaves each one out of that set, and adds each one that is off.
-    speedups=... chooses the full set. Every trial runs in its own process, and repeats are
+    The ladder starts at the baseline, without speedups, and adds one speedup at a time, up to the
+    set that `train` would use; then it leaves each one out of that set, and adds each one that is
+    off. speedups=... chooses the full set. Every trial runs in its own process, and repeats are
     interleaved. Ctrl+C stops measuring and shows the results so far. Each trial is written to
-    trials.jsonl as soon as it ends. The gains measured on a GPU are kept for `flatout list
-    speedups`.
+    trials.jsonl as soon as it ends. The measured gains are kept for `flatout list speedups`.
 
     Raises: UsageError before anything is measured; RunFailed when nothing could be measured;
-            Interrupted when nothing had been by then.
+            Interrupted when a signal arrives before anything was measured.
     """
     from flatout.measure.bench import run_bench
 

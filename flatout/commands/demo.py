@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from flatout.data.store.shards import Dataset
 
 LARGE_TEXT = 1_500_000
-"""Bytes from which a vocabulary is trained; a shorter text is tokenised by character."""
+"""Bytes from which a text gets a trained vocabulary; a shorter one is tokenised by character."""
 MAX_TEXT = {"cpu": 16_000_000, "cuda": 200_000_000}
-"""Bytes of a user's file that a demo reads: more than it can train on."""
+"""Maximum bytes that a demo reads from a user's file: more than it can train on."""
 MIN_TOKENS = 16
-"""Training tokens below which nothing can be trained."""
+"""Minimum number of training tokens."""
 MIN_STEPS = 20
 TRAINING_SHARE = 0.95
 """Share of the time for steps and evaluations; the rest is for saves and samples."""
@@ -51,7 +51,7 @@ EVALUATIONS = 5
 FORWARD_SHARE = 0.4
 """Approximate share of a training step's time that evaluating the same number of tokens takes."""
 TIMING_S = 2.0
-"""Seconds of warm-up, and again of measured steps, from which the number of steps is chosen."""
+"""Seconds of warm-up, and of the timed steps that determine the length of the run."""
 MORE_TEXT = "Use a text of a few kilobytes or more."
 
 
@@ -167,7 +167,7 @@ def _stored_config(run: Path) -> RunConfig | None:
     except UntrustedCode as error:
         raise CheckpointError(
             error.what,
-            fix=f"A demo uses flatout's own code only, so {run} is not one: move it away.",
+            fix=f"A demo uses only flatout's own code, so {run} is not a demo: move it away.",
         ) from error
 
 
@@ -177,7 +177,10 @@ def check(file: Path | None, minutes: float) -> None:
     Raises: ConfigError or DataError.
     """
     if not 0 < minutes < math.inf:
-        raise ConfigError(f"--minutes {minutes:g} is not a training time.", fix="Use --minutes 2.")
+        raise ConfigError(
+            f"--minutes {minutes:g} must be a finite number greater than 0.",
+            fix="Use --minutes 2.",
+        )
     if file is not None:
         require_text_file(file)
 
@@ -188,10 +191,10 @@ def require_text_file(file: Path) -> None:
     Raises: DataError.
     """
     if str(file).startswith(("http:/", "https:/")):
-        address = str(file).replace(":/", "://", 1)
+        url = str(file).replace(":/", "://", 1)
         raise DataError(
-            f"{address} is a URL; demo takes one text file.",
-            fix=f"Download it, `curl -LO {in_shell(address)}`; `flatout prepare` reads URLs.",
+            f"{url} is a URL; demo takes one text file.",
+            fix=f"Download it with `curl -LO {in_shell(url)}`; `flatout prepare` reads URLs.",
         )
     require_local(file, error=DataError)
     known = recognise(file)
@@ -226,7 +229,7 @@ def about_python(device: str) -> Subject:
 
 
 def about_file(file: Path, device: str) -> Subject:
-    """Return the subject of a user's own text; its directories are named after file and content.
+    """Return the subject of a user's text; its directories are named after file and content.
 
     Raises: DataError when there is no such file, or it is empty.
     """
@@ -282,16 +285,14 @@ def _without_options(error: DataError, source: str) -> DataError:
     if match := re.match(r"Add --encoding ([\w-]+)", fix):
         converted = Path(source).with_suffix(f".utf8{Path(source).suffix}")
         command = f"iconv -f {match[1]} -t UTF-8 {in_shell(source)} > {in_shell(converted)}"
-        return DataError(error.what, fix=f"Convert it, `{command}`, and name the new file.")
-    return DataError(
-        error.what, fix=f"`flatout prepare` can do more with it: {fix}" if "--" in fix else fix
-    )
+        return DataError(error.what, fix=f"Convert it with `{command}`, and name the new file.")
+    return DataError(error.what, fix=f"Use `flatout prepare`: {fix}" if "--" in fix else fix)
 
 
 def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:
     """Return the configuration with sequences and steps that a short text can fill.
 
-    Raises: DataError when there is hardly any text.
+    Raises: DataError when there is too little text.
     """
     tokens = dataset.split("train").num_tokens
     if tokens < MIN_TOKENS:

@@ -44,7 +44,7 @@ class EvalResult(Result):
     checkpoint: str
     """The checkpoint that was scored."""
     val_loss: float
-    """Mean loss per token, in nats; of a mix, the datasets' losses weighted by their shares."""
+    """Mean loss per token, in nats; for a mix, the datasets' losses weighted by their shares."""
     perplexity: float
     """exp(val_loss)."""
     bits_per_byte: float | None
@@ -52,7 +52,7 @@ class EvalResult(Result):
     tokens: int
     """Tokens that were predicted."""
     by_dataset: list[DatasetScore]
-    """The score on each dataset, also when there is only one."""
+    """The score on each dataset, even if there is only one."""
 
     def summary(self) -> str:
         """Return the scores, one per line; for several datasets, a table with a total."""
@@ -72,7 +72,7 @@ class EvalResult(Result):
 
 
 def perplexity_text(perplexity: float) -> str:
-    """Return a perplexity with two decimals, or in short form above any vocabulary size."""
+    """Return a perplexity with two decimals, or in short form if it is absurdly large."""
     return f"{perplexity:.2f}" if perplexity < 1e9 else f"{perplexity:.2g}"
 
 
@@ -108,7 +108,7 @@ def evaluate(
     max_tokens: Annotated[
         int | None,
         Option(
-            "Score only the first tokens of the validation text, divided over the datasets of a "
+            "Score only the first tokens of the validation text, divided among the datasets of a "
             "mix.",
             min=1,
         ),
@@ -134,27 +134,27 @@ def evaluate(
         trust_code=trust_code,
         progress=progress,
     )
-    found = score(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
-    return _result(loaded.folder, loaded.checkpoint, found)
+    evaluation = score(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
+    return _result(loaded.folder, loaded.checkpoint, evaluation)
 
 
 def check(run: RunName, trust_code: bool = False) -> None:
-    """Check that the run exists, and that it names no code or may import it.
+    """Check that the run exists, and that any code it names may be imported.
 
     Raises: CheckpointError with the nearest run; UntrustedCode.
     """
     trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
-def _result(run_dir: Path, checkpoint: Path, found: Evaluation) -> EvalResult:
+def _result(run_dir: Path, checkpoint: Path, evaluation: Evaluation) -> EvalResult:
     return EvalResult(
         run=str(run_dir),
         checkpoint=str(checkpoint),
-        val_loss=found.loss,
-        perplexity=found.perplexity,
-        bits_per_byte=found.bits_per_byte,
-        tokens=found.tokens,
-        by_dataset=[DatasetScore(**one.to_dict()) for one in found.by_dataset],
+        val_loss=evaluation.loss,
+        perplexity=evaluation.perplexity,
+        bits_per_byte=evaluation.bits_per_byte,
+        tokens=evaluation.tokens,
+        by_dataset=[DatasetScore(**one.to_dict()) for one in evaluation.by_dataset],
     )
 
 

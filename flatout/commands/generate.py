@@ -13,7 +13,7 @@ from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
 MAX_SEED = 2**62
-"""The largest seed of a random generator, with room for those of several samples."""
+"""Limit of the seed; leaves room for the seeds of several samples."""
 
 Prompt = Annotated[str, Option("Text to continue; empty starts a new document.")]
 Temperature = Annotated[
@@ -24,9 +24,9 @@ TopP = Annotated[
     float | None, Option("Sample from the most likely tokens that together reach this probability.")
 ]
 MaxTokens = Annotated[
-    int, Option("Longest text, in tokens; it may exceed the sequence length used in training.")
+    int, Option("Maximum tokens of a text; it may exceed the sequence length used in training.")
 ]
-Stop = Annotated[list[str] | None, Option("End before this text; repeatable.")]
+Stop = Annotated[list[str] | None, Option("Stop before this text; repeatable.")]
 
 
 class GenerateResult(Result):
@@ -36,7 +36,7 @@ class GenerateResult(Result):
     """Each sample, starting with its prompt."""
 
     def summary(self) -> str:
-        """Return an empty text: the samples were printed while they were written."""
+        """Return an empty string: the samples have already been printed."""
         return ""
 
 
@@ -56,16 +56,16 @@ def generate(
     write: Callable[[str], object] | None = None,
     progress: Progress = SILENT,
 ) -> GenerateResult:
-    """Write text with a trained model, printed while it is written.
+    """Write text with a trained model, and print it as it is written.
 
     A model with attention sees at most as many tokens as its training sequences had; a longer text
     continues from the second half of them. An eigenstate network has no such limit: its state
-    summarises everything it has read. Several samples follow one another.
+    summarises everything it has read. Several samples are printed one after another.
 
     Returns: each text, starting with its prompt; `write` receives the pieces as they are written.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out
             of range; DataError when the model's tokenizer cannot encode the prompt; UntrustedCode
-            when the run names code that nobody has allowed.
+            when the run names code that is not allowed.
     """
     check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
     from flatout.inference.generate import sample
@@ -91,11 +91,11 @@ def generate(
             stop=stop or (),
             max_context=loaded.config.data.seq_len,
         )
-        samples.append(prompt + _shown(pieces, show))
+        samples.append(prompt + _show_pieces(pieces, show))
     return GenerateResult(samples=samples)
 
 
-def _shown(pieces: Iterable[str], show: Callable[[str], object]) -> str:
+def _show_pieces(pieces: Iterable[str], show: Callable[[str], object]) -> str:
     """Show the pieces of a text as they are written, end the line, and return the text."""
     text = []
     try:
@@ -103,7 +103,7 @@ def _shown(pieces: Iterable[str], show: Callable[[str], object]) -> str:
             show(piece)
             text.append(piece)
     except (KeyboardInterrupt, Interrupted):
-        show("\n")  # the message starts on a line of its own
+        show("\n")  # the error message starts on a new line
         raise
     show("\n")
     return "".join(text)

@@ -27,9 +27,9 @@ TokenizerName = Annotated[
     ),
 ]
 DocumentEnds = Annotated[
-    Documents, Option("What ends a document: an end-of-text token, or the end of each chunk.")
+    Documents, Option("Where documents end: at an end-of-text token, or at the end of each chunk.")
 ]
-Split = Annotated[str, Option("'tail F': the fraction, at the end, used for validation.")]
+Split = Annotated[str, Option("'tail F': use the fraction F at the end for validation.")]
 
 
 class ImportResult(Result):
@@ -68,8 +68,8 @@ def import_chunks(
 ) -> ImportResult:
     """Import tokens that another pipeline wrote: a directory of chunk_NNNNNN.pt files.
 
-    A metadata.json beside them is copied into the manifest; the chunks, tokens and vocabulary size
-    that it states must be right.
+    A metadata.json beside them is copied into the manifest; the numbers of chunks and tokens and
+    the vocabulary size that it states must be correct.
 
     Raises: DataError naming the chunk that is missing or unusable.
     """

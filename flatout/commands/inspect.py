@@ -26,7 +26,7 @@ BAR_WIDTH = 40
 MASK_CHUNK = 1 << 24
 """Mask values read at a time."""
 MASKED = "«{}»"
-"""Marks text that is read but not learned from."""
+"""Marks text that the model reads, but that is excluded from the loss."""
 
 
 class LengthBin(NamedTuple):
@@ -45,7 +45,7 @@ class Fact(BaseModel):
     name: str
     """The name, with the unit."""
     value: Any
-    """A number, a text, or a list or mapping of these."""
+    """A number, a string, or a list or mapping of these."""
 
 
 class InspectResult(Result):
@@ -74,7 +74,7 @@ class InspectResult(Result):
             lines += ["", "  tokens per document", *_bars(self.value("document_lengths"))]
         if self.value("beginning"):
             marked = (
-                f"; text in {MASKED.format('')} is not learned from"
+                f"; text in {MASKED.format('')} is excluded from the loss"
                 if self.value("targets") is not None
                 else ""
             )
@@ -125,7 +125,7 @@ def inspect(
 
 
 def _recipe(dataset: Dataset) -> dict[str, Any] | str:
-    """Return a run to start with on this machine."""
+    """Return a recommended run for this machine."""
     found = recommend(
         dataset.origin,
         dataset.manifest.splits["train"].tokens,
@@ -145,7 +145,7 @@ def _origin(dataset: Dataset) -> dict[str, Any]:
 
 
 def _targets(dataset: Dataset, progress: Progress) -> int | None:
-    """Return how many tokens are learned from; None for all of them."""
+    """Return the number of tokens that count in the loss, None when all of them do."""
     splits = [dataset.split(name) for name in dataset.manifest.splits]
     if not any(split.has_mask for split in splits):
         return None
@@ -168,7 +168,7 @@ def _targets(dataset: Dataset, progress: Progress) -> int | None:
 def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
     """Return sizes and origin.
 
-    text_bytes counts the text that is learned from, so it is divided by the tokens of that text.
+    text_bytes counts only text that is in the loss, so it is divided by the tokens of that text.
     """
     manifest = dataset.manifest
     counted = manifest.tokens if targets is None else targets
@@ -230,7 +230,7 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
 def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the tokens that text never encodes to, end-of-text first."""
     end = {tokenizer.decode([tokenizer.eot_id]): tokenizer.eot_id}
-    # a tokenizer.json may have more of them
+    # a tokenizer.json may define more
     definition: dict[str, Any] = getattr(tokenizer, "definition", {})
     return end | {
         entry["content"]: int(entry["id"])

@@ -50,7 +50,7 @@ class ListResult(Result):
     kind: str
     """datasets, models, speedups, recipes, machines, sources or optimizers."""
     note: str | None = None
-    """For speedups: the run length they are decided for, and whether the GPU is not present."""
+    """For speedups: the assumed length of the run, and whether its GPU is missing here."""
     items: list[dict[str, Any]]
     """One object per entry, with its `name` and its `description`.
 
@@ -188,7 +188,7 @@ def _expected_length(
         return None, None
     return (
         least,
-        f"A run takes at least {duration(least * 60)}: one {fastest}, the fastest GPU known, "
+        f"A run takes at least {duration(least * 60)}, on one {fastest}, the fastest known GPU, "
         "at its peak rate.",
     )
 

@@ -30,7 +30,7 @@ from flatout.progress import SILENT, Progress
 from flatout.transfer.urls import is_url
 
 Paths = list[str] | list[Path] | str | Path
-"""One or several, as text or as paths; the command line gives a list of text."""
+"""One or several, as strings or paths; the command line passes a list of strings."""
 Sources = Annotated[
     Paths,
     Argument(
@@ -58,8 +58,7 @@ TextField = Annotated[
 Include = Annotated[
     Paths | None,
     Option(
-        "Files that a directory contributes in addition to text and rows, such as '*.py'; "
-        "repeatable."
+        "Files to read from directories in addition to text and rows, such as '*.py'; repeatable."
     ),
 ]
 Encoding = Annotated[
@@ -72,7 +71,7 @@ Split = Annotated[
 Val = Annotated[
     Paths | None, Option("Text for validation only, exempt from the limits; repeatable.")
 ]
-MaxDocuments = Annotated[int | None, Option("Take at most this many documents of SOURCES.")]
+MaxDocuments = Annotated[int | None, Option("Take at most this many documents from SOURCES.")]
 MaxBytes = Annotated[
     int | None, Option("Take at most this many bytes of text; the last document is cut there.")
 ]
@@ -83,13 +82,14 @@ MaxBadRows = Annotated[
 ]
 MaskField = Annotated[
     str | None,
-    Option("Field of a row that precedes the text and is not learned from, such as prompt."),
+    Option("Field of a row that precedes the text and is excluded from the loss, such as prompt."),
 ]
 Duplicates = Annotated[
-    Literal["keep", "drop"], Option("Keep a document that occurred before, or drop and count it.")
+    Literal["keep", "drop"], Option("Keep duplicate documents, or drop and count them.")
 ]
 FromFile = Annotated[
-    str | Path | None, Option("The dataset's file, for a machine without network.", "--from")
+    str | Path | None,
+    Option("The dataset's downloaded file, for a machine without network.", "--from"),
 ]
 NumWorkers = Annotated[int | None, Option("Processes; one per usable core by default.")]
 Part = Annotated[
@@ -99,11 +99,11 @@ Part = Annotated[
         "in a Slurm array; then --join."
     ),
 ]
-Join = Annotated[bool, Option("Join what was done with --part; reports missing parts.")]
+Join = Annotated[bool, Option("Join the parts made with --part; reports missing ones.")]
 EngineName = Annotated[
     str,
     Option(
-        "local, or ray: a Ray cluster whose nodes all see --out and the sources by the same names."
+        "local, or ray: a Ray cluster whose nodes all see --out and the sources at the same paths."
     ),
 ]
 
@@ -114,7 +114,7 @@ class PrepareResult(Result):
     path: Path | str
     """The dataset directory, or the URL."""
     documents: int
-    """Documents of both splits; one that is cut where validation begins counts once."""
+    """Documents of both splits; one that is cut where validation starts counts once."""
     tokens: int
     """Tokens of both splits, including one end-of-text token per document."""
     bytes: int
@@ -126,7 +126,7 @@ class PrepareResult(Result):
     skipped: int
     """Rows and files left out; the manifest says which and why."""
     skipped_by_reason: dict[str, int]
-    """The same by reason, such as `.png file` for a file that directories do not contribute."""
+    """The same by reason, such as `.png file` for a file that is not read from directories."""
     closing: str = Field(exclude=True, repr=False)
     """The summary, as text."""
 
@@ -193,13 +193,13 @@ def _check_work_sharing(part: str | None, join: bool, engine: str, out: str) -> 
     """Refuse two ways of sharing the work at once, and parts that share no directory."""
     if part is not None and join:
         raise UsageError(
-            "--part and --join are two steps.",
+            "--part and --join cannot be combined.",
             fix="Do every part with --part I/N, then --join once, without --part.",
         )
     other = "--join" if part is None else "--part"
     if engine != "local" and (part is not None or join):
         raise UsageError(
-            f"--engine {engine} does the whole work; {other} is another way to share it.",
+            f"--engine {engine} and {other} cannot be combined: each divides the whole work.",
             fix="Leave one of the two out.",
         )
     if is_url(out) and (part is not None or join):

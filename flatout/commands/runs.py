@@ -36,7 +36,7 @@ class RunItem(BaseModel):
     """The run directory."""
     state: str
     """running, finished, stopped (saved; the same command resumes it), interrupted, failed, killed
-    (it recorded no end), new or damaged."""
+    (without an exit code), new or damaged."""
     step: int
     """Last recorded optimiser step."""
     last_step: int | None
@@ -64,7 +64,7 @@ class RunsResult(Result):
     """One object per run."""
 
     def summary(self) -> str:
-        """Return a table with one line per run, and below it the settings that set it apart."""
+        """Return a table with one line per run, each followed by the settings that differ."""
         if not self.items:
             return "There are no runs yet. `flatout demo` starts one."
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])

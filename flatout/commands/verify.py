@@ -13,24 +13,24 @@ from flatout.transfer.urls import is_url
 
 
 class VerifyResult(Result):
-    """What `verify` found."""
+    """The result of `verify`."""
 
     path: str
     """The directory, or the URL."""
     ok: bool
-    """Whether nothing is wrong."""
+    """Whether the dataset is intact."""
     problems: list[str]
     """One sentence per problem, with the file and the offset where there is one."""
     files: int
-    """Files that the manifest names."""
+    """Files listed in the manifest."""
     blocks: int
-    """Blocks that were read, of up to 4 MiB."""
+    """Blocks that were read, up to 4 MiB each."""
     bytes: int
     """Their size."""
 
     @property
     def exit_code(self) -> int:
-        """1 when something is wrong."""
+        """1 if the dataset is damaged, otherwise 0."""
         return 0 if self.ok else 1
 
     def summary(self) -> str:
@@ -51,25 +51,25 @@ def verify(
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
-    """Check a prepared dataset: the size of every file, every block's checksum, all ids and counts.
+    """Check a prepared dataset: file sizes, the checksum of every block, all tokens and counts.
 
-    A dataset at a URL is read as a stream and not kept. The exit code is 1 when something is wrong.
+    A dataset at a URL is streamed and not stored. The exit code is 1 if the dataset is damaged.
 
     Raises: DataError when it is not a dataset, or the store does not answer.
     """
     path = str(data)
-    found = (
+    report = (
         verify_remote(dataset_url(path), progress=progress)
         if is_url(path)
         else verify_dataset(Path(path), progress=progress)
     )
     return VerifyResult(
         path=path,
-        ok=not found.problems,
-        problems=list(found.problems),
-        files=found.files,
-        blocks=found.blocks,
-        bytes=found.num_bytes,
+        ok=not report.problems,
+        problems=list(report.problems),
+        files=report.files,
+        blocks=report.blocks,
+        bytes=report.num_bytes,
     )
 
 

@@ -1,3 +1,1 @@
-"""What a run costs and what each optimisation gains, measured: every figure with its repeats and
-its interval.
-"""
+"""Measures the cost of a run and the gain of each optimisation, with repeats and intervals."""

@@ -42,12 +42,12 @@ from flatout.progress import SILENT, Progress
 from flatout.training.run import warn_of_busy_cores
 
 LOSS_STEPS = 20
-"""First losses that are compared."""
+"""Number of first losses that are compared."""
 LADDER = "ladder"
 
 
 def run_bench(
-    asked: RunConfig,
+    requested: RunConfig,
     *,
     minutes: float | None = None,
     repeats: int | None = None,
@@ -61,22 +61,22 @@ def run_bench(
     """Measure the ladder of a recipe, or a sweep, and return the report and its directory.
 
     bench.json, table.md and bench.svg are written there, and each trial to trials.jsonl when it
-    ends. After an interruption, what was measured is evaluated and written. Gains are also kept in
+    ends. After an interruption, the trials so far are evaluated and written. Gains are also kept in
     `cache` unless that is None.
     Raises: UsageError before anything is measured; RunFailed when nothing could be measured;
-            Interrupted when nothing had been by then.
+            Interrupted when a signal arrives before anything was measured.
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     _check(sweep)
-    out = results_dir(asked, sweep or LADDER, out)
+    out = results_dir(requested, sweep or LADDER, out)
     with progress.task("Resolving the configuration"):
-        resolved, additions = resolve_apart(asked, cache)
+        resolved, additions = resolve_apart(requested, cache)
     if resolved.config.train.device == "cpu":
         warn_of_busy_cores(resolved.machine, progress)
     experiment = (
-        sweep_experiment(sweep, asked, resolved)
+        sweep_experiment(sweep, requested, resolved)
         if sweep
-        else ladder_experiment(asked, resolved, additions)
+        else ladder_experiment(requested, resolved, additions)
     )
     budget = Budget(
         len(experiment.points) + len(experiment.extras),
@@ -86,14 +86,14 @@ def run_bench(
         clock=clock,
     )
     claim(out)
-    label = (asked.name, experiment.kind, asked.digest())
+    label = (requested.name, experiment.kind, requested.digest())
     rounds = _measure(
-        experiment, asked, budget, trial, lambda ended: keep(ended, label, began, out), progress
+        experiment, requested, budget, trial, lambda ended: keep(ended, label, began, out), progress
     )
     require_figures(rounds, out)
     wall_s = clock() - start_s
     report = report_of(
-        asked, resolved, experiment, rounds, began=began, wall_s=wall_s, minutes=minutes
+        requested, resolved, experiment, rounds, began=began, wall_s=wall_s, minutes=minutes
     )
     _store(report, out, progress)
     if cache is not None:
@@ -103,7 +103,7 @@ def run_bench(
 
 def _measure(
     experiment: Experiment,
-    asked: RunConfig,
+    requested: RunConfig,
     budget: Budget,
     trial: RunTrial,
     keep_trial: Callable[[Trial], None],
@@ -114,7 +114,7 @@ def _measure(
         progress.task("Measuring") as task,
     ):
         return Measurement(
-            experiment, asked, budget, Path(scratch), trial, keep=keep_trial, task=task
+            experiment, requested, budget, Path(scratch), trial, keep=keep_trial, task=task
         ).run()
 
 
@@ -136,8 +136,8 @@ def _store(report: Report, out: Path, progress: Progress) -> None:
     """Write the report, unless the directory has one with more trials."""
     if is_less(report, out):
         progress.say(
-            f"{out} keeps the report of an earlier bench with more trials; "
-            f"those of this one are in {out / TRIALS}."
+            f"{out} keeps the report of an earlier bench, which has more trials; "
+            f"the new trials are in {out / TRIALS}."
         )
     else:
         write(report, table(report), picture(report), out)
@@ -146,12 +146,12 @@ def _store(report: Report, out: Path, progress: Progress) -> None:
 def require_figures(rounds: Rounds, out: Path) -> None:
     """Check that at least one trial gave figures.
 
-    Raises: Interrupted after an interruption; else RunFailed, with the result of the first trial.
+    Raises: Interrupted after a signal; otherwise RunFailed, with the result of the first trial.
     """
     if any(trial.result.is_ok for trial in rounds.trials):
         return
     if not rounds.trials:
-        with suppress(OSError):  # it has the files of an earlier bench
+        with suppress(OSError):  # it may contain the files of an earlier bench
             out.rmdir()
     if rounds.ended_by_signal is not None:
         raise Interrupted(
@@ -174,7 +174,7 @@ def require_figures(rounds: Rounds, out: Path) -> None:
 
 
 def report_of(
-    asked: RunConfig,
+    requested: RunConfig,
     resolved: Resolved,
     experiment: Experiment,
     rounds: Rounds,
@@ -183,16 +183,16 @@ def report_of(
     wall_s: float,
     minutes: float | None,
 ) -> Report:
-    """Return the report on what was measured, and how."""
+    """Return the report: the figures, and how they were measured."""
     repeatable = exactness.repeats_to_the_bit(resolved.config)
     found = Measured(rounds.trials, rounds.stopped_by, repeatable)
     rows = experiment.rows(found)
     environments = (trial.result.environment for trial in rounds.trials if trial.result.is_ok)
     return Report(
         kind=experiment.kind,
-        recipe=asked.name,
-        config=asked.to_dict(),
-        config_digest=asked.digest(),
+        recipe=requested.name,
+        config=requested.to_dict(),
+        config_digest=requested.digest(),
         machine=resolved.machine.describe(),
         environment=next(environments, {}),
         commit=commit_of_package(),
@@ -210,13 +210,13 @@ def report_of(
 
 
 def ladder_experiment(
-    asked: RunConfig, resolved: Resolved, additions: Mapping[str, Sequence[str] | str]
+    requested: RunConfig, resolved: Resolved, additions: Mapping[str, Sequence[str] | str]
 ) -> Experiment:
     """Return the points of the ladder; rungs with equal sets of speedups share one.
 
     The full set comes right after the baseline, so that even the shortest bench finds the total.
     """
-    ladder = make_ladder(asked, resolved.decisions, additions)
+    ladder = make_ladder(requested, resolved.decisions, additions)
     first: dict[frozenset[str], str] = {}
     shared = {
         rung.name: first.setdefault(frozenset(rung.speedups), rung.name) for rung in ladder.rungs
@@ -228,7 +228,7 @@ def ladder_experiment(
     return Experiment(
         LADDER,
         tuple(point for point in points if ladder.rung(point.name).kind != "put-in"),
-        lambda found: ladder_rows(ladder, shared, found, asked, loss_steps=LOSS_STEPS),
+        lambda found: ladder_rows(ladder, shared, found, requested, loss_steps=LOSS_STEPS),
         loss_steps=LOSS_STEPS,
         losses_each_round=frozenset(name for pair in statistical for name in pair),
         exact=() if repeatable else _pairs_with_promise("exact", ladder, shared),
@@ -261,10 +261,10 @@ def total_speedup(experiment: Experiment, found: Measured) -> Figure | None:
 
 
 def notes(experiment: Experiment, rounds: Rounds, rows: Sequence[Row]) -> list[str]:
-    """Return what a reader must know about how the figures were made."""
+    """Return notes for the reader on how the figures were measured."""
     found = []
     if not rounds.is_complete:
-        found.append("It was interrupted; these are the trials that had ended by then.")
+        found.append("The bench was interrupted; these are the trials that had ended by then.")
     counts = [row.repeats for row in rows if row.repeats]
     if counts and min(counts) < max(counts):
         found.append(

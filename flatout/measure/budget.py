@@ -9,22 +9,22 @@ from collections.abc import Callable, Sequence
 
 REPEATS = 5
 DEFAULT_SECONDS, MIN_SECONDS, MAX_SECONDS = 5.0, 1.0, 15.0
-"""How long a trial measures steps: without a time limit, at least, at most."""
+"""Seconds of measured steps per trial: without a time limit, minimum, maximum."""
 START_S = 4.0
-"""Approximate time of a process before it trains."""
+"""Approximate time that a process takes before it trains."""
 USUAL_OVERHEAD_S = START_S + 3.0
 """Assumed overhead of a trial until one has run: its start, and a short warm-up."""
 WARMUP_SHARE, MIN_WARMUP_S, MAX_WARMUP_S = 3.0, 6.0, 20.0
-"""How long a trial may warm up: as a multiple of what it measures, at least, at most."""
+"""Limit of a trial's warm-up: a multiple of its measured time, and its bounds."""
 LONGEST_TRIAL_S = 900.0
 SAFETY = 1.15
 """A trial is started if this multiple of its previous time still fits."""
 SLACK = 1.1
-"""Rounds are planned to leave this factor of spare time."""
+"""Rounds are planned with this factor of spare time."""
 CLOSING_S = 1.5
 """Reserved for evaluating and writing the results."""
 SHARE = 2.0
-"""How many times its fair share of the time a trial may train; most take less."""
+"""A trial may train for this multiple of its fair share of the time; most take less."""
 MIN_LIMIT_S = 3.0
 
 
@@ -32,8 +32,8 @@ class Budget:
     """Divides minutes over rounds of trials; without minutes, `repeats` rounds of five seconds.
 
     With minutes, there are at least two rounds if possible and at most `repeats`; the seconds of a
-    trial shrink until they fit, and its overhead is learnt from earlier trials. Points that do not
-    fit into a round are dropped from it, from the end.
+    trial shrink until they fit, and its overhead is estimated from earlier trials. Points that do
+    not fit into a round are dropped from it, starting with the last.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Budget:
         self._began_s = clock() if began_s is None else began_s
         self._overheads: dict[str, float] = {}
         self.seconds = DEFAULT_SECONDS
-        """How long a trial of this round measures steps."""
+        """Seconds of measured steps per trial of this round."""
         self.plan(rounds_done=0)
 
     @property
@@ -74,7 +74,7 @@ class Budget:
     def plan(self, rounds_done: int) -> None:
         """Choose the seconds of the next round's trials.
 
-        They allow as many rounds as leave enough for each trial, but at least two in total.
+        They allow as many rounds as possible with enough time per trial, but at least two in total.
         """
         if math.isinf(self._total_s):
             return
@@ -103,7 +103,7 @@ class Budget:
         return fitting
 
     def allows(self, name: str) -> bool:
-        """Say whether there is time for one more trial of `name`."""
+        """Return whether there is time for one more trial of `name`."""
         return SAFETY * self.expected_s(name) <= self.left_s
 
     def expected_s(self, name: str) -> float:
@@ -111,9 +111,9 @@ class Budget:
         return self._overheads.get(name, self._usual_overhead()) + self.seconds
 
     def timeout_s(self, name: str) -> float:
-        """Return when a trial is killed: at the end of the time, or earlier.
+        """Return the seconds after which a trial is killed, at most the time left.
 
-        An unknown trial may take a quarter of the time.
+        It may take a quarter of the total, or more if it is expected to be slow.
         """
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S
@@ -121,7 +121,7 @@ class Budget:
         return max(min(limit_s, self.left_s), 1.0)
 
     def limit_s(self, trials_left: int) -> float:
-        """Return when a trial must end its steps, to leave time for `trials_left` others."""
+        """Return the seconds by which a trial must end its steps, with `trials_left` to come."""
         if math.isinf(self._total_s):
             return LONGEST_TRIAL_S / 3
         return max(min(SHARE / max(trials_left, 1), 1.0) * self.left_s - START_S, MIN_LIMIT_S)
@@ -131,7 +131,7 @@ class Budget:
         return min(sum(map(self.expected_s, names)) * (1 + rounds_after), self.left_s)
 
     def record(self, name: str, trial_s: float) -> None:
-        """Learn from a trial that took `trial_s` in total."""
+        """Record the overhead of a trial that took `trial_s` in total."""
         self._overheads[name] = max(trial_s - self.seconds, 0.0)
 
     def drop(self, name: str) -> None:

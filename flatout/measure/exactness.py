@@ -1,10 +1,9 @@
-"""How an exact promise is checked where two runs of one command differ in their last bits.
+"""Checks exact promises on devices where two runs of one command differ in their last bits.
 
-On a GPU they do, because attention and the embedding accumulate gradients in no fixed order. So
-where the losses of two sets of speedups differ although they are promised to be equal, both sets
-run once more, untimed, with train.deterministic=true, and those losses decide. The alternative,
-comparing the difference with that between repeats, takes more runs and cannot tell a small error
-from noise.
+They do on a GPU, because attention and the embedding accumulate gradients in no fixed order. If the
+losses of two sets of speedups differ despite an exact promise, both sets run once more, untimed,
+with train.deterministic=true, and those losses decide. The alternative, comparing the difference
+with that between repeats, takes more runs and cannot tell a small error from noise.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Losses = Sequence[float]
 
 
 def repeats_to_the_bit(config: RunConfig) -> bool:
-    """Say whether two runs of a resolved configuration give bit-equal losses.
+    """Return whether two runs of a resolved configuration give bit-equal losses.
 
     They do on a CPU, or with train.deterministic.
     """
@@ -35,7 +34,7 @@ def paired(losses: Iterable[tuple[Losses, ...]]) -> list[tuple[list[float], list
 
 
 def differ(pairs: Iterable[tuple[Losses, Losses]]) -> bool:
-    """Say whether any pair of losses is not bit-equal."""
+    """Return whether any pair of losses is not bit-equal."""
     return any(list(one) != list(other) for one, other in pairs)
 
 

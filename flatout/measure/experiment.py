@@ -1,4 +1,4 @@
-"""An experiment: points, each a configuration to measure, and the rows made of their trials."""
+"""An experiment: points, each a configuration to measure, and the rows made from their trials."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Experiment:
     """All points, the most important first: when time is short, the last ones are dropped."""
 
     kind: str
-    """ladder, or what is swept."""
+    """ladder, or the setting that is swept."""
     points: tuple[Point, ...]
     """Measured in every round."""
     rows: Callable[[Measured], list[Row]]
@@ -36,9 +36,9 @@ class Experiment:
     exact: tuple[tuple[str, str], ...] = ()
     """Pairs of points that promise equal losses, if runs differ in their last bits here."""
     extras: tuple[Point, ...] = ()
-    """Measured last in a round, and with little time only once the others have repeats."""
+    """Measured last in a round; with a time limit, only after the others have repeats."""
     total: tuple[str, str] | None = None
-    """The fastest and the slowest point, whose ratio is the total speedup."""
+    """The full set and the baseline, whose ratio is the total speedup."""
 
 
 def with_speedups(names: Iterable[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which sets of speedups are measured, and what each is compared with.
+"""Chooses the sets of speedups to measure, and the set that each is compared with.
 
 The ladder starts at `baseline()`, with a typical hand-written micro-batch
 (`recipe.rows_people_write`), and adds one speedup at a time up to the full set, which is the one
@@ -47,12 +47,12 @@ class Absent:
 
     speedup: str
     reason: str
-    """Why: a sentence."""
+    """Why, as a sentence."""
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """What is measured, and what is not, with the reason."""
+    """The rungs to measure, and the speedups without a rung, with the reasons."""
 
     rungs: tuple[Rung, ...]
     absent: tuple[Absent, ...]
@@ -104,7 +104,7 @@ def make_ladder(
 def added_to_full(name: str, speedups: tuple[str, ...], full: Sequence[str], top: str) -> Rung:
     """Return the rung of the full set with one speedup added.
 
-    Its name says what else was added with it, and what they replaced.
+    Its name lists what else was added with it, and what they replaced.
     """
     replaced = tuple(other for other in full if other not in speedups)
     added = " and ".join(
@@ -146,10 +146,10 @@ def reason_to_leave(decision: Decision, config: RunConfig) -> str | None:
 
 
 def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:
-    """Return the promise about the losses of two sets: the loosest one of what they do not share.
+    """Return the promise about the losses of two sets: the loosest of the unshared speedups.
 
-    Rounding tolerances add up, and include the largest one of what they share: a difference in the
-    last bit of fp32 flips some of the later roundings to bfloat16, and the losses differ by those.
+    Rounding tolerances add up, and include the largest one of the shared speedups: a difference in
+    the last bit of fp32 flips some later roundings to bfloat16, and the losses differ by those.
     """
     shared, unshared = set(one) & set(other), set(one) ^ set(other)
     promises = [SPEEDUPS.get(name).promise for name in unshared]

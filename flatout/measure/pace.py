@@ -19,7 +19,7 @@ MIN_STEPS = 3
 
 
 def is_steady(step_s: Sequence[float]) -> bool:
-    """Say whether the step time is steady, so that the warm-up is over.
+    """Return whether the step time is steady, so that the warm-up is over.
 
     The first step never counts: it compiles, allocates and opens files. After it, the medians of
     the last window and of the one before it must agree within 2%. A window is the shortest run of
@@ -51,12 +51,12 @@ def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
 class Pace:
     """Decides when a run stops: detects the end of the warm-up, then allows `seconds` of steps.
 
-    During warm-up it waits for every step, so that each has a time of its own; measured steps are
-    queued as in any run, and it waits once, at the end. Warm-up ends at the latest `warmup_s`
-    seconds after the first step, or after half of `limit_s` or of the run's steps; `is_steady` says
+    During warm-up it waits for every step, so that each has its own time; measured steps are queued
+    as in any run, and it waits once, at the end. Warm-up ends at the latest `warmup_s` seconds
+    after the first step, or after half of `limit_s` or of the run's steps; `is_steady` tells
     whether it ended because the step time was steady. A trial also continues until it has taken
     `loss_steps` steps. After `limit_s`, counted from its first step, three measured steps are
-    enough, and after twice that time one.
+    enough, and after twice that time, one is.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pace:
         self.is_steady = False
         """Whether the step time was steady by then."""
         self.measured = TimeBreakdown()
-        """Where the time of the measured steps went."""
+        """The time of the measured steps, by activity."""
         self._log, self._clock = log, clock
         self._seconds, self._loss_steps, self._max_warmup_s, self._limit_s = (
             seconds,
@@ -89,7 +89,7 @@ class Pace:
         self._before = TimeBreakdown()
 
     def asked(self, run: Run) -> bool:
-        """Say whether the trial is over; the loop calls it before each step."""
+        """Return whether the trial is over; the loop calls it before each step."""
         if self.warmup_steps is None:
             self._warm_up(run)
             return False

@@ -1,7 +1,7 @@
 """Draws a report: one bar per row with its interval, and its rate and gain beside it.
 
-matplotlib draws it, as SVG that is the same for equal reports. Its background is white, so that it
-reads well on dark and light pages.
+matplotlib writes SVG that is identical for equal reports. The background is white, so that the
+picture is readable on dark and light pages.
 """
 
 from __future__ import annotations

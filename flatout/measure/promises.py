@@ -1,4 +1,4 @@
-"""From trials to rows: gains with their intervals, and whether each promise was kept."""
+"""Turns trials into rows: gains with their intervals, and whether each promise was kept."""
 
 from __future__ import annotations
 

@@ -10,14 +10,13 @@ from flatout.measured import Gain, hardware_name, keep
 from flatout.progress import SILENT, Progress
 
 WHERE = {"added": "on the way up", "put-in": "put into the full set", "left-out": "in the full set"}
-"""What a kind of row says about a speedup. The last of these counts: it is closest to a real run.
-"""
+"""Where each kind of row measured a speedup; later kinds, closer to a real run, take precedence."""
 
 
 def remember(
     report: Report, machine: Machine, device: str, cache: Path, *, progress: Progress = SILENT
 ) -> None:
-    """Store what a ladder measured on this hardware; a sweep measures no gains."""
+    """Store the gains that a ladder measured on this hardware; a sweep measures none."""
     hardware, found = hardware_name(machine, device), gains(report)
     if hardware is None or not found:
         return
@@ -26,14 +25,14 @@ def remember(
     except OSError as error:
         progress.say(
             f"Cannot write {cache}: {error.strerror or error}. "
-            "`auto` and `flatout list speedups` will not know what was measured."
+            "`auto` and `flatout list speedups` will not use the measured gains."
         )
 
 
 def gains(report: Report) -> dict[str, Gain]:
     """Return the gain of each speedup of a ladder, by name.
 
-    Speedups without figures are left out, and those whose losses broke their promise.
+    Speedups without figures, and those whose losses broke their promise, are left out.
     """
     found: dict[str, Gain] = {}
     for kind, where in WHERE.items():

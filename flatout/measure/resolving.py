@@ -1,7 +1,7 @@
 """Resolves a recipe on this machine as `train` does.
 
-On a GPU that creates a context, whose memory the trials would lack. So the process that starts the
-trials delegates it to another process, which ends with its answer.
+On a GPU that creates a context, which would take memory from the trials. The process that starts
+the trials therefore resolves the recipe in another process, which ends afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROGRAM = "from flatout.measure.resolving import main; main()"
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe with all choices made."""
+    """A resolved recipe, with its machine and dataset."""
 
     config: RunConfig
     decisions: list[Decision]
@@ -54,11 +54,10 @@ class Choice(BaseModel):
     decisions: list[Decision]
     """Every speedup, on or off, with the reason."""
     additions: dict[str, list[str] | str]
-    """For each speedup that `auto` leaves off: the set that adding it gives, or why it cannot be
-    added."""
+    """For each speedup that `auto` leaves off: the set with it added, or why it cannot be added."""
 
 
-def resolve_here(asked: RunConfig, cache: Path | None = None) -> Resolved:
+def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
     """Resolve a recipe for one process on this machine.
 
     `cache` has the gains measured on this hardware, which `auto` uses; None for no gains.
@@ -66,10 +65,10 @@ def resolve_here(asked: RunConfig, cache: Path | None = None) -> Resolved:
     Raises: UsageError when it cannot run here.
     """
     machine = probe()
-    device, _ = pick_device(asked.train.device, machine)
-    dataset = open_dataset(asked)
+    device, _ = pick_device(requested.train.device, machine)
+    dataset = open_dataset(requested)
     config, decisions = resolve(
-        asked.with_values({"train.device": device}),
+        requested.with_values({"train.device": device}),
         machine=machine,
         dataset=dataset,
         world_size=1,
@@ -78,29 +77,29 @@ def resolve_here(asked: RunConfig, cache: Path | None = None) -> Resolved:
     return Resolved(config, decisions, machine, dataset)
 
 
-def choose(asked: RunConfig, cache: Path | None = None) -> Choice:
-    """Resolve a recipe, and again with each speedup that is off added.
+def choose(requested: RunConfig, cache: Path | None = None) -> Choice:
+    """Resolve a recipe, and then again for each speedup that is off, with it added.
 
     Raises: UsageError when it cannot run here.
     """
-    resolved = resolve_here(asked, cache)
+    resolved = resolve_here(requested, cache)
     off = (
         [decision.name for decision in resolved.decisions if not decision.on]
-        if parse_request(asked.speedups).auto
+        if parse_request(requested.speedups).auto
         else []
     )
     return Choice(
         config=resolved.config.to_dict(),
         decisions=resolved.decisions,
-        additions={name: adding_one(name, asked, resolved, cache) for name in off},
+        additions={name: adding_one(name, requested, resolved, cache) for name in off},
     )
 
 
 def adding_one(
-    name: str, asked: RunConfig, resolved: Resolved, cache: Path | None = None
+    name: str, requested: RunConfig, resolved: Resolved, cache: Path | None = None
 ) -> list[str] | str:
-    """Return the speedups that are on when `name` and its needs are added, or why it cannot be."""
-    stated = asked.with_values({"train.device": resolved.config.train.device})
+    """Return the speedups that are on after adding `name` and its needs, or why it cannot run."""
+    stated = requested.with_values({"train.device": resolved.config.train.device})
     wanted = with_needs(name)
     for part in wanted:
         why_not = speedup_named(part).reason_against(resolved.machine, stated)
@@ -110,7 +109,7 @@ def adding_one(
                 if part == name
                 else f"cannot run here, because {part} cannot: {why_not}"
             )
-    named = stated.with_values({"speedups": adding(asked.speedups, wanted)})
+    named = stated.with_values({"speedups": adding(requested.speedups, wanted)})
     try:
         _, decisions = resolve(
             named,
@@ -126,7 +125,7 @@ def adding_one(
 
 
 def with_needs(name: str) -> list[str]:
-    """Return a speedup, followed by all that it needs."""
+    """Return a speedup, followed by everything it needs."""
     found = [name]
     for part in found:  # it grows during the loop
         if ":" in part or part in SPEEDUPS.names():
@@ -135,29 +134,29 @@ def with_needs(name: str) -> list[str]:
 
 
 def resolve_apart(
-    asked: RunConfig, cache: Path | None = None
+    requested: RunConfig, cache: Path | None = None
 ) -> tuple[Resolved, dict[str, list[str] | str]]:
     """Return a resolved recipe and `Choice.additions`, without using the GPU in this process.
 
     Raises: UsageError when it cannot run here; RunFailed when the other process died.
     """
     machine = probe()
-    choice = (choose_in_subprocess if uses_gpu(machine, asked) else choose)(asked, cache)
+    choice = (choose_in_subprocess if uses_gpu(machine, requested) else choose)(requested, cache)
     config = validate(choice.config)
-    return Resolved(config, choice.decisions, machine, open_dataset(asked)), choice.additions
+    return Resolved(config, choice.decisions, machine, open_dataset(requested)), choice.additions
 
 
 def choose_in_subprocess(
-    asked: RunConfig, cache: Path | None = None, *, command: Iterable[str] = ()
+    requested: RunConfig, cache: Path | None = None, *, command: Iterable[str] = ()
 ) -> Choice:
     """Call `choose` in another process. `command` replaces the program, for tests.
 
-    Raises: what `choose` raises there; RunFailed when the process died.
+    Raises: whatever `choose` raises there; RunFailed when the process died.
     """
     program = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {PROGRAM}"]
     done = subprocess.run(
         [*command] or program,
-        input=json.dumps({"config": asked.to_dict(), "cache": cache and str(cache)}),
+        input=json.dumps({"config": requested.to_dict(), "cache": cache and str(cache)}),
         capture_output=True,
         text=True,
         check=False,
@@ -166,11 +165,11 @@ def choose_in_subprocess(
     if done.returncode == 0:
         return Choice.model_validate_json(answer)
     if done.returncode == UsageError.exit_code and answer.startswith("{"):
-        told = json.loads(answer)
-        raise getattr(errors, told["kind"])(told["what"], fix=told["fix"])
-    said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
+        error = json.loads(answer)
+        raise getattr(errors, error["kind"])(error["what"], fix=error["fix"])
+    last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
     raise RunFailed(
-        f"The process that resolves the configuration died: {said}",
+        f"The process that resolves the configuration died: {last_line}",
         fix="Try the same recipe with `flatout train`.",
     )
 
@@ -178,9 +177,9 @@ def choose_in_subprocess(
 def main() -> None:
     """Read a configuration from standard input, and print the choice or the error."""
     try:
-        asked = json.load(sys.stdin)
-        cache = asked["cache"] and Path(asked["cache"])
-        print(choose(validate(asked["config"]), cache).model_dump_json())
+        request = json.load(sys.stdin)
+        cache = request["cache"] and Path(request["cache"])
+        print(choose(validate(request["config"]), cache).model_dump_json())
     except FlatoutError as error:
         print(json.dumps({"kind": type(error).__name__, "what": error.what, "fix": error.fix}))
         raise SystemExit(error.exit_code) from None

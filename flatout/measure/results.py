@@ -1,4 +1,4 @@
-"""The results of a bench: the figures of every trial, and the report made of them (bench.json)."""
+"""The results of a bench: the figures of every trial, and the report on them (bench.json)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
 
 
 class Stored(BaseModel):
-    """Base class of what bench.json contains."""
+    """Base class of the models stored in bench.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -50,11 +50,11 @@ class Trial(Stored):
     deterministic: bool = False
     """Whether it ran with train.deterministic=true to check an exact promise.
 
-    Only its losses count; none of its figures is in a row."""
+    Only its losses are used; its other figures are in no row."""
 
 
 class Row(Stored):
-    """One line of the table: a rung of the ladder, a value of a sweep, or what was not measured."""
+    """One line of the table: a rung of the ladder, a value of a sweep, or an unmeasured entry."""
 
     name: str
     """Name of the rung or the value."""
@@ -100,11 +100,11 @@ class Row(Stored):
     data_ms: float | None = None
     """Part of it spent waiting for data."""
     host_ms: float | None = None
-    """Part of it spent on the host's own work."""
+    """Part of it spent on the host's work."""
     device_ms: float | None = None
     """Part of it spent on the device's work."""
     peak_gib: float | None = None
-    """Most memory used in any repeat."""
+    """Peak memory of any repeat."""
     rows_per_device: int | None = None
     """Sequences in a micro-batch."""
     accumulate: int | None = None
@@ -155,7 +155,7 @@ class Report(Stored):
     ended_by_signal: int | None = None
     """The signal that interrupted it, if any."""
     notes: list[str]
-    """What a reader must know about how the figures were made."""
+    """Notes for the reader on how the figures were measured."""
     rows: list[Row]
     """The table."""
     total_speedup: Figure | None
@@ -212,22 +212,25 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
 
     Raises: ConfigError when it has another bench, or something else.
     """
-    held = (
+    existing = (
         label(read(out))
         if (out / JSON).exists()
         else next(read_lines(out / TRIALS), {}).get("bench")
     )
     if not (
-        isinstance(held, list) and len(held) == 3 and all(isinstance(part, str) for part in held)
+        isinstance(existing, list)
+        and len(existing) == 3
+        and all(isinstance(part, str) for part in existing)
     ):
         raise ConfigError(
-            f"{out} contains other files, and no bench.",
+            f"{out} contains other files, but no bench.",
             fix="Choose a new directory with --out DIR.",
         )
-    asked = [config.name, kind, config.digest()]
-    if held[1:] != asked[1:]:
+    requested = [config.name, kind, config.digest()]
+    if existing[1:] != requested[1:]:
         one, other = (
-            f"{name} ({what}, configuration {digest[:8]})" for name, what, digest in (held, asked)
+            f"{name} ({what}, configuration {digest[:8]})"
+            for name, what, digest in (existing, requested)
         )
         raise ConfigError(
             f"{out} contains the bench of {one}; this one is of {other}.",
@@ -236,7 +239,7 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
 
 
 def label(report: Report) -> list[str]:
-    """Return what identifies a bench: recipe name, kind and digest of the configuration."""
+    """Return the label of a bench: recipe name, kind and digest of the configuration."""
     return [report.recipe, report.kind, report.config_digest]
 
 
@@ -257,9 +260,9 @@ def claim(out: Path) -> None:
 
 
 def keep(trial: Trial, bench: Sequence[str], began: str, out: Path) -> None:
-    """Append a finished trial to trials.jsonl, so that it survives the death of this process.
+    """Append a finished trial to trials.jsonl, so that it survives if this process is killed.
 
-    The file is append-only: `bench`, its label, and `began` identify the bench of a line.
+    The file is append-only; the label `bench` and `began` identify the bench of each line.
 
     Raises: RunFailed when it cannot be written.
     """
@@ -277,7 +280,7 @@ def keep(trial: Trial, bench: Sequence[str], began: str, out: Path) -> None:
 
 
 def is_less(report: Report, out: Path) -> bool:
-    """Say whether an interrupted report has fewer trials than the one already in `out`."""
+    """Return whether an interrupted report has fewer trials than the one already in `out`."""
     return (
         not report.complete and (out / JSON).exists() and len(read(out).trials) > len(report.trials)
     )

@@ -1,4 +1,4 @@
-"""Measures the points of an experiment round by round, as far as the time allows."""
+"""Measures the points of an experiment round by round, as time allows."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Rounds:
     trials: list[Trial]
     begun: int = 0
     ended_by_signal: int | None = None
-    """The signal that interrupted them, if any."""
+    """The signal that interrupted the rounds, if any."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether they were not interrupted."""
+        """Whether no signal interrupted the rounds."""
         return self.ended_by_signal is None
 
     @property
@@ -119,7 +119,7 @@ class Measurement:
         return True
 
     def _run_deterministic(self) -> None:
-        """Run the points of exact promises that their timed losses did not confirm.
+        """Run the points whose exact promises the timed losses did not confirm.
 
         Each point runs once, for a few steps, if there is time.
         """
@@ -167,10 +167,10 @@ class Measurement:
 
 
 def _takes_losses(number: int, name: str, experiment: Experiment, budget: Budget) -> bool:
-    """Say whether a trial records the losses to compare.
+    """Return whether a trial records the losses to compare.
 
-    It does so in the first round, and in the first round of the extras for these and for the set
-    that they are compared with.
+    All trials do in the first round; in the first round of the extras, these and the full set that
+    they are compared with do.
     """
     if number == 0 or name in experiment.losses_each_round:
         return True

@@ -1,4 +1,4 @@
-"""What a trial is asked for, and its result; both pass between processes as JSON."""
+"""The specification and the result of a trial; both pass between processes as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
 
 
 class TrialSpec(BaseModel):
-    """What one trial does."""
+    """The specification of one trial."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -19,7 +19,7 @@ class TrialSpec(BaseModel):
     folder: str
     """Scratch directory for the files of the run."""
     seconds: float = 5.0
-    """How long steps are measured, after the warm-up."""
+    """Seconds of measured steps, after the warm-up."""
     loss_steps: int = 20
     """Number of first losses to record; the trial runs until it has them."""
     warmup_s: float = 20.0
@@ -46,11 +46,11 @@ class TrialResult(BaseModel):
     data_ms: float | None = None
     """Part of it spent waiting for data."""
     host_ms: float | None = None
-    """Part of it spent on the host's own work; on a GPU it overlaps with the device's."""
+    """Part of it spent on the host's work; on a GPU it overlaps with the device's."""
     device_ms: float | None = None
     """Part of it spent on the device's work."""
     peak_gib: float | None = None
-    """Most memory used: by the device, or on a CPU by the whole process."""
+    """Peak memory: of the device, or on a CPU of the whole process."""
     losses: list[float] = []
     """Losses of the first steps, in nats per token."""
     warmup_steps: int | None = None

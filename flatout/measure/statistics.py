@@ -16,11 +16,11 @@ from pydantic import BaseModel, ConfigDict
 CONFIDENCE = 0.9375
 """Minimum coverage of the intervals: that of the range of five repeats, the usual number."""
 MIN_REPEATS = 5
-"""Repeats from which their own spread is used; with fewer, that of all rungs together."""
+"""With this many repeats, their own spread is used; with fewer, that of all rungs together."""
 MIN_FREEDOM = 4
-"""Degrees of freedom that a shared spread must have."""
+"""Minimum degrees of freedom of a shared spread."""
 MIN_SEEDS = 3
-"""Differences needed for an interval of their mean."""
+"""Minimum number of differences for an interval of their mean."""
 STUDENT = (
     12.706,
     4.303,
@@ -70,7 +70,7 @@ class Figure(BaseModel):
         return f"x{self.median:.2f}" if self.median > 1 else f"slower, x{self.median:.2f}"
 
     def worth(self) -> str:
-        """Return in words what a left-out speedup is worth: the gain of having it."""
+        """Return the worth of a left-out speedup in words: the gain of having it on."""
         if self.low is None or self.high is None:
             return f"worth x{self.median:.2f}, too few repeats to be sure"
         if self.low <= 1 <= self.high:

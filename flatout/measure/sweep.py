@@ -24,14 +24,14 @@ Refused = dict[str, str]
 MAX_ACCUMULATE = 8
 
 
-def sweep_experiment(what: str, asked: RunConfig, resolved: Resolved) -> Experiment:
+def sweep_experiment(what: str, requested: RunConfig, resolved: Resolved) -> Experiment:
     """Return the points of `flatout bench --sweep WHAT`, with the applicable speedups.
 
     Raises: ConfigError when there is no such sweep, or nothing to measure in it.
     """
     require_sweep(what)
     full = [decision.name for decision in resolved.decisions if decision.on]
-    values, refused = SWEEPS[what](asked, resolved, full)
+    values, refused = SWEEPS[what](requested, resolved, full)
     if not values:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(
@@ -60,9 +60,9 @@ def require_sweep(what: str) -> None:
 
 
 def batch(
-    asked: RunConfig, resolved: Resolved, full: list[str]
+    requested: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Sequences per micro-batch, doubled from 1 to a whole step; the step stays the same."""
+    """Vary the sequences per micro-batch, doubling from 1 to a whole step, which stays the same."""
     sequences = (resolved.config.batch.tokens_per_step or 0) // resolved.config.data.seq_len
     sizes = sorted(
         {rows for power in range(sequences.bit_length()) if sequences % (rows := 2**power) == 0}
@@ -72,9 +72,9 @@ def batch(
 
 
 def accumulation(
-    asked: RunConfig, resolved: Resolved, full: list[str]
+    requested: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Micro-batches per step, doubled from 1 to 8, of the recipe's size; so the step grows."""
+    """Vary the micro-batches per step from 1 to 8, each of the recipe's size; the step grows."""
     rows, seq_len = int(resolved.config.batch.rows_per_device), resolved.config.data.seq_len
     counts = [2**power for power in range(MAX_ACCUMULATE.bit_length())]
     return {
@@ -85,11 +85,11 @@ def accumulation(
 
 
 def seq_len(
-    asked: RunConfig, resolved: Resolved, full: list[str]
+    requested: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Sequence length, from a quarter to four times the recipe's.
+    """Vary the sequence length from a quarter to four times the recipe's.
 
-    The tokens of a step and of a micro-batch stay the same.
+    The tokens per step and per micro-batch stay the same.
     """
     config, tokens = resolved.config, resolved.config.batch.tokens_per_step or 0
     values: dict[str, dict[str, Any]] = {}
@@ -107,7 +107,7 @@ def seq_len(
                     "cannot run here, because the training text is shorter than one sequence."
                 )
                 continue
-            model_of(asked, vocab_size=config.model.vocab_size, seq_len=length)
+            model_of(requested, vocab_size=config.model.vocab_size, seq_len=length)
         except FlatoutError as error:
             refused[name] = f"cannot run here, because: {error.what}"
             continue
@@ -119,19 +119,19 @@ def seq_len(
 
 
 def precision(
-    asked: RunConfig, resolved: Resolved, full: list[str]
+    requested: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Precision of matrix products: fp32, and each speedup that changes it."""
+    """Vary the precision of matrix products: fp32, and each speedup that changes it."""
     choices = precisions()
     plain = [name for name in full if name not in choices]
-    asked = asked.with_values({"train.device": resolved.config.train.device})
-    request = parse_request(asked.speedups)
+    requested = requested.with_values({"train.device": resolved.config.train.device})
+    request = parse_request(requested.speedups)
     if request.auto:
         edits = [
             *(f"-{name}" for name in request.dropped),
             *(f"+{name}" for name in request.named if name not in choices),
         ]
-        stated = asked.with_values(
+        stated = requested.with_values(
             {"train.precision": "fp32", "speedups": ",".join(["auto", *edits])}
         )
         plain = [
@@ -144,7 +144,7 @@ def precision(
     for name in choices:
         speedup = SPEEDUPS.get(name)
         why_not = speedup.reason_against(
-            resolved.machine, asked.with_values({"train.precision": "auto"})
+            resolved.machine, requested.with_values({"train.precision": "auto"})
         )
         if why_not:
             refused[name] = f"cannot run here, because: {why_not}"
@@ -163,9 +163,9 @@ def precision(
 
 
 def prefetch(
-    asked: RunConfig, resolved: Resolved, full: list[str]
+    requested: RunConfig, resolved: Resolved, full: list[str]
 ) -> tuple[dict[str, dict[str, Any]], Refused]:
-    """Steps that the feed reads ahead: none, 1, 2, 4 or 8."""
+    """Vary the steps that the feed reads ahead: none, 1, 2, 4 or 8."""
     feeds = filling("feed")
     others = [name for name in full if name not in feeds]
     ahead = {
@@ -204,7 +204,7 @@ SWEEPS: Mapping[
 
 
 def rows_of(rows: int, resolved: Resolved, full: list[str]) -> dict[str, Any]:
-    """Return the keys for a micro-batch of `rows`, without the speedup that would choose them."""
+    """Return the keys for a micro-batch of `rows`, without the speedup that would choose it."""
     stated = {
         "batch.tokens_per_step": resolved.config.batch.tokens_per_step,
         "batch.rows_per_device": rows,

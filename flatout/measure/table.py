@@ -14,7 +14,7 @@ HEADINGS = {
     ("point",): "",
     ("absent",): "Not measured",
 }
-"""The kinds of rows in each group, and its heading."""
+"""The kinds of rows in each group, and the heading of the group."""
 
 BAR_COLUMNS = 28
 
@@ -70,7 +70,7 @@ def title(report: Report) -> str:
 
 
 def total_text(report: Report) -> str:
-    """Return the total speedup as a sentence, or an empty text."""
+    """Return the total speedup as a sentence, or an empty string."""
     figure = report.total_speedup
     if figure is None:
         return ""
@@ -85,7 +85,7 @@ def total_text(report: Report) -> str:
 
 
 def baseline_text(report: Report) -> str:
-    """Return a description of a ladder's baseline, or an empty text if it has no figures."""
+    """Return a description of a ladder's baseline, or an empty string if it has no figures."""
     row = next((row for row in report.rows if row.kind == "baseline" and row.rows_per_device), None)
     if row is None:
         return ""
@@ -150,7 +150,7 @@ def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
 
 
 def absent_lines(rows: Sequence[Row]) -> list[str]:
-    """Return what was not measured, one line each, with the reason."""
+    """Return one line per unmeasured row, with the reason."""
     return [f"- {row.name}: {row.reason}" for row in rows]
 
 
@@ -217,7 +217,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def between(figure: Figure, digits: str) -> str:
-    """Return an interval in brackets, or an empty text if it is unknown."""
+    """Return an interval in brackets, or an empty string if it is unknown."""
     return (
         ""
         if figure.low is None or figure.high is None
@@ -228,7 +228,7 @@ def between(figure: Figure, digits: str) -> str:
 def bars(report: Report, *, encoding: str = "utf-8") -> str:
     """Return the report for a terminal: one bar per row with its rate and its gain.
 
-    Broken promises follow, and what was not measured.
+    Broken promises and unmeasured rows follow.
     """
     most = max((row.tokens_per_s.median for row in report.rows if row.tokens_per_s), default=1.0)
     width = max((len(row.short_name) for _, rows in groups(report) for row in rows), default=0)
@@ -271,7 +271,7 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
 
 
 def can_show(text: str, encoding: str) -> bool:
-    """Say whether an encoding can represent a text."""
+    """Return whether an encoding can represent a text."""
     try:
         text.encode(encoding)
     except (UnicodeEncodeError, LookupError):

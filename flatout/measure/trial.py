@@ -1,8 +1,8 @@
-"""One measurement in its own process, so that what it compiles, caches or leaks ends with it.
+"""Runs a measurement in its own process, so that nothing it compiles, caches or leaks outlives it.
 
 `run_trial` starts a Python process that calls `main`, sends it a `TrialSpec` as JSON and reads a
 `TrialResult` back; there is a result even if the process dies. The trial builds and trains its run
-with the functions of training; it saves nothing, and writes only to a scratch directory.
+with the training code; it saves nothing, and writes only to a scratch directory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def run_trial(
 ) -> TrialResult:
     """Measure in a fresh process, and return a result even if it dies, hangs or prints nonsense.
 
-    After `timeout_s` the process is killed, with all that it started. `command` replaces the
+    After `timeout_s` the process is killed, with everything it started. `command` replaces the
     program, for tests.
     """
     start_s = time.monotonic()
-    # the new process searches the same path, wherever this one was started
+    # the new process has the same import path, wherever this one was started
     program = [
         sys.executable,
         "-c",
@@ -68,7 +68,7 @@ def run_trial(
 
 
 def end_group(process: subprocess.Popen[str]) -> None:
-    """Kill a process and all that it started, and wait for it."""
+    """Kill a process and everything it started, and wait for it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):
@@ -88,10 +88,10 @@ def read_result(code: int, out: str, err: str) -> TrialResult:
     lines = out.strip().splitlines()
     with suppress(ValidationError, IndexError):
         return TrialResult.model_validate_json(lines[-1])
-    said = (err.strip().splitlines() or lines or ["nothing"])[-1][:300]
+    last_line = (err.strip().splitlines() or lines or ["nothing"])[-1][:300]
     return TrialResult(
         status="failed",
-        reason=f"The process ended with exit code {code} and no result; it said: {said}",
+        reason=f"The process ended with exit code {code} and no result; its output: {last_line}",
     )
 
 
@@ -109,9 +109,9 @@ def main() -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process, and all that it started, when its parent ends.
+    """End this process, and everything it started, when its parent ends.
 
-    So a killed bench leaves nothing running.
+    A killed bench therefore leaves nothing running.
     """
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_S)
@@ -119,7 +119,7 @@ def end_with(parent: int) -> None:
 
 
 def measured(spec: TrialSpec) -> TrialResult:
-    """Measure in this process; an error becomes the result."""
+    """Measure in this process; return an error as a result."""
     try:
         return measure(spec)
     except FlatoutError as error:
@@ -139,7 +139,7 @@ def measured(spec: TrialSpec) -> TrialResult:
 
 
 def asked_for(message: str) -> str | None:
-    """Return the size that an allocator's message names, None when it names none."""
+    """Return the size that an allocator's message states, None when it states none."""
     found = re.search(r"(\d+) bytes", message)
     if found is None:
         return None

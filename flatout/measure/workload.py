@@ -1,4 +1,4 @@
-"""The work of a trial: builds and trains a run with the functions of training, and times it."""
+"""The work of a trial: builds and trains a run with the training code, and times it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUIET = {
     "train.sample_every": 0,
     "checkpoint.every_minutes": 1e9,
 }
-"""Switches off all work but training."""
+"""Switches off everything but training."""
 
 
 class FirstLosses:
@@ -49,7 +49,7 @@ class FirstLosses:
         self._readback.push(step, values, due=due)
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return what the run's readback has read."""
+        """Return the figures that the run's readback has read."""
         found: list[tuple[int, dict[str, float]]] = self._readback.ready(flush=flush)
         return found
 
@@ -61,7 +61,7 @@ class FirstLosses:
 def measure(spec: TrialSpec) -> TrialResult:
     """Train for as long as the spec says, and return the figures.
 
-    Raises: OutOfMemory, and what building and training raise.
+    Raises: OutOfMemory, and whatever building and training raise.
     """
     start_s = time.perf_counter()
     Path(spec.folder).mkdir(parents=True, exist_ok=True)

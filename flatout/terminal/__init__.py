@@ -1,4 +1,4 @@
-"""What a person sees: the progress of long operations and runs, and a small loss curve.
+"""Terminal output: the progress of long operations and runs, and a small loss curve.
 
 Everything here goes to standard error; standard output is for results. On a terminal, each
 operation has one line that is redrawn; in a log file or a pipe, it prints a plain line every five

@@ -28,7 +28,7 @@ class CellBlock:
             self._show()
 
     def draw(self, in_progress: str) -> None:
-        """Replace what is shown of the operations in progress."""
+        """Replace the lines of the operations in progress."""
         with self._lock:
             self._start_block()
             self._in_progress = in_progress

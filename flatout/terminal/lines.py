@@ -24,16 +24,16 @@ from flatout.terminal.figures import amount, duration, printable, wrapped
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0
 UNCOUNTED_EVERY_S = 15.0
-"""Time between two lines of a log about an operation that counts nothing."""
+"""Time between two log lines about an operation without a count."""
 TICK_S = 0.25
 REDRAWS_PER_S = 6
 RATE_WINDOW_S = 10.0
 MAX_BAR, MIN_BAR = 24, 6
-"""Columns of a progress bar; there is none where fewer are left."""
+"""Columns of a progress bar; with fewer than MIN_BAR left, there is none."""
 
 
 class _OpenTask:
-    """One operation in progress: a task of rich's, and what a line about it shows."""
+    """One operation in progress: a rich task, and the facts shown about it."""
 
     def __init__(
         self, progress: Progress, what: str, total: float | None, unit: str, done: float
@@ -42,7 +42,7 @@ class _OpenTask:
         self.unit = unit
         self.text = ""
         self.shown_s: float | None = None
-        """When a log last had a line about it."""
+        """When the log last had a line about it."""
         self._progress = progress
         self._done_before = done
         self._id = progress.add_task(self.what, total=total, completed=int(done))
@@ -67,7 +67,7 @@ class _OpenTask:
         return bool(self._task.total or self.unit)
 
     def is_in_log(self) -> bool:
-        """Say whether a log has a line about it that a closing line would only repeat."""
+        """Return whether the log has a line about it that a closing line would only repeat."""
         in_log = self.shown_s is not None and not self.is_counted
         return in_log and self.elapsed < UNCOUNTED_EVERY_S
 
@@ -81,9 +81,9 @@ class _OpenTask:
         return self._task.speed or 0.0
 
     def facts(self) -> list[str]:
-        """Return what a line shows after the name.
+        """Return the facts that a line shows after the name.
 
-        An operation without a unit states its rate and the time left in its own text.
+        An operation without a unit gives its rate and the time left in its note.
         """
         rate, left = self.rate() if self.unit else 0.0, self._task.remaining
         found = [f"{self.share:.0%}"] if self.share is not None else []
@@ -104,7 +104,7 @@ class _OpenTask:
         return f"{self.what}: {counted}{duration(self.elapsed)}"
 
     def line(self, width: int, *, nested: bool) -> RenderableType:
-        """Return the operation on one line: a narrow one drops the bar, then the percentage."""
+        """Return the operation on one line; a narrow line drops the bar, then the percentage."""
         facts = self.facts()
         room = width - len(self.what) - 4
         if self.text and len(" · ".join(facts)) > room:
@@ -177,7 +177,7 @@ class Terminal:
     def task(
         self, what: str, *, total: float | None = None, unit: str = "", done: float = 0.0
     ) -> Iterator[Task]:
-        """Start an operation called `what`, of which `done` units were done before.
+        """Start an operation called `what`, of which `done` units are already done.
 
         With a known `total`, the time left is shown.
         """

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 RECORDS = 5
-"""Number of latest records of metrics.jsonl whose median is the rate."""
+"""The rate is the median of this many latest records of metrics.jsonl."""
 MIN_CLOCK_S = 1.0
 """Minimum time before the rate is taken from the clock."""
 
@@ -21,7 +21,7 @@ class Rates(NamedTuple):
 
 
 class Pace:
-    """The rate of one process's steps, without compiling, the first step and work between steps.
+    """The rate of one process's steps, excluding compilation, the first step and other work.
 
     It comes from the run's records, except the first one, which includes the warm-up. Until the
     second record it comes from a clock that starts after the first step.

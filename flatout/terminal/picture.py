@@ -16,8 +16,8 @@ def curve(
 ) -> str:
     """Return losses over steps as text: `points` as a line, `marks` (validation losses) as dots.
 
-    Points are (step, loss); those that are not finite are left out. It uses Braille characters, or
-    ASCII if `encoding` lacks them.
+    Points are (step, loss); those that are not finite are left out. The curve uses Braille
+    characters, or ASCII if `encoding` lacks them.
     """
     line = [(x, y) for x, y in sorted(points) if math.isfinite(y)]
     dots = [(x, y) for x, y in sorted(marks) if math.isfinite(y)]

@@ -44,17 +44,17 @@ class RunReport:
         self._task: Task | None = None
         self._step = 0
         self._last_step = -1
-        self._said = ""
+        self._last_line = ""
         self._decisions: list[Mapping[str, Any]] = []
         self._recompiled = False
         self._epoch = 0
-        self._epoch_said_s = -math.inf
+        self._last_epoch_line_s = -math.inf
         self._losses: list[float] = []
         self._figures: Mapping[str, float] = {}
         self._pace = Pace(0, terminal.clock)
 
     def on_start(self, run: Any) -> None:
-        """Print how many speedups are on, and start the line of the steps before the first one."""
+        """Print how many speedups are on, and show the line of the steps before the first one."""
         width = self.terminal.console.width if self.terminal.interactive else None
         for line in (
             _every_speedup(self._decisions, width)
@@ -92,7 +92,7 @@ class RunReport:
         epoch = int(record.get("train/epoch", self._epoch))
         if (
             epoch > self._epoch
-            and record.get("wall_s", math.inf) - self._epoch_said_s >= EPOCH_LINES_EVERY_S
+            and record.get("wall_s", math.inf) - self._last_epoch_line_s >= EPOCH_LINES_EVERY_S
         ):
             mean = sum(self._losses) / len(self._losses) if self._losses else math.nan
             which = (
@@ -103,7 +103,11 @@ class RunReport:
             self.terminal.say(
                 f"{which} done at step {record['step']:,.0f}: mean training loss {mean:.4f}"
             )
-            self._epoch, self._losses, self._epoch_said_s = epoch, [], record.get("wall_s", 0.0)
+            self._epoch, self._losses, self._last_epoch_line_s = (
+                epoch,
+                [],
+                record.get("wall_s", 0.0),
+            )
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Print a line about an event; the last sample is part of the closing lines."""
@@ -114,7 +118,7 @@ class RunReport:
         if event.get("event") in ("start", "resume"):
             self._decisions = []
         if event.get("event") == "speedup":
-            if self._task is None:  # what changes one later also reports it
+            if self._task is None:  # later changes have their own messages
                 self._decisions.append(event)
             return
         if event.get("event") == "stop":
@@ -124,8 +128,8 @@ class RunReport:
             if event.get("event") != "recompiled"
             else self._recompiled_line(event)
         )
-        if line and line != self._said:
-            self._said = line
+        if line and line != self._last_line:
+            self._last_line = line
             self.terminal.say(line)
 
     def _step_facts(self) -> list[str]:
@@ -233,8 +237,8 @@ def closing(
     `summary` is the run's summary.json; the curve and the sample come from the run directory that
     it names. The curve uses characters of `encoding` (None: that of standard output). Lines are
     wrapped to `width` (None: the terminal's), except words such as paths. If `height` (None: the
-    terminal's) is small, the curve is drawn lower and the sample is cut, so that all fits on one
-    screen.
+    terminal's) is small, the curve is less tall and the sample is cut, so that everything fits on
+    one screen.
     """
     width, height = width or columns(), height or rows()
     encoding = encoding or sys.stdout.encoding or "ascii"
@@ -270,7 +274,7 @@ def closing(
 
 
 def _readable(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a file of the run, none if it cannot be read.
+    """Return the records of a file of the run, none if it cannot be read.
 
     A finished run must not fail because its curve cannot be drawn.
     """

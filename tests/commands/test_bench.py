@@ -1,4 +1,4 @@
-"""`flatout bench`: what the command line returns and refuses; what it measures is tested in
+"""`flatout bench`: results and errors of the command line; the measurements are tested in
 tests/measure.
 """
 
@@ -77,7 +77,7 @@ def run(*words):
     return stopped.value.code
 
 
-def test_json_holds_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set):
+def test_json_contains_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set):
     assert (
         run(
             "shakespeare-char",
@@ -101,7 +101,7 @@ def test_json_holds_the_rungs_and_the_total(measured, capsys, tmp_path, tiny_set
     assert measured["config"].data.path == str(tiny_set)
 
 
-def test_a_person_sees_bars_and_where_the_results_lie(measured, capsys, tmp_path, tiny_set):
+def test_the_summary_shows_bars_and_the_paths_of_the_results(measured, capsys, tmp_path, tiny_set):
     assert (
         run("shakespeare-char", f"data.path={tiny_set}", "--sweep", "batch", "--repeats", "3") == 0
     )

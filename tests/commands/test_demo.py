@@ -42,7 +42,7 @@ class Said:
     ["The cat sat on the mat. " * 150, "Zażółć gęślą jaźń 日本語 😀\n" * 100, "x" * 60],
     ids=["plain", "unicode", "tiny"],
 )
-def test_demo_of_a_small_text_file(quick, text):
+def test_demo_runs_on_a_small_text_file(quick, text):
     (quick / "my book.txt").write_text(text, encoding="utf-8")
     result = demo(quick / "my book.txt", minutes=0.001)
     assert set(result.model_dump()) == {"run", "val_loss", "tokens_per_s", "wall_s"}
@@ -79,7 +79,7 @@ def test_next_steps_can_be_copied_from_any_terminal(width):
     )
 
 
-def test_a_changed_text_is_another_run(quick):
+def test_a_changed_text_starts_another_run(quick):
     file = quick / "a.txt"
     file.write_text("one text " * 100)
     first = about_file(file, "cpu")
@@ -134,7 +134,7 @@ def test_sequences_fit_the_text(tokens):
     assert (config.data.seq_len == 128) == (tokens >= 1024)
 
 
-def test_hardly_any_text():
+def test_too_little_text_is_refused():
     with pytest.raises(DataError, match="3 training tokens"):
         fit_text(load_config("demo-char"), FakeData(3))
 
@@ -184,11 +184,11 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
         (None, "There is no file", "Check the path"),
         (b"", "is empty", "few kilobytes"),
         (b"x", "1 character cannot be split", "few kilobytes"),
-        (b"caf\xe9", "it looks like CP1252", "Convert it, `iconv -f CP1252"),
+        (b"caf\xe9", "it looks like CP1252", "Convert it with `iconv -f CP1252"),
         (bytes(range(256)), "it looks like a binary file", "Name files of text"),
     ],
 )
-def test_files_that_cannot_be_used(quick, content, message, fix):
+def test_unusable_files_are_refused(quick, content, message, fix):
     if content is not None:
         (quick / "a.txt").write_bytes(content)
     with pytest.raises(DataError, match=message) as raised:
@@ -210,7 +210,7 @@ def test_fixes_with_options_of_prepare_refer_to_prepare(quick):
     (quick / "a.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(DataError, match="has no field 'text'") as raised:
         demo(quick / "a.jsonl")
-    assert raised.value.fix.startswith("`flatout prepare` can do more")
+    assert raised.value.fix.startswith("Use `flatout prepare`: ")
 
 
 def test_the_device_is_chosen_by_the_machine(quick):
@@ -225,5 +225,5 @@ def test_the_device_is_chosen_by_the_machine(quick):
 
 
 def test_minutes_must_be_positive():
-    with pytest.raises(ConfigError, match="not a training time"):
+    with pytest.raises(ConfigError, match="greater than 0"):
         demo(minutes=0)

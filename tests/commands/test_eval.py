@@ -16,7 +16,7 @@ from flatout.progress import SILENT
 from flatout.training.run_dir.layout import read_config, read_summary, write_config
 
 
-def test_scores_are_the_runs_own(tiny_run):
+def test_scores_equal_those_of_the_run(tiny_run):
     result = evaluate(str(tiny_run), "last")
     assert result.val_loss == pytest.approx(read_summary(tiny_run)["val_loss"], rel=1e-6)
     assert result.perplexity == pytest.approx(math.exp(result.val_loss))
@@ -29,7 +29,7 @@ def test_scores_are_the_runs_own(tiny_run):
         assert part in result.summary()
 
 
-def test_a_single_set_is_one_entry(tiny_run):
+def test_a_single_dataset_is_one_entry(tiny_run):
     result = evaluate(str(tiny_run))
     (one,) = result.by_dataset
     assert (one.name, one.path) == ("data", str(tiny_run.parent.parent / "data"))
@@ -42,9 +42,7 @@ def test_a_single_set_is_one_entry(tiny_run):
 
 @pytest.fixture(scope="module")
 def mixed_run(tiny_run, tmp_path_factory):
-    """A run on the tiny run's data and on other text of the same tokenizer, three to one; and the
-    folder of the other.
-    """
+    """A run on the tiny run's data and other text with its tokenizer, 3:1; and the other dataset."""
     root = tmp_path_factory.mktemp("mixed")
     (root / "tale.txt").write_text(
         "It fell; the night in torrents and a stormy dark rain was. " * 150
@@ -77,7 +75,7 @@ def mixed_run(tiny_run, tmp_path_factory):
     return root / "run", train_config(config, run=root / "run"), root / "tale"
 
 
-def test_each_set_of_a_mix_has_its_line_and_there_is_a_total(mixed_run):
+def test_a_mix_has_a_line_per_dataset_and_a_total(mixed_run):
     folder, trained, _ = mixed_run
     result = evaluate(str(folder), "last")
     assert [one.name for one in result.by_dataset] == ["data", "tale"]
@@ -96,7 +94,7 @@ def test_each_set_of_a_mix_has_its_line_and_there_is_a_total(mixed_run):
     assert "tale" in trained.summary()
 
 
-def test_other_datasets_are_scored_a_token_like_any_other(tiny_run, mixed_run):
+def test_given_datasets_are_weighted_by_their_tokens(tiny_run, mixed_run):
     tale = mixed_run[2]
     own = tiny_run.parent.parent / "data"
     alone = evaluate(str(tiny_run), data=[tale])
@@ -115,7 +113,7 @@ def test_other_datasets_are_scored_a_token_like_any_other(tiny_run, mixed_run):
     )
 
 
-def test_data_of_another_tokenizer_or_none_is_refused(tiny_run, tmp_path):
+def test_data_with_another_tokenizer_and_missing_data_are_refused(tiny_run, tmp_path):
     (tmp_path / "book.txt").write_text("It was a dark and stormy night. " * 50)
     prepare([str(tmp_path / "book.txt")], tmp_path / "bytes", tokenizer="byte", workers=1)
     with pytest.raises(CheckpointError, match=r"another tokenizer.*--tokenizer"):
@@ -126,7 +124,7 @@ def test_data_of_another_tokenizer_or_none_is_refused(tiny_run, tmp_path):
 
 @pytest.fixture
 def moved(tiny_run, tmp_path):
-    """Return the run in a copy of its project whose first place is gone for it."""
+    """Return the run in a copy of its project; the original path of its data does not exist."""
     run = shutil.copytree(tiny_run, tmp_path / "new" / "runs" / "tiny")
     shutil.copytree(tiny_run.parent.parent / "data", tmp_path / "new" / "data")
     config = read_config(run)
@@ -135,12 +133,12 @@ def moved(tiny_run, tmp_path):
 
 
 def test_data_that_was_moved_with_its_run_is_found(tiny_run, moved, monkeypatch):
-    said = []
-    monkeypatch.setattr(type(SILENT), "say", lambda _self, line: said.append(line))
+    lines = []
+    monkeypatch.setattr(type(SILENT), "say", lambda _self, line: lines.append(line))
     loaded = load_run(moved, "last")
     assert loaded.dataset.path == moved.parent.parent / "data"
-    assert len(said) == 1
-    assert "The same data was found at" in said[0]
+    assert len(lines) == 1
+    assert "The same data was found at" in lines[0]
     assert evaluate(moved, "last").val_loss == evaluate(tiny_run, "last").val_loss
 
 
@@ -156,12 +154,12 @@ def test_other_data_at_the_same_path_is_refused(moved):
         evaluate(moved)
 
 
-def test_a_part(tiny_run):
+def test_max_tokens_scores_a_part(tiny_run):
     result = evaluate(str(tiny_run), max_tokens=64)
     assert result.bits_per_byte is None
     assert "unknown" in result.summary()
 
 
-def test_unknown_checkpoint(tiny_run):
+def test_an_unknown_checkpoint_is_refused(tiny_run):
     with pytest.raises(CheckpointError):
         evaluate(str(tiny_run), "77")

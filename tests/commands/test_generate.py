@@ -45,7 +45,7 @@ def test_streamed_and_returned_text_are_equal(tiny_run):
     assert result.summary() == ""
 
 
-def test_an_interrupt_leaves_the_cursor_at_the_beginning_of_a_line(tiny_run):
+def test_an_interrupt_leaves_the_cursor_at_the_start_of_a_line(tiny_run):
     pieces = []
 
     def write(piece):
@@ -82,7 +82,7 @@ def test_options_reach_the_sampler(tiny_run):
     ],
     ids=str,
 )
-def test_wrong_options(tiny_run, options, error):
+def test_wrong_options_are_refused(tiny_run, options, error):
     with pytest.raises(error):
         generate(str(tiny_run), **options)
 
@@ -119,14 +119,14 @@ def test_command_line(tiny_run, typed):
     ]
 
 
-def test_without_a_run_the_newest_writes(tiny_run, typed, monkeypatch):
+def test_the_newest_run_is_the_default(tiny_run, typed, monkeypatch):
     monkeypatch.chdir(tiny_run.parents[1])
     assert text_of(typed("--prompt", "It", "--max-tokens", 9)) == text_of(
         typed(tiny_run, "--prompt", "It", "--max-tokens", 9)
     )
 
 
-def test_seeds(tiny_run, typed):
+def test_equal_seeds_repeat_a_text_and_others_change_it(tiny_run, typed):
     def text(seed):
         return text_of(typed(tiny_run, "--seed", seed, "--prompt", "It", "--max-tokens", 40))
 
@@ -148,7 +148,7 @@ def test_a_stop_may_span_tokens(tiny_run, typed):
     assert text_of(typed(*words, "--stop", "never", "--stop", stop)) == text[: text.index(stop, 2)]
 
 
-def test_lengths(tiny_run, typed):
+def test_short_and_long_texts_have_the_requested_length(tiny_run, typed):
     """One token; more than the 32 that the model sees; a prompt longer than that."""
     assert (
         len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 1, "--temperature", 0))) == 3
@@ -176,7 +176,7 @@ def test_a_prompt_of_unknown_characters_is_refused_before_anything_is_shown(tiny
     assert "It \u00fcber" not in err
 
 
-def test_checkpoints(fox_run, typed):
+def test_the_checkpoint_can_be_chosen(fox_run, typed):
     folder = fox_run[0] / "runs" / "fox"
     texts = {}
     for name in ("1", "2", "3", "best", "last"):

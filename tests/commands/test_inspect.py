@@ -38,7 +38,7 @@ def folder(tmp_path):
     )
 
 
-def test_the_facts(folder):
+def test_the_result_contains_the_facts(folder):
     result = inspect(folder)
     assert result.path == str(folder)
     assert result.value("tokens") == sum((12, 2, 1, 41, 6))
@@ -70,7 +70,7 @@ def test_the_facts(folder):
     assert result.value("no such fact") is None
 
 
-def test_masked_text_is_marked_and_divides_no_bytes(tmp_path):
+def test_masked_text_is_marked_and_not_counted_in_bytes_per_token(tmp_path):
     from flatout.commands.prepare import prepare as prepare_text
 
     rows = [{"prompt": f"Käfer {number}?", "text": f"answer {number}."} for number in range(10)]
@@ -90,7 +90,7 @@ def test_masked_text_is_marked_and_divides_no_bytes(tmp_path):
     assert result.value("beginning").startswith(
         "«Käfer 0?»answer 0.<|endoftext|>«Käfer 1?»answer 1."
     )
-    assert "first text; text in «» is not learned from" in result.summary()
+    assert "first text; text in «» is excluded from the loss" in result.summary()
     assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
 
 
@@ -126,7 +126,7 @@ def test_document_lengths_fall_into_powers_of_two(folder):
     ]  # fmt: skip
 
 
-def test_the_summary_is_for_a_person(folder):
+def test_the_summary_is_readable_text(folder):
     lines = inspect(folder).summary().splitlines()
     assert lines[0] == f"Dataset {folder}"
     assert any(line.split() == ["vocab_size", "257"] for line in lines)
@@ -143,19 +143,19 @@ def test_json_is_path_and_items(folder):
     assert {"name": "documents", "value": 5} in document["items"]
 
 
-def test_how_much_of_the_text_is_shown(folder):
+def test_tokens_sets_how_much_text_is_shown(folder):
     assert inspect(folder, tokens=5).value("beginning") == "Hello"
     assert "first text" not in inspect(folder, tokens=0).summary()
 
 
-def test_text_cannot_command_the_terminal(tmp_path):
+def test_text_cannot_control_the_terminal(tmp_path):
     result = inspect(prepare(tmp_path / "set", ["\x1b[2Jgone\x07"]))
     assert "\x1b" in result.value("beginning")
     assert "\x1b" not in result.summary()
     assert "\x07" not in result.summary()
 
 
-def test_a_set_with_only_validation_text_and_one_without_any(tmp_path):
+def test_a_dataset_with_only_validation_text_and_an_empty_one(tmp_path):
     assert inspect(prepare(tmp_path / "val", [], ["only"])).value("beginning").startswith("only")
     empty = inspect(prepare(tmp_path / "empty", []))
     assert empty.value("tokens") == 0
@@ -163,7 +163,7 @@ def test_a_set_with_only_validation_text_and_one_without_any(tmp_path):
     assert empty.summary()
 
 
-def test_no_dataset(tmp_path):
+def test_a_directory_without_a_dataset_is_refused(tmp_path):
     with pytest.raises(DataError, match="flatout prepare"):
         inspect(tmp_path)
 
@@ -178,7 +178,7 @@ def test_it_never_imports_torch(folder):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_dataset_at_an_address_is_fetched_and_shown(folder, tmp_path, monkeypatch):
+def test_a_dataset_at_a_url_is_fetched_and_shown(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     store = fsspec.filesystem("memory")
     for path in folder.iterdir():

@@ -35,7 +35,7 @@ def test_every_kind_lists_names_and_descriptions(kind):
         assert item["name"] in result.summary()
 
 
-def test_speedups_say_on_or_off_and_why():
+def test_speedups_are_on_or_off_with_a_reason():
     items = {item["name"]: item for item in list_entries("speedups").items}
     assert set(items) == set(SPEEDUPS.names())
     assert all(item["reason"] for item in items.values())
@@ -72,9 +72,9 @@ def test_a_long_recipe_shows_the_speedups_of_its_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("steps", "on", "said"), [(2, False, "this run lasts about 0."), (100_000, True, "time: ")]
+    ("steps", "on", "reason"), [(2, False, "this run lasts about 0."), (100_000, True, "time: ")]
 )
-def test_the_rate_of_a_present_gpu_decides(monkeypatch, tmp_path, steps, on, said):
+def test_the_rate_of_a_present_gpu_decides(monkeypatch, tmp_path, steps, on, reason):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
     monkeypatch.setattr(list_command, "CACHE", tmp_path)
@@ -82,12 +82,12 @@ def test_the_rate_of_a_present_gpu_decides(monkeypatch, tmp_path, steps, on, sai
     recipe.write_text(f"train: {{steps: {steps}, device: cuda}}\nmodel: {{vocab_size: 50304}}\n")
     listed = list_entries("speedups", str(recipe))
     found = next(item for item in listed.items if item["name"] == "compile")
-    assert (found["on"], found["reason"].startswith(said)) == (on, True)
+    assert (found["on"], found["reason"].startswith(reason)) == (on, True)
     assert "at 30% of the peak of one NVIDIA H200" in listed.note
 
 
 @pytest.mark.parametrize("train", ["{epochs: 3, device: cuda}", "{steps: 2, device: cuda}"])
-def test_a_length_that_is_not_known_is_not_guessed(monkeypatch, tmp_path, train):
+def test_an_unknown_length_is_not_guessed(monkeypatch, tmp_path, train):
     monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=()))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"train: {train}\n")
@@ -154,6 +154,6 @@ def test_this_machine_is_listed_first():
     assert list_entries("machines").items[0]["name"] == "(this machine)"
 
 
-def test_unknown_kind():
+def test_an_unknown_kind_is_refused():
     with pytest.raises(ConfigError, match="Did you mean 'recipes'"):
         list_entries("recipe")

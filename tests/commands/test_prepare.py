@@ -166,7 +166,7 @@ def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
     for given in ({"part": "1/2"}, {"join": True}):
         with pytest.raises(
             UsageError,
-            match=rf"--engine ray does the whole work; --{next(iter(given))} is another way.*Leave one of the two out",
+            match=rf"--engine ray and --{next(iter(given))} cannot be combined.*Leave one of the two out",
         ):
             prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="ray", **given)
     assert prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="local").documents == 1

@@ -45,7 +45,7 @@ def test_the_state_follows_from_the_directory(tmp_path, given, state):
     assert item.state == state
 
 
-def test_a_run_at_work_is_running(tmp_path):
+def test_a_locked_run_is_running(tmp_path):
     make(tmp_path / "run", code=75)
     with hold_lock(tmp_path / "run"):
         assert runs(tmp_path).items[0].state == "running"
@@ -104,7 +104,7 @@ def test_a_damaged_run_does_not_hide_the_others(tmp_path):
     }
 
 
-def test_the_table_has_a_line_a_run(tmp_path):
+def test_the_table_has_one_line_per_run(tmp_path):
     make(tmp_path / "one", records=[{"step": 1000, "train/loss": 2.34567}], steps=2000)
     make(tmp_path / "two", steps=2000, code=75)
     head, *lines = runs(tmp_path).summary().splitlines()

@@ -16,7 +16,7 @@ def test_a_run_that_ended_early_says_why_last(tiny_run):
     assert "data set" not in result.summary(), "a single set needs no table"
 
 
-def test_a_summary_from_before_a_field_was_added_is_read(tiny_run):
+def test_an_old_summary_without_newer_fields_is_read(tiny_run):
     path = tiny_run / "summary.json"
     before = path.read_text()
     try:

@@ -22,14 +22,14 @@ def folder(tmp_path):
     return tmp_path / "set"
 
 
-def test_a_whole_dataset(folder):
+def test_an_intact_dataset_is_ok(folder):
     result = verify(folder)
     assert result.ok
     assert result.exit_code == 0
     assert result.summary().startswith(f"{folder} is intact: 4 blocks of 5 files read")
 
 
-def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
+def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder):
     shard = folder / "train-00000.bin"
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
     done = subprocess.run(
@@ -48,7 +48,7 @@ def test_a_damaged_one_is_exit_code_1_with_the_list(folder):
     assert "Fix:" in done.stderr
 
 
-def test_a_dataset_at_an_address(folder):
+def test_a_dataset_at_a_url_is_verified(folder):
     result = verify(in_memory(folder))
     assert result.summary().startswith("memory://verify/set is intact: 4 blocks of 5 files read")
     with pytest.raises(DataError, match="must not contain a user, a password"):
@@ -62,7 +62,7 @@ def in_memory(folder):
     return "memory://verify/set"
 
 
-def test_no_dataset(tmp_path):
+def test_a_directory_without_a_dataset_is_refused(tmp_path):
     with pytest.raises(DataError, match="flatout prepare"):
         verify(tmp_path)
 

@@ -162,5 +162,5 @@ def test_the_command_reports_remaining_parts(rows, tmp_path):
     made = prepare([rows], tmp_path / "out", tokenizer="byte", join=True)
     assert made.documents == first.documents + second.documents == 300
     assert (made.tokens, made.bytes) == (first.tokens + second.tokens, first.bytes + second.bytes)
-    with pytest.raises(UsageError, match="two steps"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         prepare([rows], tmp_path / "out", tokenizer="byte", part="2/2", join=True)

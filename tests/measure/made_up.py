@@ -5,11 +5,11 @@ import random
 from flatout.measure.spec import TrialResult
 
 SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
-"""What speedups gain on the made-up machine; all others nothing."""
+"""The gains of speedups on the made-up machine; all others gain nothing."""
 
 
 class MadeUp:
-    """Runs trials on its own clock.
+    """Runs trials on an imaginary clock.
 
     `fails` maps a speedup to the result of the sets that contain it; on a GPU no run repeats.
     """

@@ -248,7 +248,7 @@ def test_a_trial_is_on_disk_as_soon_as_it_ends(auto_config, tmp_path):
     assert lines[0]["bench"] == ["tiny", "ladder", auto_config.digest()]
     report, place = bench(auto_config, MadeUp(), tmp_path, repeats=1)
     kept = list(read_lines(place / "trials.jsonl"))
-    assert kept[:3] == lines, "another start adds to them"
+    assert kept[:3] == lines, "a second bench appends to them"
     assert [line["point"] for line in kept[3:]] == [trial.point for trial in report.trials]
     with pytest.raises(ConfigError, match="contains the bench of"):
         bench(auto_config.with_values({"train.seed": 3}), MadeUp(), tmp_path)
@@ -270,7 +270,7 @@ def test_the_shortest_bench_finds_the_total(auto_config, tmp_path):
     assert "(one repeat: too few to be sure)" in (place / "table.md").read_text()
 
 
-def test_no_speedups_have_no_total(tiny_config, tmp_path):
+def test_a_bench_without_speedups_has_no_total(tiny_config, tmp_path):
     report, _ = bench(tiny_config(speedups="none"), MadeUp(), tmp_path, repeats=2)
     assert report.total_speedup is None
 
@@ -290,7 +290,7 @@ def test_everything_is_written_and_read_back(auto_config, tmp_path):
     ElementTree.fromstring((place / "bench.svg").read_text())
 
 
-def test_a_sweep_goes_the_same_way(auto_config, tmp_path):
+def test_a_sweep_is_measured_like_a_ladder(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, sweep="prefetch", repeats=2)
     assert report.kind == "prefetch"
     assert report.total_speedup is None
@@ -310,7 +310,9 @@ def test_an_unknown_sweep_is_refused(auto_config, tmp_path):
     assert "batch" in refused.value.fix
 
 
-def test_a_speedup_that_breaks_its_promise_is_caught_for_real(tiny_config, tmp_path, monkeypatch):
+def test_a_speedup_that_breaks_its_promise_is_caught_in_real_trials(
+    tiny_config, tmp_path, monkeypatch
+):
     """Real trials, in this process: a loss that is a little wrong breaks an exact promise."""
     (tmp_path / "alittleoff.py").write_text(
         "from flatout.ops.cross_entropy import fused\n"

@@ -70,7 +70,7 @@ def test_it_stays_within_its_minutes(minutes, overhead_s):
     assert len(rounds) <= REPEATS
 
 
-def test_six_minutes_hold_a_ladder_whose_trials_all_warm_up_as_long_as_they_may():
+def test_six_minutes_are_enough_for_a_ladder_with_the_longest_warm_ups():
     clock, names = Clock(), [f"point {n}" for n in range(18)]
     budget = Budget(23, minutes=6, repeats=None, clock=clock)
     rounds = rounds_of(
@@ -147,7 +147,7 @@ def test_extras_wait_for_two_rounds_only_when_there_is_little_time():
     assert Budget(9, minutes=None, repeats=None, clock=Clock()).extras_from == 0
 
 
-def test_a_trial_s_own_limit_is_its_fair_share():
+def test_the_limit_of_a_trial_is_its_fair_share():
     budget = Budget(10, minutes=6, repeats=None, clock=Clock())
     assert budget.limit_s(20) == pytest.approx(2 * 358.5 / 20 - 4)
     assert budget.limit_s(1000) == 3.0

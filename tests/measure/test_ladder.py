@@ -1,4 +1,4 @@
-"""Which sets are measured, and against what, on imaginary machines."""
+"""The sets that are measured and what they are compared with, on imaginary machines."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def named(ladder, kind):
     return [rung for rung in ladder.rungs if rung.kind == kind]
 
 
-def test_it_climbs_from_the_baseline_to_the_full_set_one_at_a_time():
+def test_the_ladder_adds_one_speedup_at_a_time_up_to_the_full_set():
     ladder = ladder_of(CPU)
     assert ladder.rungs[0].name == BASELINE
     assert ladder.rungs[0].speedups == ()
@@ -62,7 +62,7 @@ def test_it_climbs_from_the_baseline_to_the_full_set_one_at_a_time():
     assert sorted(below.speedups, key=order.index) == list(below.speedups)
 
 
-def test_each_is_left_out_of_the_full_set():
+def test_each_speedup_is_left_out_of_the_full_set():
     ladder = ladder_of(HOPPER, device="cuda")
     full = ladder.rung(ladder.full).speedups
     left_out = named(ladder, "left-out")
@@ -182,7 +182,7 @@ def test_the_name_of_a_rung_shows_additions_and_replacements():
     assert added_to_full("a", ("a", "b", "need"), ["b"], "+ b").name == "all and a and need"
 
 
-def test_several_promises_together_are_the_loosest():
+def test_the_loosest_of_several_promises_holds():
     assert promise_between(["prefetch"], []) == Promise.exact()
     assert promise_between(["bf16", "prefetch"], ["onednn", "prefetch"]) == Promise.rounding(
         rtol=2e-2 + 1e-4

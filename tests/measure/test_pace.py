@@ -1,4 +1,4 @@
-"""When a step time is steady, and how long a trial measures, on an imaginary clock."""
+"""Detection of a steady step time, and the length of a trial, on an imaginary clock."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from flatout.measure.pace import WINDOW_STEPS, Pace, is_steady
 from flatout.training.metrics.clocks import TimeBreakdown
 
 
-def settles_after(series):
+def warmup_steps_of(series):
     """The number of steps of the warm-up."""
     return next((count for count in range(1, len(series) + 1) if is_steady(series[:count])), None)
 
 
-def test_a_constant_series_settles_after_two_windows():
-    assert settles_after([0.25] * 40) == 1 + 2 * WINDOW_STEPS, "slow steps: eight each"
-    assert settles_after([0.125] * 40) == 1 + 2 * WINDOW_STEPS
-    assert settles_after([2**-6] * 400) == 1 + 2 * 64, "quick steps: a second each"
+def test_a_constant_series_is_steady_after_two_windows():
+    assert warmup_steps_of([0.25] * 40) == 1 + 2 * WINDOW_STEPS, "slow steps: eight each"
+    assert warmup_steps_of([0.125] * 40) == 1 + 2 * WINDOW_STEPS
+    assert warmup_steps_of([2**-6] * 400) == 1 + 2 * 64, "quick steps: a second each"
 
 
 def test_slow_first_steps_are_part_of_the_warm_up():
-    assert settles_after([30.0] + [0.25] * 40) == 1 + 2 * WINDOW_STEPS
-    assert settles_after([0.5, 30.0] + [0.25] * 40) <= 2 + 2 * WINDOW_STEPS, (
+    assert warmup_steps_of([30.0] + [0.25] * 40) == 1 + 2 * WINDOW_STEPS
+    assert warmup_steps_of([0.5, 30.0] + [0.25] * 40) <= 2 + 2 * WINDOW_STEPS, (
         "one slow step does not move a median"
     )
 
 
-def test_a_process_that_still_speeds_up_is_waited_for():
+def test_warm_up_continues_while_the_process_gets_faster():
     """Ten steps at 31, ten at 38.7, then 41: only the last level is measured."""
     series = [1 / 3.1] * 10 + [1 / 3.87] * 10 + [1 / 4.1] * 40
-    assert settles_after(series) > 20
+    assert warmup_steps_of(series) > 20
     series = [0.01 * (1 + 0.997**step) for step in range(3000)]
-    count = settles_after(series)
+    count = warmup_steps_of(series)
     assert series[count] / 0.01 < 1.1
 
 
 def test_steps_that_get_slower_are_not_steady():
-    assert settles_after([0.25 * 1.02**step for step in range(60)]) is None
+    assert warmup_steps_of([0.25 * 1.02**step for step in range(60)]) is None
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_alone_does_not_keep_it_waiting_for_long(seed):
+def test_noise_alone_does_not_prolong_the_warm_up_much(seed):
     draw = random.Random(seed)
-    assert settles_after([0.1 * draw.lognormvariate(0, 0.05) for _ in range(200)]) < 100
+    assert warmup_steps_of([0.1 * draw.lognormvariate(0, 0.05) for _ in range(200)]) < 100
 
 
 class MadeUp:
@@ -99,7 +99,7 @@ def test_a_trial_continues_until_it_has_its_losses():
     assert pace.measured.steps == 40 - 17
 
 
-def test_warming_up_ends_when_patience_does_and_that_is_recorded():
+def test_warm_up_ends_at_its_limit_and_is_recorded_as_unsteady():
     pace = MadeUp([0.5] * 50).train(warmup_s=4.0)
     assert (pace.warmup_steps, pace.warmup_s, pace.is_steady) == (9, 4.5, False)
     pace = MadeUp([30.0] + [0.25] * 50).train(warmup_s=6.0)
@@ -114,7 +114,7 @@ def test_a_short_run_reserves_half_of_its_steps_for_measuring():
     assert made_up.train(seconds=0.1).warmup_steps == 50
 
 
-def test_a_trial_that_is_late_makes_do_with_less():
+def test_a_late_trial_measures_fewer_steps():
     pace = MadeUp([1.0] * 50).train(limit_s=8.0, loss_steps=20)
     assert (pace.warmup_steps, pace.measured.steps) == (4, 4)
     pace = MadeUp([3.0] * 50).train(limit_s=8.0, loss_steps=20)

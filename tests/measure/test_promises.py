@@ -148,7 +148,7 @@ def test_missing_trials_and_failed_repeats_have_a_reason():
     assert rows["tf32"].reason.startswith("cannot run here")
 
 
-def test_one_repeat_alone_is_not_sure():
+def test_a_single_repeat_is_too_few():
     rows = rows_of([ok("baseline", 0, 100.0), ok("+ prefetch", 0, 130.0)])
     assert rows["+ prefetch"].verdict == "x1.30, too few repeats to be sure"
     assert rows["+ prefetch"].tokens_per_s.low is None
@@ -169,7 +169,7 @@ def deterministic(point, losses, **more):
     return ok(point, 0, 10.0, losses, **more).model_copy(update={"deterministic": True})
 
 
-def test_where_runs_do_not_repeat_deterministic_ones_decide_an_exact_promise():
+def test_deterministic_runs_decide_an_exact_promise_where_runs_are_not_bit_equal():
     ten = [3.0 - 0.1 * step for step in range(10)]
     timed = every_round(RATES, NOISY)
     rows = rows_of(
@@ -202,7 +202,7 @@ def test_exact_promises_are_undecided_without_deterministic_runs():
         deterministic("baseline", LOSSES),
         bad("+ prefetch", reason="It fell over.").model_copy(update={"deterministic": True}),
     )
-    for trials, said in (
+    for trials, reason in (
         (timed, "no time for runs with"),
         ([*timed, alone], "no time for runs with"),
         ([*timed, alone, failed], "It fell over."),
@@ -210,7 +210,7 @@ def test_exact_promises_are_undecided_without_deterministic_runs():
         row = rows_of(trials, repeats_to_the_bit=False)["+ prefetch"]
         assert (row.promise_kept, row.deterministic) == (None, False)
         assert row.loss_difference == pytest.approx(4.5e-8, rel=0.1)
-        assert said in row.promise_reason
+        assert reason in row.promise_reason
         assert row.status == "ok"
     few = rows_of([*timed, alone, deterministic("+ prefetch", LOSSES)], repeats_to_the_bit=False)[
         "+ prefetch"
@@ -218,12 +218,12 @@ def test_exact_promises_are_undecided_without_deterministic_runs():
     assert (few.promise_kept, few.promise_reason) == (None, "3 of 10 losses: not checked")
 
 
-def test_losses_that_are_equal_anyway_need_no_deterministic_run():
+def test_equal_losses_need_no_deterministic_run():
     row = rows_of(every_round(RATES), repeats_to_the_bit=False)["+ prefetch"]
     assert (row.promise_kept, row.deterministic) == (True, False)
 
 
-def test_where_runs_repeat_a_deterministic_one_excuses_nothing():
+def test_a_deterministic_run_is_ignored_where_runs_are_bit_equal():
     trials = [
         *every_round(RATES, NOISY),
         deterministic("baseline", LOSSES),
@@ -258,7 +258,7 @@ def test_a_promise_is_kept_only_over_all_losses_and_broken_by_any():
     )
 
 
-def test_after_an_interruption_nothing_speaks_of_time():
+def test_after_an_interruption_no_reason_mentions_time():
     row = measured_row(
         "baseline", "baseline", "baseline", Measured([], INTERRUPTED), Spread(0.0, 0)
     )
@@ -298,12 +298,12 @@ def test_a_statistical_promise_is_decided_over_seeds():
     assert "3 seeds" in keeps(Promise.statistical(), worse, loss_steps=1)[1]
 
 
-def test_a_difference_is_relative():
+def test_differences_are_relative():
     assert largest_difference([([2.0, 1.0], [2.0, 1.1])]) == pytest.approx(0.1 / 1.1)
     assert largest_difference([([0.1], [0.0])]) == pytest.approx(0.1)
 
 
-def test_a_row_holds_the_middle_of_its_repeats():
+def test_a_row_contains_the_median_of_its_repeats():
     trials = [
         ok("baseline", n, 100.0, step_ms=step, peak_gib=gib)
         for n, (step, gib) in enumerate([(9.0, 1.0), (10.0, 3.0), (30.0, 2.0)])
@@ -313,7 +313,7 @@ def test_a_row_holds_the_middle_of_its_repeats():
 
 
 def test_leaving_one_out_is_compared_with_the_full_set_only():
-    """Beside any other set the ratio is nobody's worth; a rung that shares its trials would be
+    """Compared with another set, the ratio is not its worth; a rung that shares its trials would be
     compared with itself.
     """
     rows = rows_of(

@@ -17,14 +17,14 @@ class Said:
         self.lines.append(line)
 
 
-def about(report, name, **changes):
-    """The report with changes to one line."""
+def changed(report, name, **changes):
+    """Return the report with changes to one line."""
     rows = [row.model_copy(update=changes) if row.name == name else row for row in report.rows]
     return report.model_copy(update={"rows": rows})
 
 
 def test_the_gain_in_the_full_set_counts_most(sample_report):
-    report = about(sample_report, "+ prefetch", speedup="prefetch")
+    report = changed(sample_report, "+ prefetch", speedup="prefetch")
     below = gains(report)
     assert set(below) == {"pretokenised", "prefetch"}
     assert below["pretokenised"].gain == 2.1
@@ -34,7 +34,7 @@ def test_the_gain_in_the_full_set_counts_most(sample_report):
         below["pretokenised"].torch,
     ) == ("shakespeare-char", "abc1234", "2.13.0")
     assert below["prefetch"].where == "on the way up"
-    within = gains(about(report, "all but prefetch", speedup="prefetch"))
+    within = gains(changed(report, "all but prefetch", speedup="prefetch"))
     assert within["prefetch"].where == "in the full set"
 
 
@@ -47,7 +47,7 @@ def test_it_is_stored_for_the_hardware_that_measured(sample_report, tmp_path):
 
 
 def test_a_gain_with_a_broken_promise_is_not_stored(sample_report):
-    report = about(sample_report, "+ prefetch", speedup="prefetch", promise_kept=False)
+    report = changed(sample_report, "+ prefetch", speedup="prefetch", promise_kept=False)
     assert set(gains(report)) == {"pretokenised"}
 
 

@@ -1,4 +1,4 @@
-"""What is resolved before measuring, in this process and in another one."""
+"""Resolving a recipe before measuring, in this process and in another one."""
 
 from __future__ import annotations
 
@@ -62,31 +62,31 @@ def test_a_speedup_is_added_with_its_needs(tiny_config, monkeypatch):
 
 
 def test_reasons_are_those_of_the_resolved_device(tiny_config, monkeypatch):
-    asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
+    requested = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
     monkeypatch.setattr(resolving, "probe", lambda: GPU)
     monkeypatch.setattr(
         resolving, "pick_device", lambda wanted, machine: ("cpu", "this torch is a CPU build")
     )
-    found = choose(asked).additions
+    found = choose(requested).additions
     assert isinstance(found["bf16"], list)
     assert "on a GPU" not in str(found)
 
 
-def test_two_that_were_named_and_fill_one_slot_are_refused_as_training_refuses_them(
-    tiny_config, monkeypatch
-):
+def test_two_named_speedups_for_one_slot_are_refused_as_in_training(tiny_config, monkeypatch):
     monkeypatch.setattr(hardware, "_multiplies_bf16", lambda: True)
     found = choose(tiny_config(train__precision="auto", speedups="auto,+onednn"))
     assert "both fill the slot" in found.additions["bf16-products"]
 
 
-def test_another_process_answers_the_same(tiny_config):
-    asked = tiny_config(train__precision="auto", batch__rows_per_device="auto")
-    assert choose_in_subprocess(asked) == choose(asked)
+def test_another_process_makes_the_same_choice(tiny_config):
+    requested = tiny_config(train__precision="auto", batch__rows_per_device="auto")
+    assert choose_in_subprocess(requested) == choose(requested)
 
 
-def test_on_a_gpu_another_process_settles_and_this_one_touches_nothing(tiny_config, monkeypatch):
-    asked, answer = tiny_config(train__device="auto"), choose(tiny_config())
+def test_on_a_gpu_another_process_resolves_and_this_one_does_not_touch_the_gpu(
+    tiny_config, monkeypatch
+):
+    requested, answer = tiny_config(train__device="auto"), choose(tiny_config())
 
     def touch(*_, **__):
         raise AssertionError("a context on the GPU")
@@ -95,13 +95,13 @@ def test_on_a_gpu_another_process_settles_and_this_one_touches_nothing(tiny_conf
     for name in ("pick_device", "resolve"):
         monkeypatch.setattr(resolving, name, touch)
     monkeypatch.setattr(resolving, "choose_in_subprocess", lambda config, cache: answer)
-    resolved, found = resolve_apart(asked)
+    resolved, found = resolve_apart(requested)
     assert (resolved.config.to_dict(), found) == (answer.config, answer.additions)
     with pytest.raises(AssertionError):
-        resolve_apart(asked.with_values({"train.device": "cpu"}))
+        resolve_apart(requested.with_values({"train.device": "cpu"}))
 
 
-def test_an_error_there_is_the_same_error_here(tiny_config, tmp_path):
+def test_an_error_in_the_other_process_is_raised_here(tiny_config, tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         choose_in_subprocess(tiny_config(data__path=str(tmp_path / "nowhere")))
     told = json.dumps({"kind": "ConfigError", "what": "It is wrong.", "fix": "Mend it."})

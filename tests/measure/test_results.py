@@ -15,7 +15,7 @@ from flatout.measure.spec import TrialResult
 CONFIG = load_config("shakespeare-char")
 
 
-def test_a_report_passes_through_its_file(sample_report, tmp_path):
+def test_a_report_is_read_back_unchanged(sample_report, tmp_path):
     write(sample_report, "table", "<svg/>", tmp_path / "new" / "bench")
     assert read(tmp_path / "new" / "bench") == sample_report
     assert (tmp_path / "new" / "bench" / "table.md").read_text() == "table"
@@ -53,7 +53,7 @@ def test_a_directory_with_other_files_is_refused(sample_report, tmp_path):
     assert results_dir(CONFIG, "ladder", tmp_path / "new") == tmp_path / "new"
 
 
-def test_only_the_same_bench_is_written_over(sample_report, tmp_path):
+def test_only_the_same_bench_is_overwritten(sample_report, tmp_path):
     write(sample_report.model_copy(update={"config_digest": CONFIG.digest()}), "", "", tmp_path)
     assert results_dir(CONFIG, "ladder", tmp_path) == tmp_path
     for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ladder")):
@@ -92,7 +92,7 @@ def test_there_is_no_commit_outside_a_checkout(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '"bench"', "null", '{"format_version": "x"}'])
-def test_json_that_is_no_bench_is_refused(text, tmp_path):
+def test_json_that_is_not_a_bench_report_is_refused(text, tmp_path):
     (tmp_path / "bench.json").write_text(text)
     with pytest.raises(
         ConfigError, match="not a bench report that this version of flatout can read"
@@ -101,7 +101,7 @@ def test_json_that_is_no_bench_is_refused(text, tmp_path):
 
 
 @pytest.mark.parametrize("label", ["abc", 3, ["tiny", "ladder"], [1, 2, 3]])
-def test_trials_with_another_label_are_other_files(label, tmp_path, tiny_config):
+def test_trials_with_an_invalid_label_count_as_other_files(label, tmp_path, tiny_config):
     (tmp_path / "trials.jsonl").write_text(json.dumps({"bench": label}) + "\n")
     with pytest.raises(ConfigError, match="contains other files"):
         results_dir(tiny_config(), "ladder", tmp_path)

@@ -1,4 +1,4 @@
-"""What a round measures, and in which order."""
+"""The points of a round, and their order."""
 
 from __future__ import annotations
 

@@ -35,30 +35,30 @@ def test_a_gain_in_words(low, high, median, verdict):
     assert Figure(median=median, low=low, high=high).verdict() == verdict
 
 
-def test_of_five_repeats_it_is_their_range():
+def test_the_interval_of_five_repeats_is_their_range():
     found = median_of([90.0, 100.0, 110.0, 95.0, 105.0], shared=UNKNOWN)
     assert (found.low, found.median, found.high) == pytest.approx((90.0, 100.0, 110.0))
 
 
 @pytest.mark.parametrize(("repeats", "outside"), [(5, 0), (6, 0), (8, 0), (9, 1), (12, 2), (20, 5)])
-def test_of_more_repeats_it_is_that_of_the_sign_test(repeats, outside):
+def test_the_interval_of_more_repeats_is_that_of_the_sign_test(repeats, outside):
     """From tables: of 9 values the second, of 12 the third, of 20 the sixth."""
     assert left_out(repeats) == outside
     missed = 2 * sum(math.comb(repeats, k) for k in range(outside + 1)) / 2**repeats
     assert missed <= 1 - CONFIDENCE < missed + 2 * math.comb(repeats, outside + 1) / 2**repeats
 
 
-def test_few_repeats_say_nothing_of_their_spread_by_themselves():
+def test_few_repeats_alone_have_no_interval():
     found = median_of([1.2, 1.2], shared=UNKNOWN)
     assert (found.median, found.low, found.high) == (pytest.approx(1.2), None, None)
 
 
-def test_few_repeats_borrow_the_spread_of_all():
+def test_few_repeats_use_the_shared_spread():
     shared = spread([[1 - d, 1 + d] for d in (0.02, 0.05, 0.1, 0.2)])
     assert shared.freedom == 4
     found = median_of([1.05, 1.05], shared=shared)
     assert found.low < 1.0 < found.high
-    assert median_of([1.05], shared=shared).low is None, "one alone may be anything"
+    assert median_of([1.05], shared=shared).low is None, "a single repeat has no interval"
 
 
 def test_the_spread_is_that_of_one_measurement():
@@ -70,16 +70,14 @@ def test_the_spread_is_that_of_one_measurement():
 
 @pytest.mark.parametrize("repeats", [2, 3, 4, 5, 7, 10])
 @pytest.mark.parametrize("rungs", [4, 20])
-def test_an_interval_holds_the_truth_as_often_as_it_says(repeats, rungs):
-    """Over 2,000 benches of noise alone the share is known to within 1%; three times that is
-    allowed, on one side.
-    """
+def test_intervals_have_their_stated_coverage(repeats, rungs):
+    """2,000 benches of pure noise give the coverage to within 1%; one-sided, 3% is allowed."""
     noise = np.exp(np.random.default_rng(repeats).normal(0, 0.05, (2000, rungs, repeats))).tolist()
     found = [median_of(bench[0], shared=spread(bench)) for bench in noise]
     assert np.mean([figure.low <= 1 <= figure.high for figure in found]) > CONFIDENCE - 0.016
 
 
-def test_the_mean_of_differences_is_student_s():
+def test_the_mean_of_differences_has_students_interval():
     low, mean, high = mean_of([1.0, 2.0, 3.0])
     assert (low, mean, high) == pytest.approx(
         (2 - 4.303 / math.sqrt(3), 2.0, 2 + 4.303 / math.sqrt(3))
@@ -92,5 +90,5 @@ def test_the_mean_of_differences_is_student_s():
         )
 
 
-def test_many_degrees_of_freedom_take_the_widest_that_is_written_down():
+def test_many_degrees_of_freedom_use_the_last_value_of_the_table():
     assert [student(freedom) for freedom in (1, 4, 18, 500)] == [12.706, 2.776, 2.101, 2.101]

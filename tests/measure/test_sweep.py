@@ -1,4 +1,4 @@
-"""Which values a sweep measures; each is a configuration that can be built."""
+"""The values that a sweep measures; each is a configuration that can be built."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def swept(tiny_config):
     """Return the experiment of a sweep of the tiny run, and every point's configuration, resolved."""
 
     def make(what, **changes):
-        asked = tiny_config(**{"batch__rows_per_device": "auto", "speedups": "auto"} | changes)
-        resolved = resolve_here(asked)
-        experiment = sweep_experiment(what, asked, resolved)
+        requested = tiny_config(**{"batch__rows_per_device": "auto", "speedups": "auto"} | changes)
+        resolved = resolve_here(requested)
+        experiment = sweep_experiment(what, requested, resolved)
         configs = {
             point.name: resolve(
-                asked.with_values({**point.values, "train.device": "cpu"}),
+                requested.with_values({**point.values, "train.device": "cpu"}),
                 machine=resolved.machine,
                 dataset=resolved.dataset,
                 world_size=1,
@@ -64,7 +64,7 @@ def test_seq_len_does_not_change_the_tokens_per_step_or_micro_batch(swept):
     assert "not a multiple" in reasons["32 tokens"]
 
 
-def test_a_length_that_one_set_of_a_mix_is_too_short_for_is_a_row(
+def test_a_length_that_one_dataset_of_a_mix_is_too_short_for_is_a_row(
     swept, tiny_set, write_tiny, tmp_path
 ):
     short = write_tiny(tmp_path / "short", num_documents=1)
@@ -92,12 +92,12 @@ def third_of(folder):
 
 def test_precision_uses_the_resolved_device(tiny_config, monkeypatch):
     """On a machine with a GPU, `auto` may still choose the CPU."""
-    asked = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
+    requested = tiny_config(train__device="auto", train__precision="auto", speedups="auto")
     gpu = Machine(
         "a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11", cpu_multiplies_bf16=True
     )
-    resolved = replace(resolve_here(asked.with_values({"train.device": "cpu"})), machine=gpu)
-    names = [point.name for point in sweep_experiment("precision", asked, resolved).points]
+    resolved = replace(resolve_here(requested.with_values({"train.device": "cpu"})), machine=gpu)
+    names = [point.name for point in sweep_experiment("precision", requested, resolved).points]
     assert names == ["fp32", "bf16", "bf16-products", "fp16"]
 
 
@@ -119,20 +119,20 @@ def test_accumulation_grows_the_step(swept):
     assert [c.batch.tokens_per_step for c in configs.values()] == [32, 64, 128, 256]
 
 
-def test_prefetch_is_off_once(swept):
+def test_prefetch_is_swept_from_off_to_eight_steps(swept):
     _, configs = swept("prefetch")
     assert ["prefetch" in c.speedups for c in configs.values()] == [False, True, True, True, True]
     assert [c.data.prefetch for c in configs.values()][1:] == [1, 2, 4, 8]
 
 
 def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
-    asked = tiny_config()
+    requested = tiny_config()
     monkeypatch.setitem(SWEEPS, "batch", lambda *_: ({}, {"1 rows": "no room."}))
     with pytest.raises(ConfigError, match="nothing to measure"):
-        sweep_experiment("batch", asked, resolve_here(asked))
+        sweep_experiment("batch", requested, resolve_here(requested))
 
 
-def test_one_thing_is_singular(swept):
+def test_a_count_of_one_is_singular(swept):
     assert next(iter(swept("batch")[1])) == "1 row"
     assert list(swept("accumulation", batch__rows_per_device=2)[1])[:2] == [
         "1 micro-batch",

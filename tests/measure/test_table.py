@@ -58,7 +58,7 @@ def test_every_line_of_a_table_has_its_columns(sample_report):
     assert {line.count("|") for line in lines} == {9}
 
 
-def test_a_sweep_s_table_has_no_gains(sample_report):
+def test_the_table_of_a_sweep_has_no_gains(sample_report):
     points = [
         row.model_copy(update={"kind": "point", "gain": None})
         for row in sample_report.rows
@@ -108,7 +108,7 @@ def test_bars_of_nothing():
 @pytest.mark.parametrize(
     ("repeats", "said"), [(1, "one repeat: too few to be sure"), (3, "too few repeats to be sure")]
 )
-def test_a_total_of_too_few_repeats_is_no_fact(sample_report, repeats, said):
+def test_a_total_of_too_few_repeats_is_marked_unsure(sample_report, repeats, said):
     rows = [
         row.model_copy(update={"repeats": repeats}) if row.repeats else row
         for row in sample_report.rows

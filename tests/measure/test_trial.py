@@ -34,7 +34,7 @@ def test_a_result_is_read_from_the_last_line():
     assert found.process_s > 0
 
 
-def test_a_process_that_a_signal_ends_is_a_row():
+def test_a_process_killed_by_a_signal_gives_a_failed_result():
     found = run_trial(SPEC, 60, command=program("import os; os.kill(os.getpid(), 9)"))
     assert found.status == "failed"
     assert "SIGKILL" in found.reason
@@ -46,7 +46,7 @@ def test_a_process_that_a_signal_ends_is_a_row():
 
 
 @pytest.mark.parametrize("text", ["print('garbage')", 'print(\'{"status": "splendid"}\')', "pass"])
-def test_a_process_that_prints_nonsense_is_a_row(text):
+def test_a_process_that_prints_nonsense_gives_a_failed_result(text):
     found = run_trial(SPEC, 60, command=program(text))
     assert found.status == "failed"
     assert "no result" in found.reason
@@ -58,7 +58,7 @@ def test_the_last_output_of_a_broken_process_is_the_reason():
     assert found.reason.endswith("the library is not there")
 
 
-def test_a_process_that_hangs_is_killed_with_all_it_started(tmp_path):
+def test_a_process_that_hangs_is_killed_with_everything_it_started(tmp_path):
     mark = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"
     text = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
@@ -120,7 +120,7 @@ def test_a_spec_passes_through_json():
         ),
     ],
 )
-def test_every_error_is_a_row(monkeypatch, error, status, words):
+def test_every_error_becomes_a_result(monkeypatch, error, status, words):
     def fail(spec):
         raise error
 

@@ -41,14 +41,14 @@ def test_its_losses_are_those_of_training(tiny_config, tmp_path, monkeypatch):
     assert found.losses == losses
 
 
-def test_the_schedule_does_not_depend_on_how_long_the_trial_is(tiny_config, tmp_path):
+def test_the_schedule_does_not_depend_on_the_length_of_the_trial(tiny_config, tmp_path):
     short = trial(tiny_config(), tmp_path / "a")
     longer = trial(tiny_config(), tmp_path / "b", loss_steps=30)
     assert longer.losses[:8] == short.losses
     assert len(longer.losses) == 30
 
 
-def test_saves_and_evaluations_are_not_made(tiny_config, tmp_path):
+def test_a_trial_neither_saves_nor_evaluates(tiny_config, tmp_path):
     trial(tiny_config(train__eval_every=2, checkpoint__every_steps=2), tmp_path)
     assert not (tmp_path / "checkpoints").exists()
     assert "val/loss" not in (tmp_path / "metrics.jsonl").read_text()
@@ -57,7 +57,7 @@ def test_saves_and_evaluations_are_not_made(tiny_config, tmp_path):
 @pytest.mark.filterwarnings(
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
-def test_no_graph_is_compiled_for_evaluations_that_are_not_made(tiny_config, tmp_path, monkeypatch):
+def test_no_graph_is_compiled_for_skipped_evaluations(tiny_config, tmp_path, monkeypatch):
     for_training = []
 
     def noted(graph, _inputs):

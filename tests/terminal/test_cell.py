@@ -59,7 +59,7 @@ def test_lines_and_the_bar_are_one_block(notebook):
     assert notebook.blocks == ["Training 1.2 M parameters\nSaved step-4"], "the bar is gone"
 
 
-def test_another_cell_begins_another_block(notebook):
+def test_another_cell_starts_another_block(notebook):
     terminal = cell()
     terminal.say("first")
     notebook.execution_count += 1

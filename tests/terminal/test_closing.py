@@ -146,14 +146,14 @@ def test_closing_fits_a_screen_of_24_lines_and_ends_with_the_figures(
     assert lines[1].strip("| "), "an empty line says nothing"
 
 
-def test_a_log_has_all_of_the_sample(tmp_path):
+def test_a_log_contains_the_whole_sample(tmp_path):
     (tmp_path / "events.jsonl").write_text(
         json.dumps({"event": "sample", "step": 500, "text": "a\n" * 60}) + "\n"
     )
     assert lines_of({}, tmp_path).count("  | a") == 60
 
 
-def test_a_summary_is_shown_where_the_disk_does_not_read_the_figures(tmp_path):
+def test_a_summary_is_shown_even_if_the_figures_cannot_be_read(tmp_path):
     for name in ("metrics.jsonl", "events.jsonl"):
         (tmp_path / name).mkdir()  # cannot be read as a file
     text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii", width=120)

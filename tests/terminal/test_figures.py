@@ -44,7 +44,7 @@ def test_amount(number, unit, text):
     assert amount(number, unit) == text
 
 
-def test_printable_removes_terminal_commands():
+def test_printable_replaces_control_characters():
     assert printable("a\x1b[2Jb\r\tc\né") == "a�[2Jb�\tc\né"
 
 

@@ -41,7 +41,7 @@ def rendered(terminal):
     return paper.file.getvalue()
 
 
-def test_plain_line_says_share_rate_and_time_left():
+def test_plain_line_shows_share_rate_and_time_left():
     clock = Clock()
     terminal = plain(clock)
     with terminal.task("Tokenising", total=12e6, unit="bytes") as task:
@@ -52,7 +52,7 @@ def test_plain_line_says_share_rate_and_time_left():
         assert terminal.plain_line() == "Tokenising: 42% · 1.0 MB/s · 7.0 s left"
 
 
-def test_plain_lines_keep_five_seconds_apart():
+def test_plain_lines_are_five_seconds_apart():
     clock = Clock()
     terminal = plain(clock)
     with terminal.task("Training"):
@@ -70,7 +70,7 @@ def test_plain_lines_keep_five_seconds_apart():
     assert said[0][1] == "Training: 2.0 s"
 
 
-def test_a_task_that_never_advances_still_speaks():
+def test_a_task_that_never_advances_is_still_shown():
     terminal = plain()
     terminal._last_plain = -10
     with terminal.task("Loading torch"):
@@ -81,7 +81,7 @@ def test_a_task_that_never_advances_still_speaks():
     assert "Loading torch: 0." in text_of(terminal)
 
 
-def test_rate_is_of_the_last_ten_seconds():
+def test_the_rate_covers_the_last_ten_seconds():
     clock = Clock()
     with plain(clock).task("Reading", total=1000, unit="rows") as task:
         for amount in [90] * 5 + [1] * 30:
@@ -101,7 +101,7 @@ def test_short_task_leaves_no_line_and_long_one_does():
     assert text_of(terminal) == "Packing: 40.0 K documents in 4.0 s\n"
 
 
-def test_failed_task_is_closed_and_says_nothing():
+def test_failed_task_is_closed_without_a_line():
     clock = Clock()
     terminal = plain(clock)
 
@@ -185,7 +185,7 @@ def test_lines_are_not_parsed_as_markup():
     assert text_of(terminal) == "[bold] data[0] :smile: " + "x" * 200 + "\n"
 
 
-def test_secrets_of_addresses_are_not_shown():
+def test_secrets_in_urls_are_not_shown():
     terminal = plain(Clock())
     with terminal.task("Reading HTTP://u:PASS@host/a") as task:
         task.note("s3://u:PASS@host/b")
@@ -196,7 +196,7 @@ def test_secrets_of_addresses_are_not_shown():
 
 
 def test_a_log_has_one_line_about_loading_torch():
-    """An operation that counts nothing gets one line."""
+    """An operation without a count gets one line."""
     clock = Clock()
     terminal = plain(clock)
     with terminal.task("Loading torch"):
@@ -227,7 +227,7 @@ def test_a_log_repeats_long_operations():
     ]
 
 
-def test_a_task_without_a_unit_leaves_rate_and_time_to_its_own_words():
+def test_a_task_without_a_unit_shows_its_note_instead_of_rate_and_time():
     clock = Clock()
     with plain(clock).task("Training", total=100, done=70) as task:
         clock.now += 3
@@ -237,7 +237,7 @@ def test_a_task_without_a_unit_leaves_rate_and_time_to_its_own_words():
         assert task.facts() == ["80%", "80/100 · 5 s left"]
 
 
-def test_a_line_that_stays_cannot_clear_the_terminal():
+def test_a_permanent_line_cannot_clear_the_terminal():
     terminal = plain()
     terminal.say("Reading a\x1b[2J\u202eb")
     terminal.close()

@@ -12,9 +12,9 @@ from flatout.terminal import RunReport, Terminal
 from flatout.terminal.notebook import shown_in_cell
 
 
-def called(place, *, observers=(), progress=SILENT):
-    """Say what it was called with."""
-    return place, observers, progress
+def called(path, *, observers=(), progress=SILENT):
+    """Return the arguments."""
+    return path, observers, progress
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def notebook(monkeypatch):
 
 
 def test_a_call_in_a_cell_reports_to_it(notebook):
-    place, (report,), progress = shown_in_cell(called)("a")
-    assert place == "a"
+    path, (report,), progress = shown_in_cell(called)("a")
+    assert path == "a"
     assert isinstance(report, RunReport)
     assert isinstance(progress, Terminal)
     assert progress.is_cell

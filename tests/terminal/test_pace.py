@@ -5,7 +5,7 @@ import pytest
 from flatout.terminal.pace import Pace
 
 
-def test_nothing_is_known_before_two_steps_and_a_second():
+def test_the_rate_is_unknown_before_two_steps_and_a_second():
     now = [0.0]
     pace = Pace(100, lambda: now[0])
     assert pace.rates() is None
@@ -18,7 +18,7 @@ def test_nothing_is_known_before_two_steps_and_a_second():
     assert not pace.is_steady
 
 
-def test_records_replace_the_clock_from_the_second_on_and_lines_without_rates_are_none():
+def test_records_replace_the_clock_from_the_second_one_and_those_without_rates_are_ignored():
     pace = Pace(100, lambda: 0.0)
     for record in ({"val/loss": 1.0}, {"perf/steps_per_s": 9.0, "perf/tokens_per_s": 900.0}):
         pace.record(record)
@@ -33,7 +33,7 @@ def test_records_replace_the_clock_from_the_second_on_and_lines_without_rates_ar
     [([4, 4, 4, 1], 4), ([1, 1, 1, 4, 4, 4], 4)],
     ids=["one slow record", "a change that stays"],
 )
-def test_the_pace_is_the_median_of_the_newest_records(rates, median):
+def test_the_rate_is_the_median_of_the_latest_records(rates, median):
     pace = Pace(100, lambda: 0.0)
     for steps_per_s in [99, *rates]:
         pace.record({"perf/steps_per_s": steps_per_s, "perf/tokens_per_s": 100 * steps_per_s})

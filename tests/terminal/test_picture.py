@@ -56,12 +56,12 @@ def test_marks_are_drawn_at_their_value():
 
 
 @pytest.mark.parametrize("points", [[], [(1, 2.0)], [(1, math.nan), (2, math.inf), (3, 1.0)]])
-def test_too_few_points_make_no_picture(points):
+def test_too_few_points_give_no_picture(points):
     assert curve(points) == ""
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_flat_and_broken_curves_do_not_fail(encoding):
+def test_flat_curves_and_missing_values_do_not_fail(encoding):
     assert curve([(5, 1.0), (5, 1.0)], encoding=encoding)
     assert curve([(1, 2.0), (2, math.nan), (9, 2.0)], encoding=encoding).count("\n") == 9
 

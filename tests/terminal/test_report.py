@@ -51,7 +51,7 @@ def follow(report, steps, last, records=()):
             report.on_record(by_step[step])
 
 
-def test_the_line_shows_step_loss_rate_mfu_and_the_time_that_is_left(terminal):
+def test_the_line_shows_step_loss_rate_mfu_and_time_left(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
     follow(
@@ -66,7 +66,7 @@ def test_the_line_shows_step_loss_rate_mfu_and_the_time_that_is_left(terminal):
     assert terminal._open == []
 
 
-def test_rate_and_time_left_are_one_estimate_and_know_nothing_of_compiling(terminal):
+def test_rate_and_time_left_agree_and_exclude_compilation(terminal):
     """A first step that compiles for five minutes and an evaluation of a minute do not count."""
     report = RunReport(terminal)
     report.on_start(run_at(0, last_step=400))
@@ -82,7 +82,7 @@ def test_rate_and_time_left_are_one_estimate_and_know_nothing_of_compiling(termi
     for step in range(12, 21):
         terminal.clock.now += 2
         report.on_tick(step, 400)
-    assert "MFU" not in terminal._open[0].text, "the first record holds the warm-up"
+    assert "MFU" not in terminal._open[0].text, "the first record includes the warm-up"
     report.on_record(window(20, 0.5, **{"perf/mfu": 0.2}))
     report.on_tick(21, 400)
     assert terminal._open[0].facts() == [
@@ -100,7 +100,7 @@ def test_the_rate_follows_recent_steps(terminal):
     assert terminal._open[0].text == "100/1,000 · 10.2 K tokens/s · 3 min 00 s left"
 
 
-def test_the_line_is_there_before_the_first_step_and_gone_after_a_stop(terminal):
+def test_the_line_is_shown_before_the_first_step_and_removed_after_a_stop(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(3))
     assert terminal._open[0].text == "3/10"
@@ -109,14 +109,14 @@ def test_the_line_is_there_before_the_first_step_and_gone_after_a_stop(terminal)
     report.on_end({})
 
 
-def test_a_resumed_run_counts_from_where_it_was(terminal):
+def test_a_resumed_run_counts_from_its_step(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(8))
     follow(report, [9], 10)
     assert terminal._open[0].facts()[0] == "90%"
 
 
-def test_a_resumed_run_says_at_which_step_of_how_many(terminal):
+def test_a_resumed_run_shows_its_step_and_the_total(terminal):
     RunReport(terminal).on_event(
         {
             "event": "resume",
@@ -150,12 +150,10 @@ def decide(report):
     report.on_start(run_at(0))
 
 
-def test_a_run_begins_with_one_line_about_its_speedups(terminal):
+def test_a_run_starts_with_one_line_about_its_speedups(terminal):
     report = RunReport(terminal)
     decide(report)
-    report.on_event(
-        {"event": "speedup", "name": "bf16", "on": False, "reason": "what changed it has said so"}
-    )
+    report.on_event({"event": "speedup", "name": "bf16", "on": False, "reason": "already reported"})
     report.on_end({})
     assert text_of(terminal).splitlines()[1:] == [
         "1 of 3 optimisations on; `flatout list speedups` or --verbose shows each"
@@ -185,7 +183,7 @@ def test_unknown_mfu_is_left_out(terminal):
     assert "MFU" not in terminal._open[0].text
 
 
-def test_evaluations_and_epochs_leave_a_line_each(terminal):
+def test_evaluations_and_epochs_print_a_line_each(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
     follow(
@@ -219,7 +217,7 @@ def test_quick_epochs_share_a_line(terminal):
     ]
 
 
-def test_events_leave_lines(terminal):
+def test_events_print_lines(terminal):
     report = RunReport(terminal)
     report.on_start(run_at(0))
     report.on_tick(1, 2)
@@ -272,7 +270,7 @@ def test_the_last_sample_of_a_run_that_ends_early_belongs_to_the_closing_lines_t
     assert "the last one" not in text_of(terminal)
 
 
-def test_a_persons_terminal_breaks_lines_at_spaces():
+def test_an_interactive_terminal_wraps_lines_at_spaces():
     terminal = Terminal(
         Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
     )
