@@ -102,10 +102,10 @@ def test_the_handler_of_sigterm_is_restored(run):
 
 
 def test_secrets_are_not_printed(run):
-    address = "HTTP://us er:PASS@host/a"
-    assert "PASS" not in "".join(run("shout", "RunFailed", address)[1:])
-    assert "PASS" not in "".join(run("shout", address, "--tims", "2")[1:])
-    assert "PASS" not in "".join(run(address)[1:])
+    url = "HTTP://us er:PASS@host/a"
+    assert "PASS" not in "".join(run("shout", "RunFailed", url)[1:])
+    assert "PASS" not in "".join(run("shout", url, "--tims", "2")[1:])
+    assert "PASS" not in "".join(run(url)[1:])
 
 
 def test_an_error_under_json_is_json_too(run):

@@ -14,26 +14,26 @@ from flatout.registry import COMMANDS
 LOST = "The result could not be written to standard output: No space left on device."
 
 
-class Told(Result):
+class Greeting(Result):
     """A greeting."""
 
     words: str = "hello"
     """The text."""
 
 
-def tell() -> Told:
+def greet() -> Greeting:
     """Say hello."""
-    return Told()
+    return Greeting()
 
 
 class OneCommand:
     """A registry of one command."""
 
     def __init__(self, writes_files):
-        self.command = Command(tell, example="flatout tell", writes_files=writes_files)
+        self.command = Command(greet, example="flatout greet", writes_files=writes_files)
 
     def names(self):
-        return ["tell"]
+        return ["greet"]
 
     def describe(self, name):
         return "Say hello."
@@ -56,13 +56,13 @@ class Refusing(io.StringIO):
 @pytest.mark.parametrize(
     ("words", "writes_files", "number", "code"),
     [
-        (["tell", "--json"], False, errno.ENOSPC, 1),
-        (["tell", "--json"], True, errno.ENOSPC, 0),
-        (["tell", "--help"], True, errno.ENOSPC, 1),
+        (["greet", "--json"], False, errno.ENOSPC, 1),
+        (["greet", "--json"], True, errno.ENOSPC, 0),
+        (["greet", "--help"], True, errno.ENOSPC, 1),
         (["--help"], True, errno.ENOSPC, 1),
         (["--version"], True, errno.ENOSPC, 1),
         (["tall", "--json"], False, errno.ENOSPC, 2),
-        (["tell", "--json"], False, errno.EPIPE, 0),
+        (["greet", "--json"], False, errno.EPIPE, 0),
     ],
 )
 def test_lost_output_is_a_failure_when_there_are_no_files(

@@ -32,7 +32,7 @@ PLANTED = (
 )
 
 
-def the_program(*words, cwd, module=False):
+def run_program(*words, cwd, module=False):
     """Run the program in a process: as the console script, or as `python -m flatout`."""
     program = (
         ["-m", "flatout"]
@@ -80,7 +80,7 @@ def test_files_in_the_current_directory_do_not_replace_packages(fox_run, tmp_pat
         [*train, str(tmp_path / "new")],
     ]
     for words in lines:
-        done = the_program(*words, cwd=run if "new" in words[-1] else tmp_path, module=module)
+        done = run_program(*words, cwd=run if "new" in words[-1] else tmp_path, module=module)
         assert done.returncode == 0, done.stderr
     assert not marker.exists(), marker.read_text()
 
@@ -97,7 +97,7 @@ def test_a_speedup_imports_its_installed_package(fox_run, tmp_path):
     (tmp_path / "my.yaml").write_text(
         yaml.safe_dump(asked.to_dict() | {"batch": {"tokens_per_step": 128}})
     )
-    done = the_program("train", "my.yaml", "--run-dir", "runs/gift", cwd=tmp_path)
+    done = run_program("train", "my.yaml", "--run-dir", "runs/gift", cwd=tmp_path)
     assert done.returncode != 0
     assert "torchao" in done.stderr
     assert not (tmp_path / "imported").exists()
@@ -108,7 +108,7 @@ def test_python_m_flatout_does_not_search_the_current_directory(monkeypatch, tmp
     assert leave_current_folder([str(tmp_path), "b"]) == leave_current_folder(["", "b"]) == ["b"]
     assert leave_current_folder(["b", str(tmp_path)]) == ["b", str(tmp_path)]
     assert leave_current_folder([]) == []
-    monkeypatch.chdir(ROOT)  # a checkout that is not installed: flatout itself lies here
+    monkeypatch.chdir(ROOT)  # a checkout that is not installed contains flatout itself
     assert leave_current_folder([str(ROOT), "b"]) == ["b", str(ROOT)]
 
 

@@ -117,7 +117,7 @@ def inspect(
         "skipped": {entry.reason: entry.count for entry in dataset.manifest.skipped},
         "skipped_first": {entry.reason: list(entry.first) for entry in dataset.manifest.skipped},
         "recipe": _recipe(dataset),
-        "beginning": _beginning(dataset, tokens),
+        "beginning": _first_text(dataset, tokens),
     }
     return InspectResult(
         path=dataset.origin, items=[Fact(name=name, value=value) for name, value in facts.items()]
@@ -239,7 +239,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     }
 
 
-def _beginning(dataset: Dataset, tokens: int) -> str:
+def _first_text(dataset: Dataset, tokens: int) -> str:
     train = dataset.split("train")
     split = train if train.num_tokens else dataset.split("val")
     shown = min(tokens, split.num_tokens)

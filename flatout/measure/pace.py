@@ -41,10 +41,10 @@ def window_ending(step_s: Sequence[float], end: int) -> Sequence[float]:
     It is empty when there are too few steps, or they are too short.
     """
     seconds = 0.0
-    for begin in range(end - 1, 0, -1):
-        seconds += step_s[begin]
-        if end - begin >= WINDOW_STEPS and seconds >= WINDOW_S:
-            return step_s[begin:end]
+    for start in range(end - 1, 0, -1):
+        seconds += step_s[start]
+        if end - start >= WINDOW_STEPS and seconds >= WINDOW_S:
+            return step_s[start:end]
     return ()
 
 

@@ -156,8 +156,8 @@ def absent_lines(rows: Sequence[Row]) -> list[str]:
 
 def absence(row: Row) -> str:
     """Return why a row has no figures."""
-    begin = {"timed-out": "took too long", "failed": "failed"}.get(row.status)
-    return f"{begin}: {row.reason}" if begin else str(row.reason)
+    prefix = {"timed-out": "took too long", "failed": "failed"}.get(row.status)
+    return f"{prefix}: {row.reason}" if prefix else str(row.reason)
 
 
 def gain_text(row: Row) -> str:

@@ -94,10 +94,10 @@ def _wrapped_line(line: str, width: int, hanging: int | None) -> str:
             expand_tabs=False,
         )
         return "\n".join(f"  | {piece}".rstrip() for piece in pieces)
-    beginning = len(line) - len(line.lstrip(" "))
+    margin = len(line) - len(line.lstrip(" "))
     first_column = re.match(r" *\S+( \S+)* {2,}", line)
     column = hanging if hanging is not None else first_column.end() if first_column else width
-    indent = column if column <= width // 2 else beginning + 2
+    indent = column if column <= width // 2 else margin + 2
     pieces = textwrap.wrap(
         line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
     )

@@ -1,6 +1,4 @@
-"""`flatout bench`: results and errors of the command line; the measurements are tested in
-tests/measure.
-"""
+"""`flatout bench`: results and errors of the command line; tests/measure has the measurements."""
 
 from __future__ import annotations
 

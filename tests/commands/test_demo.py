@@ -22,7 +22,7 @@ def quick(monkeypatch, tmp_path):
     return tmp_path
 
 
-class Said:
+class RecordedLines:
     """Progress that records its lines."""
 
     def __init__(self):
@@ -58,11 +58,11 @@ def test_demo_runs_on_a_small_text_file(quick, text):
         f"flatout eval '{result.run}'",
     ):
         assert part in summary
-    said = Said()
-    again = demo(quick / "my book.txt", minutes=0.001, progress=said)
+    progress = RecordedLines()
+    again = demo(quick / "my book.txt", minutes=0.001, progress=progress)
     assert (again.run, again.val_loss) == (result.run, result.val_loss)
     assert again.summary() == summary
-    assert any("is finished" in line for line in said.lines)
+    assert any("is finished" in line for line in progress.lines)
 
 
 @pytest.mark.parametrize("width", [30, 40, 80])
@@ -171,9 +171,9 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     run = about_file(quick / "a.txt", "cpu").run
     assert read_summary(run) is None
     monkeypatch.setattr(module, "seconds_per_step", None)
-    said = Said()
-    demo(quick / "a.txt", minutes=5, progress=said)
-    assert said.lines[0] == f"Resuming {run}."
+    progress = RecordedLines()
+    demo(quick / "a.txt", minutes=5, progress=progress)
+    assert progress.lines[0] == f"Resuming {run}."
     assert read_config(run).train.steps == read_summary(run)["steps"] == 3
     assert read_summary(run)["resumed_from"].endswith("step-2")
 

@@ -168,7 +168,7 @@ def test_a_directory_without_a_dataset_is_refused(tmp_path):
         inspect(tmp_path)
 
 
-def test_the_command():
+def test_the_command_and_its_example():
     assert COMMAND.call is inspect
     assert COMMAND.example.startswith("flatout inspect ")
 

@@ -173,15 +173,15 @@ def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
 
 
 def test_a_document_cut_for_validation_counts_once(book, tmp_path):
-    said = tmp_path / "said.jsonl"
-    said.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "abab"}\n' + '{"text": "cc"}\n' * 2)
     for split, duplicates, documents in (
         ("tail 0.625", "keep", 3),
         ("tail 0.25", "keep", 3),
         ("tail 0.75", "drop", 2),
     ):
         out = tmp_path / f"{split}-{duplicates}"
-        made = prepare([str(said)], out, tokenizer="byte", split=split, duplicates=duplicates)
+        made = prepare([str(rows)], out, tokenizer="byte", split=split, duplicates=duplicates)
         assert made.documents == documents
         assert ("of one, the end is for validation" in made.summary()) == (split == "tail 0.625")
         assert inspect(out).value("documents") == documents
@@ -197,16 +197,16 @@ def test_the_example_names_the_command():
 
 def test_out_may_be_a_url(book, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    address = "memory://commands/book"
-    result = prepare([str(book)], address, tokenizer="char")
-    assert json.loads(result.model_dump_json())["path"] == address
-    assert f"{address}  written in" in result.summary()
-    assert open_dataset(address).manifest.tokens == result.tokens
-    assert "already exists" in prepare([str(book)], f"{address}/", tokenizer="char").summary()
+    url = "memory://commands/book"
+    result = prepare([str(book)], url, tokenizer="char")
+    assert json.loads(result.model_dump_json())["path"] == url
+    assert f"{url}  written in" in result.summary()
+    assert open_dataset(url).manifest.tokens == result.tokens
+    assert "already exists" in prepare([str(book)], f"{url}/", tokenizer="char").summary()
     for parameters in ({"part": "1/2"}, {"join": True}):
         with pytest.raises(
             UsageError,
             match="needs a directory that all parts share, and memory://commands/book is a URL",
         ):
-            prepare([str(book)], address, **parameters)
+            prepare([str(book)], url, **parameters)
     fsspec.filesystem("memory").rm("/commands", recursive=True)

@@ -6,14 +6,14 @@ from flatout.commands.train import TrainResult, train_config
 from flatout.training.run_dir.layout import read_config, read_summary
 
 
-def test_a_run_that_ended_early_says_why_last(tiny_run):
+def test_a_run_that_ended_early_gives_the_reason_last(tiny_run):
     summary = read_summary(tiny_run)
     result = TrainResult(
         **{name: summary[name] for name in TrainResult.model_fields}
         | {"stopped_early": True, "stopped_because": "No better loss."}
     )
     assert result.summary().endswith("\n\nNo better loss.")
-    assert "data set" not in result.summary(), "a single set needs no table"
+    assert "dataset" not in result.summary(), "a single dataset needs no table"
 
 
 def test_an_old_summary_without_newer_fields_is_read(tiny_run):

@@ -72,5 +72,5 @@ def test_it_never_imports_torch(folder):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_command():
+def test_the_command_and_its_example():
     assert COMMAND.call is verify

@@ -103,9 +103,7 @@ def test_warm_up_ends_at_its_limit_and_is_recorded_as_unsteady():
     pace = MadeUp([0.5] * 50).train(warmup_s=4.0)
     assert (pace.warmup_steps, pace.warmup_s, pace.is_steady) == (9, 4.5, False)
     pace = MadeUp([30.0] + [0.25] * 50).train(warmup_s=6.0)
-    assert (pace.warmup_steps, pace.is_steady) == (17, True), (
-        "what the first step takes is not held against it"
-    )
+    assert (pace.warmup_steps, pace.is_steady) == (17, True), "the first step does not count"
 
 
 def test_a_short_run_reserves_half_of_its_steps_for_measuring():

@@ -313,9 +313,7 @@ def test_a_row_contains_the_median_of_its_repeats():
 
 
 def test_leaving_one_out_is_compared_with_the_full_set_only():
-    """Compared with another set, the ratio is not its worth; a rung that shares its trials would be
-    compared with itself.
-    """
+    """Compared with another set, even one with the same trials, the ratio is not its worth."""
     rows = rows_of(
         [
             *every_round({name: rate for name, rate in RATES.items() if name != "+ fused-adamw"}),

@@ -9,7 +9,7 @@ from flatout.measured import read
 MACHINE = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 
 
-class Said:
+class RecordedLines:
     def __init__(self):
         self.lines = []
 
@@ -59,8 +59,8 @@ def test_a_ladder_without_gains_stores_nothing(sample_report, tmp_path):
 
 
 def test_a_cache_that_cannot_be_written_is_reported(sample_report, tmp_path):
-    said, cache = Said(), tmp_path / "file"
+    progress, cache = RecordedLines(), tmp_path / "file"
     cache.write_text("")
-    remember(sample_report, MACHINE, "cuda", cache, progress=said)
-    (line,) = said.lines
+    remember(sample_report, MACHINE, "cuda", cache, progress=progress)
+    (line,) = progress.lines
     assert line.startswith(f"Cannot write {cache}: ")

@@ -106,9 +106,10 @@ def test_bars_of_nothing():
 
 
 @pytest.mark.parametrize(
-    ("repeats", "said"), [(1, "one repeat: too few to be sure"), (3, "too few repeats to be sure")]
+    ("repeats", "reason"),
+    [(1, "one repeat: too few to be sure"), (3, "too few repeats to be sure")],
 )
-def test_a_total_of_too_few_repeats_is_marked_unsure(sample_report, repeats, said):
+def test_a_total_of_too_few_repeats_is_marked_unsure(sample_report, repeats, reason):
     rows = [
         row.model_copy(update={"repeats": repeats}) if row.repeats else row
         for row in sample_report.rows
@@ -116,7 +117,7 @@ def test_a_total_of_too_few_repeats_is_marked_unsure(sample_report, repeats, sai
     report = sample_report.model_copy(
         update={"rows": rows, "total_speedup": Figure(median=4.03, low=None, high=None)}
     )
-    assert f"**The full set is 4.03 times as fast as the baseline ({said}).**" in table(report)
+    assert f"**The full set is 4.03 times as fast as the baseline ({reason}).**" in table(report)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""Progress: a live line on a terminal, plain lines at most every five seconds elsewhere, nothing
-left behind.
-"""
+"""Progress: a live line on a terminal; elsewhere plain lines, at most one every five seconds."""
 
 import io
 import itertools
@@ -58,16 +56,16 @@ def test_plain_lines_are_five_seconds_apart():
     with terminal.task("Training"):
         terminal._all_closed.set()
         terminal._ticker.join()
-        said = []
+        printed = []
         for _ in range(100):
             clock.now += 0.25
             line = terminal.plain_line()
             if line:
-                said.append((clock.now, line))
-    times = [at for at, _ in said]
+                printed.append((clock.now, line))
+    times = [at for at, _ in printed]
     assert times[0] <= 3
     assert all(later - earlier >= 5 for earlier, later in itertools.pairwise(times))
-    assert said[0][1] == "Training: 2.0 s"
+    assert printed[0][1] == "Training: 2.0 s"
 
 
 def test_a_task_that_never_advances_is_still_shown():

@@ -1,6 +1,4 @@
-"""The loss curve: falls from the upper left to the lower right, labelled, in characters the
-terminal has.
-"""
+"""The loss curve: its shape, its labels, and the characters it uses."""
 
 import math
 

@@ -225,15 +225,15 @@ def test_events_print_lines(terminal):
     report.on_event({"event": "save", "path": "runs/a/checkpoints/step-1"})
     report.on_event({"event": "sample", "step": 1, "text": "def f():\x1b[2J\n    pass\n"})
     report.on_event({"event": "evaluation", "loss": 2.33564, "tokens": 111_540})
-    report.on_event({"event": "difference", "text": "said elsewhere"})
+    report.on_event({"event": "difference", "text": "shown elsewhere"})
     report.on_tick(2, 2)
     report.on_event({"event": "sample", "step": 2, "text": "the last one"})
-    said = text_of(terminal)
-    assert said.count("Saved runs/a/checkpoints/step-1") == 1
-    assert "  | def f():\ufffd[2J\n  |     pass\n" in said
-    assert "Whole validation split: loss 2.3356 on 111,540 tokens\n" in said
-    assert "said elsewhere" not in said
-    assert "the last one" not in said
+    text = text_of(terminal)
+    assert text.count("Saved runs/a/checkpoints/step-1") == 1
+    assert "  | def f():\ufffd[2J\n  |     pass\n" in text
+    assert "Whole validation split: loss 2.3356 on 111,540 tokens\n" in text
+    assert "shown elsewhere" not in text
+    assert "the last one" not in text
 
 
 def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(terminal):
