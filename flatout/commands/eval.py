@@ -72,7 +72,7 @@ class EvalResult(Result):
 
 
 def perplexity_text(perplexity: float) -> str:
-    """Return a perplexity with two decimals, or in short form if it is absurdly large."""
+    """Return a perplexity with two decimals, or in short form from 1e9 up."""
     return f"{perplexity:.2f}" if perplexity < 1e9 else f"{perplexity:.2g}"
 
 
