@@ -185,7 +185,7 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
         (b"", "is empty", "few kilobytes"),
         (b"x", "1 character cannot be split", "few kilobytes"),
         (b"caf\xe9", "it looks like CP1252", "Convert it with `iconv -f CP1252"),
-        (bytes(range(256)), "it looks like a binary file", "Name files of text"),
+        (bytes(range(256)), "it looks like a binary file", "Name only text files"),
     ],
 )
 def test_unusable_files_are_refused(quick, content, message, fix):
