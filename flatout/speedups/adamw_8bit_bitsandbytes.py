@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 NAME = "adamw-8bit-bitsandbytes"
 BLOCK = 256
-"""Moments that share a scale."""
+"""Number of moments that share a scale."""
 SMALLEST = 4_096
-"""Weights of the smallest tensor whose moments are quantised."""
+"""Number of weights in the smallest tensor whose moments are quantised."""
 TABLE_BYTES = 2 * 256 * 4
-"""The two tables that map codes to values."""
+"""Size of the two tables that map codes to values."""
 
 
 def adamw_8bit(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
@@ -45,7 +45,7 @@ def adamw_8bit(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimi
     base: Any = load_package("bitsandbytes.optim", NAME, extra="bitsandbytes").AdamW8bit
 
     class OwnTables(base):  # type: ignore[misc]
-        """Gives each parameter its own code tables: tensors of a checkpoint share no memory."""
+        """Gives each parameter its own code tables: tensors in a checkpoint must not share memory."""
 
         def moments_of(self, _parameter: Tensor) -> Moments:
             """Return the kind of moments kept for a parameter.

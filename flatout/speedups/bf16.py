@@ -24,7 +24,7 @@ SPEEDUP = Speedup(
     rank=220,
     auto={
         "cpu": Off(
-            "autocast also narrows what a CPU computes faster in fp32 (LOG.md); "
+            "autocast also narrows operations that a CPU runs faster in fp32 (LOG.md); "
             "bf16-products narrows the products only",
             measured=True,
         ),

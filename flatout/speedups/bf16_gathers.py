@@ -1,7 +1,7 @@
 """Gather sharded weights in bfloat16 under parallel.shard: two bytes per weight instead of four.
 
-Products under autocast round their weights to bfloat16 anyway, so for them only the place of the
-rounding changes. The gains of norms are rounded too, which autocast leaves in fp32; the promise
+Products under autocast round their weights to bfloat16 anyway, so for them the rounding only
+happens earlier. The gains of norms, which autocast leaves in fp32, are rounded too; the promise
 allows for that. Gradients are summed in fp32.
 """
 
@@ -12,8 +12,8 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 SUPPORTED = ("transformer",)
-"""Models whose blocks hold only matrices, biases and gains. The eigenvalues of `eigenstate` are
-close to 1, where bfloat16 has steps of 1/256.
+"""Models whose blocks contain only matrices, biases and gains. The eigenvalues of `eigenstate` are
+close to 1, where bfloat16 values are 1/256 apart.
 """
 
 
@@ -22,7 +22,7 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
         return "It is for weights that are sharded over several processes: set parallel.shard."
     if config.model.kind not in SUPPORTED:
         return (
-            f"The blocks of {config.model.kind!r} may hold parameters that need fp32, "
+            f"The blocks of {config.model.kind!r} may contain parameters that need fp32, "
             "and all parameters of a block are gathered in one dtype."
         )
     return None

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 
 STEPS_BETWEEN = 100
-"""Longest time that a reference cycle keeps its tensors' memory. Frozen objects are not scanned, so
-a collection is short.
+"""Steps between collections, for which a reference cycle can keep its tensors' memory. Frozen
+objects
+are not scanned, so a collection is short.
 """
 
 
@@ -18,8 +19,9 @@ a collection is short.
 def at_fixed_steps() -> Iterator[Callable[[int], None]]:
     """Freeze existing objects, disable automatic collection, and yield a function that collects.
 
-    It collects at every hundredth step. Afterwards the collector is as before, except that objects
-    frozen here stay frozen if others were frozen before: Python cannot unfreeze some only.
+    The function collects at every hundredth step. The collector is restored on exit, except that
+    objects frozen here stay frozen if others were frozen before: Python can only unfreeze all of
+    them.
     """
     was_on, frozen_before = gc.isenabled(), gc.get_freeze_count()
     gc.collect()

@@ -85,8 +85,6 @@ SPEEDUP = Speedup(
     why_not=_why_not,
     rank=920,
     auto={
-        "cuda": Off(
-            "nobody has shown a gain from them at 100M parameters and more", from_minutes=2
-        ),
+        "cuda": Off("no gain has been shown at 100M parameters and more", from_minutes=2),
     },
 )

@@ -17,7 +17,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if config.data.document_mask or (window is not None and window < config.data.seq_len):
         return (
             "It supports plain causal attention only; "
-            "flex-attention skips what documents and a window mask."
+            "use flex-attention with data.document_mask or model.window."
         )
     if not uses_gpu(machine, config):
         return "It needs an NVIDIA GPU of compute capability 9.0 or more, and this run is on a CPU."

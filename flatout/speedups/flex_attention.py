@@ -1,4 +1,4 @@
-"""Attention that skips what documents and a window mask."""
+"""Attention that skips the pairs of tokens that document masks and windows exclude."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
     rank=430,
-    auto={"cuda": On("it skips what is masked, which fused-attention computes")},
+    auto={"cuda": On("it skips the masked pairs that fused-attention computes")},
 )

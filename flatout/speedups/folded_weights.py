@@ -1,7 +1,7 @@
 """Fold the fixed factors of an eigenstate network's drive and states into weights, per micro-batch.
 
-The promise is for bf16, which rounds folded weights at other places than drive and states; in fp64
-both agree to 1e-10.
+The promise is for bf16, where folding changes the points at which values are rounded; in fp64 both
+agree to 1e-10.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPEEDUP = Speedup(
     ),
     rank=540,
     auto={
-        "cpu": Off("its gain on a CPU is open"),
+        "cpu": Off("its gain on a CPU has not been measured"),
         "cuda": Off("name it for eigenstate networks"),
     },
 )

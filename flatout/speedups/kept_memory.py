@@ -14,14 +14,14 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Numbers of mallopt's settings in glibc's malloc.h."""
 NEVER = -1
 PAD_BYTES = 64 << 20
-"""How much more than needed the heap grows by."""
+"""Extra bytes by which the heap grows beyond what is needed."""
 
 
 def keep_freed_memory() -> None:
     """Tell glibc's allocator to return no memory to the system, for the rest of this process.
 
     By default it maps each large tensor anew, and the system clears every page at first touch.
-    Under another C library, where a run that started under glibc may resume, nothing happens.
+    With another C library, on which a run that started with glibc may resume, this does nothing.
     Cost: the process keeps the peak of the memory it used.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

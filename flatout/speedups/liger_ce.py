@@ -28,7 +28,8 @@ SPEEDUP = Speedup(
     rank=630,
     auto={
         "cuda": Off(
-            "chunked-ce does the same and never waits for the device; which is faster is open"
+            "chunked-ce does the same and never waits for the device; which is faster has not been "
+            "measured"
         ),
     },
 )

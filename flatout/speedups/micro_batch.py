@@ -1,4 +1,4 @@
-"""Choose as many rows per micro-batch as the device uses well and its memory holds."""
+"""Choose the most rows per micro-batch that the device uses efficiently and that fit in memory."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-"""Tokens of a micro-batch beyond which nothing is gained: on a CPU the caches are full (LOG.md); on
-a GPU the kernels are, which is not measured yet.
+"""Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md); on
+a
+GPU the kernels are, which is not measured yet.
 """
 
 
 def largest_useful(plan: MicroBatchPlan) -> int:
-    """Return the most rows that divide a rank's share of the step, fit, and are not too many."""
+    """Return the most useful rows that divide a rank's share of the step and fit in memory."""
     from flatout.assembly.memory import rows_that_fit
 
     enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.workload.seq_len, 1)
@@ -36,7 +37,7 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="micro-batch",
     fills={"micro_batch": largest_useful},
-    saves="time: as many rows per micro-batch as the device uses well, instead of the up to 12 "
+    saves="time: as many rows per micro-batch as the device uses efficiently, instead of the up to 12 "
     "that people write",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class DelayedReadback:
-    """Starts to copy a step's metrics when the step is queued, and reads them one step later."""
+    """Starts copying a step's metrics when the step is queued, and reads them one step later."""
 
     def __init__(self) -> None:
         self._pending: deque[tuple[int, list[str], Tensor, torch.cuda.Event | None]] = deque()
         self._newest = 0
 
     def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
-        """Queue the copy of `values` (name to 0-D tensor) to the host; nothing, if not `due`.
+        """Queue a copy of `values` (name to 0-D tensor) to the host if the step is `due`.
 
         Shapes: each value is 0-D.
         """

@@ -32,5 +32,5 @@ SPEEDUP = Speedup(
         "may split such products already."
     ),
     rank=620,
-    auto={"cuda": Off("it takes the place of chunked-ce when it is named")},
+    auto={"cuda": Off("it replaces chunked-ce when it is named")},
 )

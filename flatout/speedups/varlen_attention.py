@@ -31,7 +31,7 @@ SPEEDUP = Speedup(
     auto={
         "cuda": Off(
             "flex-attention does the same and supports windows and any number of documents; which "
-            "is faster is open"
+            "is faster has not been measured"
         ),
     },
 )

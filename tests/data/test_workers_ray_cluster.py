@@ -295,7 +295,7 @@ def test_a_cluster_without_cpus_is_given_up(cluster, source, setup, tmp_path, mo
         work = held_ranges(source, tmp_path, 3)
         with pytest.raises(
             RunFailed,
-            match=r"No node of the Ray cluster has a CPU any more.*it continues where it stopped",
+            match=r"No node of the Ray cluster has a CPU.*it continues where it stopped",
         ):
             pack(work, setup, RayWorkers())
         killer.join()

@@ -140,13 +140,13 @@ def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tin
     with pytest.raises(CheckpointError) as refused:
         read_write.load(run, path)
     assert refused.value.exit_code == 2
-    said, told = (
+    in_message, in_fix = (
         re.findall(r"adamw-8bit(?:-bitsandbytes)?|fp32", text)
         for text in (refused.value.what, refused.value.fix)
     )
     names = [NAMES.get(kind, "fp32") for kind in (stored, kept)]
-    assert said == names
-    assert told[0] == (names[1] if names[0] == "fp32" else names[0])
+    assert in_message == names
+    assert in_fix[0] == (names[1] if names[0] == "fp32" else names[0])
     assert ("without" in refused.value.fix) is (names[0] == "fp32")
     assert "train.init_from" in refused.value.fix
 

@@ -1,4 +1,4 @@
-"""What bf16-stream narrows, and that it compiles; test_promises.py checks the losses."""
+"""bf16-stream narrows the hidden states and compiles; test_promises.py checks the losses."""
 
 import pytest
 import torch

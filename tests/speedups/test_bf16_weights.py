@@ -67,8 +67,8 @@ def test_a_run_equals_one_with_fp32_weights_bit_for_bit(
 ):
     """Losses, norms, weights and moments; with clipping, accumulation and masked targets.
 
-    Where AdamW's decay is a write of its own, what it leaves is moved off ties too: there the
-    comparison goes without.
+    Without fused-adamw, AdamW's decay is a separate write whose result is moved off ties too, so
+    the comparison uses no decay.
     """
     one_write = "fused-adamw" in speedups
     config = tiny_config(

@@ -22,7 +22,7 @@ SPEEDUP = speedup_named("coordinate-descent")
 
 
 @pytest.fixture
-def asked(build_run, tiny_config, monkeypatch):
+def compile_options(build_run, tiny_config, monkeypatch):
     """The options that torch.compile gets after the transforms of the named speedups."""
 
     def after(*names):
@@ -39,21 +39,23 @@ def test_torch_has_the_option():
     assert OPTION in torch._inductor.list_options()
 
 
-def test_every_speedup_that_compiles_the_model_passes_the_option(asked):
-    assert asked("compile") == [{"dynamic": False, "options": None}]
-    assert asked("coordinate-descent", "compile") == [{"dynamic": False, "options": {OPTION: True}}]
-    assert asked("coordinate-descent", "compile", "cuda-graphs")[-1]["options"] == {
+def test_every_speedup_that_compiles_the_model_passes_the_option(compile_options):
+    assert compile_options("compile") == [{"dynamic": False, "options": None}]
+    assert compile_options("coordinate-descent", "compile") == [
+        {"dynamic": False, "options": {OPTION: True}}
+    ]
+    assert compile_options("coordinate-descent", "compile", "cuda-graphs")[-1]["options"] == {
         OPTION: True,
         "triton.cudagraphs": True,
     }
-    by_block = asked("coordinate-descent", "compile-blocks")
+    by_block = compile_options("coordinate-descent", "compile-blocks")
     assert len(by_block) == 3, "two blocks and the loss"
     assert all(options == {"dynamic": False, "options": {OPTION: True}} for options in by_block)
 
 
-def test_a_compiler_without_the_option_is_not_given_it(asked, monkeypatch):
+def test_a_compiler_without_the_option_is_not_given_it(compile_options, monkeypatch):
     monkeypatch.setattr(torch._inductor, "list_options", list)
-    assert asked("coordinate-descent", "compile") == [{"dynamic": False, "options": None}]
+    assert compile_options("coordinate-descent", "compile") == [{"dynamic": False, "options": None}]
 
 
 def test_why_not(tiny_config):
@@ -76,8 +78,9 @@ def test_why_not(tiny_config):
     "ignore::DeprecationWarning"
 )  # torch's own compiler makes objects of its functions
 def test_only_forward_and_backward_are_tuned(monkeypatch):
-    """Backward runs in a thread of its own, as on a GPU, where settings of the process do not hold
-    in every torch.
+    """Backward runs in its own thread, as on a GPU.
+
+    Settings of the process do not apply there in every version of torch.
     """
     seen, run = [], graph.GraphLowering.run
 

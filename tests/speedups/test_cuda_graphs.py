@@ -36,16 +36,16 @@ def test_it_needs_compile(tiny_config):
 
 
 def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
-    said = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: said.append("step"))
-    monkeypatch.setattr(torch, "compile", lambda call, **options: said.append(options) or call)
+    calls = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("step"))
+    monkeypatch.setattr(torch, "compile", lambda call, **options: calls.append(options) or call)
     model = nn.Linear(2, 2)
     model.compiler_options = {}
     names = list(model.state_dict())
     SPEEDUP.transform.apply(model, SimpleNamespace(shard=1))
     for _ in range(2):
         model(torch.ones(1, 2))
-    assert said == [{"dynamic": False, "options": {"triton.cudagraphs": True}}, "step", "step"]
+    assert calls == [{"dynamic": False, "options": {"triton.cudagraphs": True}}, "step", "step"]
     assert list(model.state_dict()) == names
 
 
@@ -71,9 +71,7 @@ def test_frozen_parameters_get_no_gradient():
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_losses_equal_those_of_compile(tiny_config, tmp_path, precision):
-    """Two micro-batches a step, evaluation in between: what overwrites a gradient or a loss shows
-    here.
-    """
+    """Two micro-batches per step, and evaluation between steps, expose overwritten memory."""
     found = {}
     for speedups in ("auto,+compile", "auto,+compile,+cuda-graphs"):
         folder = tmp_path / str(len(found))

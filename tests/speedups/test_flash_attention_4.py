@@ -43,6 +43,6 @@ def test_it_is_for_plain_causal_attention_on_hopper_and_later():
 
 def test_without_the_package_it_names_the_install_line_and_the_licence(monkeypatch):
     monkeypatch.setattr(flash_attention_4, "version", missing)
-    said = reason(gpu((9, 0)))
-    assert 'pip install "flatout[flash-attention-4]"' in said
-    assert "NVIDIA's own licence" in said
+    why = reason(gpu((9, 0)))
+    assert 'pip install "flatout[flash-attention-4]"' in why
+    assert "NVIDIA's own licence" in why

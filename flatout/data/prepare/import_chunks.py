@@ -1,4 +1,4 @@
-"""Imports tokens of another pipeline: a folder of `chunk_NNNNNN.pt` files of one tensor each."""
+"""Import tokens from another pipeline: a folder of `chunk_NNNNNN.pt` files, one tensor each."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ Documents = Literal["end-of-text", "chunk"]
 
 @dataclass(frozen=True)
 class Imported:
-    """A dataset made of chunks, and how long it took."""
+    """An imported dataset, and how long the import took."""
 
     manifest: Manifest
     chunks: int
-    """Files that were read."""
+    """Number of chunk files."""
     seconds: float
     existed: bool
-    """Whether the directory contained this dataset before."""
+    """Whether the directory already contained this dataset."""
 
 
 def import_chunks(
@@ -54,10 +54,10 @@ def import_chunks(
     split: str = "tail 0.1",
     progress: Progress = SILENT,
 ) -> Imported:
-    """Write the tokens of a folder of chunks, streamed one at a time, to the dataset `out`.
+    """Write the tokens of a folder of chunks to the dataset `out`, one chunk at a time.
 
-    The tokens stay unchanged. A document ends with an end-of-text token, across chunks, or with
-    each chunk. A directory that contains this dataset is left as it is.
+    Tokens are stored unchanged. Documents end at end-of-text tokens and may span chunks, or each
+    chunk is a document. A directory that already contains this dataset is left unchanged.
 
     Memory: one chunk.
     Raises: DataError naming the chunk that is missing or unusable, or the token that is outside the
@@ -140,8 +140,8 @@ def _write(
 
 def _no_end_of_text(tokenizer: Tokenizer) -> str:
     return (
-        f"No chunk contains end-of-text, id {tokenizer.eot_id}: each split is one document. "
-        "With --documents chunk, each chunk is one."
+        f"No chunk contains the end-of-text token (id {tokenizer.eot_id}), so each split is a "
+        "single document. With --documents chunk, each chunk is a document."
     )
 
 
@@ -189,9 +189,9 @@ def read_chunk(path: Path, tokenizer: Tokenizer) -> Array:
 
 
 class _TextBytes:
-    """Counts the UTF-8 bytes of the text behind tokens, if each token stands for its own bytes.
+    """Counts the UTF-8 bytes that tokens decode to, if each token decodes to its own bytes.
 
-    For other tokenizers the count is 0, unknown.
+    For other tokenizers the count is unknown, reported as 0.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -203,7 +203,7 @@ class _TextBytes:
         self._known: bool | None = None
 
     def of(self, tokens: Array) -> int:
-        """Return the bytes of some tokens; the first ones are decoded to test the count."""
+        """Return the bytes of some tokens; the first call decodes them to verify the count."""
         if self._known is None:
             text = tokens[tokens != self._tokenizer.eot_id]
             decoded = self._tokenizer.decode_bytes(text.tolist())
@@ -223,7 +223,7 @@ def _tail_fraction(split: str) -> float:
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
-    """Return each chunk's size, mtime, ctime and inode: one of them changes if it is rewritten."""
+    """Return each chunk's size, mtime, ctime and inode: a rewrite changes at least one."""
     return [
         (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
         for found in map(Path.stat, files)

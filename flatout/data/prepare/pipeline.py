@@ -1,6 +1,4 @@
-"""Preparing a dataset from text: tokenised once, in parallel, with the same bytes for any number of
-workers.
-"""
+"""Prepare a dataset: tokenise text once, in parallel, to the same bytes for any worker count."""
 
 from __future__ import annotations
 
@@ -45,29 +43,29 @@ BYTES_PER_WORKER = 8_000_000
 
 @dataclass(frozen=True)
 class Prepared:
-    """A dataset directory, and how long it took."""
+    """A prepared dataset, and how long it took."""
 
     path: Path
     manifest: Manifest
     seconds: float
     existed: bool
-    """Whether the directory contained this dataset before."""
+    """Whether the directory already contained this dataset."""
 
 
 @dataclass(frozen=True)
 class PreparedPart:
-    """What one process did of a dataset, and what is left for others."""
+    """One process's part of a dataset, and how much is left for others."""
 
     path: Path
     records: tuple[RangeRecord, ...]
-    """Its ranges."""
+    """Records of the ranges in this part."""
     left: int
     """Ranges that no process has packed yet."""
     seconds: float
 
 
 Engine = Callable[[Request, int | None], AbstractContextManager[Workers]]
-"""Provides workers for a request: the number asked for, or the default."""
+"""Provides workers for a request: the requested number, or the default."""
 
 
 def engine_named(name: str) -> Engine:
@@ -103,7 +101,7 @@ def prepare_dataset(
 ) -> Prepared:
     """Prepare the dataset of some sources in the directory `out`, completely or not at all.
 
-    A directory that contains this dataset is left as it is.
+    A directory that already contains this dataset is left unchanged.
 
     Raises: DataError for unusable text, options, tokenizer or `out`.
     """
@@ -137,9 +135,9 @@ def prepare_part(
     workers: int | None = None,
     **access: Unpack[Access],
 ) -> PreparedPart:
-    """Do one part of the work for the dataset `out`, while other processes do the others.
+    """Pack one part of the dataset `out`, while other processes pack the others.
 
-    Raises: DataError as `prepare_dataset` does, and when another process does this part.
+    Raises: DataError as `prepare_dataset` does, and when another process is packing this part.
     """
     started = time.perf_counter()
     check_workers(workers)
@@ -160,7 +158,7 @@ def prepare_part(
 def join_parts(
     sources: Sequence[str], out: Path, options: Options, **access: Unpack[Access]
 ) -> Prepared:
-    """Join the parts that `prepare_part` did to the dataset `out`.
+    """Join the parts that `prepare_part` packed into the dataset `out`.
 
     Raises: DataError naming the parts that are missing.
     """
@@ -220,7 +218,7 @@ def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
     """Return the manifest of an existing dataset, or claim the work directory and return None."""
     manifest = existing_dataset(work.out, request.source, request.progress)
     if manifest is None:
-        work.claim()  # another process may have finished the dataset until now
+        work.claim()  # another process may have just finished the dataset
         manifest = existing_dataset(work.out, request.source, request.progress)
     if manifest is not None:
         work.clear()
@@ -228,7 +226,7 @@ def _existing_or_claimed(request: Request, work: WorkDir) -> Manifest | None:
 
 
 def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
-    """Pack the ranges that are not done, and join all; unusable text discards the work."""
+    """Pack the remaining ranges, and join all; discard the work if the text is unusable."""
     plan, packing = plan_work(work, request)
     records = _pack(work, plan, packing, plan.ranges, crew, request)
     skipped = Skipped()
@@ -268,7 +266,7 @@ def _pack(
     crew: Workers,
     request: Request,
 ) -> list[RangeRecord]:
-    """Return the records of some ranges, in order; those that are not done are packed."""
+    """Pack the `wanted` ranges that are not done, and return the records of all in order."""
     numbers = {one.number for one in wanted}
     done = {number: record for number, record in work.done().items() if number in numbers}
     check_files(work, list(done.values()))
@@ -286,7 +284,7 @@ def _pack(
                 records.append(done[one.number] if one.number in done else next(packed))
                 limit.add(records[-1])
         _require_unchanged(work, left, request)
-    except (Unfinished, NotHandedOut, Unreachable):  # not the fault of the text
+    except (Unfinished, NotHandedOut, Unreachable):  # the text is not at fault, so the work is kept
         raise
     except DataError as error:
         raise work.discard(error) from error
@@ -294,7 +292,7 @@ def _pack(
 
 
 def _require_unchanged(work: WorkDir, packed: Sequence[Range], request: Request) -> None:
-    """Check that the text did not change since the start; ranges packed since then are forgotten.
+    """Check that the text has not changed since the start; if it has, forget the ranges packed.
 
     Raises: DataError naming a file that changed; Unreachable.
     """
@@ -309,7 +307,7 @@ def _require_unchanged(work: WorkDir, packed: Sequence[Range], request: Request)
 
 
 def _reporter(task: Task) -> Report:
-    """Return what shows progress: bytes, documents, tokens per second."""
+    """Return a function that shows progress: bytes, documents, tokens per second."""
     started = time.perf_counter()
     documents = tokens = 0
 
@@ -329,7 +327,7 @@ def _check_splits(
 ) -> None:
     """Check that both splits have documents.
 
-    Raises: DataError naming the empty one, and a rule that works.
+    Raises: DataError naming the empty split, and a rule that works.
     """
     train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
     if not train and (rule == NAMED or not val):

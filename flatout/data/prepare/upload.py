@@ -1,7 +1,7 @@
-"""Prepares a dataset in the cache and sends it to a URL, the manifest last.
+"""Prepare a dataset in the cache and send it to a URL, the manifest last.
 
-A URL that has a manifest holds a complete dataset. Until then `upload.json` there says which dataset
-is being sent. What was sent becomes this machine's copy of the URL.
+A URL with a manifest contains a complete dataset. Until then, `upload.json` there describes the
+dataset being sent. The prepared directory then becomes this machine's copy of the URL.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
 
 @dataclass(frozen=True)
 class Uploaded:
-    """A dataset at a URL, and how it got there."""
+    """A dataset at a URL, and how long it took."""
 
     path: str
     """The URL."""
     manifest: Manifest
     seconds: float
     existed: bool
-    """Whether the URL already held this dataset."""
+    """Whether the URL already contained this dataset."""
 
 
 class Claim(BaseModel):
@@ -81,13 +81,13 @@ def prepare_upload(
     cache: Path = CACHE,
     progress: Progress = SILENT,
 ) -> Uploaded:
-    """Prepare a dataset and send it to a URL, which then holds all of it or has no manifest.
+    """Prepare a dataset and send it to a URL; the manifest appears once it is complete.
 
-    Both steps resume where an earlier call stopped. A URL that already holds this dataset is left
-    unchanged.
+    Both steps resume where an earlier call stopped. A URL that already contains this dataset is
+    left unchanged.
 
-    Raises: DataError before anything is prepared when the URL cannot be written or holds anything
-            else; MissingPackage.
+    Raises: DataError before anything is prepared when the URL cannot be written or contains
+            anything else; MissingPackage.
     """
     started = time.perf_counter()
     check_workers(workers)
@@ -107,7 +107,8 @@ def prepare_upload(
             )
             _require_same(f"{remote.url} contains a", manifest.source, request)
             progress.say(
-                f"{remote.url} already contains this dataset: {manifest.tokens:,} tokens. Nothing to do."
+                f"{remote.url} already contains this dataset: {manifest.tokens:,} tokens. "
+                "Nothing to do."
             )
         else:
             if claim is not None:
@@ -147,7 +148,7 @@ def _prepare(request: Request, folder: Path, workers: int | None, engine: Engine
 
 
 def _keep(folder: Path, cache_dir: Path, uploaded: bytes | None) -> None:
-    """Make what was prepared this machine's copy of the URL, unless another manifest is there."""
+    """Make the prepared dataset this machine's copy of the URL, unless the URL has another one."""
     with explaining_cache_errors(cache_dir):
         if (folder / MANIFEST).is_file():
             own = (folder / MANIFEST).read_bytes()
@@ -159,7 +160,7 @@ def _keep(folder: Path, cache_dir: Path, uploaded: bytes | None) -> None:
 
 
 def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
-    """Return the manifest and the claim at a URL, None for each that is not there.
+    """Return the manifest and the claim at a URL, or None for each that is missing.
 
     Raises: DataError when anything else is there, or it cannot be read.
     """
@@ -244,6 +245,6 @@ def _send_file(
 
 def _altered(remote: RemoteFolder, name: str) -> DataError:
     return DataError(
-        f"{remote.url}/{name} is not what was sent.",
+        f"{remote.url}/{name} differs from the file that was sent.",
         fix="Run the same command again; if this repeats, the store or the network alters files.",
     )

@@ -1,4 +1,4 @@
-"""Writes a dataset from tokens at hand, without text: one range, joined as `prepare` joins many."""
+"""Write a dataset from existing tokens, as one range, joined as `prepare` joins many."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class DatasetWriter:
         writer.train.append(tokens, ends, text_bytes=...)
         manifest = writer.finish(tokenizer=..., source=..., split_rule=...)
 
-    Raises: DataError when `out` is not empty, another process writes it, or the disk refuses.
+    Raises: DataError when `out` is not empty, another process writes it, or the disk cannot be
+            written.
     """
 
     def __init__(self, out: Path | str, *, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:

@@ -15,7 +15,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
         return "On a CPU its kernels need a C++ compiler: apt install g++."
     if config.parallel.shard > 1:
         return (
-            "Checkpoints cannot hold 8-bit moments that are sharded: "
+            "Checkpoints do not support sharded 8-bit moments: "
             "set parallel.shard=1, or leave it out."
         )
     return None

@@ -21,11 +21,11 @@ from flatout.assembly.conditions import load_package
 from flatout.optimizers.moments import FP32, TORCHAO, Moments
 
 BLOCK = 256
-"""Moments that share a scale."""
+"""Number of moments that share a scale."""
 SMALLEST = 4_096
-"""Weights of the smallest tensor whose moments are quantised."""
+"""Number of weights in the smallest tensor whose moments are quantised."""
 TABLE_BYTES = 2 * 256 * 4
-"""The two tables that map codes to values."""
+"""Size of the two tables that map codes to values."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """torch's names of AdamW's moments, and whether they are signed."""
 
@@ -51,8 +51,8 @@ def moment_bytes(num_weights: int) -> int:
 class AdamW8bit(Optimizer):
     """torchao's AdamW for the tensors it quantises, torch's fused one for the rest.
 
-    The state holds plain tensors, as a checkpoint does. A quantised moment is its codes, under
-    torch's own name, and their scales, under NAME_scale; the code tables come from the package. The
+    The state contains plain tensors, as a checkpoint does. A quantised moment is stored as codes,
+    under torch's own name, and scales, under NAME_scale; the code tables come from the package. The
     learning rate is passed to the compiled kernels as a tensor, so that a new rate does not
     recompile them.
     """
@@ -65,12 +65,12 @@ class AdamW8bit(Optimizer):
             "torchao.optim.subclass_8bit"
         ).OptimState8bit
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._quantised = self._made(package.AdamW8bit, keywords, quantised=True)
-        self._fp32 = self._made(partial(AdamW, fused=True), keywords, quantised=False)
+        self._quantised = self._make_inner(package.AdamW8bit, keywords, quantised=True)
+        self._fp32 = self._make_inner(partial(AdamW, fused=True), keywords, quantised=False)
         if self._fp32 is not None:
             self._fp32.state = self.state
 
-    def _made(
+    def _make_inner(
         self, make: Callable[..., Optimizer], keywords: dict[str, Any], *, quantised: bool
     ) -> Optimizer | None:
         members = [
@@ -123,16 +123,16 @@ class AdamW8bit(Optimizer):
             if parameter in self.state and self.state[parameter]["step"] is not inner.state[
                 parameter
             ].get("step"):
-                inner.state[parameter] = self._joined(self.state[parameter])
+                inner.state[parameter] = self._to_torchao(self.state[parameter])
         with warnings.catch_warnings():
             # torchao's states do not define the key under which a compiled kernel is cached.
             warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")
             inner.step()
         for parameter in parameters:
             if parameter not in self.state:
-                self.state[parameter] = _separated(inner.state[parameter])
+                self.state[parameter] = _from_torchao(inner.state[parameter])
 
-    def _joined(self, own: dict[str, Tensor]) -> dict[str, Any]:
+    def _to_torchao(self, own: dict[str, Tensor]) -> dict[str, Any]:
         inner: dict[str, Any] = {"step": own["step"]}
         for name, signed in MOMENTS.items():
             table = self._state_class.zeros((BLOCK,), signed, BLOCK, own[name].device).qmap
@@ -142,7 +142,7 @@ class AdamW8bit(Optimizer):
         return inner
 
 
-def _separated(inner: dict[str, Any]) -> dict[str, Tensor]:
+def _from_torchao(inner: dict[str, Any]) -> dict[str, Tensor]:
     own: dict[str, Tensor] = {"step": inner["step"]}
     for name in MOMENTS:
         own |= {name: inner[name].codes, f"{name}_scale": inner[name].scale}
@@ -150,5 +150,5 @@ def _separated(inner: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _is_quantised(num_weights: int) -> bool:
-    """Return whether torchao quantises the moments of a tensor; the rule is its own."""
+    """Return whether torchao quantises the moments of a tensor, by its own rule."""
     return num_weights >= SMALLEST and num_weights % BLOCK == 0

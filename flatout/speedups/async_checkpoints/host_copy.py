@@ -1,8 +1,8 @@
-"""A copy of a run's state in host memory, reused by every save, so that training can continue
-while it is written.
+"""A copy of a run's state in host memory, from which checkpoints are written during training.
 
-From a GPU it is made on its own stream into pinned memory: forward and backward passes overlap with
-it, and the optimiser's next step waits for it, on the GPU. On a CPU it is made at once.
+Every save reuses the memory. From a GPU, the copy is made on a separate stream into pinned memory:
+forward and backward passes overlap with it, and the next optimiser step waits for it on the GPU. On
+a CPU it is made synchronously.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HostCopy:
         self._sources: list[tuple[str, Tensor, Tensor]] = []
 
     def of(self, snapshot: Snapshot, device: torch.device) -> Snapshot:
-        """Return the snapshot with copies of its tensors, which overwrite those of the last one.
+        """Return the snapshot with copies of its tensors, which overwrite the previous copies.
 
         On a GPU they are valid after `wait`, and the weights must not change before
         `before_update`.
@@ -56,7 +56,7 @@ class HostCopy:
             copies.setdefault(file, {})[name] = copy
             pairs.append((name, copy, tensor))
         if device.type == "cuda":
-            self._copy_beside(pairs, snapshot.buffers, device)
+            self._copy_on_own_stream(pairs, snapshot.buffers, device)
         else:
             _copy((copy, tensor) for _, copy, tensor in pairs)
         return replace(snapshot, tensors=copies)
@@ -76,11 +76,12 @@ class HostCopy:
         if self._copied is not None:
             self._copied.wait()
 
-    def _copy_beside(
+    def _copy_on_own_stream(
         self, pairs: list[tuple[str, Tensor, Tensor]], buffers: frozenset[str], device: torch.device
     ) -> None:
-        """Copy on a separate stream. The next forward pass waits for the buffers, which it may
-        change and which are small.
+        """Copy on a separate stream; the next forward pass waits for the buffers only.
+
+        It may change them, and they are small.
         """
         now = torch.cuda.current_stream(device)
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -95,7 +96,7 @@ class HostCopy:
     def make_room(self, num_bytes: int, device: torch.device) -> None:
         """Allocate `num_bytes` unless there is a block that large, and pin it for a GPU.
 
-        Cost: about half a second per gigabyte, which would otherwise hold up the first save.
+        Cost: about half a second per gigabyte, which would otherwise delay the first save.
         """
         if num_bytes <= self._block.numel():
             return
@@ -103,8 +104,8 @@ class HostCopy:
             self._unpin()
         self._block = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
         self._block = torch.empty(num_bytes, dtype=torch.uint8)
-        # The system maps memory at the first write, and faster to several threads than to the
-        # single one of the driver.
+        # The system maps memory at the first write, which is faster from several threads than from
+        # the driver's single one.
         self._block[::PAGE] = 0
         if device.type == "cuda" and _pin(self._block, device):
             self._unpin = weakref.finalize(self, _unpin, self._block.data_ptr())
@@ -134,7 +135,7 @@ def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _offsets(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
-    """Yield the first and last offset of each tensor in the block."""
+    """Yield the start and end offset of each tensor in the block."""
     begin = 0
     for _, _, tensor in _tensors(snapshot):
         num_bytes = tensor.numel() * tensor.element_size()
@@ -163,7 +164,7 @@ def _pin(block: Tensor, device: torch.device) -> bool:
     with torch.cuda.device(device):
         refused = int(_driver().cudaHostRegister(block.data_ptr(), block.numel(), PORTABLE))
         if refused:
-            with suppress(RuntimeError):  # the next launch reports the refusal once more
+            with suppress(RuntimeError):  # the next launch reports the same error again
                 torch.zeros(1, device=device)
     return not refused
 

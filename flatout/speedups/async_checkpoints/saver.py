@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class InThread:
-    """Work done by a daemon thread: a process that ends does not wait for it, and what is half
-    written does not count.
+    """Work done by a daemon thread: a process that exits does not wait for it.
+
+    A half-written checkpoint does not count.
     """
 
     def __init__(self, work: Work) -> None:
@@ -39,7 +40,7 @@ class InThread:
         return self._outcome is not None
 
     def result(self) -> None:
-        """Wait for the thread, and raise what the work raised."""
+        """Wait for the thread, and raise the error of the work, if any."""
         self._thread.join()
         assert self._outcome is not None, "a thread that has ended has an outcome"
         self._outcome.result()
@@ -48,8 +49,8 @@ class InThread:
 class BackgroundSaver:
     """Copies the state in the loop and writes it in a thread, one checkpoint at a time.
 
-    The files are those that saving in the loop writes. Every rank calls every method, in the same
-    places.
+    The files are the same as those of a save in the loop. Every rank calls every method, at the
+    same points.
     Memory: one copy of this rank's share of the state, on the host, from `reserve` or the first
             save to the end of the run. If the host has no room for it, the loop writes the state.
     """
@@ -84,9 +85,9 @@ class BackgroundSaver:
     def save(
         self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
     ) -> None:
-        """Copy the state and start to write it; delete checkpoints not kept once it is complete.
+        """Copy the state, start writing it, and delete checkpoints beyond `keep` once it is complete.
 
-        Raises: RunFailed, CheckpointError, as `checkpoint.save`, also for the previous save.
+        Raises: RunFailed, CheckpointError, as `checkpoint.save` does, and for the previous save.
         """
         self.wait(progress)
         best_step = run.best_step  # as of this checkpoint: a later best is not on disk yet
@@ -116,7 +117,7 @@ class BackgroundSaver:
         self._blocked_s += time.perf_counter() - self._began_s
 
     def finished(self, progress: Progress = SILENT) -> list[Saved]:
-        """Return the checkpoints completed since the last call. The loop asks after every step.
+        """Return the checkpoints completed since the last call; called after every step.
 
         Raises: as `save`: what went wrong in the thread.
         """
@@ -166,7 +167,7 @@ class BackgroundSaver:
         return InThread(copied_work)
 
     def _all_ready(self, saving: Saving) -> bool:
-        """Return whether every rank has finished its stage; several ranks learn it a step late."""
+        """Return whether every rank has finished its stage; with several ranks, one step late."""
         assert self._mesh is not None, "a save has set the mesh"
         if self._mesh.world_size == 1:
             return saving.is_ready()

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
 
 FEWEST_WEIGHTS = 2**22
-"""Weights of the smallest product computed in fp8: below, rounding the factors costs what the
-product saves. With every layer of the blocks in fp8, a GPT-2 of width 768, whose products have up
-to 2.4 million weights, lost 6% on an H200; one of width 1,536, up to 9.4 million, gained 6%.
+"""Number of weights of the smallest product computed in fp8: below, rounding the factors costs as
+much
+as the product saves. With every layer of the blocks in fp8, a GPT-2 of width 768, whose products
+have up to 2.4 million weights, lost 6% on an H200; one of width 1,536, up to 9.4 million, gained
+6%.
 """
 LARGEST_IN_WIDTHS = 4
 """The largest product of a block is that of the MLP, d_model x 4 d_model unless d_ff is set."""
@@ -62,7 +64,7 @@ SPEEDUP = Speedup(
     name="fp8",
     transform=Transform("low-precision", _to_fp8),
     saves="time: the blocks' products with 4 million weights and more run at up to twice the rate "
-    "of bf16; all others stay as they are",
+    "of bf16; all others are unchanged",
     promise=Promise.statistical(),
     needs=("bf16", "compile"),
     why_not=_why_not,

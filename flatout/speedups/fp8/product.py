@@ -65,7 +65,7 @@ def fp8_product(hidden: Tensor, weight_OI: Tensor, *, emulate: bool) -> Tensor:
 
 
 _LOADED: dict[bool, tuple[Any, Any, Any]] = {}
-"""What `load_fp8` returned."""
+"""Results of `load_fp8`, by `emulate`."""
 
 
 def load_fp8(*, emulate: bool) -> tuple[Any, Any, Any]:

@@ -16,7 +16,7 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="length-buckets",
     fills={"batching": lazy("flatout.speedups.length_buckets.steps:BucketedSteps")},
-    saves="time where every row is to be one document: short documents take short rows of a few "
+    saves="time where every row must be one document: short documents take short rows of a few "
     "fixed lengths, and no row is padded to the longest",
     promise=Promise.statistical(),
     needs=("pretokenised",),

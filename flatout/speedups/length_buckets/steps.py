@@ -1,10 +1,9 @@
-"""Steps of documents, one per row, in batches of rows of similar length: for data that must not be
-packed.
+"""Steps of documents, one per row, batched by length: for data that must not be packed.
 
 A document longer than data.seq_len is split into rows of that many inputs. Rows are padded to one
-of a few lengths: seq_len and its halves. All rows of a step have the same length, and there are
-twice as many where they are half as long, so every step has the same number of positions. Rows of a
-length that are left over at the end of an epoch join the next longer ones; only the last step of
+of a few lengths: seq_len and its halves. All rows of a step have the same length, and rows of half
+the length come twice as many to a step, so every step has the same number of positions. Rows left
+over at the end of an epoch join those of the next length; only the last step of
 the longest may contain empty rows. Every target of the split is read once per epoch.
 
 An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
@@ -29,7 +28,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 MOST_LENGTHS = 4
 SHORTEST = 16
-"""Shortest row: shorter ones would not fill a device."""
+"""Length of the shortest rows: shorter ones would not fill a device."""
 
 
 class _Bucket(NamedTuple):
@@ -62,7 +61,8 @@ class BucketedSteps:
         starts, sizes = rows_of(split.document_ends, plan.seq_len)
         if not len(starts):
             raise DataError(
-                f"The {split.name} split has no document of two tokens.", fix="Prepare more text."
+                f"The {split.name} split has no document of two or more tokens.",
+                fix="Prepare more text.",
             )
         lengths = row_lengths(plan.seq_len)
         of_bucket = np.searchsorted(lengths, sizes)
@@ -108,19 +108,19 @@ class BucketedSteps:
         number, group = self._step(position)
         bucket = self._buckets[number]
         first = group * bucket.rows_per_step
-        rows = self._drawn(
+        rows = self._rows_at(
             number,
             position // self.num_steps,
             np.arange(first, min(first + bucket.rows_per_step, bucket.pool)),
         )
-        places = self.plan.row_indices(self._shape(bucket).rows)
-        there = places < len(rows)
-        starts, sizes = np.zeros(len(places), np.int64), np.zeros(len(places), np.int64)
-        starts[there], sizes[there] = (
-            self._starts[rows[places[there]]],
-            self._sizes[rows[places[there]]],
+        indices = self.plan.row_indices(self._shape(bucket).rows)
+        is_row = indices < len(rows)
+        starts, sizes = np.zeros(len(indices), np.int64), np.zeros(len(indices), np.int64)
+        starts[is_row], sizes[is_row] = (
+            self._starts[rows[indices[is_row]]],
+            self._sizes[rows[indices[is_row]]],
         )
-        self._split.read_spans(starts, np.where(there, sizes + 1, 0), sequences_NW)
+        self._split.read_spans(starts, np.where(is_row, sizes + 1, 0), sequences_NW)
         assert mask_NT is not None, "rows of a bucket always have a mask"
         if self._split.has_mask:
             self._split.read_mask_spans(starts + 1, sizes, mask_NT)
@@ -142,7 +142,7 @@ class BucketedSteps:
         number = int(np.searchsorted(self._first_step, step, side="right")) - 1
         return number, step - int(self._first_step[number])
 
-    def _drawn(self, number: int, epoch: int, items: Array) -> Array:
+    def _rows_at(self, number: int, epoch: int, items: Array) -> Array:
         """Return the rows at indices `items` of a bucket's order in an epoch.
 
         Rows left over by the shorter bucket come after its own.
@@ -156,7 +156,7 @@ class BucketedSteps:
         if len(carried):
             shorter = self._buckets[number - 1]
             left_over = shorter.num_steps * shorter.rows_per_step + drawn[carried] - bucket.own
-            rows[carried] = self._drawn(number - 1, epoch, left_over)
+            rows[carried] = self._rows_at(number - 1, epoch, left_over)
         return rows
 
     def _seed(self, order: int) -> int:

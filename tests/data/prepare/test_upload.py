@@ -1,6 +1,4 @@
-"""A dataset prepared at a URL: complete or without a manifest, resumed, refused early, and the same
-bytes as in a folder.
-"""
+"""Preparing at a URL: the bytes of a local dataset, the manifest last, resuming, early refusal."""
 
 import base64
 import hashlib
@@ -90,7 +88,8 @@ def test_the_files_are_those_of_a_folder_and_the_manifest_comes_last(
     assert puts(store)[:2] == [PROBE, CLAIM]
     assert puts(store)[-1] == "manifest.json"
     assert said.lines == [
-        f"Preparing the dataset in {cache_dir_of(URL, tmp_path / 'cache') / 'work'}, then sending it to {URL}."
+        f"Preparing the dataset in {cache_dir_of(URL, tmp_path / 'cache') / 'work'}, "
+        f"then sending it to {URL}."
     ]
 
 
@@ -116,7 +115,8 @@ def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_refused(
     ]
     with pytest.raises(
         DataError,
-        match=r"faulty://bucket/set contains a different dataset: max_documents is None, and 5 is requested",
+        match="faulty://bucket/set contains a different dataset: "
+        "max_documents is None, and 5 is requested",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     assert puts(store) == []
@@ -194,9 +194,7 @@ def test_unusable_text_leaves_the_url_empty(send, store, tmp_path):
 def test_an_interrupted_upload_resumes_and_sends_nothing_twice(
     send, store, monkeypatch, tags, tmp_path, said
 ):
-    """With a store that reports only sizes, an MD5, S3's MD5 of parts, Google's MD5, or a number of
-    another kind.
-    """
+    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)
     monkeypatch.setattr(sending, "PART_BYTES", 6_000)
     reports = {
@@ -238,13 +236,15 @@ def test_an_unfinished_upload_is_resumed_only_by_the_same_dataset(send, store):
     store.faults.clear()
     with pytest.raises(
         DataError,
-        match="faulty://bucket/set contains an unfinished, different dataset: max_documents is None, and 5 is requested",
+        match="faulty://bucket/set contains an unfinished, different dataset: "
+        "max_documents is None, and 5 is requested",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     store.rm_file(f"{URL}/{CLAIM}")
     with pytest.raises(
         DataError,
-        match=r"work/set, which waits to be sent, contains a different dataset: max_documents is None",
+        match="work/set, which waits to be sent, contains a different dataset: "
+        "max_documents is None",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     assert not send().existed
@@ -264,7 +264,7 @@ def test_a_file_that_arrives_altered_is_an_error(send, store, monkeypatch):
 
     monkeypatch.setattr(type(store), "put_file", damaging)
     with pytest.raises(
-        DataError, match=r"faulty://bucket/set/train-00001\.bin is not what was sent"
+        DataError, match=r"faulty://bucket/set/train-00001\.bin differs from the file that was sent"
     ):
         send()
     assert "manifest.json" not in stored(store)
@@ -281,7 +281,9 @@ def test_a_manifest_that_arrives_altered_is_removed(send, store, monkeypatch):
             self.pipe_file(rpath, b"{")
 
     monkeypatch.setattr(type(store), "put_file", damaging)
-    with pytest.raises(DataError, match=r"faulty://bucket/set/manifest\.json is not what was sent"):
+    with pytest.raises(
+        DataError, match=r"faulty://bucket/set/manifest\.json differs from the file that was sent"
+    ):
         send()
     assert "manifest.json" not in stored(store)
 

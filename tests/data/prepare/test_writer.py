@@ -49,8 +49,11 @@ def test_the_dataset_contains_what_was_written(tmp_path, stub_tokenizer):
     assert sorted(contents(dataset.path)) == [
         "manifest.json",
         "tokenizer.json",
-        *(f"{name}.bin" for name in ("train-00000", "train-documents", "val-00000", "val-documents")),
-    ]  # fmt: skip
+        "train-00000.bin",
+        "train-documents.bin",
+        "val-00000.bin",
+        "val-documents.bin",
+    ]
     assert contents(dataset.path)["train-00000.bin"] == np.arange(5, dtype="<u2").tobytes()
     assert contents(dataset.path)["train-documents.bin"] == np.array([2, 5], "<i8").tobytes()
 

@@ -17,16 +17,16 @@ CUDA = torch.device("cuda", 0)
 
 
 class Stream:
-    """Notes what is asked of it, in one list with its like."""
+    """Records its calls in a list that all streams share."""
 
-    def __init__(self, name, notes):
-        self.name, self.notes, self.events = name, notes, 0
+    def __init__(self, name, calls):
+        self.name, self.calls, self.events = name, calls, 0
 
     def wait_stream(self, other):
-        self.notes.append(f"{self.name} waits for {other.name}")
+        self.calls.append(f"{self.name} waits for {other.name}")
 
     def wait_event(self, event):
-        self.notes.append(f"{self.name} waits for {event}")
+        self.calls.append(f"{self.name} waits for {event}")
 
     def record_event(self):
         self.events += 1
@@ -34,40 +34,40 @@ class Stream:
 
 
 @pytest.fixture
-def notes(monkeypatch):
+def calls(monkeypatch):
     """Stand in for CUDA's streams, with tensors that stay on the CPU."""
-    notes = []
-    training = Stream("training", notes)
+    calls = []
+    training = Stream("training", calls)
 
     @contextmanager
     def inside(stream):
-        notes.append(f"on {stream.name}")
+        calls.append(f"on {stream.name}")
         yield
-        notes.append("off")
+        calls.append("off")
 
     copy = host_copy._copy
 
-    def noted(pairs):
+    def recorded(pairs):
         pairs = list(pairs)
-        notes.append(f"copies {len(pairs)}")
+        calls.append(f"copies {len(pairs)}")
         copy(pairs)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("beside", notes))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("beside", calls))
     monkeypatch.setattr(torch.cuda, "stream", inside)
     monkeypatch.setattr(host_copy, "_pin", lambda block, device: False)
-    monkeypatch.setattr(host_copy, "_copy", noted)
-    return notes
+    monkeypatch.setattr(host_copy, "_copy", recorded)
+    return calls
 
 
-def test_the_next_forward_pass_waits_for_buffers_only(tmp_path, notes):
+def test_the_next_forward_pass_waits_for_buffers_only(tmp_path, calls):
     run = build(tmp_path / "run")
     train(run, 1)
     snapshot = take(run, {})
     assert snapshot.buffers == {"model/calls"}
     num_tensors = sum(len(tensors) for tensors in snapshot.tensors.values())
     HostCopy().of(snapshot, CUDA)
-    assert notes == [
+    assert calls == [
         "beside waits for training",
         "on beside",
         "copies 1",
@@ -77,7 +77,7 @@ def test_the_next_forward_pass_waits_for_buffers_only(tmp_path, notes):
     ]
 
 
-def test_the_update_and_the_thread_wait_for_the_last_copy(tmp_path, notes):
+def test_the_update_and_the_thread_wait_for_the_last_copy(tmp_path, calls):
     calls = []
     copy = HostCopy()
     copy.before_update()

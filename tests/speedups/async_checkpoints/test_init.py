@@ -23,9 +23,7 @@ BESIDE = "auto,-compile,+async-checkpoints"
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Let a thread write only while the loop waits for it, so that every save is under way as long
-    as it can be.
-    """
+    """Let a thread write only while the loop waits for it, so that saves take as long as possible."""
     waited_for, write_share = threading.Event(), job.write_share
     join = threading.Thread.join
 
@@ -65,7 +63,7 @@ def losses(folder):
 
 
 def digests(folder):
-    """Digest of every file but the manifest and the state, which hold the time that has passed."""
+    """Digest of every file but the manifest and the state, which contain elapsed time."""
     found = {}
     for step in catalog.steps(folder):
         path = catalog.checkpoint_path(folder, step)
@@ -100,14 +98,14 @@ def test_a_run_leaves_the_files_of_one_that_saves_in_the_loop(
         assert beside[name] == loop[name]
     assert losses(tmp_path / "beside") == losses(tmp_path / "loop")
     assert digests(tmp_path / "beside") == digests(tmp_path / "loop")
-    told = {
+    reported = {
         name: [
             (event["step"], event["path"].removeprefix(str(tmp_path / name)))
             for event in saves(tmp_path / name)
         ]
         for name in ("loop", "beside")
     }
-    assert told["beside"] == told["loop"]
+    assert reported["beside"] == reported["loop"]
     assert all(
         0 < event["blocked_ms"] <= 1e3 * event["seconds"] + 1
         for event in saves(tmp_path / "beside")
@@ -119,11 +117,11 @@ def test_memory_for_the_first_save_is_reserved_before_the_first_step(
 ):
     made, make_room = [], HostCopy.make_room
 
-    def noted(copy, num_bytes, device):
+    def recorded(copy, num_bytes, device):
         made.append((num_bytes, num_bytes <= copy._block.numel()))
         make_room(copy, num_bytes, device)
 
-    monkeypatch.setattr(HostCopy, "make_room", noted)
+    monkeypatch.setattr(HostCopy, "make_room", recorded)
     run_training(
         tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE), tmp_path / "run"
     )
@@ -138,7 +136,7 @@ def test_memory_for_the_first_save_is_reserved_before_the_first_step(
 def test_a_checkpoint_is_reported_when_complete_and_old_ones_are_deleted_then(
     tiny_config, tmp_path, slow_disk
 ):
-    """Saves at 2, 4 and 6 of 7 steps: each is whole when the next one waits for it."""
+    """Saves at 2, 4 and 6 of 7 steps: each is complete once the next one has waited for it."""
 
     class Watch(Quiet):
         def __init__(self):

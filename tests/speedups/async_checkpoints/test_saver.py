@@ -37,11 +37,11 @@ def gate(monkeypatch):
     gate.set()
 
 
-class Opens:
-    """A progress that sets the gate when a long step begins, and keeps what is said."""
+class GateOpener:
+    """A progress that sets the gate when a task starts, and records the lines."""
 
     def __init__(self, gate):
-        self.gate, self.steps, self.said = gate, [], []
+        self.gate, self.steps, self.lines = gate, [], []
 
     @contextmanager
     def task(self, what, **_):
@@ -50,7 +50,7 @@ class Opens:
         yield
 
     def say(self, line):
-        self.said.append(line)
+        self.lines.append(line)
 
 
 def full(*_args, **_kwargs):
@@ -62,7 +62,7 @@ def files(path):
 
 
 def saved_in_the_loop(run, folder):
-    """Return what a plain save of this very moment writes, in another folder."""
+    """Return the files that a save in the loop writes now, in another directory."""
     own, run.folder = run.folder, folder
     path = read_write.save(run, environment=ENVIRONMENT)
     run.folder = own
@@ -108,15 +108,15 @@ def test_saving_does_not_change_training(tmp_path):
 @pytest.mark.parametrize("make", [InTheLoop, BackgroundSaver])
 def test_a_complete_save_is_reported_once_and_then_old_ones_are_deleted(tmp_path, make):
     run, saver = build(tmp_path / "run"), make()
-    told = []
+    reported = []
     for _ in range(5):
         train(run, 1)
         run.best_step = 2
         save(saver, run, keep=1)
         assert saver.newest_step == run.step
         saver.wait()
-        told += saver.finished()
-    assert [saved.step for saved in told] == [1, 2, 3, 4, 5]
+        reported += saver.finished()
+    assert [saved.step for saved in reported] == [1, 2, 3, 4, 5]
     assert catalog.steps(run.folder) == [2, 5]
     assert saver.finished() == []
 
@@ -132,17 +132,17 @@ def test_failing_to_delete_an_old_checkpoint_is_an_error_and_keeps_the_new_one(
 
     monkeypatch.setattr(f"{make.__module__}.prune", refused)
 
-    def save_and_settle():
+    def save_and_wait():
         save(saver, run)
         saver.wait()
 
     with pytest.raises(RunFailed, match="Permission denied"):
-        save_and_settle()
+        save_and_wait()
     assert catalog.latest(run.folder) == catalog.checkpoint_path(run.folder, 0)
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, gate):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(gate)
     train(run, 1)
     save(saver, run)
     train(run, 1)
@@ -166,24 +166,24 @@ def test_a_best_step_not_on_disk_yet_does_not_delete_the_previous_best(tmp_path,
     assert catalog.steps(run.folder) == [1, 3]
 
 
-def later(run, saver):
-    """Wait for the thread as a loop would, that looks in after every step."""
+def poll(run, saver):
+    """Wait for the thread by polling after every step, as the loop does."""
     for _ in range(10_000):
         saver.finished()
         train(run, 1)
 
 
-def settled(run, saver):
+def wait(run, saver):
     saver.wait()
 
 
-def once_more(run, saver):
+def save_again(run, saver):
     save(saver, run)
 
 
-@pytest.mark.parametrize("moment", [later, settled, once_more])
+@pytest.mark.parametrize("detect", [poll, wait, save_again])
 def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoints(
-    tmp_path, monkeypatch, moment
+    tmp_path, monkeypatch, detect
 ):
     run, saver = build(tmp_path / "run"), BackgroundSaver()
     path = read_write.save(run)
@@ -193,7 +193,7 @@ def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoin
     with pytest.raises(
         RunFailed, match=r"A checkpoint cannot write its files: .*No space left"
     ) as failed:
-        moment(run, saver)
+        detect(run, saver)
     assert failed.value.fix == "Free space on that disk, then run the same command again."
     assert [p.name for p in path.parent.iterdir()] == ["step-0"]
     assert resume_from(run.folder) == path
@@ -234,12 +234,12 @@ def test_a_run_that_fails_waits_for_the_checkpoint(tmp_path, gate):
 
 
 def test_a_failed_save_is_reported_when_another_error_ends_the_run(tmp_path, gate, monkeypatch):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(gate)
     monkeypatch.setattr(tensors, "write", full)
     save(saver, run)
     gate.set()
     saver.close(progress)
-    assert progress.said == ["Step 0 could not be saved: [Errno 28] No space left on device"]
+    assert progress.lines == ["Step 0 could not be saved: [Errno 28] No space left on device"]
     assert saver.finished() == []
 
 
@@ -271,7 +271,7 @@ WITH_MOMENTS = {
 def test_the_reserved_bytes_equal_those_of_a_save(
     build_run, tiny_config, monkeypatch, changes, rank
 ):
-    """Of two processes that hold the same weights each copies what it will write."""
+    """Of two processes with the same weights, each copies only the part that it will write."""
     run, saver = build_run(tiny_config(**changes)), BackgroundSaver()
     alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
     run.mesh = mesh
@@ -316,13 +316,13 @@ def test_a_growing_state_gets_more_memory(tmp_path):
 
 
 def test_without_memory_for_a_copy_the_loop_writes_the_state(tmp_path, monkeypatch):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(threading.Event())
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(threading.Event())
     monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
     train(run, 1)
     wanted = saved_in_the_loop(run, tmp_path / "wanted")
     saver.save(run, environment=ENVIRONMENT, keep=9, progress=progress)
     train(run, 1)
-    assert progress.said == [
+    assert progress.lines == [
         "The host has no memory for a copy of the state: the loop waits until it is written."
     ]
     assert [saved.step for saved in saver.finished()] == [1]
@@ -330,7 +330,7 @@ def test_without_memory_for_a_copy_the_loop_writes_the_state(tmp_path, monkeypat
 
 
 def test_checkpoints_of_an_abandoned_branch_are_set_aside_and_reported(tmp_path, gate):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), Opens(gate)
+    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(gate)
     run.step = 7
     gate.set()
     save(saver, run)
@@ -338,7 +338,7 @@ def test_checkpoints_of_an_abandoned_branch_are_set_aside_and_reported(tmp_path,
     run.step = 3
     save(saver, run)
     saver.wait(progress)
-    (line,) = progress.said
+    (line,) = progress.lines
     assert line.startswith("Set step-7.aside-")
     assert catalog.steps(run.folder) == [3]
 

@@ -1,4 +1,4 @@
-"""fp8: which products it replaces, that a model still learns, and where it refuses to run.
+"""fp8 replaces large products, lets a model learn, and refuses machines that cannot run it.
 
 Without a GPU the rounding is emulated.
 """
@@ -31,7 +31,7 @@ def machine(capability):
 
 @pytest.fixture
 def low(monkeypatch):
-    """Take small products too, on a CPU."""
+    """Replace small products too, on a CPU."""
     pytest.importorskip("torchao")
     monkeypatch.setattr(fp8, "FEWEST_WEIGHTS", LARGE)
     return fp8.SPEEDUP.transform.apply
@@ -78,7 +78,7 @@ def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
 
 
 @pytest.mark.parametrize(
-    ("capability", "settings", "said"),
+    ("capability", "settings", "reason"),
     [
         (
             (8, 0),
@@ -102,16 +102,16 @@ def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
         ((9, 0), {}, None),
     ],
 )
-def test_why_not(capability, settings, said, monkeypatch):
+def test_why_not(capability, settings, reason, monkeypatch):
     monkeypatch.setattr(conditions, "find_spec", lambda _: "there")
     config = load_config().with_values({"train.device": "cuda"} | settings)
-    assert fp8.SPEEDUP.why_not(machine(capability), config) == said
+    assert fp8.SPEEDUP.why_not(machine(capability), config) == reason
 
 
 def test_a_gpu_too_old_for_bf16_gets_a_fix():
     config = load_config().with_values({"train.device": "cuda"})
-    said = speedup_named("bf16").why_not(machine((7, 5)), config)
-    assert said == (
+    reason = speedup_named("bf16").why_not(machine((7, 5)), config)
+    assert reason == (
         "bfloat16 needs compute capability 8.0; the NVIDIA Test has 7.5. "
         "Use fp16 instead: train.precision=fp16."
     )

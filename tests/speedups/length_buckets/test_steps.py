@@ -26,9 +26,7 @@ def plan(**changes):
 
 @pytest.fixture
 def documents(train_split):
-    """Return a split of documents of some lengths; token i has the id i, so that a row says where
-    it came from.
-    """
+    """Return a split of documents of some lengths, in which token i has the id i."""
 
     def make(lengths, **options):
         ends = np.cumsum(lengths)
@@ -214,7 +212,7 @@ def test_row_lengths_are_whole_halves_of_seq_len():
 
 
 def test_a_split_without_documents_of_two_tokens_is_refused(train_split):
-    with pytest.raises(DataError, match="no document of two tokens"):
+    with pytest.raises(DataError, match="no document of two or more tokens"):
         BucketedSteps(train_split([1, 2], ends=[1, 2]), plan(), None)
 
 

@@ -1,4 +1,4 @@
-"""Finding chunks: the `chunk_NNNNNN.pt` files of a folder, and the metadata beside them."""
+"""Find chunks: the `chunk_NNNNNN.pt` files of a folder, and the metadata beside them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ STATED = {
     "tokens": ("num_tokens", "total_tokens", "n_tokens"),
     "ids": ("vocab_size", "vocabulary_size"),
 }
-"""What a metadata.json may state of the chunks, and under which keys; the rest is not checked."""
+"""Counts that a metadata.json may state, and their keys; other keys are not checked."""
 FIRST_NAMED = 10
-"""How many gaps in the numbers are named."""
-_REPAIR = "Repair it, or move it away: nothing in it is needed."
+"""Maximum number of gaps that an error lists."""
+_REPAIR = "Repair it, or move it away: the import does not need it."
 
 
 def find_chunks(folder: Path) -> list[Path]:
-    """Return the folder's chunks in the order of their numbers, which begin with 0 or 1.
+    """Return the folder's chunks in numerical order; numbers start at 0 or 1.
 
-    Raises: DataError when there are none, or numbers are missing or duplicate.
+    Raises: DataError when there are none, or when numbers are missing or duplicated.
     """
     is_folder = folder.is_dir()
     numbered = sorted(
@@ -82,7 +82,7 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         return {}
     if not path.is_file():
         raise DataError(
-            f"{path} is not a regular file.", fix="Move it away: nothing in it is needed."
+            f"{path} is not a regular file.", fix="Move it away: the import does not need it."
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -95,15 +95,15 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float | str:
-    """Return a number; a too large one stays text, as NaN does, because JSON has neither."""
+    """Return the number, or its text if it is infinite: JSON has neither infinity nor NaN."""
     number = float(text)
     return number if math.isfinite(number) else text
 
 
 def check_stated(metadata: Mapping[str, Any], folder: Path, what: str, found: int) -> None:
-    """Check that the chunks are those that the metadata describes.
+    """Check a count against the one that the metadata states.
 
-    Its vocabulary may be larger than the tokenizer's, padded with ids that no text yields.
+    The stated vocabulary may be larger than the tokenizer's, padded with unused ids.
 
     Raises: DataError.
     """

@@ -1,6 +1,4 @@
-"""The tensor in a file that torch.save wrote, read in memory bounded by the file's size, whatever
-the file claims.
-"""
+"""Load the tensor in a torch.save file, in memory bounded by the file's size."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ if TYPE_CHECKING:
 PICKLE_BYTES = 1 << 20
 """Maximum size of the pickle that describes a tensor, which takes a few hundred bytes."""
 LEGACY_PICKLES = 5
-"""Before zip files, torch.save wrote this many pickles in a row, and then the numbers."""
-_CALLED = re.compile(
+"""Number of pickles that precede the data in torch.save's format from before zip files."""
+_ALLOWED = re.compile(
     r"torch\._utils _rebuild_(tensor|parameter)\w*|torch(\.storage)? \w+Storage"
     r"|torch \w*\d\w*|collections OrderedDict"
 )
-"""Names in a tensor's pickle; torch's own list also allows some, such as bytearray, that allocate
-memory of any size.
+"""Names allowed in a tensor's pickle; torch's own list includes some, such as bytearray, that can
+allocate any amount of memory.
 """
 
 
@@ -33,8 +31,8 @@ def load_tensor(path: Path) -> torch.Tensor:
     """Return the tensor in a file of torch.save, without running any code in the file.
 
     Shapes:  returns what was saved, any shape.
-    Raises: DataError when the file cannot be read, contains something else, or a tensor with more
-            elements than the file.
+    Raises: DataError when the file cannot be read, contains anything but a tensor, or contains a
+            tensor with more elements than the file stores.
     """
     import torch
 
@@ -54,7 +52,7 @@ def load_tensor(path: Path) -> torch.Tensor:
         raise _error(f"{path} contains a {type(found).__name__}, not a tensor.")
     if found.layout is not torch.strided or found.device.type != "cpu":
         raise DataError(
-            f"{path} contains a tensor without its own numbers.",
+            f"{path} contains a tensor that is not a dense CPU tensor.",
             fix="Save tokens.to_dense().cpu().",
         )
     num_bytes = found.untyped_storage().nbytes()
@@ -62,7 +60,7 @@ def load_tensor(path: Path) -> torch.Tensor:
         raise DataError(
             f"{path} contains an expanded tensor: {found.numel():,} elements in {num_bytes:,} "
             "bytes.",
-            fix="Save tokens.clone(), which holds every element.",
+            fix="Save tokens.clone(), which stores every element.",
         )
     return found
 
@@ -73,7 +71,7 @@ def _error(what: str) -> DataError:
 
 
 def _check(path: Path) -> None:
-    """Refuse a file for which torch could need more memory or time than its size justifies."""
+    """Refuse a file that could make torch use more memory or time than its size justifies."""
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             file.seek(0)
@@ -100,14 +98,14 @@ def _check(path: Path) -> None:
 
 
 def _names(file: IO[bytes]) -> Iterator[str]:
-    """Yield what the next pickle of a file names, `MODULE NAME`."""
+    """Yield the names in the next pickle of a file, as `MODULE NAME`."""
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST"):
             yield str(argument)
 
 
 def _check_names(path: Path, names: Iterator[str]) -> None:
-    wrong = next((name for name in names if not _CALLED.fullmatch(name)), None)
+    wrong = next((name for name in names if not _ALLOWED.fullmatch(name)), None)
     if wrong is not None:
         raise _error(
             f"{path} contains more than a tensor: it names {wrong.replace(' ', '.')}, and code in "

@@ -1,1 +1,1 @@
-"""Packed ranges to a dataset: duplicates dropped, tokens joined into shards."""
+"""From packed ranges to a dataset: drop duplicates, and join the tokens into shards."""

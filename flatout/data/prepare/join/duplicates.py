@@ -1,10 +1,11 @@
-"""Duplicate documents, found by a hash of their text in bounded memory.
+"""Find duplicate documents by a hash of their text, in bounded memory.
 
-A range packed with `--duplicates drop` has marks: a hash and a size for each document. Marks are
-distributed to files by their hash, about a million each, and each file is sorted alone.
+A range packed with `--duplicates drop` has a mark per document: its hash and size. Marks are
+distributed by hash over files of about a million each, and each file is sorted separately.
 
-Of equal documents the first stays, training before validation, so that no validation document was trained on.
-Separate validation text stays complete, and training loses the documents it shares with it.
+Of equal documents the first is kept, training before validation, so that no validation document is
+also trained on. Separate validation text is kept complete: training drops the documents that both
+contain.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Dropped:
         self._slices = slices
 
     def of(self, number: int, name: SplitName) -> Array:
-        """Return True for each document of a split of a range that is left out.
+        """Return a flag per document of a range's split: True if it is left out.
 
         Shapes:  returns (documents,) bool.
         """
@@ -57,7 +58,7 @@ class Dropped:
 
 
 def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPlan) -> Dropped:
-    """Return which documents of all ranges, in order, occurred before.
+    """Return the documents that repeat an earlier one, over all ranges in order.
 
     Separate validation text comes first and keeps its own duplicates.
     """
@@ -87,10 +88,10 @@ def find_duplicates(work: WorkDir, records: Sequence[RangeRecord], plan: WorkPla
 
 
 def _zeros(path: Path, total: int) -> Array:
-    """Return a zero flag for each document, on disk."""
+    """Return a zero flag per document, in a memory-mapped file."""
     size = max(total, 1)
     with path.open("wb") as file:
-        _allocate(file, size)  # reports a full disk, which kills a process that writes to the map
+        _allocate(file, size)  # raises on a full disk; a write to the map would kill the process
     return np.memmap(path, np.uint8, "r+", shape=size)[:total]
 
 
@@ -127,7 +128,7 @@ def _distribute(
 def without_dropped(
     work: WorkDir, records: Sequence[RangeRecord], dropped: Dropped
 ) -> list[RangeRecord]:
-    """Return the records with the counts that remain."""
+    """Return the records with the counts of the remaining documents."""
     remaining = []
     for record in records:
         splits = {}
@@ -152,10 +153,10 @@ def without_dropped(
 
 
 def first_dropped(plan: WorkPlan, dropped: Dropped) -> list[RowLocation]:
-    """Return where the first dropped documents are; their ranges are read again for this.
+    """Return the locations of the first dropped documents, reading their ranges again.
 
-    A range with a document that could not be tokenised is passed over: its documents cannot be
-    counted off.
+    A range with a document that could not be tokenised is skipped: its flags do not line up with
+    the documents read.
     """
     found: list[RowLocation] = []
     for work in plan.ranges:

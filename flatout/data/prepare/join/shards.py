@@ -1,8 +1,8 @@
-"""Joining ranges to a dataset: their tokens in order, in shards of 128 MiB.
+"""Join ranges into a dataset: their tokens in order, in shards of 128 MiB.
 
-Where a shard begins depends on the tokens alone, so the bytes are the same for any division of the
-work. A complete shard is recorded, then the ranges inside it are removed: joining needs space for
-one shard more than the tokens, and continues where it was killed.
+Shard boundaries depend on the tokens alone, so the bytes are the same however the work is divided.
+Once a shard is recorded as complete, the ranges inside it are removed: joining needs space for one
+shard more than the tokens, and resumes where it was killed.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def join(
     dropped: Dropped | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Manifest:
-    """Join all ranges, in order, to the dataset, publish it, and return its manifest.
+    """Join all ranges in order into the dataset, publish it, and return its manifest.
 
-    Documents that are `dropped` are left out; the records count the others. Files of ranges that
-    another process wrote should be checked first (`check_files`).
+    Documents in `dropped` are left out, and `records` must not count them. Check the files of
+    ranges that another process wrote first (`check_files`).
 
-    Raises: Unfinished for a full disk.
+    Raises: Unfinished when the disk is full.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     shard_tokens = max(shard_bytes // np.dtype(dtype).itemsize, 1)
@@ -101,9 +101,10 @@ def join(
 
 
 def check_files(work: WorkDir, records: Sequence[RangeRecord]) -> None:
-    """Check the files of some ranges; a range whose files are damaged will be packed again.
+    """Check the files of some ranges, and remove the records of damaged ones.
 
-    Missing files are passed over: their tokens may be in a shard.
+    Ranges without a record are packed again. Missing files are ignored: their tokens may already
+    be in a shard.
 
     Raises: Unfinished with the number of damaged ranges.
     """
@@ -201,7 +202,7 @@ class _SplitJoiner:
             raise
 
     def _kept(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield where the remaining tokens from `start` up to `stop` are in a range's files."""
+        """Yield the spans in a range's files of its remaining tokens from `start` up to `stop`."""
         if self._dropped is None:
             yield start, stop
             return
@@ -247,7 +248,7 @@ class _SplitJoiner:
 
 
 def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:
-    """Return [start, stop) of the tokens that stay, adjacent documents merged.
+    """Return the [start, stop) spans of tokens to keep, with adjacent documents merged.
 
     Shapes:  ends (documents,), drops (documents,) bool.
     """

@@ -1,4 +1,4 @@
-"""Assignments: which split each document, or each side of a cut document, goes to."""
+"""Assign each document, or each side of a cut document, to a split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatout.sources.long import LongText, Text
 
 @dataclass(frozen=True)
 class ByHash:
-    """`hash F`: a document is validation when its text's SHA-256 lies in the lowest fraction F.
+    """`hash F`: a document is validation text if its SHA-256 is in the lowest fraction F.
 
     The first 8 bytes, as a fraction of 2^64, are compared with F. Equal documents share a split,
     and a document keeps its split when others are added or removed.
@@ -27,7 +27,7 @@ class ByHash:
 
 @dataclass(frozen=True)
 class ByPosition:
-    """`tail F`: validation begins at a character of a document; both of its sides are documents."""
+    """`tail F`: validation starts at a character of a document; each side becomes a document."""
 
     document: int
     character: int

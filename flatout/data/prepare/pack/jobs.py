@@ -72,14 +72,14 @@ def make_ranges(jobs: Sequence[Job]) -> tuple[Range, ...]:
 
 
 def num_bytes_of(text: Text) -> int:
-    """Return the length of the text's UTF-8."""
+    """Return the length of the text in UTF-8 bytes."""
     if isinstance(text, LongText):
         return text.num_bytes
     return len(text) if text.isascii() else len(text.encode("utf-8", errors="replace"))
 
 
 def cut_to_bytes(text: Text, limit: int) -> Text:
-    """Return the longest beginning of the text whose UTF-8 has at most `limit` bytes."""
+    """Return the longest prefix of the text that has at most `limit` bytes in UTF-8."""
     if isinstance(text, LongText):
         return text.first_bytes(limit)
     return text.encode("utf-8", errors="replace")[:limit].decode("utf-8", errors="ignore")

@@ -1,7 +1,7 @@
 """The files of a range: `NNNNNN.{train,val}.{bin,ends,mask,marks}`.
 
-They hold tokens, the position after each document's last token counted from the range's first, the
-loss mask, and the marks by which duplicates are found. The range's record comes last.
+They contain the tokens, the position after each document's last token (from the range's start), the
+loss mask, and the marks that identify duplicates. The range's record is written last.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class SplitWriter:
     ) -> None:
         """Append tokens; `ends` are the positions in `tokens` after each document's last token.
 
-        A document may continue in the next call. `mask` is 0 where a token is not a target; a split
-        has a mask always or never.
+        A document may continue in the next call. `mask` is 0 where a token is not a target; either
+        every call for a split has a mask, or none does.
 
         Shapes:  tokens (T,), any integer type; ends (documents,), ascending, at most T; mask (T,);
                  marks (documents,) of MARK.
@@ -60,7 +60,7 @@ class SplitWriter:
                 fix="Correct the tokenizer's vocab_size.",
             )
         assert not self._tokens or ("mask" in self._files) == (mask is not None), (
-            "a split has a mask always or never"
+            "either every call for a split has a mask, or none does"
         )
         assert mask is None or len(mask) == len(tokens)
         ends = np.asarray(ends, np.int64) + self._tokens
@@ -87,7 +87,7 @@ class SplitWriter:
             self._files[kind].write(items)
 
     def finish(self) -> RangeSplit:
-        """Sync and rename the files; tokens after the last end are one more document."""
+        """Sync and rename the files; tokens after the last end form one more document."""
         if self._last_end < self._tokens:
             self._write("ends", np.array([self._tokens], "<i8"))
             self._last_end = self._tokens
@@ -130,8 +130,8 @@ class RangeWriter:
                     unread_bytes=skipped.unread_bytes,
                     cut_documents=skipped.cut_documents,
                 )
-                # A record that survives a power cut must find its files; files without one cost
-                # only packing the range again.
+                # After a power cut there must be no record without its files. Files without a
+                # record only cost packing the range again.
                 sync(self._folder)
                 path = record_path(self._folder, self._number)
                 write_whole(path, record.model_dump_json() + "\n")
@@ -149,7 +149,7 @@ class RangeWriter:
 def pack_range(
     work: Range, packing: Packing, folder: Path, report: Report = lambda _: None
 ) -> Callable[[], RangeRecord]:
-    """Pack a range into files; return what syncs and records them, which any thread may call.
+    """Pack a range into files; return a function, callable from any thread, that records them.
 
     Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
             full disk.

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 RECORD = ".json"
 MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
-"""A document's mark, by which duplicates are found: half the SHA-256 of its prompt's length, prompt
+"""A document's mark, which identifies duplicates: half the SHA-256 of its prompt's length, prompt
 and text; and the bytes of its text.
 """
 _DTYPES = {"ends": np.dtype("<i8"), "marks": MARK}
@@ -27,17 +27,17 @@ class _Record(BaseModel):
 
 
 class RangeSplit(_Record):
-    """What a range contains of one split."""
+    """The contents of one split in a range."""
 
     tokens: int = Field(0, ge=0)
     documents: int = Field(0, ge=0)
     text_bytes: int = Field(0, ge=0)
     """UTF-8 bytes of the documents' text."""
     files: dict[str, FileEntry] = {}
-    """Its files by kind: bin, ends, and mask or marks when requested; none without tokens."""
+    """Its files by kind: bin, ends, and mask or marks when requested; empty without tokens."""
 
     def read(self, folder: Path, kind: Literal["ends", "marks"]) -> Array:
-        """Return the end of each document in tokens from the range's first, or the marks.
+        """Return the end of each document, in tokens from the range's start, or the marks.
 
         Shapes:  returns (documents,).
         """
@@ -47,7 +47,7 @@ class RangeSplit(_Record):
 
 
 class RangeRecord(_Record):
-    """A range that is packed."""
+    """The record of a packed range."""
 
     number: int = Field(ge=0)
     """Its index among the ranges."""
@@ -58,9 +58,9 @@ class RangeRecord(_Record):
     skipped: tuple[SkippedRows, ...] = ()
     """Rows left out."""
     bad_rows: int = Field(0, ge=0)
-    """How many of them were bad, rather than left out by a rule."""
+    """Number of these that were bad, rather than left out by a rule."""
     first_bad: tuple[StoredLocation, str] | None = None
-    """Where the first bad row is, and what is wrong with it."""
+    """Location of the first bad row, and its error."""
     unread_bytes: int = Field(0, ge=0)
     """Approximate bytes, out of num_bytes, lost to damage."""
     cut_documents: int = Field(0, ge=0)

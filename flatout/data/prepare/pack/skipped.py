@@ -1,4 +1,4 @@
-"""Rows that are left out of a dataset: counted by reason, the first of each located."""
+"""Rows that are left out of a dataset: counted by reason, with the locations of the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flatout.sources import FIRST_NAMED, BadRow, RowLocation
 
 
 def _to_json(location: RowLocation) -> tuple[str, int | None]:
-    """Return a location in JSON, even if the file name is not UTF-8."""
+    """Return a location as JSON values, even if the file name is not UTF-8."""
     return quote(
         without_secrets(location.name), safe="/:, ", errors="surrogateescape"
     ), location.offset
@@ -29,7 +29,7 @@ def _from_json(stored: Any) -> Any:
 
 
 StoredLocation = Annotated[RowLocation, BeforeValidator(_from_json), PlainSerializer(_to_json)]
-"""Where a row is, by byte offset: its line number is looked up only when it is shown to a user."""
+"""A row's location by byte offset; its line number is looked up only to show it to a user."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class SkippedRows:
     reason: str
     count: int = 0
     first: tuple[StoredLocation, ...] = ()
-    """Where the first of them are."""
+    """Locations of the first of them."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Skipped:
     rows: dict[str, SkippedRows] = field(default_factory=dict)
     """By reason."""
     bad: int = 0
-    """How many of them were bad rows; a source left out the others by its own rule."""
+    """Number of bad rows among them; a source left out the others by its own rule."""
     first_bad: BadRow | None = None
     unread_bytes: int = 0
     """Approximate bytes of text lost with rows that stand for damaged data."""
@@ -57,7 +57,7 @@ class Skipped:
     """Documents cut where validation begins: not left out, but counted once in each split."""
 
     def add(self, reason: str, locations: Sequence[RowLocation], count: int = 1) -> None:
-        """Count rows; `locations` are where the first are."""
+        """Count rows; `locations` are those of the first."""
         rows = self.rows.setdefault(reason, SkippedRows(reason))
         rows.count += count
         if len(rows.first) < FIRST_NAMED:
@@ -73,7 +73,7 @@ class Skipped:
         self.add(row.reason, [row.location])
 
     def entries(self) -> tuple[SkippedEntry, ...]:
-        """Return the manifest's entries, which name rows by line: files are read again for that."""
+        """Return the manifest's entries; files are read again to name rows by line."""
         return tuple(
             SkippedEntry(
                 reason=rows.reason,

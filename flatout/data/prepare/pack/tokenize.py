@@ -1,4 +1,4 @@
-"""Documents to packed tokens: each document is followed by end-of-text, without padding."""
+"""Tokenise and pack documents: each is followed by end-of-text, without padding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PIECES_PER_REPORT = 32
 
 @dataclass(frozen=True)
 class Tally:
-    """What was done since the last report."""
+    """Progress since the last report."""
 
     num_bytes: int
     """Approximate bytes read."""
@@ -54,13 +54,13 @@ class Packing:
     """The dataset's assignment, for jobs without their own."""
     on_bad_row: OnBadRow
     mask_field: str | None = None
-    """The prompt's field; with one, prompts are packed before the text and masked as no targets."""
+    """The prompt's field; if set, prompts are packed before the text, and are not targets."""
     duplicates: Duplicates = "keep"
-    """With drop, documents are marked here, and dropped when all ranges are packed."""
+    """With drop, packing marks documents; duplicates are dropped once all ranges are packed."""
 
 
 class Sink(Protocol):
-    """Where the tokens of a split are written."""
+    """Receives the tokens of a split."""
 
     def append(
         self,
@@ -83,7 +83,7 @@ def pack(
     sinks: Mapping[SplitName, Sink],
     report: Report = lambda _: None,
 ) -> Skipped:
-    """Tokenise some jobs into the sinks of both splits, and return what was left out.
+    """Tokenise some jobs into the sinks of both splits, and return the rows left out.
 
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """
@@ -158,8 +158,8 @@ def _pack_document(
 def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:
     """Return the ids of a text in pieces, which are computed on demand for a long text.
 
-    Raises: NotEncodable when the text cannot be tokenised; for a long one only if it would be
-            skipped, since a document is packed whole or not at all.
+    Raises: NotEncodable when the text cannot be tokenised. A long text is checked in advance only
+            if bad rows are skipped, because a document is packed whole or not at all.
     """
     encode = packing.tokenizer.encode_stream
     if isinstance(text, str) and len(text) <= HELD_CHARACTERS:
@@ -171,7 +171,7 @@ def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:
 
 
 class _Packer:
-    """Collects the documents of one split, and passes them on before they take much memory."""
+    """Collects the documents of one split, and flushes them before they take much memory."""
 
     def __init__(self, packing: Packing, sink: Sink) -> None:
         self._sink = sink
@@ -208,7 +208,7 @@ class _Packer:
             self.flush()
 
     def end_document(self, prompt: str, text: Text) -> None:
-        """Append end-of-text after a document, which had this prompt, or none, and this text."""
+        """Append end-of-text to a document with this text and prompt (empty if it has none)."""
         num_bytes = num_bytes_of(text)
         self._text_bytes += num_bytes
         if self._marked:
@@ -222,7 +222,7 @@ class _Packer:
         self.add(self._end_of_text)
 
     def flush(self) -> None:
-        """Pass everything on to the sink."""
+        """Pass everything collected to the sink."""
         if self._held:
             mask = np.ones(self._held_tokens, np.uint8) if self._masked else None
             if mask is not None:

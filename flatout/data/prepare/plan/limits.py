@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 SHARD_BYTES = 128 * 1024 * 1024
 """Size of a shard; joining needs this much space besides the tokens."""
 BAD_SHARE = 0.01
-"""Default limit of bad rows, as a share of the rows so far,"""
+"""Default limit of bad rows, as a share of the rows so far; BAD_ROWS if that is more."""
 BAD_ROWS = 100
-"""or this number, if that is more."""
+"""Number of bad rows that the default limit always allows."""
 UNREAD_SHARE = 0.01
 """Maximum share of the text that may be damaged."""
 
@@ -53,8 +53,8 @@ def check_space(out: Path, task_bytes: Sequence[int], tokenizer: Tokenizer) -> N
 class BadRowLimit:
     """Counts the bad rows of ranges in order, and raises when there are too many.
 
-    A damaged region is one bad row, however long it is, so lost bytes are counted too, out of
-    `num_bytes` in all. `limit` None stands for the default limit.
+    A damaged region of any length counts as one bad row, so lost bytes are limited too, as a share
+    of `num_bytes`. A `limit` of None is the default limit.
     """
 
     def __init__(self, limit: int | None, num_bytes: int) -> None:
@@ -68,7 +68,7 @@ class BadRowLimit:
         """Count the rows of the next range.
 
         Raises: Unfinished for too many bad rows, naming the first; DataError when too much of the
-                text is damaged, which only other text can repair.
+                text is damaged, which a higher limit cannot fix.
         """
         self._rows += record.documents + sum(rows.count for rows in record.skipped)
         self._bad += record.bad_rows
@@ -93,6 +93,6 @@ class BadRowLimit:
             raise DataError(
                 f"{share:.1%} of the text is in damaged files, or damaged regions of files, and at "
                 f"most {UNREAD_SHARE:.0%} may be: {damaged}.",
-                fix="Download these files again, or remove them from the source, or decompress "
-                "what is left of them and name that.",
+                fix="Download these files again, remove them from the source, or decompress their "
+                "readable part and use that instead.",
             )

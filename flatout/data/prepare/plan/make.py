@@ -1,4 +1,4 @@
-"""Making the work plan, or continuing with the one in the work directory."""
+"""Make the work plan, or restore the one in the work directory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from flatout.sources import Document, LeftOut
 
 
 def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
-    """Return the plan in the work directory, or make and write one; and how to pack it.
+    """Return the stored work plan, or make and store one, and how to pack it.
 
-    Raises: DataError when it is the plan of a different dataset, naming the difference, or none can
-            be made.
+    Raises: DataError when the stored plan is for a different dataset, naming the difference, or
+            when no plan can be made.
     """
     stored = work.plan()
     if stored is None:
@@ -88,11 +88,11 @@ def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
     read = prompts_and_texts_of if request.options.mask_field else texts_of
 
     def sample(limit: int | None) -> Iterator[str]:
-        return _some(sample_texts(plan.jobs, limit, read), plan.jobs, request)
+        return _require_any(sample_texts(plan.jobs, limit, read), plan.jobs, request)
 
     def training_sample(limit: int) -> Iterator[str]:
         jobs = plan.training_jobs
-        return _some(texts_by_hash(jobs, limit, read), jobs, request)
+        return _require_any(texts_by_hash(jobs, limit, read), jobs, request)
 
     return make_tokenizer(
         spec,
@@ -105,7 +105,7 @@ def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
     )
 
 
-def _some(texts: Iterator[str], jobs: Sequence[Job], request: Request) -> Iterator[str]:
+def _require_any(texts: Iterator[str], jobs: Sequence[Job], request: Request) -> Iterator[str]:
     """Yield the texts.
 
     Raises: DataError when there are none.

@@ -1,4 +1,4 @@
-"""Samples of a corpus: what a tokenizer is trained on, or checked with."""
+"""Samples of a corpus, to train or check a tokenizer on."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flatout.sources.long import Text, chunks_of
 SPREAD_JOBS = 64
 """Maximum jobs that a bounded sample is taken from."""
 STRIPES = 8
-"""Stripes taken of a long document; also how many long documents a sample has at least."""
+"""Stripes taken from a long document; also the minimum number of long documents in a sample."""
 READ_PER_BYTE = 16
-"""Bytes read at most for each byte chosen by hash, since choosing from all means reading all."""
+"""Maximum bytes read per byte chosen by hash: choosing from all text means reading all of it."""
 
 
 Reading = Callable[[Job], Iterator[Text]]
-"""Which texts of a job are packed: `texts_of` or `prompts_and_texts_of`."""
+"""Yields the texts of a job that are packed: `texts_of` or `prompts_and_texts_of`."""
 
 
 def texts_of(job: Job) -> Iterator[Text]:
@@ -40,8 +40,8 @@ def prompts_and_texts_of(job: Job) -> Iterator[Text]:
 def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_of) -> Iterator[str]:
     """Yield all texts, long ones in chunks; with a limit, about that many characters of them.
 
-    A bounded sample comes from evenly spread jobs and places. Unusable rows are passed over here:
-    packing reports them.
+    A bounded sample is spread evenly over the jobs and over long texts. Unusable rows are skipped
+    here; packing reports them.
     """
     if limit is None:
         yield from (chunk for job in jobs for text in read(job) for chunk in chunks_of(text))
@@ -62,10 +62,10 @@ def sample_texts(jobs: Sequence[Job], limit: int | None, read: Reading = texts_o
 def texts_by_hash(jobs: Sequence[Job], limit: int, read: Reading = texts_of) -> Iterator[str]:
     """Yield the documents, or about `limit` characters of those with the lowest hashes.
 
-    Documents longer than an eighth of the limit, and than a fair share, contribute evenly spread
-    stripes. So the sample depends on the documents alone, not on their order or division into jobs.
-    That holds up to `READ_PER_BYTE` times the limit; of a larger corpus that much is read, jobs in
-    the order of a hash of their indices, and the sample is chosen from it.
+    Documents longer than both an eighth of the limit and a fair share contribute evenly spread
+    stripes. The sample therefore depends on the documents alone, not on their order or division
+    into jobs. This is true of a corpus of up to `READ_PER_BYTE` times the limit; of a larger one,
+    that much is read, with jobs in the order of a hash of their indices, and sampled.
     """
     chosen = _LowestHashes(limit)
     for text in _read(jobs, READ_PER_BYTE * limit, chosen, read):
@@ -91,7 +91,7 @@ class _LowestHashes:
         self._limit = limit
         self._share = max(limit // STRIPES, 1)
         self._held: list[tuple[bytes, str]] = []
-        """Hash and text, the text cut to the limit, in order."""
+        """Hash and text, cut to the limit, of each document, in the order of the hashes."""
         self._weight = 0
 
     @property
@@ -114,7 +114,7 @@ class _LowestHashes:
         return min(len(candidate[1]), self._share)
 
     def shares(self) -> Iterator[str]:
-        """Yield each document's share, shortest first: longer ones get what they leave unused."""
+        """Yield each document's share, shortest first: longer ones use the unused rest."""
         room = self._limit
         texts = sorted((text for _, text in self._held), key=lambda text: (len(text), text))
         for left, text in zip(range(len(texts), 0, -1), texts, strict=True):

@@ -1,4 +1,4 @@
-"""Which documents are taken, and how they are split, decided before any text is tokenised."""
+"""Decide which documents to take and how to split them, before any text is tokenised."""
 
 from __future__ import annotations
 
@@ -27,29 +27,27 @@ from flatout.progress import SILENT, Progress
 from flatout.sources import BadRow, LeftOut, ReadTask
 
 MANY_DOCUMENTS = 1000
-"""From this number on, one document in a hundred is enough validation by default."""
+"""With this many documents or more, one in a hundred is validation by default."""
 FEW_DOCUMENTS = 100
 SMALL_FRACTION = 0.05
 """The default fraction between FEW_DOCUMENTS and MANY_DOCUMENTS."""
 NEAR = 0.05
-"""A tail begins with a whole document if that changes its share by at most this fraction of it;
-otherwise a document is cut.
-"""
+"""A tail starts at a whole document if that changes its size by at most this fraction of it."""
 
 
 @dataclass
 class _Survey:
-    """What a first pass over the documents found, as far as it went."""
+    """Results of a first pass over the documents, which may stop early."""
 
     taken: list[int] = field(default_factory=list)
-    """Documents to take of each read task."""
+    """Documents to take from each read task."""
     last_bytes: int | None = None
     """Bytes to keep of the last document, when the byte limit cuts it."""
     lengths: array[int] = field(default_factory=lambda: array("q"))
     """Characters of each document."""
     sides: set[bool] = field(default_factory=set)
     """Whether hashes are below SMALL_FRACTION: both values once both sides have a document."""
-    stopped: Literal["at the end", "at a limit", "knowing enough"] = "at the end"
+    stopped: Literal["at the end", "at a limit", "with enough"] = "at the end"
 
 
 def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> WorkPlan:
@@ -58,10 +56,10 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
     Documents are taken in order, up to `max_documents`, and until their text reaches `max_bytes`;
     the last one is cut there. Separate validation text is taken whole.
 
-    `tail F` takes the end as validation, from character int(n * (1 - F)) on, where n counts the
-    characters of all documents; the document there is cut, unless its beginning or end is close
-    enough (`NEAR`). `hash F` takes a fraction F of the documents by the hash of their text. The
-    default is `tail 0.1` below 100 documents, `hash 0.05` below 1,000, else `hash 0.01`.
+    `tail F` takes the end as validation, starting at character int(n * (1 - F)) of the n characters
+    of all documents. It cuts the document there, unless its start or end is close enough (`NEAR`).
+    `hash F` takes a fraction F of the documents by the hash of their text. The default is `tail
+    0.1` below 100 documents, `hash 0.05` below 1,000, else `hash 0.01`.
 
     Raises: DataError when the split rule is invalid or a split would be empty.
     """
@@ -95,7 +93,7 @@ def _default_rule(found: _Survey) -> tuple[str, float]:
 
 
 def _tail(fraction: float, found: _Survey, names: str) -> Assignment:
-    """Return the assignment of `tail F`, cut at the usual int(n * 0.9), so that results compare."""
+    """Return the assignment of `tail F`; `tail 0.1` cuts at int(n * 0.9), as is customary."""
     total = sum(found.lengths)
     first_val = int(total * (1 - fraction))
     if not 0 < first_val < total:
@@ -148,13 +146,13 @@ def _count(
             count = len(found.lengths)
             if count in (options.max_documents, enough):
                 limit = count == options.max_documents
-                found.stopped = "at a limit" if limit else "knowing enough"
+                found.stopped = "at a limit" if limit else "with enough"
                 return found
     return found
 
 
 def _jobs(tasks: Sequence[ReadTask], found: _Survey) -> tuple[Job, ...]:
-    if found.stopped == "knowing enough":
+    if found.stopped == "with enough":
         return tuple(map(Job, tasks))
     firsts = accumulate(found.taken, initial=0)
     jobs = [Job(task, first) for task, _, first in zip(tasks, found.taken, firsts, strict=False)]

@@ -1,8 +1,8 @@
-"""The work directory of a prepare, `.OUT.part/` beside OUT, from which a killed one continues.
+"""The work directory of a prepare, `.OUT.part/` beside OUT, from which a killed prepare resumes.
 
-It holds `plan.json`, `tokenizer.json`, `ranges/`, and, while shards are written, `joined/`, which
-becomes OUT. One process owns it, or several, each with its part of the work. It is removed when OUT
-is complete, and when it holds nothing to continue from.
+It contains `plan.json`, `tokenizer.json`, `ranges/`, and, while shards are written, `joined/`,
+which becomes OUT. It is owned by one process, or by several that each do a part of the work. It is
+removed when OUT is complete, or when there is nothing to resume from.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"
 _PARTS = "parts"
-"""Holds the number of parts, if the work is done in parts."""
+"""File with the number of parts, if the work is divided into parts."""
 
 
 @dataclass(frozen=True)
 class WorkPart:
-    """The share of one of several processes: every `count`-th range from the `index`-th on."""
+    """The part of one of several processes: every `count`-th range, starting with the `index`-th."""
 
     index: int
     count: int
@@ -43,7 +43,7 @@ class WorkPart:
     def parse(cls, text: str) -> Self:
         """Return the part that `I/N` names.
 
-        Raises: DataError when it names none.
+        Raises: DataError when the text is not a part.
         """
         index, _, count = text.partition("/")
         if not (index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count)):
@@ -63,7 +63,7 @@ class WorkDir:
 
     `claim` creates it.
 
-    Raises: DataError when another process owns it, or the disk refuses.
+    Raises: DataError when another process owns it, or the disk cannot be written.
     """
 
     def __init__(self, out: Path, part: WorkPart | None = None) -> None:
@@ -73,9 +73,9 @@ class WorkDir:
         """Where the dataset will be."""
         self.path = self.target.parent / f".{self.target.name}{PART}"
         self.ranges = self.path / "ranges"
-        """Where ranges are packed."""
+        """Directory of the packed ranges."""
         self.joined = self.path / "joined"
-        """What becomes the dataset."""
+        """Directory that becomes the dataset."""
         self._locks: list[int] = []
         self._created_parents: list[Path] = []
 
@@ -94,7 +94,7 @@ class WorkDir:
         self.close()
 
     def claim(self) -> None:
-        """Own the directory, which is created if needed, so that no work is done twice."""
+        """Create the directory if needed, and own it, so that no work is done twice."""
         with writing(self.out):
             while not self._locks:
                 missing = [parent for parent in self.path.parents if not parent.exists()]
@@ -104,7 +104,7 @@ class WorkDir:
                     self._own()
 
     def _own(self) -> None:
-        """Lock the directory until the process ends: alone, or shared with those of other parts."""
+        """Lock the directory until the process ends: exclusively, or shared with other parts."""
         if self._part is None:
             self._lock(self.path)
             self._remove_unfinished_files()
@@ -118,7 +118,7 @@ class WorkDir:
     def _check_count(self, part: WorkPart) -> None:
         """Check that all parts have the same count; the first part sets it.
 
-        Raises: DataError when the work is divided into another number of parts.
+        Raises: DataError when the work is divided into a different number of parts.
         """
         write_first(
             self.path / _PARTS, lambda path: path.write_text(f"{part.count}\n", encoding="utf-8")
@@ -150,8 +150,8 @@ class WorkDir:
     def _lock(self, path: Path, *, shared: bool = False) -> None:
         """Lock a directory or a file.
 
-        Raises: DataError when another process has it, or it is a link; FileNotFoundError when its
-                owner has just removed it.
+        Raises: DataError when another process has locked it, or it is a link; FileNotFoundError
+                when its owner has just removed it.
         """
         if path.is_symlink():
             raise DataError(
@@ -193,9 +193,9 @@ class WorkDir:
                 parent.rmdir()
 
     def discard(self, error: DataError) -> DataError:
-        """Remove the directory, whose text is unusable, and return the error to raise.
+        """Remove the directory after an error in the text, and return the error to raise.
 
-        A directory that other parts share stays; the error then says what its user has to do.
+        A directory shared with other parts stays; the error then tells the user what to do.
         """
         if self._part is None:
             self.clear()
@@ -237,7 +237,7 @@ class WorkDir:
             self.ranges.mkdir(exist_ok=True)
 
     def begin(self, plan: PlanFile, tokenizer: Tokenizer) -> PlanFile:
-        """Create the directory, write the plan, and return it, or the plan of a faster process."""
+        """Create the directory and write the plan, unless another process was first; return it."""
         self.make()
         with writing(self.out):
             write_first(self.tokenizer, tokenizer.save)
@@ -253,7 +253,7 @@ class WorkDir:
         return read_records(self.ranges)
 
     def parts_of(self, missing: Sequence[int]) -> str:
-        """Return which parts these ranges belong to, to end a sentence with; empty when unknown."""
+        """Return `: part 1/4, 2/4` for the parts of these ranges; empty when unknown."""
         count = self._num_parts()
         if count is None:
             return ""
@@ -261,7 +261,7 @@ class WorkDir:
         return ": part " + ", ".join(f"{part}/{count}" for part in parts)
 
     def publish(self) -> None:
-        """Rename what was joined to the dataset directory, and remove the work directory."""
+        """Rename the joined directory to the dataset's, and remove the work directory."""
         with writing(self.out):
             sync(self.joined)
             refuse_occupied(self.out)

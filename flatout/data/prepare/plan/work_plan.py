@@ -45,7 +45,7 @@ def validation_jobs(read_tasks: Sequence[ReadTask]) -> tuple[Job, ...]:
 
 
 class PlanFile(BaseModel):
-    """plan.json: the work plan without the text, and what it was made for."""
+    """plan.json: the work plan without the text, and the request that it was made for."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -71,13 +71,13 @@ class PlanFile(BaseModel):
     task_bytes: tuple[int, ...] = Field(alias="part_bytes")
     """Approximate bytes of each read task of the corpus."""
     jobs: tuple[tuple[int, int | None, int | None], ...]
-    """Of each job: its first document's index, documents to take, bytes of the last."""
+    """For each job: its first document's index, documents to take, bytes of the last."""
     ranges: tuple[int, ...]
     """Number of jobs in each range."""
 
     @classmethod
     def of(cls, plan: WorkPlan, request: Request, tokenizer: Tokenizer) -> Self:
-        """Return what is stored of a plan."""
+        """Return the plan file of a plan."""
         corpus = request.corpus
         return cls(
             source=request.source,

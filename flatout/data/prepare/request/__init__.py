@@ -1,1 +1,1 @@
-"""The request: options, what each SOURCE names, and the description that identifies a dataset."""
+"""The request: options, sources, and the description that identifies a dataset."""

@@ -14,7 +14,7 @@ from flatout.registry import DATASETS
 class Card(Section):
     """A named corpus, `flatout/datasets/NAME.yaml`: a file to download, or a repository's files.
 
-    A file is downloaded once; files of a Hugging Face dataset are read where they are.
+    A file is downloaded once; files of a Hugging Face dataset are read in place.
     """
 
     address: str | None = None
@@ -24,7 +24,7 @@ class Card(Section):
     num_bytes: int | None = Field(default=None, ge=1)
     """Size of that file."""
     repository: str | None = Field(default=None, pattern="^[^/@]+/[^/@]+$")
-    """The Hugging Face dataset that holds its files."""
+    """The Hugging Face dataset that contains its files."""
     files: str | None = None
     """Glob of its files inside the repository."""
     validation: str | None = None
@@ -36,7 +36,7 @@ class Card(Section):
     source: str = "files"
     """Source that reads it; it is called with `path`."""
     text_field: str = "text"
-    """Field of a row that holds the text."""
+    """Field of a row that contains the text."""
     split: str | None = None
     """Its split rule, when it has no validation files; None leaves it to prepare."""
 

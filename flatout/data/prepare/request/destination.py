@@ -1,4 +1,4 @@
-"""Where a dataset is written: what may be there already."""
+"""The destination of a dataset, and what may already exist there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatout.progress import Progress
 
 
 def refuse_mount(out: Path) -> None:
-    """Check that `out` can be replaced by a rename, or is a dataset already.
+    """Check that `out` can be replaced by a rename, or is already a dataset.
 
     Raises: DataError when it is a mount point.
     """

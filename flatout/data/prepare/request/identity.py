@@ -1,4 +1,4 @@
-"""What identifies a dataset: the description of its text and options in the manifest."""
+"""The identity of a dataset: the description of its text and options in the manifest."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from flatout.errors import OutputInUse, without_secrets
 from flatout.registry import DATASETS
 
 DEFAULT_FIELD = "text"
-"""The field of a row that holds its text, unless another is named."""
+"""The field of a row that contains its text, unless another is named."""
 
 
 def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
-    """Return what the manifest says of the text; equal descriptions, apart from names, mean equal
-    datasets.
+    """Return the manifest's description of the text and options.
+
+    Equal descriptions, apart from names, mean equal datasets.
     """
     validation = corpus.validation
     return {
@@ -44,7 +45,7 @@ def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
 
 
 def _default_fields(corpus: Corpus) -> str:
-    """Return which field is read by default: each card's own, and `text` of everything else."""
+    """Return the fields read by default: each card's own, and `text` for everything else."""
     names = (*corpus.names, *(corpus.validation.names if corpus.validation else ()))
     cards = DATASETS.names()
     return " and ".join(
@@ -53,7 +54,7 @@ def _default_fields(corpus: Corpus) -> str:
 
 
 def _normalised(key: str, value: Any) -> Any:
-    """Return one spelling for all values that mean the same; old manifests hold what was typed."""
+    """Return one spelling for equivalent values; old manifests contain them as typed."""
     if key == "text_field":
         return value or DEFAULT_FIELD
     if key == "split" and value not in (None, NAMED):
@@ -63,7 +64,7 @@ def _normalised(key: str, value: Any) -> Any:
 
 
 def tokenizer_mark(spec: str) -> str:
-    """Return what identifies a tokenizer: its name, or the digest of its file.
+    """Return the identity of a tokenizer: its name, or the digest of its file.
 
     Raises: DataError when its file cannot be read, or is missing from a directory.
     """
@@ -78,7 +79,7 @@ def require_same(
 ) -> None:
     """Check that two descriptions are of the same dataset.
 
-    Raises: OutputInUse that begins with `what` and lists the differences.
+    Raises: OutputInUse that starts with `what` and lists the differences.
     """
     if different := difference(existing, requested):
         raise OutputInUse(f"{what}: {different}.", fix=fix)
@@ -87,15 +88,15 @@ def require_same(
 def difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str:
     """Return how two descriptions differ, in words; empty when they are of the same dataset."""
     different = {
-        key: (there, asked)
+        key: (there, wanted)
         for key in requested
         if key not in ("names", "val")
         and (there := _normalised(key, existing.get(key)))
-        != (asked := _normalised(key, requested[key]))
+        != (wanted := _normalised(key, requested[key]))
     }
     words = [
-        f"{key} is {there!r}, and {asked!r} is requested"
-        for key, (there, asked) in different.items()
+        f"{key} is {there!r}, and {wanted!r} is requested"
+        for key, (there, wanted) in different.items()
         if not key.endswith("fingerprint") and key != "metadata"
     ]
     for key, names_key, text in (
@@ -103,13 +104,13 @@ def difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str
         ("val_fingerprint", "val", "validation text"),
     ):
         if key in different:
-            there, asked = (
+            there, wanted = (
                 " ".join(one.get(names_key) or ["nothing"]) for one in (existing, requested)
             )
             words.append(
                 f"the {text} has changed"
-                if there == asked
-                else f"its {text} is {there}, and {asked} is requested"
+                if there == wanted
+                else f"its {text} is {there}, and {wanted} is requested"
             )
     if "metadata" in different:
         words.append("metadata.json has changed")

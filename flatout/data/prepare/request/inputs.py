@@ -24,7 +24,7 @@ from flatout.sources.originals import LocalFile
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything that was named, in the order named."""
+    """The opened sources, in the order in which they were named."""
 
     names: tuple[str, ...]
     read_tasks: tuple[ReadTask, ...]
@@ -35,7 +35,7 @@ class Corpus:
     mtime_digest: str = ""
     """Digest of the sizes and mtimes of local files, validation included; empty without any.
 
-    Standard input and cards' files do not count: a checksum identifies those.
+    Standard input and cards' files are excluded: checksums identify them.
     """
 
     @property
@@ -65,7 +65,7 @@ def open_corpus(
     and validation files of a card apply when it is the only source and the options name none.
     Standard input, `-`, is kept in the directory `spool` until the process ends.
 
-    Raises: DataError when a name is unknown, or has nothing behind it.
+    Raises: DataError when a name is unknown, or nothing is found there.
     """
     options = options or Options()
     cards = [name for name in names if name in DATASETS.names()]
@@ -112,7 +112,7 @@ def _check_names(
         )
     if from_file is not None and len(cards) != 1:
         raise DataError(
-            "--from gives the file of one dataset card.",
+            "--from replaces the download of one dataset card.",
             fix=f"Name one of {', '.join(DATASETS.names())}, or name the file as the source.",
         )
     for name in val:
@@ -145,7 +145,7 @@ def _check_fields(tasks: Sequence[ReadTask], names: str, options: Options) -> No
 
 
 def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress) -> None:
-    """Report which files of a directory are not read, before the work starts without them."""
+    """Report the files of a directory that are not read, before the work starts."""
     counts: Counter[str] = Counter()
     for left_out in skipped_files_in(tasks):
         counts[left_out.reason.removesuffix(" file")] += left_out.count
@@ -172,7 +172,7 @@ def _mtime_digest(opened: Iterable[Sequence[ReadTask]]) -> str:
 
 
 def require_unchanged(corpus: Corpus) -> None:
-    """Check that the files that have been read are still those that were listed at the start.
+    """Check that the files read have not changed since they were listed.
 
     Raises: DataError naming the first that changed; Unreachable.
     """

@@ -1,4 +1,4 @@
-"""What one SOURCE names: a path, a glob, a URL, standard input, a card, or a registered source."""
+"""A SOURCE argument: a path, a glob, a URL, standard input, a card, or a registered source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SourceReader:
 
     options: Options
     from_file: str | None = None
-    """The file of the card, instead of downloading it."""
+    """A local copy of the card's file, used instead of downloading it."""
     cache: Path = CACHE
     spool: Path | None = None
     """Directory for standard input; None uses the system's temporary directory."""
@@ -42,7 +42,7 @@ class SourceReader:
 
     @property
     def fields(self) -> Parameters:
-        """The options that a source may accept, as far as they are set."""
+        """The options that are set and that a source may accept."""
         options = self.options
         fields = {
             "mask_field": options.mask_field,
@@ -84,7 +84,7 @@ class SourceReader:
         return _with_fingerprint(tasks, f"{name} {card.sha256}")
 
     def text(self, name: str) -> list[ReadTask]:
-        """Return the read tasks of anything but a card."""
+        """Return the read tasks of a source that is not a card."""
         if name == STANDARD_INPUT:
             file, sha256 = spool_standard_input(
                 self.spool, encoding=self.options.encoding, progress=self.progress
@@ -107,14 +107,14 @@ def source_tasks(name: str, parameters: Parameters, fields: Parameters) -> list[
             why = (
                 f"has no rows, so it has no field {value!r}"
                 if key.endswith("_field")
-                else f"does not read files of yours, so {option} has no effect"
+                else f"does not read your files, so {option} has no effect"
             )
             raise DataError(f"The source {name!r} {why}.", fix=f"Leave {option} out.")
     return read_tasks_of(source, name, {**fields, **parameters})
 
 
 def _with_fingerprint(tasks: list[ReadTask], fingerprint: str) -> list[ReadTask]:
-    """Return the tasks of content that one fingerprint identifies, wherever its file is."""
+    """Return the tasks with one fingerprint for all their content, wherever its file is."""
     return [
         replace(task, fingerprint=fingerprint if index == 0 else "")
         for index, task in enumerate(tasks)
@@ -145,8 +145,9 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
 
 
 def _parameters_of(source: str, text: str, name: str) -> Parameters:
-    """Return the parameters in `ORG/NAME:split=train`, if the source takes a `name`, or in
-    `documents=1000,seed=0`.
+    """Return the parameters in `documents=1000,seed=0`, or in `ORG/NAME:split=train`.
+
+    The second form is for sources that take a `name`.
     """
     first, _, rest = text.partition(":")
     if "name" in inspect.signature(SOURCES.get(source)).parameters and first and "=" not in first:

@@ -23,7 +23,7 @@ class Options:
     end_of_text: str | None = None
     """End-of-text token of a tokenizer.json that has none of the usual names."""
     text_field: str | None = None
-    """Field of a row that holds the text."""
+    """Field of a row that contains the text."""
     split: str | None = None
     """Split rule; `make_plan` chooses one when None."""
     max_documents: int | None = None
@@ -35,7 +35,7 @@ class Options:
     max_bad_rows: int | None = None
     """Maximum number of rows to skip; None allows 1%, and at least 100."""
     mask_field: str | None = None
-    """Field of a row that holds its prompt, which is packed but not learned from."""
+    """Field of a row that contains its prompt, which is packed but not a target."""
     duplicates: Duplicates = "keep"
     """Whether documents with the same prompt and text are kept or dropped."""
     val: tuple[str, ...] = ()

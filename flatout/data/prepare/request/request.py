@@ -18,17 +18,17 @@ from flatout.sources.encodings import codec_of
 
 
 class Access(TypedDict, total=False):
-    """How sources are reached: arguments that do not shape the dataset."""
+    """Arguments that do not shape the dataset: how sources are accessed."""
 
     from_file: str | None
-    """The file of the dataset card, where there is no network."""
+    """A local copy of the dataset card's file, used instead of downloading it."""
     cache: Path
     progress: Progress
 
 
 @dataclass(frozen=True)
 class Request:
-    """An opened corpus and what to make of it."""
+    """An opened corpus, and the options to prepare it with."""
 
     corpus: Corpus
     options: Options

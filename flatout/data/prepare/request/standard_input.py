@@ -1,4 +1,4 @@
-"""Standard input, saved to a file: several processes read its text, more than once.
+"""Standard input, saved to a file so that several processes can read it more than once.
 
 The file belongs to this process, which holds a lock on it; an unlocked one was left by a killed
 process.
@@ -52,9 +52,9 @@ def spool_standard_input(
 ) -> tuple[Path, str]:
     """Save standard input to a file until the process ends, and return it with its SHA-256.
 
-    The file's suffix follows from its first bytes: Parquet, JSONL, JSON or HTML, compressed or not,
-    else one text. `encoding` is that of text that is not UTF-8. Files that killed processes left in
-    the directory are removed.
+    The first bytes decide the file's suffix: Parquet, JSONL, JSON or HTML, compressed or not, else
+    one text. `encoding` is for text that is not UTF-8. Files left in the directory by killed
+    processes are removed.
 
     Raises: DataError when the disk is full.
     """
@@ -128,8 +128,9 @@ def _compression(path: Path) -> str:
 
 
 def _beginning(path: Path, encoding: str | None) -> bytes:
-    """Return the first bytes from the first non-space on; none if the file does not decompress,
-    which reading it reports.
+    """Return the first bytes after leading space; none if the file does not decompress.
+
+    The error is reported when the text is read.
     """
     with (
         contextlib.suppress(OSError, EOFError, zlib.error, Unread),
@@ -143,7 +144,7 @@ def _beginning(path: Path, encoding: str | None) -> bytes:
 
 
 def _kind(beginning: bytes) -> str:
-    """Return the suffix of a file that begins with these bytes."""
+    """Return the suffix of a file that starts with these bytes."""
     if beginning.startswith(b"{"):
         return ".jsonl"
     if re.match(rb"\[\s*\{", beginning):

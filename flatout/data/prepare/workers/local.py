@@ -76,7 +76,7 @@ class _Worker:
         if code == -signal.SIGXCPU:
             return RunFailed(
                 f"The tokenizer took more than {PIECE_CPU_S} s of CPU time for one piece of text.",
-                fix="Use another tokenizer: a pattern of this one does not terminate.",
+                fix="Use another tokenizer: one of its patterns does not terminate.",
             )
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return RunFailed(
@@ -129,7 +129,7 @@ class LocalWorkers:
         yield from in_order(ranges, self._submit, lambda: self._collect(report))
 
     def _submit(self, ranges: Sequence[Range], submitted: int) -> int:
-        """Submit ranges from an index on while a worker has room, and return the next index."""
+        """Submit ranges from index `submitted` while a worker has room; return the next index."""
         while submitted < len(ranges):
             worker = min(self._workers, key=lambda worker: len(worker.held))
             if len(worker.held) >= QUEUED:
@@ -140,7 +140,7 @@ class LocalWorkers:
         return submitted
 
     def _collect(self, report: Report) -> list[Answer]:
-        """Wait for messages, and return those that end a range."""
+        """Wait for messages, and return the results of finished ranges."""
         by_connection = {worker.connection: worker for worker in self._workers}
         ended = []
         for ready in wait(list(by_connection)):
@@ -158,8 +158,9 @@ class LocalWorkers:
 
 
 def serve(descriptor: int) -> None:
-    """Run a worker: pack ranges from the socket until it closes, recording one while packing the
-    next.
+    """Run a worker: pack the ranges that the socket sends, until it closes.
+
+    A range is recorded while the next one is packed.
     """
     connection = Connection(descriptor)
     sending = threading.Lock()

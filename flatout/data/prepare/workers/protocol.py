@@ -1,4 +1,4 @@
-"""What local and Ray workers share: setup, failures as plain data, and records in order."""
+"""Shared by local and Ray workers: setup, failures as plain data, and records in order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ RESUMES = "Run the same command again: it continues where it stopped."
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is sent once."""
+    """Sent to each worker once."""
 
     packing: Packing
     folder: Path
-    """Where ranges are written."""
+    """Directory to which ranges are written."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Failure:
 
 
 class Workers(Protocol):
-    """What packs ranges, here or elsewhere."""
+    """Packs ranges, on this machine or elsewhere."""
 
     def pack(
         self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
@@ -63,7 +63,7 @@ class Workers(Protocol):
 
 
 Answer = tuple[int, RangeRecord | Failure]
-"""The index of a range that ended, and its result."""
+"""The index of a finished range, and its result."""
 
 
 def in_order(
@@ -71,10 +71,10 @@ def in_order(
     submit: Callable[[Sequence[Range], int], int],
     collect: Callable[[], Iterable[Answer]],
 ) -> Iterator[RangeRecord]:
-    """Yield the records of ranges in order, in whatever order they end.
+    """Yield the records of ranges in order, whatever order they finish in.
 
-    `submit(ranges, submitted)` submits ranges from that index on while workers have room, and
-    returns the next index; `collect()` waits for some to end. Nothing is submitted after a range
+    `submit(ranges, submitted)` submits ranges from that index while workers have room, and
+    returns the next index; `collect()` waits for some to finish. Nothing is submitted after a range
     that failed.
 
     Raises: the error of the first range that failed.

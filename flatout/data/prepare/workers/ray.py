@@ -1,8 +1,8 @@
-"""Workers on a Ray cluster, whose nodes write ranges into the one work directory.
+"""Workers on a Ray cluster, whose nodes write ranges into one shared work directory.
 
-A range is a Ray task. If its process or node dies, it is packed again elsewhere, under temporary
-names of its own, so that two attempts do not damage each other's files. The result of a task is the
-range's record.
+Each range is a Ray task that returns the range's record. If its process or node dies, the range is
+packed again elsewhere, under different temporary names, so that two attempts do not damage each
+other's files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flatout.progress import SILENT, Progress
 QUEUED = 2
 """Ranges per CPU of the cluster: the one being packed, and the next."""
 WAIT_S = 1.0
-"""Seconds to wait for a range before checking whether the cluster is still there."""
+"""Seconds to wait for a range before checking whether the cluster still responds."""
 NODE_PATIENCE_S = 300.0
 """Seconds to wait for a node with a CPU: one that is started on demand takes minutes."""
 HEAD_PATIENCE_S = 30.0
@@ -100,7 +100,7 @@ class RayWorkers:
             self._ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except Exception as error:
             raise RunFailed(
-                f"Ray does not work here: {' '.join(str(error).split())}",
+                f"Cannot connect to Ray: {' '.join(str(error).split())}",
                 fix="Check RAY_ADDRESS, and the cluster with `ray status`.",
             ) from error
 
@@ -123,7 +123,7 @@ class RayWorkers:
             mark.unlink(missing_ok=True)
 
     def _submit(self, tasks: RayTasks, ranges: Sequence[Range], submitted: int) -> int:
-        """Submit ranges from an index on while the cluster has room, and return the next index."""
+        """Submit ranges from index `submitted` while the cluster has room; return the next index."""
         room = self._limit or max(1, QUEUED * self._cpus())
         while submitted < len(ranges) and len(self._running) < room:
             self._running[tasks.submit(ranges[submitted])] = (submitted, ranges[submitted])
@@ -131,7 +131,7 @@ class RayWorkers:
         return submitted
 
     def _collect(self, tasks: RayTasks, report: Report) -> list[Answer]:
-        """Wait a while for ranges to end, and return their results."""
+        """Wait up to `WAIT_S` for ranges to finish, and return their results."""
         ready, _ = self._ray.wait(list(self._running), timeout=WAIT_S)
         if not ready:
             self._cpus()
@@ -170,13 +170,11 @@ class RayWorkers:
         if cpus:
             self._had_cpus_at = now
         elif now - self._had_cpus_at > NODE_PATIENCE_S:
-            raise RunFailed(
-                "No node of the Ray cluster has a CPU any more.", fix=f"Start nodes. {RESUMES}"
-            )
+            raise RunFailed("No node of the Ray cluster has a CPU.", fix=f"Start nodes. {RESUMES}")
         return cpus
 
     def _head_answers(self) -> bool:
-        """Return whether the head node can be reached; a call to Ray would wait for it."""
+        """Return whether the head node can be reached; a call to Ray would block instead."""
         host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=WAIT_S).close()
@@ -185,7 +183,7 @@ class RayWorkers:
         return True
 
     def _stop(self) -> None:
-        """Cancel running tasks and wait until their processes end, so that none writes any more."""
+        """Cancel running tasks and wait until their processes end, so that none still writes."""
         if self._running and self._ray.is_initialized():
             for reference in self._running:
                 self._ray.cancel(reference, force=True)
@@ -194,7 +192,7 @@ class RayWorkers:
 
 
 class _WithoutDumps(io.TextIOBase):
-    """Standard output with the pages that Ray prints when a process dies cut to a sentence each."""
+    """Standard output with Ray's long messages about dead processes cut to one sentence each."""
 
     def __init__(self, stdout: TextIO, progress: Progress) -> None:
         self._stdout = stdout
@@ -223,7 +221,7 @@ def _raylets() -> set[int]:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Restore this program's SIGTERM handler, which Ray replaces for good."""
+    """Restore this program's SIGTERM handler, which Ray replaces permanently."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Ray tasks: how ranges are sent to nodes, and what their results mean on this machine."""
+"""Ray tasks: send ranges to nodes, and interpret their results on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flatout.errors import DataError, RunFailed
 from flatout.files import Unfinished
 
 RETRIES = 3
-"""How often a range is packed again when its process or node dies."""
+"""Number of times that a range is packed again when its process or node dies."""
 
 
 class RayTasks:
@@ -35,8 +35,9 @@ class RayTasks:
         self._environment = (_version(), sys.path, os.getcwd(), str(mark))
 
     def submit(self, work: Range) -> Any:
-        """Return the reference of the range's task; a node unpickles it only after the versions are
-        found equal.
+        """Submit a range, and return the reference of its task.
+
+        A node unpickles the range only after checking that the versions are equal.
         """
         return self._task.remote(*self._environment, pickle.dumps(work), [self._reference])
 
@@ -104,8 +105,10 @@ def _version() -> str:
 
 
 def _remote_function() -> Callable[..., tuple[str, Any]]:
-    """Return what a node runs: defined here so that Ray sends its code, as the node may have
-    another version of flatout, or none.
+    """Return the function that a node runs.
+
+    It is defined here so that Ray sends its code: the node may have another version of flatout, or
+    none.
     """
 
     def run(version: str, search_path: list[str], *rest: Any) -> tuple[str, Any]:
@@ -130,11 +133,12 @@ def _remote_function() -> Callable[..., tuple[str, Any]]:
 def pack_here(directory: str, mark: str, work: bytes, setup: list[Any]) -> RangeRecord | Failure:
     """Pack a range on a node, in the caller's current directory if it exists there.
 
-    The work directory must have the mark: it shows that the node sees the same disk.
+    The work directory must contain the mark, which shows that the node sees the same disk.
     """
     if not Path(mark).exists():
         return Failure(
-            f"It does not see the directory {Path(mark).parent}, or sees another one of that name.",
+            f"It does not see the directory {Path(mark).parent}, or sees another one with that "
+            "name.",
             "Choose an --out on a disk that every node sees under the same name.",
             RunFailed,
         )

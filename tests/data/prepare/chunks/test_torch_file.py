@@ -35,7 +35,7 @@ def test_a_tensor_is_read_back(tmp_path, zipped, tensor):
 def test_any_changed_byte_gives_a_tensor_or_a_named_error(tmp_path, zipped):
     whole = saved(tmp_path / "a.pt", _use_new_zipfile_serialization=zipped).read_bytes()
     start = whole.index(b"ctorch._utils")
-    said = []
+    messages = []
     for offset in range(start - 2, start + 140):
         for bits in (0x01, 0x40, 0xFF):
             (tmp_path / "a.pt").write_bytes(
@@ -44,9 +44,9 @@ def test_any_changed_byte_gives_a_tensor_or_a_named_error(tmp_path, zipped):
             try:
                 load_tensor(tmp_path / "a.pt")
             except DataError as error:
-                said.append(error.what)
-    assert len(said) > 100
-    assert all(str(tmp_path / "a.pt") in what and "weights_only" not in what for what in said)
+                messages.append(error.what)
+    assert len(messages) > 100
+    assert all(str(tmp_path / "a.pt") in what and "weights_only" not in what for what in messages)
 
 
 class Calls:

@@ -185,13 +185,13 @@ def test_held_tokens_are_bounded(tokenizer, monkeypatch):
 
 
 def test_progress_is_reported_per_job(tokenizer):
-    told = []
+    reports = []
     Packed(
         [job("ab", "c"), job("def")],
         Packing(tokenizer, ByPosition(9, 0), "raise"),
-        told.append,
+        reports.append,
     )
-    assert told == [Tally(9, 2, 5), Tally(9, 1, 4)]
+    assert reports == [Tally(9, 2, 5), Tally(9, 1, 4)]
 
 
 @pytest.mark.parametrize("held", [1, 1 << 20])

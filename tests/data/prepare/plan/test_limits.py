@@ -93,19 +93,19 @@ def test_a_higher_limit_resumes_the_work(tmp_path):
     rows.write_text(
         "".join(json.dumps({"text": f"row {number}"}) + "\n{\n" for number in range(30))
     )
-    asked = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}
+    options = {"tokenizer": "byte", "split": "tail 0.5", "on_bad_row": "skip"}
     with pytest.raises(
         Unfinished,
         match=r"30 of the first 60 rows .* 5 may be skipped. The first: .*rows\.jsonl, line 2 "
         r"is not JSON",
     ):
-        prepare_dataset([str(rows)], tmp_path / "out", Options(**asked, max_bad_rows=5))
+        prepare_dataset([str(rows)], tmp_path / "out", Options(**options, max_bad_rows=5))
     assert (tmp_path / ".out.part" / "ranges" / "000000.json").is_file()
-    made = prepare_dataset([str(rows)], tmp_path / "out", Options(**asked, max_bad_rows=30))
+    made = prepare_dataset([str(rows)], tmp_path / "out", Options(**options, max_bad_rows=30))
     assert [(entry.reason, entry.count, len(entry.first)) for entry in made.manifest.skipped] == [
         ("not JSON", 30, 10)
     ]
-    assert prepare_dataset([str(rows)], tmp_path / "out", Options(**asked)).existed, (
+    assert prepare_dataset([str(rows)], tmp_path / "out", Options(**options)).existed, (
         "the limit is not part of the description"
     )
 

@@ -150,7 +150,7 @@ def test_a_cached_file_gives_the_same_dataset(cards, tmp_path):
 def test_from_needs_exactly_one_card(cards, tmp_path):
     (tmp_path / "mine.txt").write_text(TEXT)
     for sources in (["synthetic"], [str(tmp_path / "mine.txt")], ["play", "play"]):
-        with pytest.raises(DataError, match="--from gives the file of one dataset card"):
+        with pytest.raises(DataError, match="--from replaces the download of one dataset card"):
             open_corpus(sources, from_file=str(tmp_path / "mine.txt"))
 
 

@@ -44,7 +44,7 @@ def test_moved_text_is_the_same_dataset(book, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"tokenizer": "char"}, "tokenizer is 'byte', and 'char' is requested"),
         ({"split": "tail 0.5"}, "split is None, and 'tail 0.5' is requested"),
@@ -52,12 +52,12 @@ def test_moved_text_is_the_same_dataset(book, tmp_path):
         ({"text_field": "body"}, "text_field is 'text', and 'body' is requested"),
     ],
 )
-def test_a_different_dataset_is_refused_and_kept(tmp_path, changed, said):
+def test_a_different_dataset_is_refused_and_kept(tmp_path, changed, message):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "one two three", "body": "two"}\n' * 20)
     prepare_dataset([str(rows)], tmp_path / "out", Options(tokenizer="byte"))
     before = content(tmp_path / "out")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         prepare_dataset([str(rows)], tmp_path / "out", Options(**{"tokenizer": "byte", **changed}))
     assert content(tmp_path / "out") == before
 

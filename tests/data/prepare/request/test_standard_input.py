@@ -55,16 +55,16 @@ def test_the_first_bytes_are_decoded(tmp_path):
 
 
 def test_the_kind_of_text_is_reported(tmp_path):
-    said = []
+    messages = []
 
     class Listener(type(stdin.SILENT)):
         def say(self, line):
-            said.append(line)
+            messages.append(line)
 
     for data in (ROWS, gzip.compress(b"plain")):
         spool_standard_input(tmp_path, stream=io.BytesIO(data), progress=Listener())
-    assert said[0] == "Standard input: 16 bytes, read as JSONL."
-    assert said[1].endswith("bytes, read as one text, compressed.")
+    assert messages[0] == "Standard input: 16 bytes, read as JSONL."
+    assert messages[1].endswith("bytes, read as one text, compressed.")
 
 
 def test_the_file_is_removed_when_the_process_ends(tmp_path):

@@ -101,10 +101,10 @@ def test_any_number_of_workers_writes_the_same_files(source, setup):
 
 def test_ranges_are_packed_in_other_processes(source, setup):
     pack(ranges(*[(source.tells_process,)] * 6), setup, 2)
-    said = {path.read_bytes() for path in setup.folder.glob("*.bin")}
+    written = {path.read_bytes() for path in setup.folder.glob("*.bin")}
     mine = b"".join(bytes([digit, 0]) for digit in str(os.getpid()).encode())
-    assert len(said) in (1, 2)
-    assert not any(tokens.startswith(mine) for tokens in said)
+    assert len(written) in (1, 2)
+    assert not any(tokens.startswith(mine) for tokens in written)
 
 
 def test_the_first_bad_row_in_range_order_is_raised(source, setup):
@@ -209,12 +209,15 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
 
 def test_bad_rows_and_progress_reach_the_caller(source, setup):
     skipping = Setup(Packing(setup.packing.tokenizer, ByHash(0.3), "skip"), setup.folder)
-    told = []
+    reports = []
     records = pack(
-        ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]), skipping, 2, told.append
+        ranges(*[(source.bad, f"row {index}", 0.0) for index in range(4)]),
+        skipping,
+        2,
+        reports.append,
     )
     assert [(entry.reason, entry.first) for record in records for entry in record.skipped] == [
         ("bad", (RowLocation(f"row {index}"),)) for index in range(4)
     ]
     assert [record.bad_rows for record in records] == [1] * 4
-    assert len(told) == 4
+    assert len(reports) == 4

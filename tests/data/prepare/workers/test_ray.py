@@ -1,4 +1,5 @@
-"""Order and limits of ranges on Ray, and answers of nodes, with a stand-in for the package ray;
+"""The Ray workers, with a stand-in for the package ray.
+
 `test_workers_ray_cluster.py` uses a real cluster.
 """
 
@@ -32,7 +33,7 @@ NUMBERS = itertools.count()
 class StandIn:
     """The part of the package ray that is used: a task runs when its result is requested.
 
-    `ends` chooses which of the running tasks ends next.
+    `ends` chooses the running task that ends next.
     """
 
     def __init__(self, cpus, address):
@@ -171,10 +172,10 @@ def test_submitted_ranges_are_bounded_by_the_cluster_or_the_limit(ray, setup, li
 
 
 def test_progress_reports_what_was_done(ray, setup):
-    told = []
+    reports = []
     with RayWorkers() as crew:
-        records = list(crew.pack(ranges((numbered, 0), (numbered, 3)), setup, told.append))
-    assert [(tally.documents, tally.tokens) for tally in told] == [
+        records = list(crew.pack(ranges((numbered, 0), (numbered, 3)), setup, reports.append))
+    assert [(tally.documents, tally.tokens) for tally in reports] == [
         (3, record.tokens) for record in records
     ]
 
@@ -282,7 +283,7 @@ def test_a_lost_cluster_is_given_up_after_a_while(ray, setup, monkeypatch):
     monkeypatch.setattr(ray_workers, "NODE_PATIENCE_S", 0.05)
     with pytest.raises(
         RunFailed,
-        match=r"No node of the Ray cluster has a CPU any more\. Fix: Start nodes\. .*it "
+        match=r"No node of the Ray cluster has a CPU\. Fix: Start nodes\. .*it "
         r"continues where it stopped",
     ):
         pack(ranges((numbered, 0)), setup)
@@ -316,12 +317,12 @@ def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
 
 
 def test_messages_by_ray_are_cut_to_a_sentence(capsys):
-    said = []
-    output = ray_workers._WithoutDumps(sys.stdout, SimpleNamespace(say=said.append))
+    lines = []
+    output = ray_workers._WithoutDumps(sys.stdout, SimpleNamespace(say=lines.append))
     print("\x1b[33m(raylet)\x1b[0m A worker died. See the log.\n    [state-dump] much", file=output)
     print("(raylet, ip=10.0.0.2) The node with node id: 11f4 is dead.", file=output)
     print("A source prints this.", file=output, flush=True)
-    assert said == ["Ray: A worker died.", "Ray: The node with node id: 11f4 is dead."]
+    assert lines == ["Ray: A worker died.", "Ray: The node with node id: 11f4 is dead."]
     assert capsys.readouterr().out == "A source prints this.\n"
 
 
@@ -348,7 +349,7 @@ def test_an_unreachable_cluster_and_a_signal_are_reported(ray, monkeypatch):
         (
             ConnectionError("Failed to connect\n  to 10.0.0.1"),
             RunFailed,
-            "Ray does not work here: Failed to connect to 10.0.0.1.*RAY_ADDRESS",
+            "Cannot connect to Ray: Failed to connect to 10.0.0.1.*RAY_ADDRESS",
         ),
         (SystemExit(15), Interrupted, "Terminated"),
     ):
