@@ -45,7 +45,7 @@ def adamw_8bit(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimi
     base: Any = load_package("bitsandbytes.optim", NAME, extra="bitsandbytes").AdamW8bit
 
     class OwnTables(base):  # type: ignore[misc]
-        """Gives each parameter its own code tables: tensors in a checkpoint must not share memory."""
+        """Gives each parameter its own code tables: tensors in a checkpoint cannot share memory."""
 
         def moments_of(self, _parameter: Tensor) -> Moments:
             """Return the kind of moments kept for a parameter.

@@ -10,8 +10,7 @@ from flatout.assembly.recipe import Off, On, Promise, Speedup
 
 STEPS_BETWEEN = 100
 """Steps between collections, for which a reference cycle can keep its tensors' memory. Frozen
-objects
-are not scanned, so a collection is short.
+objects are not scanned, so a collection is short.
 """
 
 

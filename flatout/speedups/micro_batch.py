@@ -9,8 +9,7 @@ from flatout.hardware import Machine
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md); on
-a
-GPU the kernels are, which is not measured yet.
+a GPU the kernels are, which is not measured yet.
 """
 
 
@@ -37,8 +36,8 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="micro-batch",
     fills={"micro_batch": largest_useful},
-    saves="time: as many rows per micro-batch as the device uses efficiently, instead of the up to 12 "
-    "that people write",
+    saves="time: as many rows per micro-batch as the device uses efficiently, instead of the up to "
+    "12 that people write",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=140,

@@ -85,7 +85,7 @@ class BackgroundSaver:
     def save(
         self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
     ) -> None:
-        """Copy the state, start writing it, and delete checkpoints beyond `keep` once it is complete.
+        """Copy the state and start writing it; once complete, delete checkpoints beyond `keep`.
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save` does, and for the previous save.
         """

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 FEWEST_WEIGHTS = 2**22
 """Number of weights of the smallest product computed in fp8: below, rounding the factors costs as
-much
-as the product saves. With every layer of the blocks in fp8, a GPT-2 of width 768, whose products
-have up to 2.4 million weights, lost 6% on an H200; one of width 1,536, up to 9.4 million, gained
-6%.
+much as the product saves. With every layer of the blocks in fp8, a GPT-2 of width 768, whose
+products have up to 2.4 million weights, lost 6% on an H200; one of width 1,536, up to 9.4 million,
+gained 6%.
 """
 LARGEST_IN_WIDTHS = 4
 """The largest product of a block is that of the MLP, d_model x 4 d_model unless d_ff is set."""

@@ -3,8 +3,8 @@
 A document longer than data.seq_len is split into rows of that many inputs. Rows are padded to one
 of a few lengths: seq_len and its halves. All rows of a step have the same length, and rows of half
 the length come twice as many to a step, so every step has the same number of positions. Rows left
-over at the end of an epoch join those of the next length; only the last step of
-the longest may contain empty rows. Every target of the split is read once per epoch.
+over at the end of an epoch join those of the next length; only the last step of the longest may
+contain empty rows. Every target of the split is read once per epoch.
 
 An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
 lengths), evaluated on demand. A position is an index into the plans of all epochs.

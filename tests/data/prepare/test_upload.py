@@ -195,6 +195,7 @@ def test_an_interrupted_upload_resumes_and_sends_nothing_twice(
     send, store, monkeypatch, tags, tmp_path, said
 ):
     """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
+    """Stores report only sizes, an MD5, S3's MD5 of parts, Google's MD5, or another number."""
     monkeypatch.setattr(parallel, "MAX_PARALLEL", 1)
     monkeypatch.setattr(sending, "PART_BYTES", 6_000)
     reports = {

@@ -23,7 +23,7 @@ BESIDE = "auto,-compile,+async-checkpoints"
 
 @pytest.fixture
 def slow_disk(monkeypatch):
-    """Let a thread write only while the loop waits for it, so that saves take as long as possible."""
+    """Let a thread write only while the loop waits for it, to make saves as long as possible."""
     waited_for, write_share = threading.Event(), job.write_share
     join = threading.Thread.join
 

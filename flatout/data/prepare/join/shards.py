@@ -103,8 +103,8 @@ def join(
 def check_files(work: WorkDir, records: Sequence[RangeRecord]) -> None:
     """Check the files of some ranges, and remove the records of damaged ones.
 
-    Ranges without a record are packed again. Missing files are ignored: their tokens may already
-    be in a shard.
+    Ranges without a record are packed again. Missing files are ignored: their tokens may already be
+    in a shard.
 
     Raises: Unfinished with the number of damaged ranges.
     """

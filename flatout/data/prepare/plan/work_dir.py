@@ -34,7 +34,7 @@ _PARTS = "parts"
 
 @dataclass(frozen=True)
 class WorkPart:
-    """The part of one of several processes: every `count`-th range, starting with the `index`-th."""
+    """One process's part of the work: every `count`-th range, starting with the `index`-th."""
 
     index: int
     count: int

@@ -129,7 +129,7 @@ class LocalWorkers:
         yield from in_order(ranges, self._submit, lambda: self._collect(report))
 
     def _submit(self, ranges: Sequence[Range], submitted: int) -> int:
-        """Submit ranges from index `submitted` while a worker has room; return the next index."""
+        """Submit ranges from `submitted` on while a worker has room; return the next index."""
         while submitted < len(ranges):
             worker = min(self._workers, key=lambda worker: len(worker.held))
             if len(worker.held) >= QUEUED:

@@ -73,9 +73,9 @@ def in_order(
 ) -> Iterator[RangeRecord]:
     """Yield the records of ranges in order, whatever order they finish in.
 
-    `submit(ranges, submitted)` submits ranges from that index while workers have room, and
-    returns the next index; `collect()` waits for some to finish. Nothing is submitted after a range
-    that failed.
+    `submit(ranges, submitted)` submits ranges from that index while workers have room, and returns
+    the next index; `collect()` waits for some to finish. Nothing is submitted after a range that
+    failed.
 
     Raises: the error of the first range that failed.
     """

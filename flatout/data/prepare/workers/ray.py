@@ -123,7 +123,7 @@ class RayWorkers:
             mark.unlink(missing_ok=True)
 
     def _submit(self, tasks: RayTasks, ranges: Sequence[Range], submitted: int) -> int:
-        """Submit ranges from index `submitted` while the cluster has room; return the next index."""
+        """Submit ranges from `submitted` on while the cluster has room; return the next index."""
         room = self._limit or max(1, QUEUED * self._cpus())
         while submitted < len(ranges) and len(self._running) < room:
             self._running[tasks.submit(ranges[submitted])] = (submitted, ranges[submitted])
