@@ -96,7 +96,7 @@ def test_an_option_without_effect_on_a_source_is_refused():
     for options in ({"include": ["*.py"]}, {"encoding": "cp1252"}):
         with pytest.raises(
             DataError,
-            match=rf"'synthetic' does not read files.*Leave --{next(iter(options))} out",
+            match=rf"'synthetic' does not read your files.*Leave --{next(iter(options))} out",
         ):
             open_corpus(["synthetic:documents=3"], **options)
     with pytest.raises(
