@@ -59,7 +59,7 @@ def test_a_compiler_without_the_option_is_not_given_it(compile_options, monkeypa
 
 
 def test_why_not(tiny_config):
-    assert "makes C++" in SPEEDUP.reason_against(GPU, tiny_config())
+    assert "generates C++" in SPEEDUP.reason_against(GPU, tiny_config())
     assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
     assert "train.deterministic" in SPEEDUP.reason_against(
         GPU, tiny_config(train__device="cuda", train__deterministic=True)

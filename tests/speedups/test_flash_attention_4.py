@@ -34,8 +34,8 @@ def test_it_is_for_plain_causal_attention_on_hopper_and_later():
     assert uses_gpu(gpu((9, 0)), load_config(None, ["train.device=auto"]))
     assert reason(gpu((9, 0))) is None
     assert reason(gpu((10, 0)), "model.window=1024") is None
-    assert "flex-attention skips" in reason(gpu((9, 0)), "model.window=1023")
-    assert "flex-attention skips" in reason(gpu((9, 0)), "data.document_mask=true")
+    assert "use flex-attention" in reason(gpu((9, 0)), "model.window=1023")
+    assert "use flex-attention" in reason(gpu((9, 0)), "data.document_mask=true")
     assert "set train.precision=auto" in reason(gpu((9, 0)), "train.precision=fp32")
     assert "needs compute capability 9.0" in reason(gpu((8, 0)))
     assert "on a CPU" in reason(CPU)
