@@ -1,3 +1,1 @@
-"""From a config to a run that can start: the recipe's slots, the choice of speedups, memory, checks
-before the start.
-"""
+"""Turn a config into a run: recipe slots, choice of speedups, memory, checks before the start."""

@@ -1,4 +1,4 @@
-"""What `speedups=auto` decides for one speedup: its own default, or what was measured here."""
+"""How `speedups=auto` decides one speedup: by its default, or by measurements here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatout.registry import SPEEDUPS
 
 
 def all_speedups() -> list[Speedup]:
-    """Return every speedup in the folder in the order of the ladder: by rank, then by name."""
+    """Return all built-in speedups in ladder order: by rank, then by name."""
     found = [SPEEDUPS.get(name) for name in SPEEDUPS.names()]
     return sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
 
@@ -24,8 +24,8 @@ def default_of(speedup: Speedup, device: str) -> On | Off | None:
 def overrides(speedup: Speedup, gain: Gain | None) -> bool | None:
     """Return whether a gain measured here turns a speedup on or off; None leaves the default.
 
-    Its interval must lie entirely above or below 1. A speedup with a statistical promise is never
-    turned on: a measured rate says nothing about the loss.
+    The gain's interval must lie entirely above or below 1. A speedup with a statistical promise is
+    never turned on: a measured rate says nothing about the loss.
     """
     if gain is None or not (gain.is_faster or gain.is_slower):
         return None
@@ -37,9 +37,9 @@ def overrides(speedup: Speedup, gain: Gain | None) -> bool | None:
 def decide(
     speedup: Speedup, device: str, minutes: float | None, gain: Gain | None = None
 ) -> Decision:
-    """Return what `auto` decides for a speedup that can run, on a run of `minutes` (None: unknown).
+    """Decide a speedup that can run, for a run of `minutes` (None: unknown).
 
-    `gain` was measured on this hardware.
+    `gain` is the one measured on this hardware, if any.
     """
     default, override = default_of(speedup, device), overrides(speedup, gain)
     if default is None and override is None:
@@ -52,19 +52,21 @@ def decide(
     from_minutes = default.from_minutes if default else 0
     if from_minutes and minutes is None:
         reason = (
-            f"pays from {from_minutes:g} minutes, and how long the run takes is not known: {reason}"
+            f"pays off from {from_minutes:g} minutes, and the run's duration is unknown: {reason}"
         )
     elif minutes is not None and minutes < from_minutes:
-        reason = f"this run lasts about {minutes:.1f} minutes; pays from {from_minutes:g}: {reason}"
+        reason = (
+            f"this run lasts about {minutes:.1f} minutes; pays off from {from_minutes:g}: {reason}"
+        )
     else:
         return Decision(speedup.name, True, reason)
     return Decision(speedup.name, False, reason)
 
 
 def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:
-    """Return whether a measurement on such a device is behind the default of a speedup.
+    """Return whether a speedup's default is based on a measurement on this kind of device.
 
-    Returns: None where no default is stated because the speedup cannot run there.
+    Returns: None if it has no default because it cannot run there.
     """
     default = default_of(speedup, device)
     if default is None and speedup.reason_against(machine, config):

@@ -1,4 +1,4 @@
-"""Build: make the model, the optimisers and the feed of a resolved configuration."""
+"""Build the model, the optimisers and the feed of a resolved configuration."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def build(
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
-    Weights are drawn with train.seed, equal on every rank; then each rank's generators get a seed
-    of their own.
+    Weights are initialised with train.seed, identically on every rank; then each rank's generators
+    get a different seed.
     """
     recipe = assemble(decisions)
     recipe.allocator()
@@ -106,7 +106,7 @@ def _require_room(weights_bytes: int, free_bytes: int) -> None:
     if weights_bytes > free_bytes:
         raise HardwareError(
             f"The model's weights alone take {weights_bytes / 2**30:,.1f} GiB, "
-            f"and there are {free_bytes / 2**30:,.1f} GiB.",
+            f"and only {free_bytes / 2**30:,.1f} GiB are available.",
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
         )

@@ -1,4 +1,4 @@
-"""Conditions under which a speedup can run: what `why_not` functions ask and answer."""
+"""Conditions under which a speedup can run, shared by the `why_not` functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def always(_machine: Machine, _config: RunConfig) -> str | None:
 
 
 def uses_gpu(machine: Machine, config: RunConfig) -> bool:
-    """Return whether the run uses an NVIDIA GPU, judging by the configuration and the machine."""
+    """Return whether the run uses an NVIDIA GPU, given its configuration and machine."""
     return (
         bool(machine.gpus)
         if config.train.device == "auto"
@@ -28,7 +28,7 @@ def uses_gpu(machine: Machine, config: RunConfig) -> bool:
 
 
 def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str | None:
-    """Return why a GPU of this machine is too old for `what`, or None if none is."""
+    """Return why a GPU of this machine is too old for `what`, or None."""
     too_old = [gpu for gpu in machine.gpus if gpu.compute_capability < capability]
     if not too_old:
         return None
@@ -58,7 +58,7 @@ def without_triton(
 
 
 def without_package(package: str, extra: str) -> str | None:
-    """Return that an optional package is not installed, with the install line, or None."""
+    """Return that an optional package is missing, with the command to install it, or None."""
     if find_spec(package.replace("-", "_")) is not None:
         return None
     return (
@@ -76,7 +76,7 @@ def without_compiler(machine: Machine, config: RunConfig) -> str | None:
 def load_package(module: str, speedup: str, extra: str) -> Any:
     """Import and return a module of an optional package, without its startup messages.
 
-    Raises: MissingPackage with the install line.
+    Raises: MissingPackage with the command to install it.
     """
     try:
         with without_noise():

@@ -1,10 +1,10 @@
 """Estimate the memory of a run, part by part, without a GPU and without allocating it.
 
-The model runs forward and backward on tensors with shapes but no storage, and the bytes that
-autograd keeps are added up. So the estimate holds for any model, op and precision without a
-formula. It is for eager mode; a compiled model keeps less. It leaves out the device's own context
-(about half a GiB on a GPU), kernels' scratch space, what the allocator cannot reuse, and copies of
-the state in host memory.
+The model runs forward and backward on tensors that have shapes but no storage, and the bytes that
+autograd keeps are summed. The estimate therefore works for any model, op and precision, without
+formulas. It is for eager mode; a compiled model keeps less. It excludes the device's context (about
+half a GiB on a GPU), kernels' scratch space, the allocator's fragmentation, and copies of the state
+in host memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flatout.parallel.mesh import Mesh
 GIB = 2**30
 Result = TypeVar("Result")
 MOST_ROWS = 2**20
-"""Upper end of the search for the most rows."""
+"""Upper bound of the search for the most rows."""
 
 
 def two_in_fp32(num_weights: int) -> int:
@@ -50,15 +50,15 @@ class Workload:
     seq_len: int
     ops: Ops
     autocast: torch.dtype | None = None
-    """Dtype of the matrix products if it differs from that of the weights."""
+    """Dtype of the matrix products if it differs from the weights'."""
     moments: Callable[[int], int] = two_in_fp32
     """Number of weights of a tensor -> bytes that AdamW keeps for it."""
     with_momentum: frozenset[ParameterKind] = frozenset()
-    """Kinds of parameters that have one fp32 momentum instead of AdamW's moments."""
+    """Kinds of parameters with one fp32 momentum instead of AdamW's moments."""
     num_shards: int = 1
     """Processes over which weights, gradients and optimizer state are sharded."""
     whole_gradients: bool = False
-    """Whether each process holds whole gradients between micro-batches of sharded weights."""
+    """Whether each process keeps unsharded gradients of sharded weights between micro-batches."""
     transforms: tuple[Callable[[LanguageModel, Mesh | None], LanguageModel], ...] = ()
     """Transforms that change what the model keeps; (model, mesh) -> model."""
     document_mask: bool = False
@@ -74,15 +74,13 @@ class MemoryEstimate:
     gradients: int
     """One gradient per parameter of this process."""
     optimizer: int
-    """Tensors of the optimizer."""
+    """Optimizer state."""
     activations: int
-    """What embedding and blocks keep for backward, including low-precision copies of weights."""
+    """Tensors that embedding and blocks keep for backward, with low-precision copies of weights."""
     logits: int
     """Peak of final norm, head and loss, including the logits' gradient."""
     workspace: int
-    """What the backward of one block needs beyond `logits`, and the weights that sharded processes
-    gather.
-    """
+    """Excess of one block's backward over `logits`, and gathered weights if sharded."""
 
     @property
     def total(self) -> int:
@@ -119,7 +117,7 @@ def estimate(workload: Workload, rows: int) -> MemoryEstimate:
 
 
 def rows_that_fit(workload: Workload, available: int) -> int:
-    """Return the most rows per micro-batch whose step needs at most `available` bytes.
+    """Return the most rows per micro-batch with which a step needs at most `available` bytes.
 
     Raises: HardwareError when not even one row fits.
     """
@@ -128,7 +126,7 @@ def rows_that_fit(workload: Workload, available: int) -> int:
         raise HardwareError(
             f"One sequence of {workload.seq_len} tokens needs about {need / GIB:.2f} GiB, "
             f"and {available / GIB:.2f} GiB are available.",
-            fix="Shorten data.seq_len, choose a smaller model, or split it with parallel.shard.",
+            fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
         )
     fits, too_many = 1, 2
     while too_many < MOST_ROWS and estimate(workload, too_many).total <= available:
@@ -145,7 +143,7 @@ def rows_that_fit(workload: Workload, available: int) -> int:
 def kept_bytes(run: Callable[[], Result], *, apart_from: Iterable[Tensor]) -> tuple[int, Result]:
     """Return the bytes that autograd keeps for the backward pass of `run()`, and its result.
 
-    Each storage counts once; those of `apart_from` (parameters, the input of a block) do not.
+    Each storage counts once; those of `apart_from` (parameters, a block's input) do not count.
     """
     storages: dict[int, int] = {}
     known = {_storage_id(part) for part in _parts(apart_from)}
@@ -161,7 +159,7 @@ def kept_bytes(run: Callable[[], Result], *, apart_from: Iterable[Tensor]) -> tu
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks the bytes of tensors created inside it, and their peak."""
+    """Tracks the total bytes of tensors created inside the context, and the peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -180,17 +178,17 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
 
-        def gone(_: object) -> None:
+        def on_free(_: object) -> None:
             self._seen.pop(key, None)
             self.now -= size
 
-        self._seen[key] = weakref.ref(storage, gone)
+        self._seen[key] = weakref.ref(storage, on_free)
         self.now += size
         self.peak = max(self.peak, self.now)
 
 
 def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tuple[int, int]:
-    """Return what embedding and blocks keep, and the most that one block's backward adds."""
+    """Return the bytes that embedding and blocks keep, and the most a block's backward adds."""
     tokens_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
     doc_ids_BT = (
         torch.zeros(rows, workload.seq_len, dtype=torch.int32) if workload.document_mask else None
@@ -235,8 +233,10 @@ def _precision(workload: Workload) -> AbstractContextManager[Any]:
 
 
 def _gathered(model: LanguageModel, num_shards: int) -> int:
-    """Return the bytes of gathered weights while sharded: those outside the blocks, two blocks (one
-    prefetched), and one block's gradients.
+    """Return the bytes of gathered weights when the model is sharded.
+
+    These are the weights outside the blocks, two blocks (one prefetched), and one block's
+    gradients.
     """
     if num_shards == 1:
         return 0
@@ -267,7 +267,7 @@ def _bytes_of(tensors: Iterable[Tensor]) -> int:
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among some values; of a wrapper subclass, the tensors it holds."""
+    """Yield the tensors among `values`; for a wrapper subclass, the tensors inside it."""
     for value in values:
         if is_traceable_wrapper_subclass(value):
             yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])

@@ -1,4 +1,4 @@
-"""Types of the parts of a run that a recipe and a run share."""
+"""Types that a recipe and a run share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decision:
-    """One speedup, on or off, and why."""
+    """Whether a speedup is on, and why."""
 
     name: str
     on: bool
@@ -23,10 +23,10 @@ class Decision:
 
 @dataclass(frozen=True)
 class Precision:
-    """Arithmetic of the matrix products. Weights, gradients and optimiser state stay fp32."""
+    """Arithmetic of matrix products. Weights, gradients and optimiser state stay in fp32."""
 
     name: Literal["fp32", "bf16", "fp16"]
-    """What train.precision is in the resolved config."""
+    """The value of train.precision in the resolved config."""
     autocast: str | None = None
     """torch dtype of the products; None leaves them in fp32."""
     loss_scale: float | None = None
@@ -40,7 +40,7 @@ class Precision:
         return found
 
     def context(self, device_type: str) -> AbstractContextManager[Any]:
-        """Return the context in which a model is called on `cpu` or `cuda`."""
+        """Return the context for calling a model on `cpu` or `cuda`."""
         import torch
 
         return torch.autocast(device_type, dtype=self.dtype()) if self.autocast else nullcontext()
@@ -59,4 +59,4 @@ class Readback(Protocol):
         """
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the metrics that are on the host by now; with `flush`, wait for all of them."""
+        """Return the metrics that have reached the host; with `flush`, wait for all of them."""

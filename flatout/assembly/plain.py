@@ -1,4 +1,4 @@
-"""The plain value of each recipe slot that needs no torch to name: what people write by hand."""
+"""Plain values, as people write them by hand, of the recipe slots that need no torch import."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ if TYPE_CHECKING:
     from flatout.assembly.memory import Workload
 
 PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
-"""The micro-batch that people write: nanoGPT's 12 rows, capped at the tokens of 4 rows of 32,768.
-"""
+"""The usual hand-written micro-batch: nanoGPT's 12 rows, at most the tokens of 4 x 32,768."""
 USED_MEMORY = 0.8
-"""Share of the memory that the estimate of a micro-batch may fill."""
+"""Share of the memory that a micro-batch may fill, by estimate."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """What the micro-batch is chosen from."""
+    """The inputs to the choice of a micro-batch."""
 
     workload: Workload
     rows_per_rank: int
-    """Sequences per optimiser step on one rank; the chosen rows divide it."""
+    """Sequences per optimiser step on one rank, a multiple of the chosen rows."""
     device: str
     memory_bytes: int
     """Total memory that one rank may use."""
 
     def divisors(self, at_most: int) -> Iterator[int]:
-        """Yield the row counts up to `at_most` that divide a rank's share of the step, largest
-        first.
-        """
+        """Yield the divisors of `rows_per_rank` up to `at_most`, largest first."""
         yield from (
             rows
             for rows in range(min(self.rows_per_rank, at_most), 0, -1)
@@ -48,19 +45,19 @@ class MicroBatchPlan:
 
 
 def rows_people_write(plan: MicroBatchPlan) -> int:
-    """Return the most rows, up to 12 and 131,072 tokens, that divide the step and fit."""
+    """Return the largest row count, up to 12 and 131,072 tokens, that divides the step and fits."""
     at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.workload.seq_len), 1)
     return next(rows for rows in plan.divisors(at_most) if rows == 1 or plan.fits(rows))
 
 
 class ImmediateReadback:
-    """Reads the metrics from the device in every step, which makes the device wait for the host."""
+    """Reads the metrics from the device at every step, which makes the device wait for the host."""
 
     def __init__(self) -> None:
         self._read: list[tuple[int, dict[str, float]]] = []
 
     def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
-        """Read `values` (name to 0-D tensor) of `step`, and keep them only when `due`.
+        """Read the `values` (name to 0-D tensor) of `step`, and keep them only when `due`.
 
         Shapes: each value is 0-D.
         """
@@ -69,13 +66,13 @@ class ImmediateReadback:
             self._read.append((step, metrics))
 
     def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return what was read since the last call; `flush` has no effect: nothing is pending."""
+        """Return the metrics since the last call; `flush` has no effect, as nothing is pending."""
         read, self._read = self._read, []
         return read
 
 
 def default_allocator() -> None:
-    """Leave the process's allocator unchanged."""
+    """Leave the allocator unchanged."""
 
 
 def sync_every_micro_batch(_model: nn.Module, _is_last: bool) -> AbstractContextManager[None]:
@@ -91,7 +88,5 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def automatic_gc() -> Iterator[Callable[[int], None]]:
-    """Leave Python's garbage collector on; the yielded callback, called after each step, does
-    nothing.
-    """
+    """Leave Python's garbage collector on; the callback for each step does nothing."""
     yield lambda _step: None

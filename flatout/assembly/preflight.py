@@ -1,6 +1,4 @@
-"""Checks that need no torch, whose import takes seconds: names, paths and data of a configuration,
-and the settings of a sample.
-"""
+"""Checks without torch, whose import takes seconds: names, paths, data, sampling settings."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ from flatout.registry import MODELS, OPTIMIZERS
 
 
 def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
-    """Check that the names, paths and data of a configuration exist and are long enough.
+    """Check that a configuration's names and paths exist and that its data is long enough.
 
-    Raises: ConfigError, HardwareError or DataError naming what cannot be used.
+    Raises: ConfigError, HardwareError or DataError that names the invalid setting.
     """
     check_names(config)
     check_paths(config)
@@ -31,9 +29,9 @@ def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
 
 
 def check_names(config: RunConfig) -> None:
-    """Check that model, optimizer, schedule and speedups exist.
+    """Check that the model, optimizer, schedule and speedups exist.
 
-    Raises: ConfigError with the nearest name.
+    Raises: ConfigError that suggests the nearest name.
     """
     MODELS.require(config.model.kind)
     OPTIMIZERS.require(config.optim.kind)
@@ -42,7 +40,7 @@ def check_names(config: RunConfig) -> None:
 
 
 def check_paths(config: RunConfig) -> None:
-    """Check that the folders that a run starts from and saves to are local.
+    """Check that the paths a run starts from and saves to are local.
 
     Raises: ConfigError.
     """
@@ -51,10 +49,10 @@ def check_paths(config: RunConfig) -> None:
 
 
 def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
-    """Open the dataset or mix of a configuration; one at a URL is downloaded first.
+    """Open the dataset or mix of a configuration; datasets at a URL are downloaded first.
 
     Raises: ConfigError when it names none; DataError when one is not a dataset, cannot be
-            downloaded, or is too short to train on one sequence.
+            downloaded, or is shorter than one sequence.
     """
     data, seq_len = open_data(config.data, progress=progress), config.data.seq_len
     for part in members_of(data):
@@ -71,21 +69,21 @@ def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset |
 
 
 def _shorter(tokens: int) -> int:
-    """Return a seq_len of which several fit: a power of two, at most an eighth of the tokens."""
+    """Return a seq_len that fits several times: a power of two, at most tokens / 8."""
     return 1 << max((tokens // 8).bit_length() - 1, 0)
 
 
 def check_sampling(
     temperature: float, top_k: int | None, top_p: float | None, max_tokens: int, stop: Sequence[str]
 ) -> None:
-    """Check the settings of a sample.
+    """Check the sampling settings.
 
-    Raises: ConfigError naming the invalid setting.
+    Raises: ConfigError that names the invalid setting.
     """
     if not 0 <= temperature < math.inf:
         raise ConfigError(
             f"--temperature {temperature} must be 0 or more.",
-            fix="Use 0 (always the likeliest token) to about 1.5.",
+            fix="Use 0 (always the most likely token) to about 1.5.",
         )
     if top_k is not None and top_k < 1:
         raise ConfigError(
@@ -93,8 +91,8 @@ def check_sampling(
         )
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(
-            f"--top-p {top_p} must be above 0 and at most 1.",
-            fix="Use a number above 0 and at most 1, or leave it out.",
+            f"--top-p {top_p} must be greater than 0 and at most 1.",
+            fix="Use a number greater than 0 and at most 1, or leave it out.",
         )
     if max_tokens < 1:
         raise ConfigError(f"--max-tokens {max_tokens} must be 1 or more.", fix="Use 1 or more.")

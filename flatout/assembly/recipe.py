@@ -2,7 +2,7 @@
 
 A recipe has one slot per part and an ordered tuple of model transforms. Every slot starts with its
 plain value; a `Speedup` fills slots or adds a transform, and `with_speedup` applies it. Nothing
-here imports torch: parts that need it are named with `lazy` and imported at first access.
+here imports torch: parts that need it are referenced with `lazy` and imported at first access.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Lazy:
 
 
 def lazy(reference: str) -> Any:
-    """Name a part that needs torch; typed as the part, which a recipe's attribute returns."""
+    """Reference a part that needs torch; typed as the part that the attribute returns."""
     return Lazy(reference)
 
 
 class _LoadsLazily:
-    """Imports a `Lazy` attribute when it is read; `vars()` shows what is stored."""
+    """Imports a `Lazy` attribute when it is read; `vars()` shows the stored reference."""
 
     if not TYPE_CHECKING:
 
@@ -89,9 +89,9 @@ class OpSlots(_LoadsLazily):
     scan: Callable[..., Tensor] = lazy("flatout.ops.scan:reference")
     """The linear recurrence of an eigenstate network."""
     folding: Callable[[Any], Any] = lazy("flatout.ops.folding:reference")
-    """How an eigenstate network applies the fixed factors of its drive and its states."""
+    """How an eigenstate network applies the constant factors of its drive and states."""
     cross_entropy: Callable[..., tuple[Tensor, Tensor]] = lazy("flatout.ops.cross_entropy:fused")
-    """The loss. Its plain value is torch's own on whole logits, which is what people write."""
+    """The loss. Its plain value is torch's cross-entropy on whole logits, as people write it."""
     newton_schulz: Callable[[Tensor], Tensor] = lazy("flatout.ops.newton_schulz:reference")
     """Muon's orthogonalisation of a gradient."""
 
@@ -103,17 +103,17 @@ class Recipe(_LoadsLazily):
     reader: Callable[[Tokenizer], SequenceReader] = lazy(
         "flatout.data.load.baseline:TokenisingReader"
     )
-    """Makes what reads the tokens of a sequence, given the dataset's tokenizer."""
+    """Makes the reader of a sequence's tokens, given the dataset's tokenizer."""
     batching: Callable[[Split | MixedSplit, BatchPlan, SequenceReader | None], StepReader] = lazy(
         "flatout.data.load.batches:SequenceSteps"
     )
-    """Makes what decides which rows form a step."""
+    """Makes the reader of steps, which decides the rows of each."""
     feed: Callable[[StepReader], DirectFeed | PrefetchFeed] = lazy(
         "flatout.data.load.feed:DirectFeed"
     )
-    """Makes what brings the rows to the device."""
+    """Makes the feed, which moves rows to the device."""
     micro_batch: Callable[[MicroBatchPlan], int] = plain.rows_people_write
-    """Chooses batch.rows_per_device where it is `auto`."""
+    """Chooses batch.rows_per_device when it is `auto`."""
     matmul: Literal["highest", "high"] = "highest"
     """torch's float32 matmul precision."""
     precision: Precision = FP32
@@ -121,35 +121,35 @@ class Recipe(_LoadsLazily):
     ops: OpSlots = OpSlots()
     """The functions that a model, its loss and Muon are built from."""
     optimizer: AdamWFactory = lazy("flatout.optimizers.adamw:per_parameter")
-    """Makes AdamW: the optimiser itself, or the part that Muon leaves to AdamW."""
+    """Makes AdamW: the whole optimiser, or the part that Muon leaves to AdamW."""
     moments: Callable[[int], int] = lazy("flatout.assembly.memory:two_in_fp32")
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""
     activations: str = "all"
-    """What a block keeps for backward, in words; a transform implements it."""
+    """Description of what a block keeps for backward; a transform implements it."""
     compilation: str = "none"
-    """What is compiled as one graph, in words; a transform implements it."""
+    """Description of what is compiled as one graph; a transform implements it."""
     gather_dtype: torch.dtype | None = None
     """Dtype in which fully_shard gathers the blocks' weights; None keeps their own."""
     grad_sync: Callable[[nn.Module, bool], AbstractContextManager[None]] = (
         plain.sync_every_micro_batch
     )
-    """(model, is it the step's last micro-batch) -> the context of that micro-batch, which decides
-    whether gradients are synchronised between processes.
+    """(model, whether this is the step's last micro-batch) -> the micro-batch's context, which
+    decides whether gradients are synchronised between processes.
     """
     zero_grad: Callable[[Iterable[nn.Parameter]], None] = plain.drop_gradients
-    """Clears the gradients of the parameters after each step."""
+    """Clears the parameters' gradients after each step."""
     readback: Callable[[], Readback] = plain.ImmediateReadback
-    """Makes what reads metrics from the device."""
+    """Makes the readback of metrics from the device."""
     state_saver: Callable[[], StateSaver] = lazy("flatout.training.checkpoint.savers:InTheLoop")
-    """Makes what writes checkpoints."""
+    """Makes the writer of checkpoints."""
     allocator: Callable[[], None] = plain.default_allocator
     """Called once, before anything is built."""
     gc: Callable[[], AbstractContextManager[Callable[[int], None]]] = plain.automatic_gc
-    """Context of the training loop; it yields a callback that is called after each step."""
+    """Context of the training loop that yields a callback to call after each step."""
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the training loop in which cuDNN chooses its algorithms."""
     filled_by: Mapping[str, str] = field(default_factory=dict)
-    """Slot to the speedup that filled it; a slot is filled at most once."""
+    """Maps each filled slot to its speedup; a slot is filled at most once."""
     transforms: tuple[Transform, ...] = ()
     """Transforms in the order in which they were added."""
 
@@ -193,11 +193,11 @@ def both_fill(first: str, second: str, slot: str, fix: str = "") -> ConfigError:
 
 @dataclass(frozen=True)
 class Transform:
-    """A change to the model itself, applied in the order of STAGES."""
+    """A change to the model, applied in the order of STAGES."""
 
     stage: str
     apply: Callable[[Any, Mesh | None], Any]
-    """(model, mesh) -> model; mesh is None where only memory is estimated."""
+    """(model, mesh) -> model; mesh is None when only memory is estimated."""
 
 
 @dataclass(frozen=True)
@@ -206,33 +206,32 @@ class Promise:
 
     kind: Literal["exact", "rounding", "statistical"]
     rtol: float = 0.0
-    """Largest relative difference of a loss on the same batches; rounding only."""
+    """Largest relative difference between losses on the same batches; rounding only."""
 
     @classmethod
     def exact(cls) -> Promise:
         """Bit-equal losses on the same batches.
 
-        Holds wherever two runs of one command are bit-equal: on a GPU with
+        This holds wherever two runs of one command are bit-equal: on a GPU, with
         train.deterministic=true.
         """
         return cls("exact")
 
     @classmethod
     def rounding(cls, *, rtol: float) -> Promise:
-        """Losses on the same batches differ by at most `rtol`, relative."""
+        """Losses on the same batches differ by at most `rtol` in relative terms."""
         return cls("rounding", rtol)
 
     @classmethod
     def statistical(cls) -> Promise:
-        """Other batches or other arithmetic; the final loss lies within the spread over seeds."""
+        """Different batches or arithmetic; the final loss is within the spread over seeds."""
         return cls("statistical")
 
     def holds(self, fast: Sequence[float], plain: Sequence[float]) -> bool:
-        """Return whether two runs' losses, step by step, keep an exact or a rounding promise.
+        """Return whether two runs' losses, step by step, keep an exact or rounding promise.
 
-        An exact promise needs runs that are reproducible bit for bit: on a CPU, or with
-        train.deterministic=true. A statistical promise cannot be checked with two runs; `bench`
-        compares over seeds.
+        An exact promise needs bit-reproducible runs: on a CPU, or with train.deterministic=true. A
+        statistical promise cannot be checked with two runs; `bench` compares over seeds.
         """
         if len(fast) != len(plain):
             return False
@@ -241,19 +240,19 @@ class Promise:
 
 @dataclass(frozen=True)
 class On:
-    """A default of `auto`: on, except as the fields say."""
+    """A default of `auto`: on, unless a field excludes it."""
 
     because: str | None = None
-    """The reason, in words; None: what the speedup saves."""
+    """The reason, in words; None means the speedup's `saves`."""
     from_minutes: float = 0
     """Shortest run for which it is on."""
     with_any: tuple[str, ...] = ()
-    """It is on only if one of these is."""
+    """On only if one of these speedups is on."""
     unless: tuple[str, ...] = ()
-    """It is on unless one of these is."""
+    """On unless one of these speedups is on."""
     measured: bool = False
-    """Whether a measurement on such a device is behind it (LOG.md, docs/numbers.md); if not, it
-    follows arithmetic and the field's measurements.
+    """Whether it is based on a measurement on this kind of device (LOG.md, docs/numbers.md) rather
+    than on arithmetic and published measurements.
     """
 
 
@@ -266,25 +265,25 @@ class Off:
     from_minutes: float = 0
     """Shortest run for which a measured gain turns it on."""
     measured: bool = False
-    """As in `On`."""
+    """See `On`."""
 
 
 UNRANKED = 10_000
-"""Rank of a speedup that states none: behind all others on the ladder."""
+"""Rank of a speedup that states none: last on the ladder."""
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """One optimisation: one value in one file or folder of flatout/speedups."""
+    """One optimisation, defined in one file or directory of flatout/speedups."""
 
     name: str
-    """The file's name, with - for _."""
+    """The file's name, with hyphens for underscores."""
     saves: str
     """One line on what it saves."""
     promise: Promise
     """How far it may change the losses."""
     fills: Mapping[str, object] = field(default_factory=dict)
-    """Slots it fills: name of the slot to its value."""
+    """Maps each slot that it fills to its value."""
     transform: Transform | None = None
     """How it changes the model."""
     needs: tuple[str, ...] = ()
@@ -296,18 +295,18 @@ class Speedup:
     turned off.
     """
     why_not: Callable[[Machine, RunConfig], str | None] = always
-    """Returns one sentence on why it cannot or should not run here, or None. Whether the model
-    calls what it fills is checked separately.
+    """Returns one sentence on why it cannot or should not run here, or None. A separate check
+    covers models that do not call the functions it replaces.
     """
     predicted: str | None = None
-    """The gain expected from arithmetic, up to the first colon or full stop, then that arithmetic.
-    Written before anything is measured.
+    """The expected gain, up to the first colon or full stop, then the arithmetic behind it. Written
+    before anything is measured.
     """
 
     rank: int = UNRANKED
     """Position on the ladder of `bench`: lower ranks are added first, equal ones by name."""
     auto: Mapping[Literal["cpu", "cuda"], On | Off] = field(default_factory=dict)
-    """What `speedups=auto` does with it on each device; off where nothing is stated."""
+    """Its default under `speedups=auto` on each device; off if not stated."""
 
     def __post_init__(self) -> None:
         for slot in self.fills:
@@ -320,8 +319,8 @@ class Speedup:
     def reason_against(self, machine: Machine, config: RunConfig) -> str | None:
         """Return why it cannot or should not run here, or None.
 
-        The reason is a need that does not exist, a model that calls none of the functions it
-        fills, or that of `why_not`.
+        The reason is an unknown speedup among its needs, a model that calls none of the functions
+        it replaces, or the answer of `why_not`.
         """
         known = SPEEDUPS.names()
         for need in self.needs:
@@ -329,7 +328,7 @@ class Speedup:
                 return f"It needs {need}, which is not among the speedups."
         used = MODELS.stated(config.model.kind, "USES")
         if used == () and (MODEL_OPS | {"ops.cross_entropy"}) & self.fills.keys():
-            return f"The model {config.model.kind!r} calls none of the functions that it exchanges."
+            return f"The model {config.model.kind!r} calls none of the functions that it replaces."
         if (
             used is not None
             and self.fills
@@ -342,5 +341,5 @@ class Speedup:
 
 
 def baseline() -> Recipe:
-    """Return the honest slow run: every slot plain, no transforms."""
+    """Return the unoptimised recipe: every slot plain, no transforms."""
     return Recipe()

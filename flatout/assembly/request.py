@@ -1,4 +1,4 @@
-"""What `speedups` in a configuration asks for, and how to change it in the user's own words."""
+"""Parse the `speedups` of a configuration, and edit it in the form that the user wrote."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Request:
     """The value of `config.speedups`, parsed."""
 
     auto: bool
-    """Whether `auto` decides the speedups that are not mentioned."""
+    """Whether `auto` decides the speedups that are not listed."""
     named: tuple[str, ...]
     dropped: tuple[str, ...]
 
@@ -37,7 +37,7 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
         (dropped if word.startswith("-") else named).append(name)
     if "none" in words and (auto or named):
         raise ConfigError(
-            f"speedups={','.join(words)} asks for none and for some.",
+            f"speedups={','.join(words)} asks for none and for others.",
             fix="Write none alone, or leave it out.",
         )
     both = next((name for name in named if name in dropped), None)
@@ -50,7 +50,7 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
 
 
 def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:
-    """Return the request with `names` added, and none of them left out."""
+    """Return the request with `names` added and no longer left out."""
     added = list(names)
     sign = "+" if parse_request(speedups).auto else ""
     kept = [

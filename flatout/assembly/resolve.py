@@ -1,4 +1,4 @@
-"""Resolve: turn a configuration into one with nothing left open, once, before a run is built."""
+"""Resolve a configuration: fill in every open value, once, before a run is built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from flatout.roof import peak_tflops
 DEFAULT_TOKENS_PER_STEP = 65_536
 """Tokens per optimiser step if the configuration sets none of the three batch keys."""
 known_peak = functools.cache(peak_tflops)
-"""The peak, measured at most once per process."""
+"""Like `peak_tflops`, but measures at most once per process."""
 
 
 def resolve(
@@ -44,11 +44,11 @@ def resolve(
     local_world_size: int | None = None,
     measured: Mapping[str, Gain] | None = None,
 ) -> tuple[RunConfig, list[Decision]]:
-    """Return the configuration with nothing left open, and a decision for every speedup.
+    """Return the fully resolved configuration, and a decision for every speedup.
 
     `config.train.device` must be resolved already. `local_world_size` is the number of processes on
-    this machine; None means all of them. `measured` has the gains that `bench` measured on this
-    hardware.
+    this machine; None means all of them. `measured` contains the gains that `bench` measured on
+    this hardware.
     Raises: ConfigError when sizes contradict each other.
     """
     config = _resolve_model(config, dataset)
@@ -78,7 +78,7 @@ def resolve(
         )
         rows = recipe.micro_batch(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
-        # The rows are in the config now: the speedup that chose them has nothing left to do.
+        # The config now states the rows: the speedup that chose them has no further effect.
         on.discard(recipe.filled_by.get("micro_batch", ""))
     resolved = {
         "train.precision": recipe.precision.name,
@@ -90,7 +90,7 @@ def resolve(
 def steps_stated(
     config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
 ) -> int:
-    """Return the optimiser steps of the length that `asked` states, for a resolved run."""
+    """Return the length that `asked` states, in optimiser steps of a resolved run."""
     config = config.with_values(
         {f"train.{key}": getattr(asked, key) for key in ("steps", "tokens", "epochs")}
     )
@@ -103,7 +103,7 @@ def steps_stated(
 
 
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:
-    """Return how many minutes a run's matrix products take, or None if the length depends on data.
+    """Return the minutes of a run's matrix products, or None if its length depends on the data.
 
     Units:  tflops is the rate of all processes together.
     """
@@ -121,7 +121,7 @@ def expected_minutes(config: RunConfig, tflops: float) -> float | None:
 
 
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
-    """Return everything that the memory of a resolved configuration depends on, except the rows."""
+    """Return the workload of a resolved configuration, from which its memory is estimated."""
     model_class, model_config = model_of(config)
     ops = ops_of(recipe)
     if ops.scan is scan.reference:
@@ -149,7 +149,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
 def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
     """Return the memory that one rank may use.
 
-    On a GPU it is what is free; on a CPU, the machine's memory divided by its processes.
+    This is the free memory of a GPU, or on a CPU the machine's memory divided by its processes.
     """
     if device.startswith("cuda") and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
@@ -162,7 +162,7 @@ def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
 
 
 def ops_of(recipe: Recipe) -> Ops:
-    """Return the functions that a model is built with."""
+    """Return the ops that a model is built with."""
     return Ops(**{field.name: getattr(recipe.ops, field.name) for field in fields(Ops)})
 
 
@@ -182,7 +182,7 @@ def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCon
 
 
 def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
-    """Compute the third of tokens_per_step, rows_per_device and accumulate from the other two."""
+    """Compute tokens_per_step, rows_per_device or accumulate from the other two."""
     batch, seq_len = config.batch, config.data.seq_len
     tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
     row_tokens = seq_len * world_size
@@ -216,7 +216,7 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def epoch_tokens(dataset: Dataset | MixedDataset, seq_len: int) -> int:
-    """Return the tokens of one pass over the training split or mix, in whole sequences."""
+    """Return the tokens in one pass over the training split or mix, in whole sequences."""
     return dataset.split("train").num_sequences(seq_len) * seq_len
 
 
@@ -232,7 +232,7 @@ def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunCo
 def _resolve_length_as_batched(
     config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
 ) -> RunConfig:
-    """Convert tokens or epochs to optimiser steps that are padded, and so hold fewer tokens."""
+    """Convert tokens or epochs to optimiser steps that contain padding, and thus fewer tokens."""
     plan = BatchPlan(
         config.data.seq_len,
         (config.batch.tokens_per_step or 0) // config.data.seq_len,
@@ -252,7 +252,7 @@ def _resolve_length_as_batched(
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
     """Return a resolved configuration for another number of processes, with the same steps.
 
-    The micro-batch keeps its rows, or takes the most that divide a process's smaller share.
+    The micro-batch keeps its rows, or shrinks to the most that divide a process's share.
     Raises: ConfigError when the sequences of a step cannot be divided.
     """
     sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len

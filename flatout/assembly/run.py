@@ -37,22 +37,22 @@ class Saved:
     seconds: float
     """Time from the call in the loop until it was complete."""
     blocked_s: float
-    """Part of that time during which the loop wrote it or waited for it."""
+    """Time that the loop spent writing it or waiting for it."""
 
 
 class StateSaver(Protocol):
-    """Writes checkpoints. Every rank calls every method, in the same places."""
+    """Writes checkpoints. All ranks call the same methods at the same points."""
 
     newest_step: int | None
-    """The last step that this process saved, or started to."""
+    """The last step that this process saved or started to save."""
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Allocate the memory that a save needs before training starts; return its bytes."""
+        """Allocate the memory for saves, before training starts; return its bytes."""
 
     def save(
         self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
     ) -> None:
-        """Write the state, or start to; keep the newest `keep` checkpoints and the best.
+        """Write the state or start writing it; keep the newest `keep` checkpoints and the best.
 
         Raises: RunFailed, CheckpointError.
         """
@@ -60,11 +60,11 @@ class StateSaver(Protocol):
     def finished(self, progress: Progress = SILENT) -> list[Saved]:
         """Return the checkpoints completed since the last call.
 
-        Raises: RunFailed, CheckpointError when one that was being written failed.
+        Raises: RunFailed, CheckpointError when a background save failed.
         """
 
     def wait(self, progress: Progress = SILENT) -> None:
-        """Wait until the checkpoint that is being written is complete.
+        """Wait until the pending checkpoint is complete.
 
         Raises: RunFailed, CheckpointError when it failed.
         """
@@ -73,12 +73,12 @@ class StateSaver(Protocol):
         """Make the optimiser's step wait until the weights have been copied."""
 
     def close(self, progress: Progress = SILENT) -> None:
-        """Wait for the checkpoint that is being written, without asking other ranks."""
+        """Wait for the pending checkpoint, without communicating with other ranks."""
 
 
 @dataclass
 class Run:
-    """One run in progress: its fixed parts first, then what training changes and checkpoints."""
+    """A run in progress: its fixed parts first, then the state that training changes and saves."""
 
     config: RunConfig
     """Fully resolved."""
@@ -89,9 +89,9 @@ class Run:
     decisions: Sequence[Decision]
     precision: Precision
     core: LanguageModel
-    """The model itself: for parameter names, evaluation and sampling."""
+    """The unwrapped model, for parameter names, evaluation and sampling."""
     model: nn.Module
-    """What training calls: the core, compiled and wrapped."""
+    """The core, compiled and wrapped: the module that training calls."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     reader: SequenceReader
     feed: DirectFeed | PrefetchFeed
@@ -99,13 +99,13 @@ class Run:
     saver: StateSaver
     peak: Peak | None
     grad_sync: Callable[[nn.Module, bool], AbstractContextManager[None]] = sync_every_micro_batch
-    """(model, is it the step's last micro-batch) -> the context of a micro-batch."""
+    """(model, whether this is the step's last micro-batch) -> the context of a micro-batch."""
     zero_grad: Callable[[Iterable[nn.Parameter]], None] = drop_gradients
     """Called after each step."""
     gc: Callable[[], AbstractContextManager[Callable[[int], None]]] = automatic_gc
-    """Context of the loop; it yields a callback that is called with the step after each step."""
+    """Context of the loop that yields a callback to call with the step number after each step."""
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of the loop, in which cuDNN chooses its algorithms."""
+    """Context of the loop in which cuDNN chooses its algorithms."""
     scaler: LossScaler | None = None
     step: int = 0
     tokens: int = 0
@@ -125,7 +125,7 @@ class Run:
         return self.config.batch.tokens_per_step or 0
 
     def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimisers hold.
+        """Return the parameters that the optimisers update.
 
         Under fully_shard these are the sharded ones, even while the model shows gathered ones.
         """
@@ -143,7 +143,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimiser steps that read as many tokens as the training split has, or a mix in total."""
+        """Optimiser steps that read the number of tokens in the training split or the whole mix."""
         return self.feed.steps_per_epoch
 
     @property
@@ -158,5 +158,5 @@ class Run:
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model is called."""
+        """Return the context for calling the model."""
         return self.precision.context(self.mesh.device.type)

@@ -1,7 +1,7 @@
-"""Selection: which speedups a run uses, given the configuration and the machine, and why.
+"""Select the speedups of a run, given the configuration and the machine, and say why.
 
-A speedup is on if the configuration names it. Under `auto`, the default in the speedup's own file
-decides, or what `bench` measured on this hardware (`flatout.assembly.auto`).
+A speedup is on if the configuration names it. Under `auto`, the default in the speedup's file
+decides, unless `bench` measured otherwise on this hardware (`flatout.assembly.auto`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flatout.registry import SPEEDUPS
 
 
 def speedup_named(name: str) -> Speedup:
-    """Return the speedup `name`; one of the user's, `package.module:attribute`, keeps that name.
+    """Return the speedup `name`; a custom one is named by its `package.module:attribute`.
 
-    Raises: ConfigError with the nearest name when there is none.
+    Raises: ConfigError that suggests the nearest name when there is none.
     """
     found: Speedup = SPEEDUPS.get(name)
     return replace(found, name=name) if ":" in name else found
@@ -32,7 +32,7 @@ def speedup_named(name: str) -> Speedup:
 def providers() -> dict[str, list[str]]:
     """Return the speedups that provide each train.precision but fp32, preferred ones first.
 
-    Of several that can run, the last on the ladder is preferred.
+    If several can run, the last one on the ladder is preferred.
     """
     found: dict[str, list[str]] = {}
     for speedup in reversed(all_speedups()):
@@ -43,9 +43,9 @@ def providers() -> dict[str, list[str]]:
 
 
 def assemble(decisions: Iterable[Decision]) -> Recipe:
-    """Return the baseline with every speedup that is on.
+    """Return the baseline recipe with all speedups that are on.
 
-    Raises: ConfigError when two of them fill one slot.
+    Raises: ConfigError when two of them fill the same slot.
     """
     recipe = baseline()
     for decision in decisions:
@@ -62,29 +62,34 @@ def select(
     minutes: float | None = None,
     measured: Mapping[str, Gain] | None = None,
 ) -> list[Decision]:
-    """Decide every speedup for a run on `device` that lasts about `minutes` (None: unknown).
+    """Decide on every speedup for a run on `device` of about `minutes` (None: unknown).
 
-    `measured` has the gains that `bench` measured on this hardware, by name.
+    `measured` contains the gains that `bench` measured on this hardware, by name.
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.
     """
     request = _with_precision(parse_request(config.speedups), config, machine)
     chosen = _Selection(config, machine, device, request, minutes, measured or {})
-    for step in (chosen.free_slots, chosen.drop_alone, chosen.yield_to_better, chosen.check_needs):
-        step()
+    for adjust in (
+        chosen.free_slots,
+        chosen.drop_without_partner,
+        chosen.yield_to_better,
+        chosen.check_needs,
+    ):
+        adjust()
     return chosen.decisions
 
 
 def stored_decisions(
     config: RunConfig, machine: Machine, *, asked: RunConfig | None = None
 ) -> list[Decision]:
-    """Return the decisions that a resolved configuration holds; a resumed run makes no new ones.
+    """Return the decisions stored in a resolved configuration; a resumed run makes no new ones.
 
-    `asked` is the configuration that the run was started with, which tells whether its micro-batch
-    was chosen or stated.
+    `asked` is the configuration that the run was started with; it shows whether the micro-batch was
+    chosen or stated.
     """
     on = parse_request(config.speedups).named
-    before = "as when the run began"
+    before = "as when the run started"
     rows_were_chosen = (
         asked is not None
         and asked.batch.rows_per_device == "auto"
@@ -110,9 +115,10 @@ def _known(named: Sequence[str]) -> list[Speedup]:
 
 
 def _with_precision(request: Request, config: RunConfig, machine: Machine) -> Request:
-    """Return the request with the speedup that provides train.precision named, and rivals dropped.
+    """Return the request with train.precision's speedup named and its rivals dropped.
 
-    Of several, it is the one named, else one that something named needs, else one that can run.
+    Of several, prefer one that is named, then one that a named speedup needs, then one that can
+    run.
     """
     precision = config.train.precision
     if precision == "auto":
@@ -144,7 +150,7 @@ def _with_precision(request: Request, config: RunConfig, machine: Machine) -> Re
 
 
 def _without(name: str, config: RunConfig) -> str:
-    """Return the setting without `name`, which either speedups names or train.precision brings."""
+    """Return the setting that leaves out `name`, from speedups or from train.precision."""
     if mentions(name, config.speedups):
         return f"speedups={removing(name, config.speedups)}"
     return "train.precision=auto"
@@ -157,7 +163,7 @@ def _taken_by(rival: str, *, named: bool = True) -> str:
 
 @dataclass
 class _Selection:
-    """The decisions on all speedups, each made alone at first; then their relations are applied."""
+    """The decisions on all speedups, made independently first, then adjusted to each other."""
 
     config: RunConfig
     machine: Machine
@@ -168,9 +174,9 @@ class _Selection:
 
     def __post_init__(self) -> None:
         self.speedups = {speedup.name: speedup for speedup in _known(self.request.named)}
-        self.decisions = [self._alone(speedup) for speedup in self.speedups.values()]
+        self.decisions = [self._decide_one(speedup) for speedup in self.speedups.values()]
 
-    def _alone(self, speedup: Speedup) -> Decision:
+    def _decide_one(self, speedup: Speedup) -> Decision:
         name, request = speedup.name, self.request
         if name in request.named:
             if against := speedup.reason_against(self.machine, self.config):
@@ -201,15 +207,15 @@ class _Selection:
         ]
 
     def _default(self, name: str) -> On:
-        """Return what a speedup that is on yields to and depends on: nothing, if it was named."""
+        """Return the conditions of a speedup that is on; a named one has none."""
         default = default_of(self.speedups[name], self.device)
         return default if isinstance(default, On) and name not in self.request.named else On()
 
     def free_slots(self) -> None:
-        """Turn off what fills the slots of a speedup that was named, or that measured faster here.
+        """Turn off speedups whose slots go to one that was named or that measured faster here.
 
-        Two that were named for one slot are refused. Of two that measured faster than what is on by
-        default, the one with the larger gain stays.
+        Two named speedups for one slot are refused. Of two that measured faster than the default,
+        the one with the larger gain stays.
         """
         taken: dict[str, str] = {}
         for name in self.request.named:
@@ -235,7 +241,7 @@ class _Selection:
         )
 
     def _measured_on(self) -> list[str]:
-        """Return what is on only because it measured faster here, the largest gain first."""
+        """Return the speedups that are on only because they measured faster, largest gain first."""
         found = [
             name
             for name in self._on - {*self.request.named}
@@ -244,19 +250,17 @@ class _Selection:
         ]
         return sorted(found, key=lambda name: (-self.measured[name].gain, name))
 
-    def drop_alone(self) -> None:
-        """Turn off what is on by default only with one of others, if none of these is on."""
+    def drop_without_partner(self) -> None:
+        """Turn off defaults that need one of several other speedups, if none of those is on."""
         on, reasons = self._on, {}
         for name in on:
             others = self._default(name).with_any
             if others and not on.intersection(others):
-                reasons[name] = (
-                    f"it is for runs with {' or '.join(others)}, and this one is without"
-                )
+                reasons[name] = f"it is only for runs with {' or '.join(others)}"
         self._turn_off(reasons)
 
     def yield_to_better(self) -> None:
-        """Turn off what is on by default unless another one is, if that one is on."""
+        """Turn off defaults that yield to another speedup, if that one is on."""
         on = self._on
 
         def better(name: str) -> str | None:
@@ -270,18 +274,18 @@ class _Selection:
         )
 
     def check_needs(self) -> None:
-        """Turn off what needs a speedup that is off; one that was named is refused."""
+        """Turn off speedups that need one that is off; refuse them if they were named."""
         on, reasons = self._on, {}
         for decision in self.decisions:
             missing = [need for need in self.speedups[decision.name].needs if need not in on]
             if decision.on and missing:
                 if decision.name in self.request.named:
-                    raise self._lacking(decision.name, speedup_named(missing[0]))
+                    raise self._missing_need(decision.name, speedup_named(missing[0]))
                 reasons[decision.name] = f"needs {missing[0]}, which is off"
         self._turn_off(reasons)
 
-    def _lacking(self, name: str, need: Speedup) -> ConfigError:
-        """Return the error for a named speedup whose need is off: why, and what to change."""
+    def _missing_need(self, name: str, need: Speedup) -> ConfigError:
+        """Return the error for a named speedup that needs one that is off, with the fix."""
         config = self.config
         reasons = {decision.name: decision.reason for decision in self.decisions}
         reason = reasons.get(need.name, "not among speedups")
@@ -303,7 +307,7 @@ class _Selection:
         elif rival:
             reason = _taken_by(rival)
             instead = adding(removing(rival, config.speedups), [need.name])
-            fix = f"Put {need.name} in its place: speedups={instead}, or {leave_out}."
+            fix = f"Replace {rival} with {need.name}: speedups={instead}, or {leave_out}."
         else:
             added = adding(config.speedups, [need.name])
             fix = f"Add {need.name}: speedups={added}, or {leave_out}."

@@ -1,4 +1,4 @@
-"""Changes to a model that several speedups share: recompute its blocks, compile its blocks."""
+"""Model transforms that several speedups share: recompute blocks, compile blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def recompute_blocks(model: LanguageModel, **options: Any) -> LanguageModel:
-    """Wrap each block in torch's `checkpoint` with these options; parameter names stay."""
+    """Wrap each block in torch's `checkpoint` with these options; parameter names do not change."""
     from torch.utils.checkpoint import checkpoint
 
     for block in model.blocks:
@@ -21,9 +21,9 @@ def recompute_blocks(model: LanguageModel, **options: Any) -> LanguageModel:
 
 
 def compile_blocks(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
-    """Compile each block in place, and the loss from the last hidden states on.
+    """Compile each block in place, and the loss, which includes the output projection.
 
-    Embedding and final norm are not compiled. The loss gets its weight as an argument, so that no
+    Embedding and final norm are not compiled. The loss takes its weight as an argument, so that no
     graph guards a parameter that fully_shard gathers and frees.
     """
     import torch

@@ -1,1 +1,1 @@
-"""What you do with a trained run: load it, score it, generate text."""
+"""Use a trained run: load it, score it, generate text."""

@@ -1,6 +1,6 @@
-"""Draw text from a model, token by token.
+"""Sample text from a model, token by token.
 
-Letters: B rows, V vocabulary, K tokens that may be drawn.
+Letters: B rows, V vocabulary, K candidate tokens.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def sample(
     stop: Sequence[str] = (),
     max_context: int | None = None,
 ) -> Iterator[str]:
-    """Yield the text that follows `prompt` in pieces of whole characters; "" begins a new document.
+    """Yield the text after `prompt` in pieces of whole characters; "" starts a new document.
 
-    Ends at the end of the document, before a `stop` string, or after `max_tokens`. Sampling has its
-    own random generator, so it does not affect a run in training. The model sees at most
-    `max_context` tokens, see `tokens_after`: pass the `seq_len` it was trained with.
+    Stops at the end of the document, before a `stop` string, or after `max_tokens`. Sampling has
+    its own random generator, so it does not affect a run in training. The model sees at most
+    `max_context` tokens (see `tokens_after`): pass the `seq_len` it was trained with.
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop)
@@ -76,13 +76,13 @@ def tokens_after(
     *,
     max_context: int | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens that follow `ids`, without end; `choose` picks each from its logits (V,).
+    """Yield the tokens that follow `ids`, endlessly; `choose` picks each from its logits (V,).
 
-    The model sees the text from its beginning, or the last `max_context` tokens of longer `ids`;
-    None is the model's own limit. When the context is full, its second half is read again from
-    position 0 and becomes the new context. A token therefore costs the forward pass of one token,
-    of two on average when the text is long. A model without a limit, such as a recurrent one, never
-    restarts its context.
+    The model sees the text from the start, or the last `max_context` tokens of longer `ids`; None
+    is the model's own limit. When the context is full, its second half is read again from position
+    0 and becomes the new context. Each token therefore costs the forward pass of one token, or of
+    two on average for long texts. A model without a limit, such as a recurrent one, never restarts
+    its context.
     """
     device = next(model.parameters()).device
     decoder = model.decoder(max_context)
@@ -108,7 +108,7 @@ def draw_token(
     top_p: float | None,
     generator: torch.Generator,
 ) -> int:
-    """Draw one token below `vocab_size`; the rows of a padded vocabulary are never drawn.
+    """Sample one token below `vocab_size`; the padding of a vocabulary is never sampled.
 
     Shapes:  logits_V (V,).
     """
@@ -123,6 +123,6 @@ def draw_token(
         # on the CPU: a GPU has no deterministic cumsum
         before_K = shares_K.cpu().cumsum(-1).to(shares_K.device) - shares_K
         ids_K = ids_K[before_K < top_p]
-    # sorted by id: two shares swapped by rounding must not affect any other token
+    # sort by id: two shares that rounding swaps must not affect any other token
     ids_K = ids_K.sort().values
     return int(ids_K[torch.multinomial(shares_V[ids_K], 1, generator=generator)])

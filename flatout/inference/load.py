@@ -1,4 +1,4 @@
-"""Load a run directory: its config, the weights of one checkpoint, its tokenizer."""
+"""Load a run directory: its config, the weights of one checkpoint, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 Arithmetic = Literal["fp32", "trained"]
-"""What a loaded model computes in: fp32, or the precision that the run was trained in."""
+"""Precision of a loaded model: fp32, or the one that the run was trained in."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LoadedRun:
 
     @cached_property
     def dataset(self) -> Dataset | MixedDataset:
-        """The data it was trained on, opened on first use; it may have moved together with the run.
+        """The training data, opened on first use; it may have moved together with the run.
 
         Raises: DataError when it is missing or cannot be downloaded.
         """
@@ -62,7 +62,7 @@ class LoadedRun:
             moved = relocated(self.config.data, self.folder, self.checkpoint)
             if moved is None:
                 command = f"flatout eval {in_shell(self.folder)} --data PATH"
-                fix = f"{error.fix} If the data was moved, name it: `{command}`."
+                fix = f"{error.fix} If the data was moved, pass its path: `{command}`."
                 raise DataError(error.what, fix=fix) from error
             paths = ", ".join(moved.mix or [moved.path or ""])
             self.progress.say(f"{error.what} The same data was found at {paths}.")
@@ -80,19 +80,19 @@ def load_run(
 ) -> LoadedRun:
     """Return a run's model with the weights of a checkpoint (`best`, `last` or a step).
 
-    The model uses the run's speedups that work on this machine, and is never compiled. With
-    `precision="fp32"` it also skips those that lower the precision; `"trained"` keeps them, so that
-    `flatout.evaluate` reproduces the run's own loss. `trust_code` allows the run's own code, named
-    in its config.yaml, to be imported now and later.
+    The model uses those of the run's speedups that work on this machine, and is never compiled.
+    `precision="fp32"` also skips speedups that lower the precision; `"trained"` keeps them, so that
+    `flatout.evaluate` reproduces the run's own loss. `trust_code` allows the custom code named in
+    config.yaml to be imported, now and later.
     Raises: CheckpointError, DataError or ConfigError when the run, checkpoint or tokenizer cannot
-            be used; UntrustedCode before any of the run's own code is imported.
+            be used; UntrustedCode before any custom code is imported.
     """
     folder = find_run(run)
     config = trusted_config(folder, trust_code=trust_code)
     if config is None or (config.data.path is None and config.data.mix is None):
         raise CheckpointError(
             f"{folder}/config.yaml names no dataset.",
-            fix="Use a run directory that `flatout train` wrote.",
+            fix="Use a run directory written by `flatout train`.",
         )
     path = find_checkpoint(folder, checkpoint, progress=progress)
     device, _ = pick_device(device, probe())
@@ -115,7 +115,7 @@ def load_run(
 
 
 def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decision]:
-    """Yield the run's speedups that also work here: a laptop can load a model trained on a GPU."""
+    """Yield the run's speedups that work here: a laptop can load a model trained on a GPU."""
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
@@ -127,7 +127,7 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decis
 
 
 def _lowers_precision(speedup: Speedup) -> bool:
-    """Say whether a speedup sets a precision below fp32, or needs one that does."""
+    """Return whether a speedup sets a precision below fp32, or needs one that does."""
     return "precision" in speedup.fills or any(
         _lowers_precision(SPEEDUPS.get(name)) for name in speedup.needs
     )

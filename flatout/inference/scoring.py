@@ -1,4 +1,4 @@
-"""How well a loaded run predicts text it was not trained on."""
+"""Score a loaded run on text that it was not trained on."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def score(
     max_tokens: int | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation:
-    """Score the validation text of the run's own data, or of `data`, where all tokens weigh alike.
+    """Score the validation text of the run's data, or of `data`, whose tokens all weigh the same.
 
     The model computes in the precision it was loaded with: after `load_run(run,
-    precision="trained")` the loss is the one that the run itself measured.
+    precision="trained")` the loss equals the one that the run measured.
     Raises: DataError when there is no validation text; CheckpointError when the data was prepared
-            with another tokenizer than the model's.
+            with a different tokenizer from the model's.
     """
     members = open_datasets(data, progress=progress) if data else members_of(loaded.dataset)
     for member in members:
@@ -44,22 +44,22 @@ def score(
     if found is None:
         raise DataError(
             f"{', '.join(member.dataset.origin for member in members)}: no validation text.",
-            fix="Prepare it with a larger share, for example --split 'tail 0.1'.",
+            fix="Prepare it with a larger validation share, for example --split 'tail 0.1'.",
         )
     return found
 
 
 def open_datasets(data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Member]:
-    """Open datasets that the run was not trained on, weighted by their validation tokens.
+    """Open datasets as members of a mix, weighted by their validation tokens.
 
-    Raises: ConfigError when one is named twice; DataError when one cannot be opened.
+    Raises: ConfigError when one is given twice; DataError when one cannot be opened.
     """
     datasets = [open_dataset(path, progress=progress) for path in data]
     folders = [dataset.path.resolve() for dataset in datasets]
     for dataset, folder in zip(datasets, folders, strict=True):
         if folders.count(folder) > 1:
             raise ConfigError(
-                f"--data names {dataset.origin} twice.", fix="Name each dataset once."
+                f"--data names {dataset.origin} twice.", fix="Give each dataset once."
             )
     tokens = [max(dataset.split("val").num_tokens - 1, 0) for dataset in datasets]
     names = distinct_names([dataset.origin for dataset in datasets])

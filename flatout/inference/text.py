@@ -1,4 +1,4 @@
-"""Text of tokens while they are being generated: whole characters, up to a stop string."""
+"""Decode tokens while they are generated: whole characters, up to a stop string."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
 KEPT_IDS = 64
-"""Ids that are decoded again with each new one."""
+"""Number of ids that are decoded again with each new one."""
 UNDECODED = "\ufffd"
-"""What tokenizers decode an incomplete character to."""
+"""The character that tokenizers return for incomplete bytes."""
 
 
 class DecodedText:
     """The text of ids that arrive one at a time after a prompt.
 
-    The text of an id can depend on its neighbours: a word drops its space at the beginning of a
-    text, and several bytes make up a character. Each id is therefore decoded together with those
-    before it, and the end of the text is held back while it may still change. Old ids are forgotten
-    once the rest is known to decode to the same text without them.
+    The text of an id can depend on its neighbours: the first word of a text loses its space, and
+    several bytes make up a character. Each id is therefore decoded together with those before it,
+    and the end of the text is held back while it may still change. Old ids are dropped once the
+    remaining ones decode to the same text without them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class DecodedText:
 class StoppedText:
     """Text that ends before the first stop string, which may arrive in several pieces.
 
-    The end of the text is held back while it may be the beginning of a stop string.
+    The end of the text is held back while it may be the start of a stop string.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
-"""Agreement between the ranks of a run: work that fails on all ranks if it fails on one, and votes.
+"""Agreement between ranks: work that fails on all ranks if it fails on one, and votes.
 
-Only the training loop calls collectives, in the same order on every rank; other threads call none.
+Only the training loop calls collectives, in the same order on every rank; other threads never do.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
 
 SHARED_WAIT_S = 10.0
 SHARED_FIX = (
-    "Start all processes in one directory that they share, "
-    "or give --run-dir an absolute path on a disk that all machines mount."
+    "Start all processes in one shared directory, "
+    "or set --run-dir to an absolute path on a disk that all machines mount."
 )
 WRITING, READING = "cannot write", "cannot read"
 
 
 def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
-    """Do this rank's part of WRITING or READING a checkpoint, and wait for the other ranks.
+    """Run this rank's part of WRITING or READING a checkpoint, and wait for the other ranks.
 
-    If it fails on one rank, it fails on all, so that no rank waits for one that is gone.
-    Raises: RunFailed when the disk refuses, or another rank failed; other errors of `work`.
+    If it fails on one rank, it fails on all, so no rank waits for one that has ended.
+    Raises: RunFailed when the disk returns an error or another rank failed; other errors of `work`
+            unchanged.
     """
     error: Exception | None = None
     try:
@@ -43,7 +44,7 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
     except (OSError, SafetensorError) as cause:
         error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix=disk_fix(cause))
         error.__cause__ = cause
-    except Exception as cause:  # raised below, once the other ranks know
+    except Exception as cause:  # raised below, after the other ranks are told
         error = cause
     try:
         (failures,) = (
@@ -56,15 +57,15 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
             raise error
     if float(failures):
         raise RunFailed(
-            "Another process of this run could not use a checkpoint.",
+            "Another process of this run could not read or write a checkpoint.",
             fix="See the message of that process.",
         )
 
 
 def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -> None:
-    """Check that all processes see the run directory of the main one, by its lock file.
+    """Check, by its lock file, that all processes see the main process's run directory.
 
-    Raises: RunFailed when a process sees no lock file, or one with other content.
+    Raises: RunFailed when a process sees no lock file, or one with different content.
     """
     if ranks.world_size == 1:
         return
@@ -82,14 +83,14 @@ def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -
     if not seen:
         raise RunFailed(
             f"Process {ranks.rank} on {socket.gethostname()} "
-            f"does not find the run directory of the main process, {main_folder} on {host}: "
-            f"its own is {run_folder}.",
+            f"cannot see the run directory of the main process, {main_folder} on {host}; "
+            f"it uses {run_folder}.",
             fix=SHARED_FIX,
         )
     if not all(found):
         others = ", ".join(str(number) for number, sees in enumerate(found) if not sees)
         raise RunFailed(
-            f"{main_folder} on {host} is not the run directory of all processes: not of {others}.",
+            f"Some processes cannot see the run directory {main_folder} on {host}: {others}.",
             fix=SHARED_FIX,
         )
 
@@ -103,10 +104,10 @@ def _text(path: Path) -> str:
 
 
 class Vote:
-    """A yes or no from each rank, counted on the device and read a step later.
+    """A yes or no from each rank, counted on the device and read one step later.
 
-    Every rank casts it at the same point of the loop. Reading it at once would stall the GPU; a
-    step later the count is long there.
+    Every rank votes at the same point in the loop. Reading the count immediately would stall the
+    GPU; one step later it has long been computed.
     """
 
     def __init__(self, mesh: Mesh, yes: bool) -> None:
@@ -121,7 +122,7 @@ class Vote:
             self._copied.record()
 
     def count(self) -> int:
-        """Return how many ranks voted yes; waits only for the copy from the device."""
+        """Return how many ranks voted yes, waiting only for the copy from the device."""
         if self._copied:
             self._copied.synchronize()
         return int(self._sum)

@@ -1,4 +1,4 @@
-"""The validation loss, computed in the run's own precision."""
+"""The validation loss, computed in the run's precision."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitScore:
-    """The loss on the validation split of one dataset, or on its beginning."""
+    """The loss on the validation split of one dataset, or on the start of it."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class SplitScore:
     tokens: int
     """Targets that were scored."""
     text_bytes: int
-    """Bytes of text behind these targets; 0 when unknown, or not the whole split was scored."""
+    """Bytes of text behind these targets; 0 when unknown or when only part was scored."""
 
     @property
     def perplexity(self) -> float:
@@ -52,7 +52,7 @@ class SplitScore:
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures under the names that commands print."""
+        """Return the figures under the names used by commands with --json."""
         return {
             "name": self.name,
             "path": self.path,
@@ -86,7 +86,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss in bits per byte of the mix's text; None when one dataset's is unknown."""
+        """The loss in bits per byte of the mix's text; None if unknown for any dataset."""
         if not all(score.text_bytes and score.tokens for score in self.by_dataset):
             return None
         bytes_per_token = sum(
@@ -118,17 +118,17 @@ class Evaluator:
     """Scores datasets with one model, in batches of the run's micro-batch size."""
 
     config: RunConfig
-    """Gives the shape of a batch, and whether attention is masked by document."""
+    """Sets the batch shape, and whether attention is masked by document."""
     model: nn.Module
-    """The model to call, as it is wrapped; evaluation mode is set and restored."""
+    """The wrapped model to call; its training mode is restored afterwards."""
     ops: Ops
     """The functions that the model was built with."""
     mesh: Mesh
     reader: SequenceReader
     precision: Precision
     drop: Callable[[int], bool] | None = None
-    """Called before every batch of a split but the first, with its number counted from 1; raises
-    EvaluationDropped when it returns True.
+    """Called with the batch number, counted from 1, before each batch of a split but the first.
+    EvaluationDropped is raised when it returns True.
     """
 
     def score(
@@ -138,9 +138,9 @@ class Evaluator:
         max_tokens: int | None = None,
         progress: Progress = SILENT,
     ) -> Evaluation | None:
-        """Score each dataset's validation split, or its share of `max_tokens` from the beginning.
+        """Score each dataset's validation split, or its first share of `max_tokens`.
 
-        Datasets without validation text do not count; None when no dataset has any.
+        Datasets without validation text are skipped; None when no dataset has any.
         """
         scored = with_validation(members)
         total = sum(member.share for member in scored)
@@ -156,7 +156,8 @@ class Evaluator:
     ) -> SplitScore:
         """Score a split, or its first `max_tokens` targets, together with the other ranks.
 
-        Every token but the split's first is a target once. Cost: one forward pass per token.
+        Every token but the split's first is a target exactly once. Cost: one forward pass per
+        token.
         """
         split, mesh = member.dataset.split("val"), self.mesh
         data, rows = self.config.data, int(self.config.batch.rows_per_device)
@@ -200,7 +201,7 @@ class Evaluator:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and back at the end."""
+    """Put a model into evaluation mode, and restore its mode on exit."""
     was_training = model.training
     model.eval()
     try:
@@ -216,7 +217,7 @@ def score(
     drop: Callable[[Run, int], bool] | None = None,
     progress: Progress = SILENT,
 ) -> Evaluation | None:
-    """Score the validation text of the run's data, or `max_tokens` of it; None when it has none.
+    """Score the run's validation text, or the first `max_tokens`; None when there is none.
 
     Raises: EvaluationDropped when `drop`, called between batches, returns True.
     """
@@ -244,7 +245,7 @@ def with_validation(members: Sequence[Member]) -> list[Member]:
 
 
 def warn_of_unscored(members: Sequence[Member], progress: Progress) -> None:
-    """Name the datasets of a mix that have no validation text."""
+    """Report the datasets of a mix that have no validation text."""
     for member in members:
         if len(members) > 1 and member not in with_validation(members):
             progress.say(

@@ -30,7 +30,7 @@ def finish(
         log.event("early_stop", reason=reason)
         log.progress.say(reason)
     with log.aside():
-        save_last(run, log)  # first: a signal during the evaluation must not lose the last steps
+        save_last(run, log)  # a signal during the evaluation must not lose the last steps
         evaluation = final_evaluation(run, log, drop)
         wait_for_saves(run, log)
         log_sample(run, log, sample)
@@ -46,9 +46,9 @@ def finish(
 def final_evaluation(run: Run, log: Log, drop: Drop | None = None) -> Evaluation | None:
     """Score the whole validation split; None when there is no validation text.
 
-    When evaluations of this run score only the beginning, that is scored first, to find the best
-    checkpoint, unless the run ends early and just did. A whole split that was scored at the last
-    step is not scored again.
+    If this run's evaluations score only the start of the split, that part is scored first, to
+    find the best checkpoint, unless the run ends early: its last evaluation just did so. A whole
+    split that was scored at the last step is not scored again.
     """
     is_partial = eval_tokens(run) is not None
     if not is_partial and log.last_evaluation and log.last_evaluation[0] == run.step:
@@ -58,7 +58,7 @@ def final_evaluation(run: Run, log: Log, drop: Drop | None = None) -> Evaluation
         if evaluation is None or not is_partial:
             return evaluation
     evaluation = score(run, drop=drop, progress=log.progress)
-    if evaluation is not None:  # not as a record: the curve shows the beginning's loss
+    if evaluation is not None:  # not a record: the curve shows the loss on the start of the split
         log.event("evaluation", loss=evaluation.loss, tokens=evaluation.tokens)
     return evaluation
 
@@ -75,7 +75,7 @@ def early_stop_reason(run: Run) -> str | None:
 
 
 def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, Any]:
-    """Return the run's results; what was not measured is None."""
+    """Return the run's results; anything not measured is None."""
     wall_s = log.wall_s
     run.peak = best_peak(run, log)
     steady = log.steady_rates()
@@ -111,9 +111,9 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
 
 
 def best_peak(run: Run, log: Log) -> Peak | None:
-    """Return the run's peak; a measured one is measured again, and the higher of the two counts.
+    """Return the run's peak; if it was measured, measure again and return the higher of the two.
 
-    A busy machine measures too low a peak.
+    On a busy machine, the measured peak is too low.
     """
     peak = run.peak
     if peak is None or not peak.source.startswith("measured"):
@@ -131,5 +131,5 @@ def _why_mfu_is_unknown(run: Run) -> str:
         return "unknown: there is no data sheet for this device, and its peak cannot be measured"
     return (
         f"unknown: training was faster than the peak ({run.peak.source}), "
-        "so that was measured while the machine was busy"
+        "which must have been measured while the machine was busy"
     )

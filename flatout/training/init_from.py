@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run that starts with the weights of another, and nothing else of it."""
+"""`train.init_from`: a new run that takes only the weights of another run."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ FREE_OF_WEIGHTS = (
 )
 """Model keys that may differ from those the weights were trained with, as long as shapes agree.
 
-The new run may read longer sequences, drop out more, or state how fresh weights would be
-initialised. With any other key changed, the same weights would compute another function.
+The new run may use longer sequences, more dropout, or another initialisation for fresh weights.
+With any other key changed, the same weights would compute a different function.
 """
 MOST_NAMED = 3
-SET_KEYS = "Set the keys of the model as they are there."
+SET_KEYS = "Set the model keys to the values of that run."
 READ_CODE = (
-    "That model is its own code, which was not imported: read it, then set model.kind yourself."
+    "That model is custom code, which was not imported: read it, then set model.kind yourself."
 )
-"""The fix for such a model: a name of code is never offered for pasting."""
+"""The fix for a model from custom code: its reference is never offered for pasting."""
 
 
 def resolve_init_from(
     config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT
 ) -> RunConfig:
-    """Return the config with the checkpoint that `train.init_from` names, after checking it.
+    """Check the checkpoint that `train.init_from` names, and return the config with its path.
 
-    Raises: CheckpointError, ConfigError when model or tokenizer differ, with the keys to set.
+    Raises: CheckpointError, ConfigError when the model or tokenizer differs, with the keys to set.
     """
     if config.train.init_from is None:
         return config
@@ -61,7 +61,7 @@ def resolve_init_from(
     if run_folder is None:
         progress.say(
             f"{checkpoint} is not in its run directory: "
-            "its tokenizer cannot be compared with that of the data."
+            "its tokenizer cannot be compared with the data's."
         )
     else:
         require_tokenizer(run_folder, dataset, checkpoint)
@@ -104,7 +104,7 @@ def run_of(checkpoint: Path) -> Path | None:
 def require_fit(
     config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress
 ) -> None:
-    """Check that the checkpoint has this model's tensors, and was trained with the same model keys.
+    """Check that the checkpoint has this model's tensors and was trained with the same model keys.
 
     Raises: ConfigError with the first differences, and the `model.` overrides to paste.
     """
@@ -123,12 +123,12 @@ def require_fit(
         if len(differences) > MOST_NAMED:
             listed += f"; and {len(differences) - MOST_NAMED} more"
         raise ConfigError(
-            f"The weights of {checkpoint} are of another model: {listed}.",
+            f"The weights of {checkpoint} belong to another model: {listed}.",
             fix=_overrides({key: keys[key] for key in (wrong or keys)}),
         )
     for key, value in keys.items():
         progress.say(
-            f"{key} is {value} in the run that the weights are from, and {config.value(key)} here."
+            f"{key} is {value} in the run that the weights come from, and {config.value(key)} here."
         )
 
 
@@ -137,7 +137,7 @@ def _overrides(keys: Mapping[str, Any]) -> str:
     if references_in({"model": {"kind": keys.get("model.kind")}}):
         return READ_CODE
     overrides = " ".join(f"{key}={_word(value)}" for key, value in keys.items())
-    return f"Add these overrides: {overrides} (as it was there)." if keys else SET_KEYS
+    return f"Add these overrides: {overrides} (the values of that run)." if keys else SET_KEYS
 
 
 def _shapes_that_differ(
@@ -160,7 +160,7 @@ def _keys_that_differ(source: RunConfig, config: RunConfig) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    """Return a value as it is written in an override."""
+    """Return a value in the syntax of an override."""
     if isinstance(value, (list, dict)):
         return f"'{value}'"
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Make a stored run longer: it continues in place if its learning rates allow that."""
+"""Extend a stored run: it continues in place if its learning rates allow it."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from flatout.training.run_dir.origin import read_origin, steps_before
 
 @dataclass(frozen=True)
 class Longer:
-    """A run whose length grows."""
+    """A stored run with a new, greater length."""
 
     config: RunConfig
     """The resolved configuration with the new length."""
     requested: RunConfig
-    """The configuration as requested, with the new length."""
+    """The configuration as the user wrote it, with the new length."""
     checkpoint: Path | None
-    """Where it continues; None is step 0, for a run that has lost its checkpoints."""
+    """The checkpoint to continue from; None is step 0, for a run without checkpoints."""
     steps_before: int
     """The number of steps it was planned for."""
     message: str
-    """A line that describes all of this."""
+    """One line for the user that describes the change."""
 
     def store(self, run_folder: Path, *, progress: Progress = SILENT) -> None:
-        """Write the new length. If this is killed, the same command makes the run longer again.
+        """Write the new length. If this is killed, the same command completes it.
 
-        Later checkpoints are set aside first: they must not be resumed with the new configuration,
-        since their learning rates followed the old one.
+        Later checkpoints are set aside first: their learning rates followed the old length, so they
+        must not be resumed with the new one.
         """
         if self.checkpoint is not None:
             for path in catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint)):
                 progress.say(
                     f"Set {path.name.partition('.')[0]} aside: "
-                    f"its learning rates were those of {self.steps_before} steps."
+                    f"its learning rates were those of a run of {self.steps_before} steps."
                 )
         layout.replace_config(run_folder, self.config, asked=self.requested)
 
@@ -50,11 +50,11 @@ class Longer:
 def lengthen(
     request: RunRequest, stored: RunConfig, resume: str, checkpoint: Path | None
 ) -> Longer | None:
-    """Return the run with the length that was requested; None when it has that length already.
+    """Return the run with the requested length; None when it already has that length.
 
-    Nothing is written yet. The run may continue from a checkpoint up to which the new length gives
-    the same learning rates: any one with a constant schedule, one from before the decay with wsd. A
-    warm-up stated as a fraction keeps its number of steps.
+    Nothing is written yet. The run may continue from any checkpoint up to which the learning rates
+    of both lengths agree: any at all with a constant schedule, one from before the decay with wsd.
+    A warm-up given as a fraction keeps its number of steps.
     Raises: ConfigError, with an alternative, when the run would become shorter or has no such
             checkpoint.
     """
@@ -96,7 +96,7 @@ def _checkpoint_with_equal_rates(
 ) -> Path | None:
     """Return the newest checkpoint up to which both lengths have the same learning rates.
 
-    One that `--resume` names is the only candidate.
+    If `--resume` names a checkpoint, it is the only candidate.
     Raises: ConfigError when there is none.
     """
     if checkpoint is None:
@@ -117,9 +117,9 @@ def _checkpoint_with_equal_rates(
 
 
 def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None) -> None:
-    """Check that a new run has steps left after the checkpoint of another run that it starts from.
+    """Check that a new run that starts from another run's checkpoint has steps left.
 
-    Raises: ConfigError with both steps.
+    Raises: ConfigError that gives both step counts.
     """
     own = location.checkpoints_folder(folder).resolve()
     if checkpoint is None or checkpoint.resolve().parent == own:
@@ -131,15 +131,15 @@ def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None)
         f"{checkpoint} is at step {step}, and this run has {steps} steps: "
         "nothing is left to train.",
         fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or replace "
-        f"--resume by train.init_from={in_shell(checkpoint)}, "
+        f"--resume with train.init_from={in_shell(checkpoint)}, "
         "which starts at step 0 with its weights.",
     )
 
 
 def equal_rates(one: RunConfig, other: RunConfig, *, since: int = 0) -> int:
-    """Return the first step from `since` on at which two configurations have different rates.
+    """Return the first step, from `since` on, at which two configurations' rates differ.
 
-    It is the length of the shorter one when they never differ.
+    If they never differ, return the length of the shorter one.
     """
     lengths = one.train.steps or 0, other.train.steps or 0
     for step in range(since, min(lengths)):
@@ -153,7 +153,7 @@ def equal_rates(one: RunConfig, other: RunConfig, *, since: int = 0) -> int:
 def _bound_to_its_length(
     folder: Path, stored: RunConfig, longer: RunConfig, equal: int, done: int
 ) -> ConfigError:
-    """Return the error for a run whose rates already depend on its length, with another command."""
+    """Return the error for a run whose rates already depend on its length, with an alternative."""
     before, steps, peak = stored.train.steps or 0, longer.train.steps or 0, stored.optim.lr
     last_rate = peak * factor(stored.schedule, peak, done - 1, before)
     next_rate = peak * factor(longer.schedule, peak, done, steps)
@@ -163,8 +163,8 @@ def _bound_to_its_length(
         f"with schedule.kind={stored.schedule.kind} its learning rate has depended on its length "
         f"since step {equal + 1}.",
         fix=f"Add `--resume {in_shell(folder)} --run-dir {in_shell(other)}` to the same command: "
-        f"another run then continues with the state of step {done} at the rates of a run of "
-        f"{steps} steps, so that the rate goes from {last_rate:.3g} to {next_rate:.3g}.",
+        f"a new run then continues from step {done} with the learning rates of a run of "
+        f"{steps} steps; the rate changes from {last_rate:.3g} to {next_rate:.3g}.",
     )
 
 

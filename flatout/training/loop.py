@@ -1,4 +1,4 @@
-"""The training loop: steps, and between them evaluations, samples and saves."""
+"""The training loop: steps, with evaluations, samples and saves between them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flatout.training.step import Drop, StepDropped, train_step
 
 
 class StopFlag(Protocol):
-    """Whether the run was asked to stop. All ranks get the same answer."""
+    """Whether a stop was requested. All ranks get the same answer."""
 
     def asked(self, run: Run) -> bool:
-        """Say whether to stop before the next step."""
+        """Return whether to stop before the next step."""
 
 
 def fit(
@@ -28,10 +28,10 @@ def fit(
     drop: Drop | None = None,
     sample: Callable[[Run], str] | None = None,
 ) -> Run:
-    """Train from run.step to run.last_step, until patience runs out or a stop; return the run.
+    """Train to run.last_step, until patience runs out, or until a stop; return the run.
 
     `stop` is called before each step, `drop` between its micro-batches (see `train_step`). A
-    dropped step leaves the run as it was, and ends the loop.
+    dropped step leaves the run unchanged and ends the loop.
     """
     saves = SaveSchedule(run, log)
     with run.cudnn_benchmark(), run.gc() as collect:
@@ -61,24 +61,24 @@ def fit(
 
 
 def due(every: int, run: Run) -> bool:
-    """Say whether to do now what is done every `every` steps (0: never) before the last one."""
+    """Return whether work done every `every` steps (0: never) is due; never at the last step."""
     return every > 0 and run.step % every == 0 and run.step < run.last_step
 
 
 def ends_early(run: Run) -> bool:
-    """Say whether patience ran out before the last step; all ranks have the same losses."""
+    """Return whether patience ran out before the last step; all ranks have the same losses."""
     return run.step < run.last_step and out_of_patience(run.config.train, run.step, run.best_step)
 
 
 def out_of_patience(train: TrainConfig, step: int, best_step: int | None) -> bool:
-    """Say whether `train.patience` evaluations up to `step` have not improved on the best one."""
+    """Return whether the last `train.patience` evaluations did not improve on the best one."""
     if not train.patience or best_step is None:
         return False
     return step - best_step >= train.patience * train.eval_every
 
 
 def eval_tokens(run: Run) -> int | None:
-    """Return how many validation tokens an evaluation during the run scores; None means all."""
+    """Return how many validation tokens each evaluation of the run scores; None means all."""
     train = run.config.train
     return None if train.eval_tokens == "all" or not train.eval_every else train.eval_tokens
 
@@ -86,9 +86,9 @@ def eval_tokens(run: Run) -> int | None:
 def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluation | None:
     """Evaluate, write the record, and save if the loss is the best so far.
 
-    Return None when there is no validation text.
-    Raises: RunFailed when the loss is not a number: the weights are lost, earlier checkpoints are
-            not. EvaluationDropped, as `score`.
+    Returns: None when there is no validation text.
+    Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
+            unaffected. EvaluationDropped, as `score`.
     """
     evaluation = score(run, max_tokens=eval_tokens(run), drop=drop, progress=log.progress)
     if evaluation is None:

@@ -1,4 +1,4 @@
-"""Turns torch's errors in a run into ours: out of memory, no deterministic form, a lost process."""
+"""Torch's errors as ours: out of memory, no deterministic implementation, a lost process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from flatout.errors import HardwareError, OutOfMemory, RunFailed
 
 GIB = 2**30
 ON_THE_CPU = "DefaultCPUAllocator"
-"""Torch's allocator for CPUs, as named in its messages: it has no error type of its own."""
+"""Torch's CPU allocator, as its messages name it; it has no error type."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
-"""Torch's message for an operation that use_deterministic_algorithms refuses, after its name."""
+"""What torch writes after the name of an operation that has no deterministic form."""
 PEER_LEFT = ("Connection closed by peer", "Connection reset by peer")
-"""Gloo's messages when another process has ended."""
+"""Gloo's messages when another process has exited."""
 MAX_SHARE_LEFT = 0.95
 """A setting is suggested when it reduces the need to at most this share."""
 
 
 @contextmanager
 def explained(run: Run) -> Iterator[None]:
-    """Raise RunFailed with a fix in place of torch's own errors.
+    """Replace torch's errors with a RunFailed that has a fix.
 
-    It covers running out of memory, operations that train.deterministic refuses, and processes that
-    have ended.
+    Covers running out of memory, operations that train.deterministic refuses, and processes that
+    have exited.
     """
     try:
         yield
@@ -42,7 +42,7 @@ def explained(run: Run) -> Iterator[None]:
         if any(words in str(error) for words in PEER_LEFT):
             raise RunFailed(
                 "Another process of this run has ended.",
-                fix="Its own message says why; then run the same command again.",
+                fix="See its message for the cause, then run the same command again.",
             ) from error
         if ON_THE_CPU not in str(error):
             raise
@@ -55,13 +55,13 @@ def not_deterministic(run: Run, message: str) -> RunFailed:
     return RunFailed(
         f"train.deterministic=true, and {operation} has no deterministic form "
         f"on {run.mesh.device.type}.",
-        fix="Leave out the speedup or the code of your own model that calls it, "
+        fix="Remove the speedup or the custom model code that calls it, "
         "or set train.deterministic=false.",
     )
 
 
 def out_of_memory(run: Run) -> OutOfMemory:
-    """Return the error for a run out of memory, with leaner model settings or fewer rows to set."""
+    """Return the error for a run out of memory, with leaner model settings or fewer rows as fix."""
     workload = workload_of(run.config, assemble(run.decisions))
     need = estimate(workload, run.rows_per_device).total
     free = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
@@ -89,9 +89,7 @@ def _leaner_keys(workload: Workload, rows: int) -> str:
     if after > MAX_SHARE_LEFT * before:
         return ""
     words = " ".join(f"model.{key}={value}" for key, value in settings.items())
-    return (
-        f"Set {words}: it changes no result, and needs about {(before - after) / GIB:.1f} GiB less."
-    )
+    return f"Set {words}: it changes no result and saves about {(before - after) / GIB:.1f} GiB."
 
 
 def _fewer_rows(workload: Workload, rows: int, free: int) -> str:
@@ -103,6 +101,6 @@ def _fewer_rows(workload: Workload, rows: int, free: int) -> str:
     if not fitting:
         return ""
     return (
-        f"Set batch.rows_per_device={fitting} and leave batch.accumulate out: "
-        "the steps stay the same."
+        f"Set batch.rows_per_device={fitting} and leave out batch.accumulate: "
+        "the tokens per step stay the same."
     )

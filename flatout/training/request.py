@@ -1,4 +1,4 @@
-"""What a training run was asked to be, and what it has to run on."""
+"""A request for a training run, with the machine and the data that it uses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunRequest:
     resume: str
     """auto, never, or a checkpoint or run to resume from."""
     trust_code: bool
-    """Whether the run may import its own code."""
+    """Whether the run's custom code may be imported."""
     machine: Machine
     ranks: Ranks
     device: str
@@ -34,5 +34,5 @@ class RunRequest:
     observers: Sequence[Observer]
     sample: Callable[[Run], str] | None
     cache: Path | None
-    """Holds what was measured on this hardware, if anything."""
+    """Cache of measurements on this hardware, if any."""
     progress: Progress

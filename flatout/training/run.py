@@ -1,4 +1,4 @@
-"""A run from its configuration to its summary: plan, build, restore, execute."""
+"""Runs a configuration through to its summary: plan, build, restore, execute."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run_training(
 ) -> dict[str, Any]:
     """Train a configuration, or resume it in its run directory; return the run's summary.
 
-    `cache` holds what was measured on this hardware, which `auto` goes by; None: nothing.
+    `cache` contains measurements on this hardware, which `auto` uses; None means there are none.
     Raises: Stopped when a signal ended the run after a save; UsageError before anything was
             changed; RunFailed.
     """
@@ -71,7 +71,7 @@ def run_training(
     ranks = connect(device)
     with ExitStack() as stack:
         stack.callback(disconnect)
-        if device == "cpu" and ranks.world_size == 1:  # several ranks keep each other's cores busy
+        if device == "cpu" and ranks.world_size == 1:  # several ranks would see each other's load
             warn_of_busy_cores(machine, progress)
         if ranks.rank == 0:
             stack.enter_context(hold_lock(folder, progress=progress))
@@ -112,7 +112,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> dict[str, Any]:
 
 
 def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
-    """Warn when other processes use the cores: waiting threads then slow training several times."""
+    """Warn when other processes use the cores, which can slow down training several times."""
     busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
     if torch.get_num_threads() > 1 and busy_cores > 0.4:
         progress.say(
@@ -124,9 +124,9 @@ def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
 
 @contextmanager
 def recorded_exit_code(folder: Path) -> Iterator[None]:
-    """Write the exit code of the process to the run directory, where schedulers can read it.
+    """Write the process's exit code to the run directory, where schedulers can read it.
 
-    Nothing is written when the process is killed, or fails before there is a run.
+    Nothing is written if the process is killed or fails before the run exists.
     """
     with writing_run(folder):
         layout.clear_exit_code(folder)
@@ -148,7 +148,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0."""
     dataset = request.dataset
     if plan.config.data.model_dump_json() != request.config.data.model_dump_json():
-        dataset = open_dataset(plan.config)  # a mix is read in the order of the stored config
+        dataset = open_dataset(plan.config)  # read a mix in the order of the stored config
     mesh = make_mesh(plan.config.parallel, request.device)
     with request.progress.task("Building the model"):
         return build(
@@ -162,9 +162,9 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
 
 
 def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
-    """Load the planned checkpoint or initial weights; return differences to report.
+    """Load the planned checkpoint or initial weights; return the differences to report.
 
-    Raises: CheckpointError when it does not fit; nothing has been written by then.
+    Raises: CheckpointError when it does not fit, before anything is written.
     """
     check, init_from = catalog.check_size, run.config.train.init_from
     if plan.checkpoint is not None:
@@ -177,7 +177,7 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
 
 
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
-    """Write the configuration of a new run, or the new length of a longer one, once it can start.
+    """Write the configuration of a new run or the new length of a longer one.
 
     Raises: HardwareError when the disk is too full; CheckpointError when its checkpoint directory
             belongs to another run.
@@ -200,7 +200,7 @@ def num_parameters(run: Run) -> int:
 
 
 def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
-    """Suggest `bench` for a new run on a GPU on which nothing was measured yet; once per GPU."""
+    """Suggest `bench`, once per GPU, for a new run on a GPU without measurements."""
     gpu = gpu_name(run.machine, str(run.mesh.device))
     if request.cache is None or gpu is None or plan.checkpoint is not None:
         return
@@ -217,7 +217,7 @@ def execute(
 
     Raises: Stopped when a signal ended it after a save; RunFailed.
     """
-    if run.mesh.is_main:  # the summary of an early end that is now trained past
+    if run.mesh.is_main:  # left by an early stop that this run now trains past
         (run.folder / layout.SUMMARY).unlink(missing_ok=True)
     say = request.progress.say if run.mesh.is_main else None
     with (
@@ -227,7 +227,7 @@ def execute(
     ):
         _log_start(run, log, request, plan, differences)
         if plan.checkpoint is None and run.config.train.init_from is not None:
-            with log.aside():  # the run no longer depends on the one whose weights it took
+            with log.aside():  # so that the run no longer depends on the source of its weights
                 save_last(run, log)
         log.start()
         run.feed.prime(run.last_step - run.step, progress=log.progress)
@@ -276,7 +276,7 @@ def _log_start(
 
 
 def _log_mix(run: Run, dataset: MixedDataset, log: Log) -> None:
-    """Log each dataset's share of the sequences, and how often the whole run reads it."""
+    """Log each dataset's share of the sequences, and how many times the run reads it."""
     for member in dataset.members:
         tokens = epoch_tokens(member.dataset, run.config.data.seq_len)
         passes = member.share * run.last_step * run.tokens_per_step / tokens

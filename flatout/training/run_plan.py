@@ -1,4 +1,4 @@
-"""The run plan: what to train and where to start, decided on the main rank before building."""
+"""The run plan: the config to train and where to start, decided on the main rank."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from flatout.trust import remember
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What every rank must agree on before the run is built."""
+    """The decisions that all ranks must share before the run is built."""
 
     config: RunConfig
     decisions: list[Decision]
     checkpoint: Path | None
     requested: RunConfig | None = None
-    """The configuration as requested, of a new run; None when the run directory has one already."""
+    """The configuration of a new run as the user wrote it; None for a stored run."""
     longer: Longer | None = None
-    """The new length to store, once it is known that the run can continue."""
+    """The new length, to store once the run is known to be able to continue."""
     summary: dict[str, Any] | None = None
-    """The summary of a run that is finished."""
+    """The summary of a finished run."""
 
 
 def agree_on_plan(request: RunRequest) -> RunPlan:
     """Return the main rank's plan on every rank: clocks and measurements differ between ranks.
 
-    Raises: on the main rank, as `plan_run`; on the others, RunFailed when that failed.
+    Raises: on the main rank, as `plan_run`; on the others, RunFailed when planning failed.
     """
     if request.ranks.world_size == 1:
         return plan_run(request)
@@ -58,7 +58,7 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
         if request.ranks.rank == 0:
             box[0] = plan_run(request)
     finally:
-        # even when the main rank failed: the others would wait forever
+        # even if the main rank failed: the others would wait forever
         torch.distributed.broadcast_object_list(box, src=0)
     if box[0] is None:
         raise RunFailed("The main process could not start the run.", fix="See its own message.")
@@ -66,11 +66,11 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
 
 
 def plan_run(request: RunRequest) -> RunPlan:
-    """Return the plan of the run in the run directory, which is locked, or of a new run.
+    """Return the plan for the run in the locked run directory, or for a new run.
 
-    Raises: CheckpointError, DataError when something cannot be read; ConfigError when the request
-            contradicts the stored configuration; UntrustedCode when that names code which the
-            request does not.
+    Raises: CheckpointError, DataError when a file cannot be read; ConfigError when the request
+            contradicts the stored configuration; UntrustedCode when the stored configuration names
+            code that the request does not.
     """
     folder, dataset = request.folder, request.dataset
     require_run_directory(folder)
@@ -91,7 +91,7 @@ def plan_run(request: RunRequest) -> RunPlan:
 
 
 def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
-    """Return the plan of a new run, from step 0 or from the checkpoint of another run."""
+    """Return the plan for a new run, from step 0 or from another run's checkpoint."""
     dataset, ranks = request.dataset, request.ranks
     with request.progress.task("Resolving the configuration"):
         config, decisions = resolve(
@@ -104,12 +104,13 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
         )
     if config.train.patience and not with_validation(members_of(dataset)):
         raise DataError(
-            "train.patience needs a validation loss, and there is no validation text.",
+            "train.patience needs a validation loss, but there is no validation text.",
             fix="Leave train.patience out.",
         )
     if checkpoint is not None and config.train.init_from is not None:
         raise ConfigError(
-            "--resume takes everything from another run, train.init_from only its weights.",
+            "--resume and train.init_from exclude each other: one takes a run's whole state, "
+            "the other only its weights.",
             fix="Use one of the two.",
         )
     require_steps_left(request.folder, config, checkpoint)
@@ -121,7 +122,7 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
 def _plan_stored(
     request: RunRequest, config: RunConfig, resume: str, checkpoint: Path | None
 ) -> RunPlan:
-    """Return the plan of a stored run: it resumes, possibly made longer, or is finished.
+    """Return the plan for a stored run: it resumes, possibly with a new length, or is finished.
 
     Raises: ConfigError when the requested length is not possible.
     """
@@ -133,7 +134,7 @@ def _plan_stored(
     if summary is not None and checkpoint is not None:
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
-            progress.say(f"{folder} is finished; its results are below. To train on, {advice}.")
+            progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
             decisions = stored_decisions(config, request.machine, asked=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)
     if longer is not None:
@@ -146,7 +147,7 @@ def _plan_stored(
         )
     known = layout.read_config(folder)
     if longer is None and known is not None and config.data != known.data:
-        layout.write_config(folder, config)  # so that `eval` also finds data that was moved
+        layout.write_config(folder, config)  # so that `eval` also finds the moved data
     config = config.with_values({"train.device": request.device})
     config = for_world_size(config, request.ranks.world_size)
     decisions = stored_decisions(config, request.machine, asked=requested)
@@ -171,9 +172,9 @@ def how_to_train_on(
 
 
 def require_run_directory(folder: Path) -> None:
-    """Check that `folder` is empty, or holds a run or what a killed first start left behind.
+    """Check that `folder` is empty, or contains a run or the files of a killed first start.
 
-    Raises: CheckpointError when it holds other files: a run is not mixed with them.
+    Raises: CheckpointError when it contains other files.
     """
     for name in layout.WRITTEN:
         for unfinished in folder.glob(f"{name}.*{PART}"):
@@ -182,7 +183,7 @@ def require_run_directory(folder: Path) -> None:
     others = [name for name in found if name not in layout.STARTED]
     if others and not {layout.CONFIG, layout.ASKED}.intersection(found):
         raise CheckpointError(
-            f"{folder} is not a run directory; it holds {', '.join(others[:4])}.",
+            f"{folder} is not a run directory; it contains {', '.join(others[:4])}.",
             fix="Choose a new directory with --run-dir DIR.",
         )
 

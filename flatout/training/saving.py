@@ -1,4 +1,4 @@
-"""When a run saves its state, and what it does around a save; `run.saver` decides how."""
+"""When a run saves its state, and the work around a save; `run.saver` does the saving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
 
 class SaveSchedule:
-    """When to save: every N steps or epochs, or every N minutes on the main rank's clock."""
+    """Decides when to save: every N steps or epochs, or every N minutes on the main rank."""
 
     def __init__(self, run: Run, log: Log) -> None:
         config = run.config.checkpoint
@@ -30,7 +30,7 @@ class SaveSchedule:
         self._saved_s = log.wall_s
 
     def due(self, run: Run) -> bool:
-        """Say whether to save after this step; the last and the best step are saved elsewhere."""
+        """Return whether to save after this step; the last and best steps are saved elsewhere."""
         if run.step >= run.last_step or run.best_step == run.step:
             return False
         if self._steps:
@@ -44,7 +44,7 @@ class SaveSchedule:
 
 
 def reserve(run: Run, log: Log) -> None:
-    """Let the saver allocate its memory now rather than at the first save, and log it."""
+    """Allocate the saver's memory now rather than at the first save, and log it."""
     began_s = time.perf_counter()
     num_bytes = run.saver.reserve(run, log.progress)
     if num_bytes:
@@ -54,11 +54,11 @@ def reserve(run: Run, log: Log) -> None:
 def save(run: Run, log: Log) -> None:
     """Save the run's state and delete the checkpoints that `checkpoint.keep` no longer covers.
 
-    Raises: RunFailed, before anything is written, when the last step's figures are not numbers: the
-            weights are lost.
+    Raises: RunFailed, before anything is written, when the last step's figures are not finite: the
+            weights are unusable.
     """
     log.require_finite_step()
-    log.write_pending()  # a run killed after this save resumes with every record up to its step
+    log.write_pending()  # so that a run killed after this save has every record up to its step
     log.keep_clock()
     keep = run.config.checkpoint.keep
     run.saver.save(run, environment=environment_of(run), keep=keep, progress=log.progress)
@@ -66,7 +66,7 @@ def save(run: Run, log: Log) -> None:
 
 
 def log_saves(run: Run, log: Log) -> None:
-    """Log the checkpoints that were completed since the last call.
+    """Log the checkpoints completed since the last call.
 
     Raises: RunFailed, CheckpointError when a background save failed.
     """
@@ -76,7 +76,7 @@ def log_saves(run: Run, log: Log) -> None:
 
 
 def save_last(run: Run, log: Log) -> None:
-    """Save the current step unless it is saved already, and wait for its checkpoint."""
+    """Save the current step unless it is already saved, and wait for its checkpoint."""
     path = catalog.checkpoint_path(run.folder, run.step)
     if run.saver.newest_step != run.step and run.resumed_from != str(path):
         save(run, log)
@@ -94,7 +94,7 @@ def wait_for_saves(run: Run, log: Log) -> None:
 
 @contextmanager
 def closing_saver(run: Run, log: Log) -> Iterator[None]:
-    """Leave only when nothing is being written: another process may then use the run directory."""
+    """On exit, wait for pending writes: another process may then use the run directory."""
     try:
         yield
     finally:
@@ -103,9 +103,9 @@ def closing_saver(run: Run, log: Log) -> Iterator[None]:
 
 
 def environment_of(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint records about its surroundings, to compare when it is resumed.
+    """Return the environment that a checkpoint records, to compare when it is resumed.
 
-    Bit-exact resuming depends on all of it, the best loss on `validation`, and the meaning of token
+    Bit-exact resumes depend on all of it, the best loss on `validation`, and the meaning of token
     ids on `tokenizer`.
     """
     members, tokens = members_of(run.dataset), run.config.train.eval_tokens

@@ -1,11 +1,12 @@
-"""Stopping on request: after SIGINT or SIGTERM, all ranks stop between the same two micro-batches.
+"""Stop on request: after SIGINT or SIGTERM, all ranks stop at the same micro-batch boundary.
 
-Several ranks cast a vote (`agreement.py`) at each opportunity and read the previous one: no rank
-waits, and a request takes effect one vote late. A single rank needs no vote.
+With several ranks, each casts a vote (`agreement.py`) at every opportunity and reads the result of
+the previous one: no rank waits, and a request takes effect one vote late. A single rank needs no
+vote.
 
-Python runs a signal handler only between two of its own instructions, and the backward pass of a
-micro-batch is one instruction. But the interpreter writes the signal's number to a pipe at once, so
-a thread that reads the pipe can announce the request.
+Python runs signal handlers only between bytecode instructions, and the backward pass of a
+micro-batch is a single one. But the interpreter writes the signal's number to a pipe immediately,
+so a thread that reads the pipe can announce the request.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 1.0
-"""A second SIGINT within this time repeats the first: a terminal and a launcher both send it."""
+"""A SIGINT within this time repeats the first one: terminal and launcher both send it."""
 MICRO_BATCHES_BETWEEN_VOTES = {"cuda": 8}
-"""Several ranks vote before each micro-batch, but on a GPU before every eighth.
+"""Several ranks vote before every micro-batch on a CPU, before every eighth on a GPU.
 
-Reading a vote waits for the work queued before it, and the host must be free to queue ahead.
+Reading a vote waits for the work queued before it, and the host needs time to queue ahead.
 """
 
 
 class StopRequests:
     """A context in which SIGINT and SIGTERM stop the loop; a second SIGINT interrupts at once.
 
-    The previous handlers are restored at the end. Only the main thread may set handlers; in another
-    one, nothing changes.
+    The previous handlers are restored at the end. Only the main thread may set handlers; in any
+    other, this does nothing.
     """
 
     def __init__(
@@ -47,14 +48,14 @@ class StopRequests:
         launcher: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`say` is called from a thread with one line as soon as a request arrives.
+        """`say` is called with one line, from another thread, as soon as a request arrives.
 
-        `launcher` is the process that started this one; if it ends first, that is a request too.
+        `launcher` is the id of the parent process; if it ends first, that is also a request.
         """
         self.signal_number: int | None = None
         """The first signal that this rank received."""
         self.waits_for = "the preparations of the first step"
-        """What must end before a request takes effect, for the announcement."""
+        """The work that must finish before a request takes effect, for the announcement."""
         self._say = say
         self._launcher = launcher
         self._listener: _Listener | None = None
@@ -83,7 +84,7 @@ class StopRequests:
         self._previous.clear()
 
     def asked(self, run: Run) -> bool:
-        """Say whether to stop now. All ranks call it at the same points and get the same answer."""
+        """Return whether to stop now. All ranks call it at the same points, and get one answer."""
         asked = self.signal_number is not None or self._launcher_ended()
         if run.mesh.world_size == 1:
             return asked
@@ -91,7 +92,7 @@ class StopRequests:
         return previous is not None and previous.count() > 0
 
     def asked_within_step(self, run: Run, number: int) -> bool:
-        """Say whether to drop the step before its micro-batch `number`, counted from 1.
+        """Return whether to drop the step before its micro-batch `number`, counted from 1.
 
         All ranks get the same answer.
         """
@@ -101,7 +102,7 @@ class StopRequests:
         return self.asked(run)
 
     def _launcher_ended(self) -> bool:
-        """Say whether the launcher has ended: a killed torchrun leaves its processes running."""
+        """Return whether the launcher has ended: a killed torchrun leaves its processes running."""
         if self._launcher is None or os.getppid() == self._launcher:
             return False
         if self._say is not None:
@@ -111,7 +112,7 @@ class StopRequests:
 
     def _announce(self, number: int) -> None:
         assert self._say is not None, "a listener exists only when there is something to call"
-        again = " Press Ctrl+C again to leave at once, without saving."
+        again = " Press Ctrl+C again to quit immediately, without saving."
         self._say(
             f"{signal.Signals(number).name} received: the run waits for {self.waits_for}, "
             f"then saves and stops.{again if number == signal.SIGINT else ''}"
@@ -129,10 +130,10 @@ class StopRequests:
 
 
 class _Listener:
-    """A thread that reports the first stop signal at once, whatever the main thread is doing.
+    """A thread that reports the first stop signal immediately, even if the main thread is busy.
 
-    Only the main thread may create one. If another listener is registered, such as asyncio's, it
-    stays, and this one hears nothing.
+    Only the main thread may create one. If another listener is registered, such as asyncio's, that
+    one stays in place and this one receives nothing.
     """
 
     def __init__(self, on_signal: Callable[[int], object]) -> None:

@@ -1,6 +1,6 @@
-"""One optimiser step: every micro-batch forward and backward, then one update.
+"""One optimiser step: forward and backward on every micro-batch, then one update.
 
-Nothing here waits for the device, except that float16 must know whether its gradients are finite.
+Nothing here waits for the device, except with float16, which checks that gradients are finite.
 """
 
 from __future__ import annotations
@@ -21,40 +21,39 @@ if TYPE_CHECKING:
     from flatout.data.load.feed import StepBatch
 
 Drop = Callable[["Run", int], bool]
-"""(run, number of the next batch, from 2) -> whether to drop the work. Equal on all ranks."""
+"""(run, number of the next batch, from 2) -> whether to drop the work; equal on all ranks."""
 
 
 class StepDropped(Exception):
-    """A step was abandoned between two micro-batches, and has changed nothing."""
+    """A step was abandoned between two micro-batches and changed nothing."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step measured, still on the device."""
+    """The figures of one step, still on the device."""
 
     loss: Tensor
     """Mean loss per valid token over all micro-batches and ranks, in nats."""
     grad_norm: Tensor
     """Norm of the whole gradient before clipping."""
     num_valid: Tensor
-    """Targets that counted."""
+    """Number of targets that were not masked."""
     learning_rate: float
-    """Peak learning rate times the schedule's factor."""
+    """The peak learning rate times the schedule's factor."""
     skipped: bool = False
-    """Whether float16 overflowed, so that nothing was updated."""
+    """Whether float16 overflowed, so the update was skipped."""
 
 
 def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResult:
     """Take one optimiser step on this rank's share of a global batch.
 
     Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant. The
-    number of valid tokens is only known at the end, when `correct_gradients` replaces the nominal
-    one by it. The result therefore does not depend on how the step is divided into micro-batches
-    and ranks.
+    number of valid tokens is known only at the end, when `correct_gradients` substitutes it. The
+    result therefore does not depend on how the step is divided into micro-batches and ranks.
 
     `drop` is called before every micro-batch but the first.
-    Raises: StepDropped when it returns True: gradients are cleared, and generators and buffers are
-            what they were before the step.
+    Raises: StepDropped when it returns True; gradients are cleared, and generators and buffers are
+            restored to their values before the step.
     """
     start = StepStart(run) if drop is not None and batch.num_micro_batches > 1 else None
     nominal = run.tokens_per_step
@@ -98,10 +97,10 @@ def set_learning_rate(run: Run) -> float:
 
 
 def correct_gradients(run: Run, num_valid: Tensor, loss_scale: float) -> Tensor:
-    """Turn the gradients into those of the mean loss per valid token, clip them; return their norm.
+    """Rescale gradients to the mean loss per valid token and clip them; return their norm.
 
     DDP and fully_shard average over ranks, so the factor is
-    world_size * nominal / (num_valid * loss_scale). Scaling and clipping are one pass over the
+    world_size * nominal / (num_valid * loss_scale). Scaling and clipping take one pass over the
     gradients.
 
     Shapes:  num_valid and the norm are 0-D.

@@ -1,4 +1,4 @@
-"""What a dropped step restores: random generators and buffers, as before its first micro-batch."""
+"""Undo a dropped step: restore random generators and buffers to their state before it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class StepStart:
-    """A copy of the state that forward and backward passes change, made before a step.
+    """A copy, made before a step, of the state that forward and backward passes change.
 
-    It holds the generators in `state.STATE` and the model's persistent buffers; weights and
-    optimizers change only at the end of a step. Cost: about 30 microseconds of the host, and a
+    Contains the generators in `state.STATE` and the model's persistent buffers; weights and
+    optimizers change only at the end of a step. Cost: about 30 microseconds of host time, and a
     queued copy of each persistent buffer; nothing waits for the device.
     """
 
@@ -31,7 +31,7 @@ class StepStart:
         self._buffers = [(each, each.detach().clone()) for each in persistent_buffers(run.core)]
 
     def restore(self) -> None:
-        """Clear the gradients, and restore the generators and buffers."""
+        """Clear the gradients and restore the generators and buffers."""
         run = self._run
         run.zero_grad(run.trained())
         with torch.no_grad():
@@ -45,7 +45,7 @@ class StepStart:
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers that a checkpoint holds; a new model recreates the others.
+    """Return the buffers stored in a checkpoint; a new model recreates the others.
 
     Shapes: any.
     """

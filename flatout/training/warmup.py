@@ -18,30 +18,30 @@ from flatout.assembly.selection import speedup_named
 from flatout.training.metrics.log import Log
 
 PASSES = 2
-"""Training passes in each shape: CUDA graphs are recorded at the second call."""
+"""Training passes per shape: CUDA graphs are recorded at the second call."""
 MAX_SHAPES = 64
 """Static shapes per function; a run with length buckets has more than torch's own limit of 8."""
 
 
 @runtime_checkable
 class CompiledOptimizer(Protocol):
-    """An optimiser with work that may be compiled."""
+    """An optimiser that may use torch.compile."""
 
     def warm_up(self) -> None:
-        """Run that work once in each of its shapes, without side effects."""
+        """Run the compiled code once per shape, without side effects."""
 
     def give_up_compiling(self) -> None:
-        """Run it uncompiled from now on."""
+        """Run uncompiled from now on."""
 
 
 def warm_up(run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = ()) -> None:
-    """Compile now, by passes of training and evaluation in the shapes of the run.
+    """Compile now, by running training and evaluation passes in the shapes of the run.
 
-    RNG, weights and gradients do not change. `eval_shapes` are those of `evaluation.batch_shapes`;
-    without any, no graph is compiled for evaluation.
+    RNG, weights and gradients do not change. `eval_shapes` comes from `evaluation.batch_shapes`; if
+    it is empty, no graph is compiled for evaluation.
 
-    torch.compile is lazy, so its errors appear at the first call. If that fails on any rank and the
-    plain code works, the run continues uncompiled, and reports it.
+    torch.compile is lazy, so its errors appear at the first call. If it fails on any rank and the
+    plain code works, the run continues uncompiled and reports it.
     """
     compiled = [d.name for d in run.decisions if d.on and speedup_named(d.name).compiles]
     if not compiled:
@@ -70,7 +70,7 @@ def warm_up(run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = ()) 
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Let the compiler take all shapes of a run, and ignore a warning that it causes itself."""
+    """Let the compiler accept all shapes of a run, and ignore a warning that it causes itself."""
     with torch._dynamo.config.patch(recompile_limit=MAX_SHAPES), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
@@ -91,7 +91,7 @@ def _give_up_compiling(run: Run) -> None:
 def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | None:
     """Run passes on dummy tokens; return the exception that one of them raised, or None.
 
-    The core is called without DDP's wrapper, so that a failing rank does not leave the others
+    This calls the core without DDP's wrapper, so that a failing rank does not leave the others
     waiting for its gradients.
     """
     device = run.mesh.device
@@ -118,9 +118,9 @@ def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | N
 
 
 def _loss(run: Run, rows: int, seq_len: int) -> Tensor:
-    """Return the loss of dummy tokens.
+    """Return the loss on dummy tokens.
 
-    Inputs and targets are two tensors, as in training, because the compiler guards on identity.
+    Inputs and targets are distinct tensors, as in training: the compiler guards on identity.
     """
     tokens_BT, targets_BT = (
         torch.zeros(rows, seq_len, dtype=torch.int64, device=run.mesh.device) for _ in range(2)

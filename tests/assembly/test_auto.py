@@ -1,4 +1,4 @@
-"""`auto` goes by the default in each speedup's file, and by what was measured on this hardware."""
+"""`auto` follows each speedup's default, unless measurements on this hardware differ."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_ranks_order_the_ladder_and_are_unique():
     assert len(set(ranks)) == len(ranks)
 
 
-def test_every_default_names_speedups_that_exist_and_a_reason():
+def test_every_default_has_a_reason_and_names_existing_speedups():
     for one in all_speedups():
         for default in one.auto.values():
             if isinstance(default, On):
@@ -71,7 +71,7 @@ def test_no_default_for_gpus_is_measured():
     assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
 
 
-def test_the_longest_wait_counts_what_is_on_for_long_runs_only():
+def test_the_longest_wait_ignores_speedups_that_are_off_by_default():
     assert longest_wait() == 2
 
 
@@ -90,11 +90,11 @@ def test_the_longest_wait_counts_what_is_on_for_long_runs_only():
         (None, FASTER, True),
     ],
 )
-def test_an_interval_beside_1_overrides_the_default(default, measured, on):
+def test_a_gain_whose_interval_excludes_1_overrides_the_default(default, measured, on):
     assert decide(speedup(default), "cpu", None, measured).on is on
 
 
-def test_the_reason_says_that_it_was_measured_here_when_and_by_which_recipe():
+def test_the_reason_gives_the_date_and_the_recipe_of_the_measurement():
     on, off = (
         decide(speedup(Off("x")), "cpu", None, FASTER),
         decide(speedup(On()), "cpu", 1, SLOWER),
@@ -104,21 +104,21 @@ def test_the_reason_says_that_it_was_measured_here_when_and_by_which_recipe():
     assert off.reason == f"measured here: x1.00 (0.80 to 0.90), {where}"
 
 
-def test_a_rate_does_not_turn_on_what_may_change_the_loss():
+def test_a_measured_gain_does_not_turn_on_a_speedup_that_may_change_the_loss():
     assert not decide(speedup(Off("x"), Promise.statistical()), "cpu", None, FASTER).on
     assert not chosen({"fp8": FASTER, "length-buckets": FASTER})["fp8"].on
 
 
-def test_a_measured_gain_still_needs_a_long_run_where_compiling_takes_minutes():
+def test_a_measured_gain_still_needs_a_long_run_if_compiling_takes_minutes():
     default = Off("slow to compile", from_minutes=2)
     assert decide(speedup(default), "cpu", 3.0, FASTER).on
     assert not decide(speedup(default), "cpu", 1.0, FASTER).on
     unknown = decide(speedup(default), "cpu", None, FASTER)
     assert not unknown.on
-    assert unknown.reason.startswith("pays from 2 minutes, and how long the run takes is not known")
+    assert unknown.reason.startswith("pays off from 2 minutes, and the run's duration is unknown")
 
 
-def test_what_measured_faster_takes_its_slot_from_the_default():
+def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():
     found = chosen({"triton-ce": FASTER}, machine=replace(HOPPER))
     if found["triton-ce"].on:  # triton may be missing here
         assert (
@@ -147,13 +147,13 @@ def test_a_named_speedup_keeps_its_slot():
     assert not found["compile-blocks"].on
 
 
-def test_what_was_dropped_or_cannot_run_stays_off():
+def test_a_speedup_that_was_dropped_or_cannot_run_stays_off():
     found = chosen({"compile-blocks": FASTER, "onednn": FASTER}, "speedups=auto,-compile-blocks")
     assert found["compile-blocks"].reason == "left out by speedups"
     assert "on a GPU" in found["onednn"].reason
 
 
-def test_unless_with_and_needs_still_hold():
+def test_unless_with_any_and_needs_still_apply():
     found = chosen({"bf16": SLOWER, "bf16-stream": FASTER})
     assert not found["bf16"].on
     assert found["fp16"].on, "it is on unless bf16 is"

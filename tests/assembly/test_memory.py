@@ -1,4 +1,4 @@
-"""The memory estimate equals what real tensors take. Letters: B rows, T tokens, D width."""
+"""The memory estimate agrees with real tensors. Letters: B rows, T tokens, D width."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -64,9 +64,7 @@ def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_ma
 
 @pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
 def test_recomputed_activations_are_not_counted(name):
-    """Of a full checkpoint a block's input alone stays; a selective one keeps less than all, and
-    what it keeps is foreseen.
-    """
+    """Full checkpointing keeps a block's input only; selective less than all, as estimated."""
     transform = SPEEDUPS.get(name).transform.apply
     whole = workload(seq_len=64)
     work = replace(whole, transforms=(transform,))
@@ -87,9 +85,10 @@ def test_recomputed_activations_are_not_counted(name):
 
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("vocab_size", [16, 3000])
-def test_the_peak_is_that_of_a_real_step(ops, vocab_size):
-    """Within 15%: from the first block's forward to the last gradient, real tensors; whichever of
-    head and blocks is larger.
+def test_the_estimated_peak_is_that_of_a_real_step(ops, vocab_size):
+    """Within 15%, with real tensors, from the first block's forward to the last gradient.
+
+    Either the head or the blocks are the larger part.
     """
     work = workload(ops, vocab_size=vocab_size)
     model, tokens_BT, targets_BT = real(work, 8)
@@ -102,7 +101,7 @@ def test_the_peak_is_that_of_a_real_step(ops, vocab_size):
 
 
 def test_the_document_mask_of_fused_attention_is_counted():
-    """A square of T x T for every block, in the type of the weights."""
+    """Each block builds a T x T mask in the dtype of the weights."""
     masked, crossing = (
         estimate(workload(seq_len=2048, document_mask=mask), 4) for mask in (True, False)
     )
@@ -114,9 +113,7 @@ def test_the_document_mask_of_fused_attention_is_counted():
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_attention_that_skips_masked_blocks_keeps_no_mask(name, monkeypatch):
-    """On the GPU that it is for; what is counted is what the kernel keeps there, not what stands in
-    for it on a CPU.
-    """
+    """The estimate counts what the kernel keeps on a GPU, not what its CPU stand-in keeps."""
     monkeypatch.setitem(
         OPS, name, Ops.plain(attention=variants(attention)[name], cross_entropy=cross_entropy.fused)
     )
@@ -179,7 +176,7 @@ def test_shards_split_weights_gradients_and_optimizer():
     [("transformer", {"attention": attention.fused}), ("eigenstate", {"scan": scan.chunked})],
 )
 def test_memory_grows_in_proportion_to_seq_len(kind, ops):
-    """docs/models.md says so of both models."""
+    """As docs/models.md states for both models."""
     model = MODELS.get(kind)
 
     def bytes_a_token(seq_len):
@@ -205,9 +202,7 @@ def test_larger_models_and_batches_need_more():
 
 
 def test_a_model_too_large_for_this_machine_can_be_estimated():
-    """GPT-2 124M, fp32, plain ops, T = 1024: 3.4 GiB at one row and 16.7 GiB at eight were measured
-    on a GPU.
-    """
+    """GPT-2 124M, fp32, plain ops, T = 1024: on a GPU, 1 row took 3.4 GiB and 8 rows 16.7 GiB."""
     own = {
         "vocab_size": 50257,
         "num_layers": 12,

@@ -31,7 +31,7 @@ def test_references_are_checked_when_imported(tiny_config):
         MODELS.get(config.model.kind)
 
 
-def test_each_dataset_of_a_mix_holds_a_sequence(write_tiny, tmp_path):
+def test_each_dataset_of_a_mix_must_contain_a_sequence(write_tiny, tmp_path):
     large, small = write_tiny(tmp_path / "large"), write_tiny(tmp_path / "small", num_documents=1)
     tokens = (
         open_dataset(load_config(None, [f"data.path={small}", "data.seq_len=8"]))

@@ -1,4 +1,4 @@
-"""Slots are filled at most once, transforms wrap in one order, promises can be broken."""
+"""Slots are filled at most once, transforms have a fixed order, promises are checked."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_plain_micro_batch_is_what_people_write_and_fits(
 
 
 def stored(recipe: Recipe) -> dict[str, object]:
-    """The value of every slot, lazy ones not imported."""
+    """Return the value of every slot, without importing lazy ones."""
     values = {**vars(recipe), **{f"ops.{name}": op for name, op in vars(recipe.ops).items()}}
     return {slot: values[slot] for slot in SLOTS}
 
@@ -84,7 +84,7 @@ def test_every_lazy_part_of_the_baseline_exists(slot):
     assert callable(found)
 
 
-def test_every_slot_and_every_op_has_a_docstring_of_its_own():
+def test_every_slot_and_every_op_has_its_own_docstring():
     tree = ast.parse(inspect.getsource(recipe_module))
     for name in ("Recipe", "OpSlots"):
         body = next(node for node in tree.body if getattr(node, "name", "") == name).body
@@ -104,7 +104,7 @@ def test_a_speedup_replaces_its_slots_and_no_other():
     assert baseline().matmul == "highest"
 
 
-def test_two_that_fill_one_slot_are_refused_by_name():
+def test_two_speedups_that_fill_one_slot_are_refused_by_name():
     with pytest.raises(ConfigError, match="'a' and 'b' both fill the slot 'matmul'"):
         baseline().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
 

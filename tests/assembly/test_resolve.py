@@ -1,4 +1,4 @@
-"""How open settings are resolved, and which sizes contradict each other."""
+"""Open settings are resolved, and contradictory sizes are refused."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
 
 @pytest.fixture
-def settle(tiny_config):
-    """Resolve a tiny configuration that states only what is given."""
+def resolved(tiny_config):
+    """Return a function that resolves a tiny configuration with the given settings."""
 
     def run(*, world_size=1, local_world_size=None, machine=MACHINE, **changes):
         blank = {
@@ -70,8 +70,8 @@ def settle(tiny_config):
         ),
     ],
 )
-def test_two_of_the_batch_keys_give_the_third(settle, stated, world_size, expected):
-    batch = settle(world_size=world_size, **stated).batch
+def test_two_of_the_batch_keys_give_the_third(resolved, stated, world_size, expected):
+    batch = resolved(world_size=world_size, **stated).batch
     assert (batch.tokens_per_step, batch.rows_per_device, batch.accumulate) == expected
 
 
@@ -103,37 +103,39 @@ def test_two_of_the_batch_keys_give_the_third(settle, stated, world_size, expect
         ({"schedule__kind": "cosin"}, 1, r"no schedule named 'cosin'.*cosine"),
     ],
 )
-def test_invalid_sizes_and_names_are_refused_with_valid_ones(settle, stated, world_size, message):
+def test_invalid_sizes_and_names_are_refused_with_valid_ones(resolved, stated, world_size, message):
     with pytest.raises(ConfigError, match=message):
-        settle(world_size=world_size, **stated)
+        resolved(world_size=world_size, **stated)
 
 
-def test_the_model_gets_the_vocabulary_of_the_data_and_its_defaults(settle):
-    model = settle().model
+def test_the_model_gets_the_vocabulary_of_the_data_and_its_defaults(resolved):
+    model = resolved().model
     assert model.vocab_size == 257
     assert model.own()["max_seq_len"] == 16
     assert model.own()["norm"] == "layernorm"
 
 
-def test_an_automatic_chunk_size_stays_open_and_a_stated_one_stays(settle):
+def test_an_automatic_chunk_size_stays_open_and_a_stated_one_stays(resolved):
     eigenstate = {"model__kind": "eigenstate", "model__num_layers": 1, "model__d_model": 8}
-    assert settle(**eigenstate).model.own()["chunk_size"] == "auto"
-    assert settle(**eigenstate, model__chunk_size=256).model.own()["chunk_size"] == 256
+    assert resolved(**eigenstate).model.own()["chunk_size"] == "auto"
+    assert resolved(**eigenstate, model__chunk_size=256).model.own()["chunk_size"] == 256
 
 
-def test_tokens_and_epochs_are_converted_to_whole_steps(settle, tiny_config):
-    assert settle(train__steps=None, train__tokens=300, batch__tokens_per_step=128).train.steps == 3
+def test_tokens_and_epochs_are_converted_to_whole_steps(resolved, tiny_config):
+    assert (
+        resolved(train__steps=None, train__tokens=300, batch__tokens_per_step=128).train.steps == 3
+    )
     per_epoch = epoch_tokens(Dataset.open(tiny_config().data.path), 16)
     for epochs in (None, 2.0):
-        steps = settle(
+        steps = resolved(
             train__steps=None, train__epochs=epochs, batch__tokens_per_step=128
         ).train.steps
         assert steps == -(-int((epochs or 1.0) * per_epoch) // 128)
 
 
 @pytest.mark.parametrize("share", [1.0, 2.5])
-def test_with_length_buckets_epochs_and_tokens_become_the_steps_that_read_them(
-    settle, build_run, tiny_config, share
+def test_length_buckets_convert_epochs_and_tokens_to_the_steps_that_read_them(
+    resolved, build_run, tiny_config, share
 ):
     changes = {
         "speedups": "auto,-compile,+length-buckets",
@@ -143,35 +145,35 @@ def test_with_length_buckets_epochs_and_tokens_become_the_steps_that_read_them(
     reader = build_run(tiny_config(**changes)).feed._steps
     assert reader.tokens_per_epoch < 512 * reader.num_steps, "some of it is padding"
     wanted = math.ceil(share * reader.num_steps)
-    assert settle(**changes, train__steps=None, train__epochs=share).train.steps == wanted
+    assert resolved(**changes, train__steps=None, train__epochs=share).train.steps == wanted
     assert (
-        settle(
+        resolved(
             **changes, train__steps=None, train__tokens=int(share * reader.tokens_per_epoch)
         ).train.steps
         == wanted
     )
 
 
-def test_one_row_is_allowed_even_if_memory_seems_too_small(settle):
+def test_one_row_is_allowed_even_if_memory_seems_too_small(resolved):
     nothing = Machine("a CPU", 2, 1e-4, (), "3.11")
-    assert settle(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1
+    assert resolved(machine=nothing, batch__tokens_per_step=16).batch.rows_per_device == 1
     assert (
-        settle(machine=nothing, batch__tokens_per_step=256, speedups="none").batch.rows_per_device
+        resolved(machine=nothing, batch__tokens_per_step=256, speedups="none").batch.rows_per_device
         == 1
     )
 
 
-def test_little_memory_gives_a_smaller_micro_batch(settle):
-    roomy = settle(batch__tokens_per_step=64 * 1024).batch
-    small = settle(
+def test_little_memory_gives_a_smaller_micro_batch(resolved):
+    roomy = resolved(batch__tokens_per_step=64 * 1024).batch
+    small = resolved(
         batch__tokens_per_step=64 * 1024, machine=Machine("a CPU", 2, 0.008, (), "3.11")
     ).batch
     assert small.rows_per_device < roomy.rows_per_device
     assert small.rows_per_device * small.accumulate == roomy.rows_per_device * roomy.accumulate
 
 
-def test_a_recurrence_is_estimated_in_chunks(settle):
-    workload = workload_of(settle(model__kind="eigenstate", speedups="none"), baseline())
+def test_a_recurrence_is_estimated_in_chunks(resolved):
+    workload = workload_of(resolved(model__kind="eigenstate", speedups="none"), baseline())
     assert workload.ops.scan is scan.chunked
     in_chunks, by_token = (
         estimate(replace(workload, ops=replace(workload.ops, scan=way)), 8).total
@@ -180,11 +182,11 @@ def test_a_recurrence_is_estimated_in_chunks(settle):
     assert in_chunks == pytest.approx(by_token, rel=0.1)
 
 
-def test_memory_is_divided_among_the_processes_of_one_machine(settle):
+def test_memory_is_divided_among_the_processes_of_one_machine(resolved):
     assert memory_bytes(MACHINE, "cpu", 4) == 2 * 2**30
     machine = Machine("a CPU", 2, 0.032, (), "3.11")
     all_here, four_machines = (
-        settle(
+        resolved(
             batch__tokens_per_step=64 * 1024, machine=machine, world_size=4, local_world_size=local
         ).batch.rows_per_device
         for local in (None, 1)
@@ -192,14 +194,14 @@ def test_memory_is_divided_among_the_processes_of_one_machine(settle):
     assert all_here < four_machines
 
 
-def test_a_resolved_configuration_resolves_to_itself(settle):
-    once = settle(train__steps=None, train__epochs=1.0)
+def test_a_resolved_configuration_resolves_to_itself(resolved):
+    once = resolved(train__steps=None, train__epochs=1.0)
     again = resolve(once, machine=MACHINE, dataset=Dataset.open(once.data.path), world_size=1)[0]
     assert again == once
 
 
-def test_another_number_of_processes_divides_the_same_step(settle):
-    config = settle(batch__tokens_per_step=256, batch__rows_per_device=4)
+def test_another_number_of_processes_divides_the_same_step(resolved):
+    config = resolved(batch__tokens_per_step=256, batch__rows_per_device=4)
     two = for_world_size(config, 2)
     assert (
         two.batch.tokens_per_step,
@@ -211,8 +213,8 @@ def test_another_number_of_processes_divides_the_same_step(settle):
         for_world_size(config, 3)
 
 
-def test_too_many_processes_for_the_micro_batch_take_smaller_ones(settle):
-    config = settle(batch__tokens_per_step=128, batch__rows_per_device=8)
+def test_too_many_processes_for_the_micro_batch_get_smaller_ones(resolved):
+    config = resolved(batch__tokens_per_step=128, batch__rows_per_device=8)
     two = for_world_size(config, 2)
     assert (two.batch.tokens_per_step, two.batch.rows_per_device, two.batch.accumulate) == (
         128,
@@ -221,8 +223,8 @@ def test_too_many_processes_for_the_micro_batch_take_smaller_ones(settle):
     )
 
 
-def test_a_run_on_the_cpu_of_a_gpu_machine_uses_no_gpu_speedups(settle):
-    config = settle(
+def test_a_run_on_the_cpu_of_a_gpu_machine_uses_no_gpu_speedups(resolved):
+    config = resolved(
         machine=Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
     )
     assert config.train.precision == "fp32"
@@ -231,7 +233,7 @@ def test_a_run_on_the_cpu_of_a_gpu_machine_uses_no_gpu_speedups(settle):
 
 def test_a_model_larger_than_memory_is_refused_before_it_is_built(build_run, tiny_config):
     with pytest.raises(
-        HardwareError, match=r"weights alone take [\d,.]+ GiB, and there are [\d,.]+ GiB"
+        HardwareError, match=r"weights alone take [\d,.]+ GiB, and only [\d,.]+ GiB are available"
     ) as refused:
         build_run(tiny_config(model__vocab_size=10**13))
     assert "model.vocab_size" in refused.value.fix

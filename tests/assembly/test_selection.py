@@ -1,4 +1,4 @@
-"""The request, the machine and the defaults give every speedup a decision and a reason."""
+"""Every speedup gets a decision and a reason from the request, the machine and the defaults."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_a_list_is_exactly_that_list():
     assert on("prefetch,fused-adamw") == {"prefetch", "fused-adamw"}
 
 
-def test_edits_change_auto_by_what_they_name():
+def test_edits_change_only_the_speedups_that_they_name():
     auto = on("auto")
     assert "fused-adamw" in auto
     assert on("auto,-fused-adamw,+bf16") == (auto - {"fused-adamw"}) | {"bf16"}
     assert on("-fused-adamw") == auto - {"fused-adamw"}
 
 
-def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
+def test_a_speedup_that_cannot_run_is_off_under_auto_and_refused_when_named():
     off = next(d for d in select(load_config(), CPU) if d.name == "tf32")
     assert not off.on
     assert "on a CPU" in off.reason
@@ -58,7 +58,7 @@ def test_what_cannot_run_is_off_under_auto_and_refused_when_named():
         on("tf32")
 
 
-def test_flex_attention_is_on_where_documents_or_a_window_mask():
+def test_flex_attention_is_on_with_a_document_mask_or_an_attention_window():
     ways = {"flex-attention", "varlen-attention", "fused-attention"}
     packed, windowed = "data.document_mask=true", "model.window=64"
     assert on("auto", HOPPER, device="cuda") & ways == {"fused-attention"}
@@ -124,7 +124,7 @@ def test_a_named_speedup_takes_its_slot_from_one_that_auto_chose():
         ("+bf16,+fp16", "speedups=+fp16 or speedups=+bf16."),
     ],
 )
-def test_two_named_for_one_slot_are_refused_with_a_request_for_each(request_, fix):
+def test_two_named_speedups_for_one_slot_are_refused_with_a_fix_for_each(request_, fix):
     with pytest.raises(ConfigError, match="both fill the slot 'precision'") as refused:
         on(request_, HOPPER, device="cuda")
     (first, _, second) = (
@@ -146,7 +146,7 @@ def test_two_named_for_one_slot_are_refused_with_a_request_for_each(request_, fi
         ("prefetch,tf32", "speedups=prefetch"),
     ],
 )
-def test_the_fix_leaves_out_what_cannot_run(request_, fix):
+def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
     with pytest.raises(HardwareError, match="'tf32' cannot be used") as refused:
         on(request_)
     assert refused.value.fix == f"Leave it out: {fix}."
@@ -160,7 +160,7 @@ def test_the_fix_leaves_out_what_cannot_run(request_, fix):
             "auto,+bf16-weights,+fp16",
             "auto",
             "fp16, which was named, takes",
-            "Put bf16 in its place: speedups=auto,+bf16-weights,+bf16, "
+            "Replace fp16 with bf16: speedups=auto,+bf16-weights,+bf16, "
             "or leave bf16-weights out: speedups=auto,+fp16.",
         ),
         (
@@ -182,7 +182,7 @@ def test_the_fix_leaves_out_what_cannot_run(request_, fix):
             HOPPER,
             "auto,+cuda-graphs",
             "auto",
-            "how long the run takes is not known",
+            "the run's duration is unknown",
             "Add compile: speedups=auto,+cuda-graphs,+compile, "
             "or leave cuda-graphs out: speedups=auto.",
         ),
@@ -206,7 +206,7 @@ def test_the_fix_leaves_out_what_cannot_run(request_, fix):
             "bf16-weights,bf16-products",
             "bf16",
             "bf16-products, which was",
-            "Put bf16 in its place: speedups=bf16-weights,bf16, "
+            "Replace bf16-products with bf16: speedups=bf16-weights,bf16, "
             "or leave bf16-weights out: speedups=bf16-products.",
         ),
         (
@@ -218,7 +218,9 @@ def test_the_fix_leaves_out_what_cannot_run(request_, fix):
         ),
     ],
 )
-def test_a_need_that_is_off_is_reported_with_a_working_fix(machine, request_, precision, why, fix):
+def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
+    machine, request_, precision, why, fix
+):
     device = "cuda" if machine.gpus else "cpu"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
         on(request_, machine, f"train.precision={precision}", device=device)
@@ -232,7 +234,7 @@ def test_a_need_that_is_off_is_reported_with_a_working_fix(machine, request_, pr
         assemble(select(load_config(None, [f"speedups={way}", other]), machine, device=device))
 
 
-def test_muon_is_compiled_where_the_model_is():
+def test_muon_is_compiled_if_the_model_is():
     ways = {"compiled-muon", "batched-muon"}
 
     def muon(request_: str) -> set[str]:
@@ -264,7 +266,7 @@ def test_two_stored_speedups_for_one_slot_are_refused():
         assemble([Decision("bf16", True, ""), Decision("fp16", True, "")])
 
 
-def test_a_micro_batch_that_is_stated_is_not_chosen():
+def test_a_stated_micro_batch_is_not_chosen_by_auto():
     assert "micro-batch" not in on("auto", CPU, "batch.rows_per_device=4")
     assert "micro-batch" in on("auto", CPU)
 
@@ -281,7 +283,7 @@ def test_stored_decisions_are_not_made_again():
         (["batch.rows_per_device=64"], "batch.rows_per_device=64 is set."),
     ],
 )
-def test_stored_decisions_tell_a_stated_micro_batch_from_a_chosen_one(stated, reason):
+def test_stored_decisions_distinguish_a_stated_micro_batch_from_a_chosen_one(stated, reason):
     stored = load_config(
         None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"]
     )
@@ -317,7 +319,7 @@ def test_a_speedup_for_ops_that_the_model_does_not_call_is_off():
         on("auto,+fused-heads", CPU, "model.kind=eigenstate")
 
 
-def test_a_users_model_without_uses_may_use_every_op(tmp_path, monkeypatch):
+def test_a_custom_model_without_uses_may_use_every_op(tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text("class Mine: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "fused-attention" in on("fused-attention,fast-scan", CPU, "model.kind=own_model:Mine")

@@ -65,7 +65,7 @@ def test_a_stated_precision_conflicts_with_a_named_speedup_for_its_slot():
     assert "train.precision=auto" in refused.value.fix
 
 
-def test_a_precision_is_provided_by_what_a_named_speedup_needs():
+def test_a_precision_is_provided_by_the_one_that_a_named_speedup_needs():
     ways = {"bf16", "bf16-products", "bf16-weights"}
     assert on("auto,+bf16-weights", NARROW, "train.precision=bf16") & ways == {
         "bf16",

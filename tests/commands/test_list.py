@@ -96,7 +96,7 @@ def test_an_unknown_length_is_not_guessed(monkeypatch, tmp_path, train):
         for item in list_entries("speedups", str(recipe)).items
         if item["name"] == "compile"
     )
-    assert reason.startswith("pays from 2 minutes, and how long the run takes is not known")
+    assert reason.startswith("pays off from 2 minutes, and the run's duration is unknown")
 
 
 def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""A model that writes a given text, and tokenizers whose tokens depend on their neighbours."""
+"""A model that generates a given text, and tokenizers whose tokens depend on their neighbours."""
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -13,7 +13,7 @@ SPACED = ["\u2581the", "\u2581cat", "\u2581sat", "\u2581on", "\u2581mat", "s", "
 
 
 class Script(nn.Module):
-    """A model that writes one given text, token by token; `noise` makes it less certain."""
+    """A model that generates one given text; `noise` makes it less certain."""
 
     def __init__(
         self, text, noise: float = 0.0, vocab_size: int = 300, eot: int = EOT, past: int = EOT + 1
@@ -38,7 +38,7 @@ class Script(nn.Module):
 
 
 def metaspace():
-    """Return a tokenizer like Llama 2's: words begin with U+2581, other text is bytes."""
+    """Return a tokenizer like Llama 2's: words start with U+2581, other text is bytes."""
     pieces = ["<unk>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *SPACED, "\u2581"]
     vocabulary = [(piece, -1.0) for piece in pieces]
     made = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
@@ -52,7 +52,7 @@ def metaspace():
 
 
 def wordpiece():
-    """Return a tokenizer like BERT's: words are split at spaces, which are in no piece."""
+    """Return a tokenizer like BERT's: words are split at spaces, which no token contains."""
     pieces = ["[UNK]", "[EOS]", "the", "cat", "sat", "on", "mat", "##s", "."]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))

@@ -1,4 +1,4 @@
-"""Sampling: limits, prompts, seeds, probabilities, and caches that change no token."""
+"""Sampling: limits, prompts, seeds, probabilities, and caches that do not change tokens."""
 
 import math
 from functools import partial
@@ -38,13 +38,13 @@ def test_rows_of_a_padded_vocabulary_are_never_drawn():
     assert generated("x" * 50, temperature=2.0) == "x" * 50
 
 
-def test_an_empty_prompt_begins_a_document():
+def test_an_empty_prompt_starts_a_document():
     model = Script(b"ab")
     list(sample(model, ByteTokenizer(), ""))
     assert model.seen == [[EOT], [EOT, *b"a"], [EOT, *b"ab"]]
 
 
-def test_a_prompt_without_tokens_begins_a_document():
+def test_a_prompt_without_tokens_starts_a_document():
     tokenizer = wordpiece()
     model = Script(tokenizer.encode("the cat"), eot=tokenizer.eot_id, past=tokenizer.vocab_size)
     assert tokenizer.encode(" ") == []
@@ -101,7 +101,7 @@ def noisy_sample(seed, **options):
     return text
 
 
-def test_equal_seeds_give_equal_text_and_others_do_not():
+def test_equal_seeds_give_equal_text_and_different_seeds_do_not():
     assert noisy_sample(1) == noisy_sample(1)
     assert noisy_sample(1) != noisy_sample(2)
 
@@ -203,7 +203,7 @@ def transformer(own, seq_len):
     [(320, 300), (32, 150)],
     ids=["within the context", "past the context"],
 )
-def test_a_cache_changes_no_token(own, temperature, top_k, top_p, max_context, num_tokens):
+def test_a_cache_does_not_change_any_token(own, temperature, top_k, top_p, max_context, num_tokens):
     model = transformer(own, max_context)
 
     def tokens():

@@ -21,7 +21,7 @@ from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import trusted_config, write_config
 
 
-def test_different_checkpoints_have_different_weights(fox_run):
+def test_each_checkpoint_loads_its_own_weights(fox_run):
     folder = fox_run[0] / "runs" / "fox"
     first, last = (
         load.load_run(folder, name, device="cpu").model.state_dict() for name in ("1", "last")
@@ -45,7 +45,7 @@ def test_a_config_that_does_not_fit_the_weights_is_refused(fox_run, tmp_path):
     config.write_text(
         config.read_text().rpartition("# sha256")[0].replace("num_layers: 1", "num_layers: 2")
     )
-    (folder / COPY).unlink()  # earlier versions wrote none
+    (folder / COPY).unlink()  # earlier versions wrote no copy
     with pytest.raises(CheckpointError, match=r"do not fit the model in .*config\.yaml"):
         load.load_run(folder, device="cpu")
 
@@ -121,7 +121,7 @@ def test_a_checkpoint_without_a_tokenizer_digest_still_loads(copied_run, monkeyp
 
 
 def test_data_prepared_with_another_tokenizer_is_refused(copied_run, fox_run, tmp_path):
-    """Both for the run's own data, prepared again, and for a run that resumes its checkpoint."""
+    """Both when scoring the run's data, prepared again, and when resuming its checkpoint."""
     shutil.copytree(fox_run[0] / "data", tmp_path / "data")
     config = load.trusted_config(copied_run).with_values({"data.path": str(tmp_path / "data")})
     shutil.rmtree(tmp_path / "data")

@@ -24,7 +24,7 @@ def test_a_loaded_run_reproduces_the_score_of_the_run(fox_run):
     assert not loaded.model.training
 
 
-def test_the_beginning_of_the_text_has_no_bits_per_byte(fox_run):
+def test_part_of_the_text_has_no_bits_per_byte(fox_run):
     loaded = load_run(fox_run[0] / "runs" / "fox", device="cpu")
     found = score(loaded, max_tokens=64)
     assert found.bits_per_byte is None

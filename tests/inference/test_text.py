@@ -57,7 +57,7 @@ def test_characters_of_several_tokens_are_not_split(prompt):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("make", [metaspace, wordpiece, ByteTokenizer])
 def test_a_long_text_is_the_same_streamed_and_decoded_at_once(make, seed):
-    """Forgetting old ids changes nothing."""
+    """Dropping old ids does not change the text."""
     tokenizer, draw = make(), random.Random(seed)
     words = ["the", "cats", "sat", "\u65e5\u672c\u8a9e", "\U0001f642", "on", "mat."]
     ids = tokenizer.encode(" ".join(draw.choice(words) for _ in range(400)))
@@ -97,5 +97,5 @@ def test_an_empty_stop_string_is_refused():
         generated("hello world", stop=["o w", ""])
 
 
-def test_the_beginning_of_a_stop_string_is_held_back_no_longer_than_needed():
+def test_the_start_of_a_stop_string_is_held_back_no_longer_than_needed():
     assert generated("a\nb\n\nc", stop=["\n\n"]) == ["a", "\nb"]

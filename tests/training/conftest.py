@@ -1,4 +1,4 @@
-"""Fixtures for tests of training, whose helper modules they make importable."""
+"""Fixtures for tests of training; makes the helper modules importable."""
 
 import json
 import os
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture
 def stop_at():
-    """Return an observer class that signals this process after a step, as Ctrl+C does."""
+    """Return an observer class that sends this process SIGINT after a step, as Ctrl+C does."""
 
     class StopAt(Quiet):
         def __init__(self, step, number=signal.SIGINT):
@@ -32,12 +32,12 @@ def stop_at():
 
 
 class Killed(Exception):
-    """Stands for a kill: nothing handles it."""
+    """Simulates a kill: no code handles it."""
 
 
 @pytest.fixture
 def killed_in(monkeypatch):
-    """Return a context manager in which the run is killed when it calls `module.name`."""
+    """Return a context manager that kills the run when it calls `module.name`."""
 
     @contextmanager
     def killing(module, name):
@@ -56,17 +56,17 @@ def killed_in(monkeypatch):
 
 
 @pytest.fixture
-def said():
-    """Return a progress whose `lines` are what was said to it."""
+def messages():
+    """Return a progress that collects its messages in `lines`."""
 
-    class Said(type(SILENT)):
+    class Messages(type(SILENT)):
         def __init__(self):
             self.lines = []
 
         def say(self, line):
             self.lines.append(line)
 
-    return Said()
+    return Messages()
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def events():
 
 
 class Clock:
-    """A clock that only advances when a test sets `now`."""
+    """A clock that advances only when a test sets `now`."""
 
     now = 100.0
 

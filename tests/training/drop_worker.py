@@ -1,4 +1,4 @@
-"""One of two processes; the second is stopped during a step: drop_worker.py FOLDER VALUES."""
+"""One of two processes; the second is signalled in a step: drop_worker.py FOLDER VALUES."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from flatout.training import run
 
 def main(folder: Path, values: str):
     rank = int(os.environ["RANK"])
-    run.disconnect = lambda: None  # keep one process group for all three runs
+    run.disconnect = lambda: None  # one process group for all three runs
     config = load_config().with_values(json.loads(values))
     whole = run.run_training(config, folder / "whole")
     forward, ran = Transformer.forward, []

@@ -44,7 +44,7 @@ def fresh(folder, mesh, seed):
 
 
 def local(run):
-    """Return this rank's losses, bytes and random numbers after more steps."""
+    """Return this rank's losses, tensor bytes and random numbers after three more steps."""
     losses = train(run, 3)
     tensors = [
         *run.core.parameters(),
@@ -61,7 +61,7 @@ def local(run):
     )
 
 
-def everywhere(mesh, true):
+def on_all_ranks(mesh, true):
     (total,) = mesh.sum(torch.tensor(float(true)))
     return total.item() == mesh.world_size
 
@@ -71,20 +71,24 @@ def main(folder: Path, report: Path):
     found = {}
     for layout, shard in layouts(ranks.world_size).items():
         mesh = make_mesh(ParallelConfig(shard=shard), "cpu", ranks)
-        place = folder / layout
-        run = fresh(place, mesh, seed=1)
+        run_folder = folder / layout
+        run = fresh(run_folder, mesh, seed=1)
         train(run, 3)
         with torch.no_grad():  # an evaluation leaves sharded weights gathered
             run.model(next(run.feed))
         path = read_write.save(run)
         unbroken = local(run)
-        again = fresh(place, mesh, seed=2)
-        said = read_write.load(again, path)
-        found[layout] = {"exact": everywhere(mesh, local(again) == unbroken and said == [])}
-        # one process must read back what it wrote and these ranks loaded and saved again
+        again = fresh(run_folder, mesh, seed=2)
+        differences = read_write.load(again, path)
+        found[layout] = {
+            "exact": on_all_ranks(mesh, local(again) == unbroken and differences == [])
+        }
+        # the single process that wrote it reads back what these ranks loaded and saved again
         alone = fresh(folder / f"{layout}-again", mesh, seed=3)
-        found[layout]["said"] = read_write.load(alone, folder / "alone" / "checkpoints" / "step-4")
-        found[layout]["apart"] = not everywhere(
+        found[layout]["differences"] = read_write.load(
+            alone, folder / "alone" / "checkpoints" / "step-4"
+        )
+        found[layout]["apart"] = not on_all_ranks(
             mesh, torch.rand(1).item() == mesh.broadcast_object(torch.rand(1).item())
         )
         read_write.save(alone)
@@ -95,7 +99,7 @@ def main(folder: Path, report: Path):
         found[layout]["failure_beside"] = failing_save_beside(
             fresh(folder / f"{layout}-fails-beside", mesh, seed=4)
         )
-        found[layout]["damage"] = failing_load(fresh(place, mesh, seed=5), path)
+        found[layout]["damage"] = failing_load(fresh(run_folder, mesh, seed=5), path)
     found["stops"] = stops(mesh)
     if ranks.rank == 0:
         report.write_text(json.dumps(found))
@@ -103,7 +107,7 @@ def main(folder: Path, report: Path):
 
 
 def failing_save(run):
-    """Say whether all ranks fail, and leave no file, when one rank's disk is full."""
+    """Return whether all ranks fail and leave no file when one rank's disk is full."""
     write = slices.write
 
     def full(path, tensors):
@@ -120,13 +124,13 @@ def failing_save(run):
     finally:
         slices.write = write
     run.mesh.barrier()
-    return everywhere(run.mesh, failed) and list((run.folder / "checkpoints").iterdir()) == []
+    return on_all_ranks(run.mesh, failed) and list((run.folder / "checkpoints").iterdir()) == []
 
 
 def saved_beside(run, mesh):
-    """Say whether a background save by ranks of different speed equals one in the loop.
+    """Return whether a background save by ranks of different speed equals one in the loop.
 
-    All ranks must learn at the same step that it is complete.
+    All ranks must learn of its completion at the same step.
     """
     train(run, 3)
     own, run.folder = run.folder, run.folder.with_name(f"{run.folder.name}-loop")
@@ -159,7 +163,7 @@ def saved_beside(run, mesh):
     saver.save(run, environment={}, keep=1)
     saver.wait()
     mesh.barrier()
-    return everywhere(
+    return on_all_ranks(
         mesh,
         same
         and step == mesh.broadcast_object(step)
@@ -169,7 +173,7 @@ def saved_beside(run, mesh):
 
 
 def failing_save_beside(run):
-    """Say whether all ranks learn at the same step that one disk is full, and leave no file."""
+    """Return whether all ranks learn at the same step that a disk is full, and leave no file."""
     write_share = job.write_share
 
     def full(snapshot, temporary):
@@ -191,11 +195,11 @@ def failing_save_beside(run):
     job.write_share = write_share
     run.mesh.barrier()
     same = failed_at is not None and failed_at == run.mesh.broadcast_object(failed_at)
-    return everywhere(run.mesh, same) and list((run.folder / "checkpoints").iterdir()) == []
+    return on_all_ranks(run.mesh, same) and list((run.folder / "checkpoints").iterdir()) == []
 
 
 def failing_load(run, path):
-    """Say whether every rank refuses a checkpoint with a file that one rank finds damaged."""
+    """Return whether every rank refuses a checkpoint if one rank finds a damaged file."""
     run.mesh.barrier()
     file = path / f"model-{run.mesh.world_size - 1:05d}.safetensors"
     if run.mesh.is_main and not file.exists():
@@ -214,11 +218,11 @@ def failing_load(run, path):
     if run.mesh.is_main:
         file.write_bytes(content)
     run.mesh.barrier()
-    return everywhere(run.mesh, refused)
+    return on_all_ranks(run.mesh, refused)
 
 
 def stops(mesh):
-    """Return the step after which each rank stops when one is asked to."""
+    """Return the step after which each rank stops when one receives a request."""
     requests = StopRequests()
     run = SimpleNamespace(mesh=mesh)
     for step in range(20):

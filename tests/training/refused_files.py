@@ -1,8 +1,7 @@
-"""Run a command once per file operation that it does, each time with another one refused by the
-disk, and then once more without a refusal.
+"""Run a command once per file operation, each time with a different operation failing.
 
-python refused_files.py FOLDER ERRNO START STRIDE WORDS..., with refusing_disk.so preloaded. The
-command writes into FOLDER.
+After each failure, run it once more without one. Usage: python refused_files.py FOLDER ERRNO START
+STRIDE WORDS..., with refusing_disk.so preloaded. The command writes into FOLDER.
 """
 
 import contextlib
@@ -27,9 +26,9 @@ NOBODY = 1 << 30
 
 
 def ended(words, place, number, error):
-    """Run a command in a child with one operation refused.
+    """Run a command in a child in which one file operation fails.
 
-    Returns: its exit code, output and operations, and the refused one.
+    Returns: its exit code, output and operations, and the one that failed.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -61,7 +60,7 @@ def ended(words, place, number, error):
 
 
 def result_of(run, place):
-    """Return what must not depend on the disk: a run's weights and losses, a dataset's files."""
+    """Return the results that must not change: a run's weights and losses, a dataset's files."""
     result = json.loads(run["out"].splitlines()[-1])
     files = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in place.glob("data/*")
@@ -74,7 +73,7 @@ def result_of(run, place):
 
 
 def problems(first, codes, error):
-    """Yield what is wrong with the end of a command that had an operation refused."""
+    """Yield what is wrong with how a command ended after a failed file operation."""
     if first["code"] not in (0, 1, 2) or "Traceback" in first["err"]:
         yield f"ended in {first['code']}: {first['err'][-2000:]}"
     elif first["code"] and "\nFix: " not in first["err"]:
@@ -99,7 +98,7 @@ def main():
 
     fresh()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        assert cli.execute(words) == 0  # loads what is loaded at first use
+        assert cli.execute(words) == 0  # so that lazy imports happen here, not in every child
     fresh()
     whole = ended(words, place, NOBODY, error)
     wanted, failed, tried = (

@@ -1,4 +1,4 @@
-"""Kill processes while they save, in the loop or in the background, and check what they leave.
+"""Kill processes during saves, in the loop or in the background, and check the files they leave.
 
 python saver.py FOLDER loop|beside random KILLS SEED | every STRIDE START | full
 """
@@ -23,23 +23,23 @@ from flatout.training.run_dir.resume import resume_from
 SAVERS = {"loop": InTheLoop, "beside": BackgroundSaver}
 
 
-def resumed(place):
-    """Return a run resumed from the directory `place`, as a second `train` would."""
-    run = build(place, seed=1)
-    path = resume_from(place)
+def resumed(run_folder):
+    """Return a run resumed from the directory `run_folder`, as a second `train` would."""
+    run = build(run_folder, seed=1)
+    path = resume_from(run_folder)
     if path is not None:
         read_write.load(run, path)
     return run
 
 
-def warm_up(place):
-    """Load here what torch loads at first use, so that the children start at once."""
-    run = build(place, seed=1)
+def warm_up(run_folder):
+    """Trigger torch's lazy imports here, so that the children start quickly."""
+    run = build(run_folder, seed=1)
     train(run, 1)
-    read_write.load(resumed(place), read_write.save(run))
+    read_write.load(resumed(run_folder), read_write.save(run))
 
 
-def tell(saver, pipe):
+def report_saved(saver, pipe):
     """Report the saved steps."""
     for saved in saver.finished():
         os.write(pipe, f"{saved.step}\n".encode())
@@ -65,59 +65,61 @@ def reported(reading):
     return int(lines[-1]) if lines else None
 
 
-def check(place, saved_step):
+def check(run_folder, saved_step):
     """Check that no saved step is lost, checkpoints are complete, and leftovers are deleted."""
-    newest = resume_from(place)
+    newest = resume_from(run_folder)
     if newest is None:
-        assert saved_step is None, f"step {saved_step} was saved and nothing is left"
+        assert saved_step is None, f"step {saved_step} was saved, but no checkpoint is left"
         return 0
     step = catalog.step_of(newest)
     assert saved_step is None or step >= saved_step, (
-        f"step {saved_step} was saved, {step} is the newest"
+        f"step {saved_step} was saved, but {step} is the newest"
     )
-    for other in catalog.steps(place):
-        assert catalog.verify(catalog.checkpoint_path(place, other)) == []
+    for other in catalog.steps(run_folder):
+        assert catalog.verify(catalog.checkpoint_path(run_folder, other)) == []
     left = [
-        path.name for path in location.checkpoints_folder(place).iterdir() if ".tmp-" in path.name
+        path.name
+        for path in location.checkpoints_folder(run_folder).iterdir()
+        if ".tmp-" in path.name
     ]
     assert not left, left
     return step
 
 
-def same_as_never_killed(place, step):
-    """Check that the survivor of all kills continues bit for bit like a run without kills."""
-    survivor = outcome(resumed(place), 3)
-    run = build(place, seed=1)
+def same_as_never_killed(run_folder, step):
+    """Check that a run that survived all kills continues bit for bit like one without kills."""
+    survivor = outcome(resumed(run_folder), 3)
+    run = build(run_folder, seed=1)
     train(run, step)
     assert outcome(run, 3) == survivor
 
 
-def at_random(place, make_saver, kills, seed):
+def at_random(run_folder, make_saver, kills, seed):
     moments = random.Random(seed)
     saved_step, caught = None, 0
 
     def work(pipe):
-        run, saver = resumed(place), make_saver()
+        run, saver = resumed(run_folder), make_saver()
         while True:
             train(run, 1)
             saver.save(run, environment={}, keep=2)
-            tell(saver, pipe)
+            report_saved(saver, pipe)
             train(run, 1)
-            tell(saver, pipe)
+            report_saved(saver, pipe)
 
     for _ in range(kills):
         pid, reading = forked(work)
         time.sleep(moments.uniform(0.0, 0.5))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        caught += any(location.checkpoints_folder(place).glob("*.tmp-*"))
+        caught += any(location.checkpoints_folder(run_folder).glob("*.tmp-*"))
         saved_step = reported(reading) or saved_step
-        step = check(place, saved_step)
-    same_as_never_killed(place, step)
+        step = check(run_folder, saved_step)
+    same_as_never_killed(run_folder, step)
     print(f"{kills} kills, {caught} in the middle of a save, {step} steps")
 
 
-def everywhere(place, make_saver, stride, start):
+def everywhere(run_folder, make_saver, stride, start):
     """Kill a save, a second save of that step, and a deletion at every `stride`-th operation."""
     moment, done, saved_step = start, False, None
     while not done:
@@ -127,36 +129,36 @@ def everywhere(place, make_saver, stride, start):
 
             def hook(event, arguments):
                 nonlocal count
-                if event in FILE_EVENTS and str(place) in str(arguments[0]):
+                if event in FILE_EVENTS and str(run_folder) in str(arguments[0]):
                     count += 1
                     if count == moment:
                         os.kill(os.getpid(), signal.SIGKILL)
 
             sys.addaudithook(hook)
-            run, saver = resumed(place), make_saver()
+            run, saver = resumed(run_folder), make_saver()
             train(run, 1)
             saver.save(run, environment={}, keep=2)
             saver.wait()
-            tell(saver, pipe)
+            report_saved(saver, pipe)
             saver.save(run, environment={}, keep=1)
             saver.wait()
 
         pid, reading = forked(work)
         _, status = os.waitpid(pid, 0)
         saved_step = reported(reading) or saved_step
-        step = check(place, saved_step)
+        step = check(run_folder, saved_step)
         done = not os.WIFSIGNALED(status)
         moment += stride
-    same_as_never_killed(place, step)
+    same_as_never_killed(run_folder, step)
     print(f"killed at {(moment - start) // stride - 1} moments, {step} steps")
 
 
 FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 
 
-def full(place, make_saver):
+def full(run_folder, make_saver):
     """Save on a file system that takes only a few bytes per file."""
-    run, saver = resumed(place), make_saver()
+    run, saver = resumed(run_folder), make_saver()
     path = read_write.save(run)
     train(run, 1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -169,7 +171,7 @@ def full(place, make_saver):
         print(error)
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    assert resume_from(place) == path
+    assert resume_from(run_folder) == path
 
 
 if __name__ == "__main__":

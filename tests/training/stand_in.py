@@ -1,4 +1,4 @@
-"""A small run with everything a resume needs, without dataset and recipe, to test the state."""
+"""A small run without dataset or recipe, with all the state that a resume needs."""
 
 import random
 from pathlib import Path
@@ -16,7 +16,7 @@ ALONE = Mesh(0, 1, 0, 1, 1, torch.device("cpu"))
 
 
 class Feed:
-    """Draws batches from its position only."""
+    """Generates batches that depend only on its position."""
 
     def __init__(self):
         self.position = 0
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class Core(nn.Module):
-    """Embedding and head share a weight, a buffer counts calls, sizes are odd for two ranks."""
+    """Has tied weights, a buffer that counts calls, and sizes that are odd for two ranks."""
 
     def __init__(self):
         super().__init__()

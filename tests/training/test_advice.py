@@ -1,4 +1,4 @@
-"""Commands in advice quote paths and settings that a shell would split or execute."""
+"""Suggested commands quote paths and settings that a shell would split or execute."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from flatout.training.run_dir.lock import in_use
 from flatout.training.run_dir.resume import config_to_resume
 from flatout.training.run_plan import how_to_train_on
 
-PLACE = "my runs/$(touch X) it's"
+AWKWARD_NAME = "my runs/$(touch X) it's"
 STEP = Path("checkpoints/step-2")
 
 
 def words(advice, first):
-    """Split the advice from `first` on as a shell does."""
+    """Split the advice, from `first` on, as a shell does."""
     return shlex.split(advice[advice.index(first) :].replace("`", " "))
 
 
@@ -35,7 +35,7 @@ def config(*settings):
 @pytest.fixture
 def edited(tmp_path):
     """Return a config.yaml that was edited after the run started."""
-    path = tmp_path / PLACE / "config.yaml"
+    path = tmp_path / AWKWARD_NAME / "config.yaml"
     path.parent.mkdir(parents=True)
     write_sealed(path, json.dumps(config().to_dict()) + "\n")
     path.write_text("edited")
@@ -72,32 +72,37 @@ def test_commands_after_an_edited_config_quote_the_path(edited):
 
 
 def test_commands_for_finished_and_longer_runs_quote_the_path():
-    more = how_to_train_on(Path(PLACE), config(), STEP, {})
-    assert words(more.partition(", with")[0], "--resume") == ["--resume", PLACE, "--run-dir", "DIR"]
-    bound = longer._bound_to_its_length(Path(PLACE), config(), config("train.steps=9"), 1, 2)
+    more = how_to_train_on(Path(AWKWARD_NAME), config(), STEP, {})
+    assert words(more.partition(", with")[0], "--resume") == [
+        "--resume",
+        AWKWARD_NAME,
+        "--run-dir",
+        "DIR",
+    ]
+    bound = longer._bound_to_its_length(Path(AWKWARD_NAME), config(), config("train.steps=9"), 1, 2)
     assert words(bound.fix.partition(" to the same")[0], "--resume") == [
         "--resume",
-        PLACE,
+        AWKWARD_NAME,
         "--run-dir",
-        f"{PLACE}-9",
+        f"{AWKWARD_NAME}-9",
     ]
 
 
 def test_the_command_after_a_contradiction_quotes_the_path(tmp_path, monkeypatch):
-    layout.write_config(tmp_path / PLACE, config("optim.lr=0.001"))
+    layout.write_config(tmp_path / AWKWARD_NAME, config("optim.lr=0.001"))
     monkeypatch.setattr(layout.catalog, "has_saved", lambda _: True)
     with pytest.raises(ConfigError) as refused:
-        config_to_resume(tmp_path / PLACE, config("optim.lr=0.01"))
+        config_to_resume(tmp_path / AWKWARD_NAME, config("optim.lr=0.01"))
     assert words(refused.value.fix.partition(" starts")[0], "--resume") == [
         "--resume",
-        str(tmp_path / PLACE),
+        str(tmp_path / AWKWARD_NAME),
         "--run-dir",
         "DIR",
     ]
 
 
 def test_commands_for_a_missing_dataset_quote_the_path(tmp_path):
-    absent = tmp_path / PLACE
+    absent = tmp_path / AWKWARD_NAME
     with pytest.raises(DataError, match="There is no dataset folder") as refused:
         read_manifest(absent)
     assert words(refused.value.fix.rstrip("."), "flatout") == [
@@ -131,7 +136,7 @@ def test_a_foreign_lock_gives_no_command(tmp_path, holder):
 
 
 @pytest.mark.parametrize("key", ["model.kind", "optim.kind", "speedups"])
-def test_code_that_an_edited_config_names_is_refused_before_advice_repeats_it(
+def test_code_named_in_an_edited_config_is_refused_before_advice_repeats_it(
     edited, key, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))

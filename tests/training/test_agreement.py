@@ -120,11 +120,11 @@ def test_processes_in_different_folders_are_an_error_on_each(tmp_path, check_sha
         (tmp_path / "copy" / "lock").write_text("process 6 of an earlier run")
         with pytest.raises(
             RunFailed,
-            match=f"Process 1 .* does not find the run directory of the main process, {tmp_path} "
+            match=f"Process 1 .* cannot see the run directory of the main process, {tmp_path} "
             f"on a-host.*{folder.name}",
         ):
             check_shared(1, folder, [True, False])
-    with pytest.raises(RunFailed, match="not the run directory of all processes: not of 1"):
+    with pytest.raises(RunFailed, match=r"Some processes cannot see the run directory .*: 1"):
         check_shared(0, tmp_path, [True, False])
 
 

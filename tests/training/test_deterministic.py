@@ -1,5 +1,6 @@
-"""train.deterministic: every run the same, and what has no such form is refused by name.
-tests/training/test_gpu.py does it on a GPU.
+"""train.deterministic: bit-equal runs; operations that cannot be deterministic are refused by name.
+
+tests/training/test_gpu.py tests it on a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def test_deterministic_algorithms_are_set_before_processes_connect(
 
 
 def test_an_operation_without_a_deterministic_form_is_named(tiny_config, tmp_path, monkeypatch):
-    """This operation has none on a CPU either, so torch itself refuses it."""
+    """This operation has none on a CPU either, so torch refuses it."""
 
     def fail(run, batch, drop):
         torch.zeros(4).put_(torch.tensor([0]), torch.ones(1))

@@ -1,4 +1,4 @@
-"""A signal during an optimiser step drops the step, and the run resumes as if it never started."""
+"""A signal during an optimiser step drops the step; the resumed run repeats it exactly."""
 
 from __future__ import annotations
 
@@ -95,19 +95,19 @@ def test_the_final_evaluation_is_dropped_and_repeated_by_the_next_start(
     ]
 
 
-def test_the_request_is_announced(tiny_config, tmp_path, signal_in, said):
+def test_the_request_is_announced(tiny_config, tmp_path, signal_in, messages):
     signal_in(3, signal.SIGINT)
     with pytest.raises(Stopped):
-        run_training(tiny_config(batch__rows_per_device=1), tmp_path / "run", progress=said)
-    assert [line for line in said.lines if "SIGINT" in line] == [
+        run_training(tiny_config(batch__rows_per_device=1), tmp_path / "run", progress=messages)
+    assert [line for line in messages.lines if "SIGINT" in line] == [
         "SIGINT received: the run waits for the micro-batch, evaluation or save in progress, "
-        "then saves and stops. Press Ctrl+C again to leave at once, without saving."
+        "then saves and stops. Press Ctrl+C again to quit immediately, without saving."
     ]
 
 
 @pytest.mark.parametrize("speedups", ["auto,-compile", "auto,-compile,-deferred-sync"])
 def test_two_processes_drop_the_step_together(tiny, tiny_set, tmp_path, speedups):
-    """Only the second gets the signal, in its first micro-batch; both stop before their third."""
+    """Only the second gets the signal, in its first micro-batch; both stop before the third."""
     here = Path(__file__).parent
     command = [
         sys.executable,

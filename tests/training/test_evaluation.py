@@ -1,4 +1,4 @@
-"""The validation loss is the mean over all targets for any batch size; the run is unaffected."""
+"""The validation loss is the mean over all targets for any batch size; runs are unaffected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_target_counts_once_for_any_number_of_rows(build_run, tiny_config,
     assert found.bits_per_byte is not None
 
 
-def test_max_tokens_scores_the_beginning_of_the_split(build_run, tiny_config):
+def test_max_tokens_scores_the_start_of_the_split(build_run, tiny_config):
     run = build_run(tiny_config())
     found = score(run, max_tokens=48)
     expected, count = plain_loss(run, num_tokens=48)
@@ -116,9 +116,9 @@ def test_a_dataset_without_validation_text_does_not_count(
     found = score(run)
     assert [split.name for split in found.by_dataset] == ["tiny"]
     assert found.loss == found.by_dataset[0].loss
-    said = []
-    warn_of_unscored(members_of(open_data(run.config.data)), SimpleNamespace(say=said.append))
-    assert said == ["silent has no validation text and does not count towards the loss."]
+    messages = []
+    warn_of_unscored(members_of(open_data(run.config.data)), SimpleNamespace(say=messages.append))
+    assert messages == ["silent has no validation text and does not count towards the loss."]
 
 
 def test_there_is_no_loss_without_validation_text(build_run, tiny_config, write_tiny, tmp_path):

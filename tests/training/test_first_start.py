@@ -1,4 +1,4 @@
-"""The same command completes a first start that was killed, or refused by the disk."""
+"""The same command completes a first start that was killed or failed to write."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ NUM_RENAMES = 6
 
 
 class Killed(BaseException):
-    """Ends the process here, as SIGKILL does."""
+    """Simulates SIGKILL: no code handles it."""
 
 
 @pytest.fixture
 def start(tiny_config, tmp_path):
-    """Return a function that starts a run from another's checkpoint, saving to another disk."""
+    """Return a function that starts a run from another's checkpoint, with checkpoint.dir set."""
     first = tiny_config(train__steps=2, checkpoint__every_steps=1, checkpoint__keep=9)
     run_training(first, tmp_path / "first")
     config = first.with_values({"train.steps": 3, "checkpoint.dir": str(tmp_path / "disk")})
@@ -55,7 +55,7 @@ def end_at(monkeypatch, number, error):
 def test_the_same_command_completes_a_killed_start(number, start, tmp_path, monkeypatch):
     whole = start("whole")
     with monkeypatch.context() as patch:
-        patch.setattr(lock, "_remove_failed_start", lambda *_: None)  # a kill cleans nothing up
+        patch.setattr(lock, "_remove_failed_start", lambda *_: None)  # a kill skips all cleanup
         seen = end_at(patch, number, Killed())
         with pytest.raises(Killed):
             start()
@@ -67,7 +67,7 @@ def test_the_same_command_completes_a_killed_start(number, start, tmp_path, monk
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("number", range(NUM_RENAMES))
-def test_a_start_refused_by_the_disk_leaves_nothing_behind(
+def test_a_start_that_fails_to_write_leaves_nothing_behind(
     number, error, start, tmp_path, monkeypatch
 ):
     with monkeypatch.context() as patch:

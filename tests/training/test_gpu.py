@@ -1,4 +1,4 @@
-"""Whole runs on one GPU with the speedups that `auto` selects there."""
+"""Whole runs on one GPU with the speedups that `auto` selects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 DEVICES = [f"cuda:{number}" for number in range(min(torch.cuda.device_count(), 2))]
 ESSENTIAL = pytest.mark.gpu_essential
 LONG = {"data__seq_len": 256, "batch__tokens_per_step": 1024, "batch__rows_per_device": 2}
-"""Sequences long enough for kernels to sum gradients over several blocks; two micro-batches."""
+"""Sequences long enough that kernels sum gradients over several blocks; two micro-batches."""
 
 
 def losses(folder):
@@ -52,7 +52,7 @@ def test_a_run_trains_evaluates_samples_stops_and_resumes(tiny_config, tmp_path,
 
 @ESSENTIAL
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_gpu_learns_what_the_cpu_learns(tiny_config, tmp_path, precision):
+def test_a_gpu_run_has_the_losses_of_a_cpu_run(tiny_config, tmp_path, precision):
     on_cpu = run_training(tiny_config(train__steps=20), tmp_path / "cpu")
     on_gpu = run_training(
         tiny_config(train__steps=20, train__device="cuda", train__precision=precision),

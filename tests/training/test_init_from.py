@@ -68,7 +68,7 @@ def test_a_run_starts_with_the_best_weights_and_nothing_else(
 
 
 def test_generators_are_those_of_a_fresh_run(tiny_config, source, tmp_path, stop_at):
-    """With the same seed, sequences and dropout are those of any other run."""
+    """With the same seed, sequences and dropout are the same as in any other run."""
     with pytest.raises(Stopped):
         run_training(tiny_config(checkpoint__keep=9), tmp_path / "fresh", observers=[stop_at(1)])
     with pytest.raises(Stopped):
@@ -105,7 +105,7 @@ def test_a_run_resumes_after_its_source_was_deleted(tiny_config, source, tmp_pat
     assert run_training(config, tmp_path / "run") == resumed
 
 
-def test_the_weights_are_taken_before_the_first_step(tiny_config, source, tmp_path, killed_in):
+def test_the_weights_are_loaded_before_the_first_step(tiny_config, source, tmp_path, killed_in):
     copy = shutil.copytree(source, tmp_path / "copy")
     config = tiny_config(train__init_from=str(copy), train__steps=1)
     with killed_in(training, "warm_up"):
@@ -153,7 +153,7 @@ def test_learned_positions_of_another_length_are_refused(tiny_config, tmp_path):
 
 
 def test_keys_that_do_not_affect_the_weights_may_differ_and_are_reported(
-    tiny_config, source, tmp_path, said
+    tiny_config, source, tmp_path, messages
 ):
     changes = {
         "model__dropout": 0.1,
@@ -162,11 +162,11 @@ def test_keys_that_do_not_affect_the_weights_may_differ_and_are_reported(
         "train__steps": 1,
     }
     run_training(
-        tiny_config(train__init_from=str(source), **changes), tmp_path / "run", progress=said
+        tiny_config(train__init_from=str(source), **changes), tmp_path / "run", progress=messages
     )
     assert any(
-        "model.dropout is 0.0 in the run that the weights are from, and 0.1 here" in line
-        for line in said.lines
+        "model.dropout is 0.0 in the run that the weights come from, and 0.1 here" in line
+        for line in messages.lines
     )
 
 

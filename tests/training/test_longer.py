@@ -1,6 +1,6 @@
-"""A run made longer equals one that had that length from the start, or is refused.
+"""An extended run equals one that had that length from the start, or is refused.
 
-It is refused once its learning rates have depended on its length.
+It is refused if its learning rates already depended on its length.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def events(folder, kind):
 
 
 def state_of(folder, step):
-    """Return the digests of a checkpoint's tensors, and its values without times."""
+    """Return the digests of a checkpoint's tensors, and its metadata without times."""
     files = catalog.read_manifest(catalog.checkpoint_path(folder, step)).files
     state = json.loads((catalog.checkpoint_path(folder, step) / catalog.STATE).read_text())
     return (
@@ -70,7 +70,7 @@ def test_the_new_length_replaces_the_old_one(tiny_config, folder):
     run_training(tiny_config(train__steps=4, **OPEN), folder)
     longer = run_training(tiny_config(train__steps=6, **OPEN), folder)
     assert layout.read_config(folder).train.steps == layout.read_asked(folder).train.steps == 6
-    for steps in (6, None):  # finished; without a length it keeps its own
+    for steps in (6, None):  # finished; a request without a length keeps the stored one
         assert run_training(tiny_config(train__steps=steps, **OPEN), folder) == longer
     with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 were requested"):
         run_training(tiny_config(train__steps=4, **OPEN), folder)
@@ -87,7 +87,7 @@ def test_a_stopped_run_can_be_made_longer(tiny_config, tmp_path, folder, stop_at
 @pytest.mark.parametrize(
     ("stated", "steps"), [({"train__tokens": 6 * 128 - 5}, 6), ({"train__tokens": 4 * 128}, 4)]
 )
-def test_a_length_may_be_stated_in_other_units(tiny_config, folder, stated, steps):
+def test_a_length_may_be_given_in_other_units(tiny_config, folder, stated, steps):
     run_training(tiny_config(train__steps=4, **OPEN), folder)
     longer = run_training(tiny_config(train__steps=None, **stated, **OPEN), folder)
     assert (longer["steps"], layout.read_config(folder).train.steps) == (steps, steps)

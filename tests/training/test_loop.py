@@ -1,4 +1,4 @@
-"""`train.patience`: a run ends that many evaluations after its best one, also across stops."""
+"""`train.patience`: a run ends that many evaluations after its best one, even across stops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 3.5, 12: 1.0, 14: 2.0, 16: 2.0, 18
 
 @pytest.fixture
 def patient(tiny_config, monkeypatch):
-    """Return a function for configurations of 20 steps, whose evaluations return LOSSES."""
+    """Return a function that makes configurations of 20 steps, whose evaluations return LOSSES."""
     monkeypatch.setattr(
         loop,
         "score",
@@ -85,7 +85,7 @@ def test_a_run_that_ends_early_is_finished(patient, tmp_path, events):
 
 
 def test_the_whole_validation_split_is_scored_once_at_the_end(patient, tmp_path, monkeypatch):
-    """The last evaluation is reused if it scored the whole split; else the whole is scored too."""
+    """The last evaluation is reused if it scored the whole split."""
     scored = []
     monkeypatch.setattr(finish, "score", lambda run, **_: scored.append(run.step))
     run_training(patient(), tmp_path / "run")
@@ -95,7 +95,7 @@ def test_the_whole_validation_split_is_scored_once_at_the_end(patient, tmp_path,
 
 
 @pytest.mark.parametrize("change", ["train.eval_tokens", "data.path"])
-def test_other_validation_tokens_restart_the_count(
+def test_changed_validation_tokens_restart_the_count(
     patient, tmp_path, stop_at, write_tiny, change, events
 ):
     others = {

@@ -1,4 +1,4 @@
-"""Torch's errors in a run become ours, with a fix."""
+"""Torch's errors in a run are replaced by ours, with a fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_out_of_memory_reports_the_need_and_what_fits(tiny_config, tmp_path, mon
     assert read_exit_code(tmp_path / "run") == 1
 
 
-def test_a_large_chunk_is_named_before_the_rows(tiny_config, tmp_path, monkeypatch):
+def test_a_large_chunk_size_is_suggested_before_fewer_rows(tiny_config, tmp_path, monkeypatch):
     def fail(run, batch, drop):
         torch.empty(2**60, dtype=torch.uint8)
 
@@ -49,7 +49,7 @@ def test_a_large_chunk_is_named_before_the_rows(tiny_config, tmp_path, monkeypat
         "Connection reset by peer",
     ],
 )
-def test_the_end_of_another_process_is_named(message):
+def test_the_end_of_another_process_is_reported(message):
     error = pytest.raises(RunFailed, match=r"Another process of this run has ended\.")
     with error, explained(None):
         raise RuntimeError(message)

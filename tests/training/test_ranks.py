@@ -1,4 +1,4 @@
-"""Checkpoints of several processes, sharded or replicated, read by another number of processes."""
+"""Checkpoints of several processes, sharded or replicated, read by more or fewer processes."""
 
 import json
 import os
@@ -19,7 +19,7 @@ LAYOUTS = {"ddp": 2, "fsdp": 2, "fsdp4": 4, "hsdp": 4}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Return the directory of all runs, and the reports of 2 and of 4 processes."""
+    """Return the directory of all runs, and the reports of 2 and 4 processes."""
     folder = tmp_path_factory.mktemp("ranks")
     alone = build(folder / "alone", seed=11)
     train(alone, 4)
@@ -74,14 +74,14 @@ def test_the_same_ranks_resume_bit_for_bit(layout):
 
 
 def test_one_process_and_several_read_each_others_checkpoints(layout):
-    """One process writes, the ranks read and write again, one process reads: nothing changes."""
+    """One process writes, several read and write again, one reads: nothing changes."""
     folder, name, _ = layout
     there = folder / "alone" / "checkpoints" / "step-4"
     back = folder / f"{name}-again" / "checkpoints" / "step-4"
     first, second = build(folder, seed=5), build(folder, seed=6)
     read_write.load(first, there)
-    said = read_write.load(second, back)
-    assert "written by" in said[0]
+    differences = read_write.load(second, back)
+    assert "written by" in differences[0]
     assert read_write.weights_sha256(there) == read_write.weights_sha256(back)
     torch.manual_seed(0)
     one = outcome(first, 3)
@@ -112,7 +112,7 @@ def test_every_rank_writes_its_share_and_no_byte_twice(layout):
 def test_ranks_without_stored_generators_draw_different_numbers(layout):
     _, name, report = layout
     assert report[name]["apart"]
-    assert "written by 1 process and" in report[name]["said"][0]
+    assert "written by 1 process and" in report[name]["differences"][0]
 
 
 def test_a_failure_on_one_rank_fails_all_ranks(layout):

@@ -31,7 +31,7 @@ NAMES = {
 
 
 class Watch(Quiet):
-    """Keeps the calls of a run in their order."""
+    """Records the calls of a run in order."""
 
     def __init__(self):
         self.calls = []
@@ -108,7 +108,7 @@ def test_padding_counts_neither_as_tokens_nor_as_samples(tiny_config, tmp_path, 
 def test_the_best_checkpoint_compares_losses_on_the_same_tokens(
     tiny_config, tmp_path, records, events
 ):
-    """The beginning of the validation text may be easier than the whole."""
+    """The start of the validation text may be easier than the whole."""
     config = tiny_config(train__eval_every=2, train__eval_tokens=64, optim__lr=1e-9)
     summary = run_training(config, tmp_path / "run")
     partial = [r["val/loss"] for r in records(tmp_path / "run") if "val/loss" in r]
@@ -271,20 +271,20 @@ def test_a_trained_model_generates_without_its_data(tiny_config, tiny_set, tmp_p
 
 
 def test_the_first_run_on_an_unmeasured_gpu_suggests_bench(
-    tiny_config, tmp_path, monkeypatch, stop_at, said
+    tiny_config, tmp_path, monkeypatch, stop_at, messages
 ):
     monkeypatch.setattr(training, "gpu_name", lambda machine, device: "NVIDIA H200")
-    options = {"cache": tmp_path / "cache", "progress": said}
+    options = {"cache": tmp_path / "cache", "progress": messages}
     with pytest.raises(Stopped):
-        run_training(tiny_config(), tmp_path / "none", observers=[stop_at(3)], progress=said)
+        run_training(tiny_config(), tmp_path / "none", observers=[stop_at(3)], progress=messages)
     run_training(tiny_config(), tmp_path / "none", **options)
-    lines = [line for line in said.lines if "SIGINT" not in line]
+    lines = [line for line in messages.lines if "SIGINT" not in line]
     assert lines == [], "neither without a cache nor on resume"
-    said.lines.clear()
+    messages.lines.clear()
     run_training(tiny_config(), tmp_path / "first", **options)
-    (line,) = said.lines
+    (line,) = messages.lines
     assert line.startswith(
         "No speedup has been measured on this GPU (NVIDIA H200); `flatout bench "
     )
     run_training(tiny_config(), tmp_path / "second", **options)
-    assert said.lines == [line]
+    assert messages.lines == [line]

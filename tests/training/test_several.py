@@ -88,7 +88,7 @@ def test_two_processes_have_the_losses_of_one(recipe, tmp_path, overrides):
 def test_two_processes_agree_on_a_mix_init_from_and_early_stop(
     recipe, tiny_set, ragged_set, tmp_path
 ):
-    """Everything that ranks must agree on, with sharded weights."""
+    """Covers everything that ranks must agree on, with sharded weights."""
     run_training(load_config(recipe, ["train.steps=2"]), tmp_path / "source")
     mix = f"data.mix={{{tiny_set}: 1, {ragged_set}: 1}}"
     overrides = [
@@ -140,7 +140,7 @@ def test_a_run_of_two_processes_resumes_on_one(recipe, tmp_path, events):
 
 
 def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path):
-    """One process then has all micro-batches, and no gradients to synchronise."""
+    """One process then has all micro-batches and no gradients to synchronise."""
     run_training(load_config(recipe), tmp_path / "whole")
     named = "speedups=auto,-compile,+deferred-sync"
     torchrun(recipe, tmp_path / "run", named, "checkpoint.every_steps=4", "checkpoint.keep=9")

@@ -85,11 +85,11 @@ def test_nothing_changes_outside_the_main_thread():
 
 
 def test_a_request_is_announced_before_the_main_thread_handles_it():
-    """A replaced handler stands in for a main thread that is busy in a backward pass."""
-    said, heard = [], threading.Event()
+    """A replaced handler simulates a main thread that is busy in a backward pass."""
+    messages, heard = [], threading.Event()
 
     def say(line):
-        said.append(line)
+        messages.append(line)
         heard.set()
 
     with StopRequests(say=say) as stop:
@@ -98,7 +98,9 @@ def test_a_request_is_announced_before_the_main_thread_handles_it():
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert said == ["SIGTERM received: the run waits for the micro-batch, then saves and stops."]
+    assert messages == [
+        "SIGTERM received: the run waits for the micro-batch, then saves and stops."
+    ]
     assert stop.signal_number is None
     assert signal.set_wakeup_fd(-1) == -1
     assert not [thread for thread in threading.enumerate() if thread.name == "flatout-signals"]
@@ -136,12 +138,12 @@ def test_several_gpus_vote_before_every_eighth_micro_batch_and_one_process_befor
 
 
 def test_a_killed_launcher_is_a_request_to_stop(monkeypatch):
-    said = []
-    stop = StopRequests(say=said.append, launcher=os.getppid())
+    messages = []
+    stop = StopRequests(say=messages.append, launcher=os.getppid())
     assert not stop.asked(RUN)
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert stop.asked(RUN)
     assert stop.asked_within_step(RUN, 2)
-    assert len(said) == 1
-    assert said[0].startswith("torchrun, process ")
+    assert len(messages) == 1
+    assert messages[0].startswith("torchrun, process ")
     assert not StopRequests().asked(RUN), "without a launcher, the parent process may end first"

@@ -51,7 +51,7 @@ def test_masked_targets_do_not_count(build_run, tiny_config, ragged_set):
 
 
 def test_gradients_are_those_of_the_mean_over_valid_targets(build_run, tiny_config, ragged_set):
-    """The step leaves the optimizer the gradients that autograd computes for the plain mean."""
+    """The optimizer gets the gradients that autograd computes for the plain mean."""
     run = build_run(tiny_config(data__path=str(ragged_set), optim__clip=0.0))
     batch = next(run.feed)
     micro = list(batch.micro_batches())
@@ -132,7 +132,7 @@ def test_a_step_with_only_masked_targets_has_no_gradient(build_run, tiny_config,
 
 
 def test_a_dropped_step_changes_nothing(build_run, tiny_config):
-    """Generators, buffers, gradients, weights and learning rates stay what they were."""
+    """Generators, buffers, gradients, weights and learning rates stay as before."""
     run = build_run(tiny_config(batch__rows_per_device=2))
     run.core.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 

@@ -1,4 +1,4 @@
-"""A failed compilation is reported once, and the run continues as if it was never enabled."""
+"""A failed compilation is reported once, and the run continues uncompiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 class Events:
-    """A log that keeps its events."""
+    """A log that records its events."""
 
     def __init__(self, progress=SILENT):
         self.seen = []
@@ -36,7 +36,7 @@ class Events:
 
 @pytest.fixture
 def broken(build_run, tiny_config):
-    """Return a run whose compiled model fails at its first call, as without a compiler."""
+    """Return a run whose compiled model fails at its first call, as if no compiler existed."""
     run = build_run(tiny_config(model__dropout=0.1))
     run.decisions = [Decision("compile", True, "requested")]
 
@@ -47,11 +47,11 @@ def broken(build_run, tiny_config):
     return run
 
 
-def test_the_run_continues_eager_and_reports_it_once(broken, build_run, tiny_config, said):
-    events = Events(said)
+def test_the_run_continues_eager_and_reports_it_once(broken, build_run, tiny_config, messages):
+    events = Events(messages)
     warm_up(broken, events)
-    assert said.lines == ["Compiling failed, running eager: RuntimeError: no working compiler"]
-    reason = said.lines[0][0].lower() + said.lines[0][1:]
+    assert messages.lines == ["Compiling failed, running eager: RuntimeError: no working compiler"]
+    reason = messages.lines[0][0].lower() + messages.lines[0][1:]
     assert events.seen == [("speedup", {"name": "compile", "on": False, "reason": reason})]
     assert not broken.decisions[0].on
     plain = build_run(tiny_config(model__dropout=0.1))
@@ -79,7 +79,7 @@ def test_warming_up_changes_no_generator_gradient_or_weight(broken):
 def test_a_failure_in_a_block_or_in_muon_leaves_everything_uncompiled(
     build_run, tiny_config, monkeypatch, works
 ):
-    """The compiler fails at its first graph, or only at Muon's."""
+    """The compiler fails at its first graph, or only at Muon's graph."""
     compiled = []
 
     def failing(graph, _inputs):
@@ -124,7 +124,7 @@ def test_a_failure_in_a_block_or_in_muon_leaves_everything_uncompiled(
 
 
 def test_the_optimizers_own_gradients_are_cleared(broken, monkeypatch):
-    """Under fully_shard, the model may show other tensors than the trained ones."""
+    """Under fully_shard, the model's tensors may differ from the trained ones."""
     monkeypatch.setattr(broken.core, "parameters", lambda: iter(()))
     warm_up(broken, Events())
     assert broken.trained()

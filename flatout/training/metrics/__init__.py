@@ -1,1 +1,1 @@
-"""What a run measures about itself: records, step times, compilations, and who observes them."""
+"""Metrics of a run: records, step times, compilations, and the observers that receive them."""

@@ -1,4 +1,4 @@
-"""TensorBoard's copy of metrics.jsonl. A run survives a disk that refuses this file."""
+"""TensorBoard's copy of metrics.jsonl. A run continues if this file cannot be written."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _VERSION = "brain.Event:2"
 class Board:
     """A TensorBoard event file, for a run that starts at or resumes from `step`.
 
-    TensorBoard then ignores later steps in older event files. When the disk refuses a write,
-    `on_failure` is called once with the error and nothing more is written. TensorBoard's own writer
-    is not used: it runs in a thread and prints a traceback for each error.
+    TensorBoard then ignores later steps in older event files. If a write fails, `on_failure` is
+    called once with the error and nothing more is written. TensorBoard's own writer is not used: it
+    runs in a thread and prints a traceback for each error.
     """
 
     def __init__(self, folder: Path, step: int, on_failure: Callable[[OSError], object]) -> None:

@@ -1,7 +1,7 @@
-"""Where the time of a training step goes: waiting for data, device work, other host work.
+"""Where the time of a training step goes: data wait, device work, other host work.
 
 On a CPU the device is the host, and the three add up to the step. On a GPU, host and device work
-concurrently, a step takes the longer of the two, and neither waits for the other to be timed.
+concurrently, a step takes as long as the slower of the two, and timing makes neither wait.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from functools import partial
 import torch
 
 Span = Callable[[], float]
-"""Returns the device time of one step in seconds; the step must have finished."""
+"""Returns the device time in seconds of one step, which must have finished."""
 
 
 @dataclass(frozen=True)
 class TimeBreakdown:
-    """Where the time of some steps went, in seconds summed over the steps."""
+    """Where the time of a number of steps went, in seconds summed over the steps."""
 
     steps: int = 0
     train_s: float = 0.0
     """Wall-clock time of training."""
     wait_s: float = 0.0
-    """Time in which the host waited for data."""
+    """Time that the host spent waiting for data."""
     blocked_s: float = 0.0
-    """Time in which the host waited for the device: the step on a CPU, readbacks on a GPU."""
+    """Time that the host spent waiting for the device: steps on a CPU, readbacks on a GPU."""
     device_s: float = 0.0
-    """Time in which the device worked on a step."""
+    """Time that the device spent on steps."""
     tokens: int = 0
     """Targets in the steps, without padding."""
 
     @property
     def host_s(self) -> float:
-        """Time of the host's own work: queueing kernels (on a GPU), the loop, logging."""
+        """Time of host work: queueing kernels (on a GPU), the loop, logging."""
         return max(self.train_s - self.wait_s - self.blocked_s, 0.0)
 
     def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
@@ -49,7 +49,7 @@ class TimeBreakdown:
         return TimeBreakdown(*(getattr(self, name) - getattr(other, name) for name in names))
 
     def step_figures(self) -> dict[str, float]:
-        """Return the means per step, under the names that metrics.jsonl uses."""
+        """Return the means per step, under their names in metrics.jsonl."""
         seconds = {
             "step": self.train_s,
             "data_wait": self.wait_s,
@@ -60,7 +60,7 @@ class TimeBreakdown:
 
 
 class StepClock(ABC):
-    """Times device work and the host's waits for it; enter the clock around `train_step`."""
+    """Times device work and the host's waits for it; wraps `train_step` as a context."""
 
     def __init__(self) -> None:
         self._blocked_s = 0.0
@@ -76,10 +76,10 @@ class StepClock(ABC):
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context that counts its time as waiting for the device."""
+        """Return a context whose time counts as waiting for the device."""
 
     def take(self) -> tuple[float, list[Span]]:
-        """Return the host's blocked seconds and the steps' spans since the last call."""
+        """Return the host's blocked seconds and the steps' spans since the previous call."""
         taken = self._blocked_s, self._spans
         self._blocked_s, self._spans = 0.0, []
         return taken
@@ -97,16 +97,16 @@ class CpuClock(StepClock):
         self._spans.append(lambda: elapsed_s)
 
     def reading(self) -> AbstractContextManager[None]:
-        """Return a context that counts nothing: figures are already in host memory."""
+        """Return a context that does nothing: figures are already in host memory."""
         return nullcontext()
 
 
 class CudaClock(StepClock):
-    """The clock of a GPU: an event before the step and one after it on the stream, without waiting.
+    """The clock of a GPU: one event on the stream before each step and one after, without waiting.
 
     A GPU that idles because the host queues too slowly therefore counts as busy; `perf/host_ms` is
     then close to `perf/step_ms`. The same happens when the launch queue is full, so `perf/host_ms`
-    is an upper bound on what the host needed.
+    is an upper bound on the time that the host needed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,7 +137,7 @@ def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def device_seconds(spans: Iterable[Span]) -> float:
-    """Return the device's seconds in `spans`; a later readback has waited for their steps."""
+    """Return the device seconds of `spans`; their steps finished before the last readback."""
     return sum(span() for span in spans)
 
 
@@ -163,7 +163,7 @@ class Interval:
         return max(now_s - self.started_s - self.aside_s, 1e-9)
 
     def host_times(self, now_s: float) -> TimeBreakdown:
-        """Return where the time went as far as the host knows: everything but the device's time."""
+        """Return the breakdown as the host knows it, without the device time."""
         return TimeBreakdown(
             self.steps, self.train_s(now_s), self.wait_ms * 1e-3, self.blocked_s, tokens=self.tokens
         )

@@ -1,6 +1,6 @@
-"""What torch.compile has done in this process since the last poll: graphs, breaks, reasons, time.
+"""Activity of torch.compile since the last poll: graphs, graph breaks, reasons, time.
 
-Nothing hooks into the compiler. Reading its own counters costs under 2 microseconds per step.
+Nothing hooks into the compiler: reading its counters costs under 2 microseconds per step.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 LONGEST_REASON = 300
-"""A reason is cut to this many characters."""
+"""Reasons are truncated to this many characters."""
 
 
 @dataclass(frozen=True)
 class Compilations:
-    """What was compiled between two polls."""
+    """Compilations between two polls."""
 
     graphs: int
     """Forward graphs; backward graphs are not counted."""
@@ -25,14 +25,14 @@ class Compilations:
     first_break: str | None
     """Reason and source line of the first break; None when there was none."""
     reasons: tuple[str, ...]
-    """Why code was compiled again."""
+    """Why code was recompiled."""
     compile_s: float
     cuda_graphs_skipped: int
     """Graphs that could not become CUDA graphs."""
 
 
 class CompilationWatch:
-    """Reports what was compiled since the last poll."""
+    """Reports the compilations since the last poll."""
 
     def __init__(self) -> None:
         self._counts = counts()
@@ -40,11 +40,11 @@ class CompilationWatch:
         self._last_event = next(reversed(_events()), None)
 
     def changed(self) -> bool:
-        """Say whether anything was compiled, or given up on, since the last poll."""
+        """Return whether anything was compiled, or failed to compile, since the last poll."""
         return counts() != self._counts
 
     def poll(self) -> Compilations:
-        """Return what was compiled since the last poll."""
+        """Return the compilations since the last poll."""
         now, skipped = counts(), _skipped()
         new = now - self._counts
         last = self._last_event
@@ -64,7 +64,7 @@ class CompilationWatch:
 
 
 def counts() -> Counter[str]:
-    """Return the number of graphs, graph breaks, and calls that the compiler gave up on."""
+    """Return the numbers of graphs, of graph breaks, and of calls that could not be compiled."""
     compiler = _compiler()
     if compiler is None:
         return Counter()
@@ -77,7 +77,7 @@ def counts() -> Counter[str]:
 
 
 def _compiler() -> Any:
-    """Return the compiler's module, or None when it was never imported."""
+    """Return the compiler's module, or None if it was never imported."""
     return sys.modules.get("torch._dynamo.utils")
 
 
@@ -87,16 +87,16 @@ def _skipped() -> int:
 
 
 def _events() -> list[Any]:
-    """Return the compiler's records of its last few dozen compilations, refused ones included."""
+    """Return the compiler's records of its last few dozen compilations, failed ones included."""
     compiler = _compiler()
     return compiler.get_compilation_metrics() if compiler else []
 
 
 def _reason(event: Any) -> str:
-    """Return why code was compiled again, in the compiler's words."""
+    """Return why code was recompiled, in the compiler's words."""
     reason = first_line(str(event.recompile_reason or event.fail_reason))
     if "recompile limit" in str(event.fail_reason):
-        reason += "; the compiler's limit is reached, and this runs uncompiled"
+        reason += "; the compiler's limit is reached, so this code runs uncompiled"
     return reason
 
 

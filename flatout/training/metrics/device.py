@@ -1,4 +1,4 @@
-"""Memory, utilisation and power of the device that a run trains on."""
+"""Memory, utilisation and power of the training device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def process_peak_bytes() -> int:
 
 
 def gpu_figures(device: torch.device) -> dict[str, float]:
-    """Return the GPU's utilisation and power where its driver reports them; nothing on a CPU."""
+    """Return the GPU's utilisation and power if its driver reports them; empty on a CPU."""
     if device.type != "cuda":
         return {}
     import pynvml
@@ -41,5 +41,5 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
         try:
             found[name] = measure(device) * unit
         except (pynvml.NVMLError, RuntimeError):
-            continue  # virtual and partitioned GPUs report nothing, and a record omits it
+            continue  # virtual and partitioned GPUs do not report it; records omit it
     return found

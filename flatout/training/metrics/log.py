@@ -1,8 +1,8 @@
-"""The log of a run: times its steps, reads their figures back, and writes records and events.
+"""The log of a run: times steps, reads their figures back, and writes records and events.
 
-A record joins host figures, taken when the step is queued, with device figures, read back later.
-Evaluation, samples and saves are timed separately, so tokens/s is a rate of training; `clocks.py`
-breaks down the rest of a step.
+A record combines host figures, taken when the step is queued, with device figures, read back later.
+Evaluation, samples and saves are timed separately, so tokens/s covers training only; `clocks.py`
+breaks down the time of a step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class PendingRecord:
 class Log:
     """Writes a run's records and events on its main rank; other ranks only keep their clocks.
 
-    A record is due every `log.every` steps and at the last step. `close` flushes the pending ones;
+    A record is due every `log.every` steps and at the last step. `close` writes the pending ones;
     leaving the context closes the files, even after an error.
     """
 
@@ -69,7 +69,7 @@ class Log:
         self, run: Run, observers: Sequence[Observer] = (), progress: Progress = SILENT
     ) -> None:
         self.progress = progress
-        """Where the run reports what a person should see."""
+        """Where the run reports messages to the user."""
         self._run = run
         self._observers = observers if run.mesh.is_main else ()
         self._started_s = time.perf_counter()
@@ -80,26 +80,26 @@ class Log:
         self.clock = step_clock(run.mesh.device)
         """Entered around `train_step`."""
         self._flops_per_token = functools.cache(run.core.flops_per_token)
-        """By the length of a row."""
+        """Cached by row length."""
         self._last: StepResult | None = None
         self._compilation = CompilationWatch()
         self.compile_s: float | None = None
-        """Seconds of compilation, before and after the first step; None when nothing compiled."""
+        """Seconds spent compiling, before and after the first step; None if nothing compiled."""
         self.recompiles = 0
         """Graphs compiled after the warm-up."""
         self.first_tokens = run.tokens
-        """Tokens that the run had trained on before this process."""
+        """Tokens that the run had trained on before this process started."""
         self.rates: list[Rates] = []
-        """The rates of every interval; the first contains the warm-up."""
+        """The rates of every interval; the first includes the warm-up."""
         self.last_evaluation: tuple[int, Evaluation] | None = None
-        """The step and the result of this process's last evaluation record."""
+        """The step and result of the last evaluation that this process recorded."""
         self._records = (
             Records(run.folder, run.step, observers, self._on_board_failure)
             if run.mesh.is_main
             else None
         )
         self.train_loss = self._records.train_loss if self._records else None
-        """The loss in the last record; other ranks know it once this process has written one."""
+        """The loss in the last record; other ranks know only the records of this process."""
 
     @property
     def wall_s(self) -> float:
@@ -107,14 +107,14 @@ class Log:
         return time.perf_counter() - self._started_s
 
     def start(self) -> None:
-        """Tell the observers that the first step comes next."""
+        """Tell the observers that the first step is about to start."""
         for observer in self._observers:
             observer.on_start(self._run)
 
     def step(self, batch: StepBatch, result: StepResult) -> None:
         """Count the step that was just queued; `run.step` already includes it.
 
-        Raises: RunFailed when the training loss of a record is not a number.
+        Raises: RunFailed when the training loss of a record is not finite.
         """
         run, interval = self._run, self._interval
         interval.steps += 1
@@ -145,7 +145,7 @@ class Log:
         self.last_evaluation = self._run.step, evaluation
 
     def compiled(self, seconds: float) -> None:
-        """Log what the warm-up compiled in `seconds`; anything later is a recompilation."""
+        """Log the warm-up's compilations, which took `seconds`; later ones are recompilations."""
         self.compile_s = seconds
         self.event(
             "compiled", **asdict(self._compilation.poll()) | {"compile_s": round(seconds, 3)}
@@ -162,33 +162,33 @@ class Log:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Exclude the time spent inside from training; steps still queued on a GPU finish first."""
+        """Exclude the time spent inside from training; wait first for steps queued on a GPU."""
         self._wait_for_device()
         began_s = time.perf_counter()
         yield
         self._interval.aside_s += time.perf_counter() - began_s
 
     def require_finite_step(self) -> None:
-        """Wait for the last step, and check that its loss and gradient norm are numbers.
+        """Wait for the last step, and check that its loss and gradient norm are finite.
 
         Raises: RunFailed when one is not.
         """
         if self._last is None:
             return
         figures = {"training loss": self._last.loss}
-        if not self._run.scaler:  # which skips a step whose gradients overflowed
+        if not self._run.scaler:  # which skips steps whose gradients overflow
             figures["gradient norm"] = self._last.grad_norm
         for name, figure in figures.items():
             require_finite(name, float(figure), self._run.step)
 
     def keep_clock(self) -> None:
-        """Update `run.elapsed_s` to now, for a checkpoint."""
+        """Update `run.elapsed_s`, before it is saved or summarised."""
         self._run.elapsed_s = self._elapsed_before_s + self.wall_s
 
     def write_pending(self) -> None:
         """Wait for the last step and write all pending records.
 
-        Raises: RunFailed when a training loss is not a number.
+        Raises: RunFailed when a training loss is not finite.
         """
         self._write_ready(flush=True)
 
@@ -208,12 +208,12 @@ class Log:
             self._records.close()
 
     def end(self, summary: Mapping[str, Any]) -> None:
-        """Tell the observers that the run is over."""
+        """Tell the observers that the run has ended."""
         for observer in self._observers:
             observer.on_end(summary)
 
     def time_breakdown(self) -> TimeBreakdown:
-        """Return where the time of this process's steps has gone so far. Waits for the device."""
+        """Return the time breakdown of this process's steps so far. Waits for the device."""
         self._wait_for_device()
         self.write_pending()
         self._collect_spans()
@@ -225,10 +225,10 @@ class Log:
         return memory_gib(self._run.mesh.device).get("mem/peak_gib")
 
     def mfu(self, flops_per_s: float) -> float | None:
-        """Return the model FLOPs utilisation at `flops_per_s`, summed over ranks and causal-exact.
+        """Return the model FLOPs utilisation at `flops_per_s`, causal-exact, over all ranks.
 
-        None when the peak is unknown, or the result exceeds 1: the peak was then measured on a busy
-        machine.
+        None when the peak is unknown, or when the result exceeds 1, which means that the peak was
+        measured on a busy machine.
         """
         if self._run.peak is None:
             return None
@@ -236,7 +236,7 @@ class Log:
         return share if share <= 1 else None
 
     def steady_rates(self) -> Rates | None:
-        """Return the median rates after the first interval, or the first's when it is alone."""
+        """Return the median rates after the first interval, or its rates if it is the only one."""
         steady = self.rates[1:] or self.rates
         return Rates(*map(statistics.median, zip(*steady, strict=True))) if steady else None
 
@@ -244,7 +244,7 @@ class Log:
         self.event("no_tensorboard", reason=error.strerror or str(error))
 
     def _log_recompilations(self) -> None:
-        """Log what was compiled since the warm-up, at the step that caused it."""
+        """Log recompilations at the step that caused them."""
         if not self._compilation.changed():
             return
         found = self._compilation.poll()
@@ -272,7 +272,7 @@ class Log:
         self._interval.spans += spans
 
     def _close_interval(self, result: StepResult) -> PendingRecord:
-        """Start a new interval, and return what the host knows about this one."""
+        """Start a new interval, and return the host's figures of the previous one."""
         self._collect_spans()
         run, interval, now_s = self._run, self._interval, time.perf_counter()
         train_s = interval.train_s(now_s)
@@ -311,7 +311,7 @@ class Log:
 
 
 def require_finite(name: str, value: float, step: int) -> None:
-    """Check that a figure is a number. All ranks have the same figures, so all of them fail.
+    """Check that a figure is finite. All ranks have the same figures, so all fail together.
 
     Raises: RunFailed when it is not.
     """

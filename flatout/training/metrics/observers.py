@@ -1,6 +1,6 @@
-"""What the loop tells its observers.
+"""The interface through which the loop reports to observers.
 
-Observers are passed in from above, so training knows nothing about terminals or reports.
+Callers pass observers in, so training knows nothing about terminals or reports.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Watches one run on its main rank. Every method must return fast: the device may be idle."""
+    """Watches one run on its main rank. Methods must return quickly: the device may be idle."""
 
     def on_start(self, run: Run) -> None:
-        """Receive the run, built and restored, right before its first step."""
+        """Receive the run, built and restored, just before its first step."""
 
     def on_tick(self, step: int, last_step: int) -> None:
-        """Note that step `step` of `last_step` was queued. Called every step, without figures."""
+        """Called every step, without figures, when step `step` of `last_step` is queued."""
 
     def on_record(self, record: Mapping[str, float]) -> None:
-        """Receive a line of metrics.jsonl: the run's position and what was measured."""
+        """Receive a line of metrics.jsonl: the run's position and its figures."""
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Receive a line of events.jsonl; its `event` is the kind."""
@@ -32,4 +32,4 @@ class Observer(Protocol):
 
 
 class Quiet(Observer):
-    """An observer that ignores everything: derive from it and override the methods you need."""
+    """An observer that ignores everything: subclass it and override the methods you need."""

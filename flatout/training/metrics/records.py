@@ -1,4 +1,4 @@
-"""A run's records: each goes to metrics.jsonl, to TensorBoard and to the observers."""
+"""A run's records: each is written to metrics.jsonl and TensorBoard, and sent to observers."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Records:
         path = run_folder / METRICS
         self._observers = observers
         self.train_loss = _drop_later_steps(path, step) if path.exists() else None
-        """The training loss of the last record before this process; None when there is none."""
+        """The training loss of the last record before this process; None if there is none."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._metrics = os.fdopen(open_own(path, flags), "a", encoding="utf-8")
         self._board = Board(run_folder / BOARD, step, on_board_failure)
 
     def write(self, record: Mapping[str, float]) -> None:
-        """Write a record, without the figures that are not finite: JSON cannot represent them."""
+        """Write a record without its non-finite figures, which JSON cannot represent."""
         record = {name: value for name, value in record.items() if math.isfinite(value)}
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
@@ -58,7 +58,7 @@ def _drop_later_steps(path: Path, step: int) -> float | None:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a metrics line; infinity for a line that a crash truncated."""
+    """Return the step of a metrics line; infinity for a line truncated by a crash."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""A run that can be logged, and an observer that collects its records."""
+"""Fixtures: a run to log, and an observer that collects its records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def start_run(build_run, tiny_config, tmp_path):
 
 @pytest.fixture
 def collector():
-    """Return an observer whose `records` are those of the run."""
+    """Return an observer that collects the run's `records`."""
 
     class Collector(Quiet):
         def __init__(self):

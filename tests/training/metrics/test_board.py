@@ -1,4 +1,4 @@
-"""The TensorBoard event file: TensorBoard reads it, and a disk that refuses it is survived."""
+"""The TensorBoard event file: TensorBoard reads it, and a run survives if it cannot be written."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("where", ["open", "write"])
-def test_a_run_survives_a_disk_that_refuses_the_event_file(
+def test_a_run_survives_an_event_file_that_cannot_be_written(
     where, tiny_config, tmp_path, monkeypatch
 ):
     if where == "open":

@@ -1,4 +1,4 @@
-"""Time for data, host and device: it adds up to the step on a CPU, and nothing waits on a GPU."""
+"""Times of data, host and device add up to the step on a CPU, and nothing waits on a GPU."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_record_breaks_down_its_step_time(start_run, collector, clock):
     assert [record["perf/step_ms"] for record in collector.records] == pytest.approx([450, 700])
 
 
-def test_the_total_breakdown_is_available_at_any_step_and_leaves_records_intact(
+def test_the_total_breakdown_is_available_at_any_step_without_affecting_records(
     start_run, collector, clock
 ):
     run = start_run(log__every=2, train__steps=8)

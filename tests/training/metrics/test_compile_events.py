@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.fixture(autouse=True)
 def without_codegen(monkeypatch):
-    """Trace, but generate no C++: these tests only look at what is traced."""
+    """Trace without generating C++: these tests check only the traces."""
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     yield
@@ -39,7 +39,7 @@ def events(folder, kind):
 
 @pytest.fixture
 def compiled_run(build_run, tiny_config, tmp_path):
-    """Return a function that builds and warms up a run, and returns it with its log."""
+    """Return a function that builds and warms up a run and returns it with its log."""
     (tmp_path / "run").mkdir()
     logs = []
 
@@ -62,7 +62,7 @@ def step(run, log):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_training_and_evaluation_use_what_the_warm_up_compiled(
+def test_training_and_evaluation_use_the_graphs_of_the_warm_up(
     tiny_config, tmp_path, ragged_set, rows
 ):
     changes = {
@@ -144,7 +144,7 @@ SHAPES = {
         "data__document_mask": True,
     },
 }
-"""Models that together use every op that `auto` selects on a GPU."""
+"""Models that together use all ops that `auto` selects on a GPU."""
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,9 @@ def test_reaching_the_recompile_limit_is_reported():
     found = watch.poll()
     assert found.graphs == 1
     assert "size mismatch" in found.reasons[0]
-    assert found.reasons[0].endswith("the compiler's limit is reached, and this runs uncompiled")
+    assert found.reasons[0].endswith(
+        "the compiler's limit is reached, so this code runs uncompiled"
+    )
     assert not watch.changed()
 
 
@@ -223,6 +225,6 @@ def test_counting_does_not_import_the_compiler(monkeypatch):
     assert not CompilationWatch().changed()
 
 
-def test_reasons_are_one_short_line():
+def test_reasons_are_shortened_to_one_line():
     assert first_line("  tensor 'x'   size mismatch # file\nand more") == "tensor 'x' size mismatch"
     assert len(first_line("a" * 1000)) == 300

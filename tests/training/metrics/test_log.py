@@ -1,4 +1,4 @@
-"""The log: delayed readback, clocks that exclude evaluation, and rates of training."""
+"""The log: delayed readback, clocks that exclude evaluation, training rates."""
 
 from __future__ import annotations
 
