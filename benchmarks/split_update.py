@@ -28,7 +28,7 @@ from scan import clocked, copied_bytes_per_s
 
 from flatout.hardware import probe
 from flatout.models.split_weights import SplitTensor, decay_and_add, whole
-from flatout.ops import split_update
+from flatout.ops import split_update, triton_kernels
 from flatout.ops.split import split
 
 SIZES = {"GPT-2 124M": (50_304, 12, 768), "GPT-2 700M": (50_304, 24, 1_536)}
@@ -144,8 +144,8 @@ def compared(
     for way in WAYS:
         print(f"{model}, {update}: {way}", file=sys.stderr)
         with patch.object(
-            split_update,
-            "_runs_triton",
+            triton_kernels,
+            "run_on",
             lambda tensor, way=way: tensor.is_cuda and way == "split, kernel",
         ):
             held, step = made(way)

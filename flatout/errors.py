@@ -12,6 +12,7 @@ FlatoutError
 │   ├── ShapeError        tensors with incompatible shapes
 │   └── MissingPackage    an optional package is not installed
 ├── RunFailed             exit 1: the run failed
+│   └── OutOfMemory       the device or the host has too little memory
 ├── Stopped               exit 75: stopped and saved; run the same command again
 └── Interrupted           exit 130 or 143: stopped before anything could be saved
 """

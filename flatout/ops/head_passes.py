@@ -96,7 +96,7 @@ def _launch(
     factors = (
         grad_BHTC if given is None else given.contiguous() for given in (gain_NC, cos_TC, sin_TC)
     )
-    triton_kernels.load("head_kernels", "packed-heads").gradient[(programs, heads)](
+    triton_kernels.load("head_kernels").gradient[(programs, heads)](
         grad_BHTC, product_BTE, *factors, grad_BTE, partial_PHC,
         rows * tokens, tokens, grad_BHTC.stride(0), grad_BHTC.stride(2), grad_BHTC.stride(1),
         first_head, product_BTE.shape[2],

@@ -118,7 +118,7 @@ def packed(
     if is_plain or qkv_BTE.dtype == torch.float64 or not triton_kernels.run_on(qkv_BTE):
         return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
     if not torch.compiler.is_compiling():
-        triton_kernels.load("head_kernels", "packed-heads")  # a failure in backward comes too late
+        triton_kernels.load("head_kernels")  # a failure in backward comes too late
     _split(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
     return _Packed.apply(qkv_BTE, gain_NC, cos_TC, sin_TC, counts, eps)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -112,7 +112,7 @@ def overwrite(
     losses_C = product_CV.new_empty(count, dtype=torch.float32)
     if isinstance(product_CV, FakeTensor):
         return losses_C
-    kernels = triton_kernels.load("loss_kernels", "triton-ce")
+    kernels = triton_kernels.load("loss_kernels")
     block, stride = min(BLOCK, 1 << (vocab_size - 1).bit_length()), product_CV.stride(0)
     with torch.cuda.device_of(product_CV):  # type: ignore[no-untyped-call]
         kernels.losses_and_gradient[(count,)](

@@ -115,7 +115,7 @@ class _Steps:
 
 
 def _kernels() -> Any:
-    return triton_kernels.load("scan_kernels", "triton-scan")
+    return triton_kernels.load("scan_kernels")
 
 
 def _steps(

@@ -18,7 +18,7 @@ def run_on(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def load(name: str, speedup: str) -> Any:
+def load(name: str) -> Any:
     """Import `flatout.ops.NAME`, a module of kernels written in Triton.
 
     Call it inside a custom op, which compilers do not trace.
@@ -30,6 +30,6 @@ def load(name: str, speedup: str) -> Any:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         raise MissingPackage(
-            f"The speedup {speedup} needs the package triton, which is not installed.",
-            fix=f"Install it: `pip install triton`, or remove {speedup} from speedups.",
+            f"flatout.ops.{name} needs the package triton, which is not installed.",
+            fix="Install it: `pip install triton`, or remove the speedup that uses it.",
         ) from error

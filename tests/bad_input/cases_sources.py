@@ -83,7 +83,7 @@ CASES = [
         "a rank too large for any vocabulary",
         "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern .",
         ("own.tiktoken, line 2", "1,099,511,627,776"),
-        ("whole .tiktoken",),
+        ("complete .tiktoken",),
         lambda w: w.write("own.tiktoken", "YQ== 0\nYg== 1099511627776\n"),
     ),
     Case(
