@@ -169,9 +169,7 @@ def _launch(
         for aligned, table in rows.items():
             if table:
                 programs = min(PROGRAMS, max(1, math.ceil(max(row[0] for row in table) / BLOCK)))
-                getattr(triton_kernels.load("split_kernels"), kernel)[
-                    (programs, len(table))
-                ](
+                getattr(triton_kernels.load("split_kernels"), kernel)[(programs, len(table))](
                     _on(first.device, table, torch.int64),
                     shared,
                     ALIGNED=aligned,
