@@ -1,4 +1,4 @@
-"""`python -m flatout` runs the program `flatout`, and imports nothing from the current directory."""
+"""Runs `flatout` for `python -m flatout`, without imports from the current directory."""
 
 import os
 import sys

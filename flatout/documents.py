@@ -27,12 +27,14 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise ConfigError(
-                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is not text.",
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is "
+                f"not text.",
                 fix="Put it in quotes, or name it.",
             )
         if key in seen:
             raise ConfigError(
-                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is given twice.",
+                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is "
+                f"given twice.",
                 fix="Delete one of them.",
             )
         seen[key] = loader.construct_object(value_node, deep=True)

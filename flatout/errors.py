@@ -32,7 +32,7 @@ _QUERY = re.compile(r"""([^\s?'"]*|[^?'"\n]*(?=\?[^\s'"]*=))\?([^\s'"]*)""")
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` with user, password and web query removed from its URLs, safe to show and store."""
+    """Return `text` with user, password and web query removed from its URLs."""
     before, *found = _SCHEME.split(text)
     return before + "".join(
         scheme + _bare(scheme, rest) for scheme, rest in zip(found[::2], found[1::2], strict=True)
@@ -109,7 +109,7 @@ class CheckpointError(UsageError):
 
 
 class UntrustedCode(UsageError):
-    """A run directory names code that the user has neither named nor allowed; nothing was imported."""
+    """A run directory names code that the user has not allowed; nothing was imported."""
 
 
 class HardwareError(UsageError):

@@ -25,9 +25,12 @@ MOST_ENTRIES = 1000
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """Start of a file that torch.save wrote before it used zip: a pickled number."""
 _LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
-"""Start of a token file of llm.c (GPT-2, Llama 3) and its token dtype; the header has 1,024 bytes."""
+"""Start of an llm.c token file (GPT-2, Llama 3) and its dtype; the header has 1,024 bytes."""
 ADDRESS_FIX = "Give a local path; a mounted store is one too."
-_WEIGHTS = "flatout cannot load weights that other programs saved: train.init_from needs a run or checkpoint that `flatout train` wrote."
+_WEIGHTS = (
+    "flatout cannot load weights that other programs saved: train.init_from needs a run or "
+    "checkpoint that `flatout train` wrote."
+)
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".npy", ".npz"}
@@ -114,13 +117,15 @@ def _folder(path: Path) -> Recognised | None:
         return Recognised(
             path,
             "a run directory",
-            f"Use it with `flatout generate {shown}`, or start from its weights: train.init_from={shown}.",
+            f"Use it with `flatout generate {shown}`, or start from its weights: "
+            f"train.init_from={shown}.",
         )
     if (path / "manifest.json").is_file() and (path / "index.json").is_file():
         return Recognised(
             path,
             "a checkpoint",
-            f"Start from its weights, train.init_from={shown}, or resume from it, --resume {shown}.",
+            f"Start from its weights, train.init_from={shown}, or resume from it, --resume "
+            f"{shown}.",
         )
     if (path / "manifest.json").is_file() and (path / "tokenizer.json").is_file():
         return Recognised(path, "a prepared dataset", _train_on_it(path))
@@ -209,7 +214,8 @@ def _archive(path: Path) -> Recognised | None:
         shown = ", ".join(
             name if name.isidentifier() else repr(name[:40]) for name in list(arrays)[:3]
         )
-        first = f"numpy.load(sys.argv[1])[numpy.load(sys.argv[1]).files[{next(iter(arrays.values()))}]]"  # by number, because a name could contain code
+        number = next(iter(arrays.values()))  # a name could contain code
+        first = f"numpy.load(sys.argv[1])[numpy.load(sys.argv[1]).files[{number}]]"
         return Recognised(
             path, f"a NumPy archive of {shown}", _as_chunks(path, f"{first}.reshape(-1)")
         )
@@ -223,7 +229,10 @@ def _binary_tokens(path: Path, head: bytes) -> str:
             path, f"numpy.memmap(sys.argv[1], '{dtype}', 'r', offset=1024)", "in llm.c's format"
         )
     way = _as_chunks(path, "numpy.memmap(sys.argv[1], 'uint16', 'r')", "in nanoGPT's format")
-    return f"{way} The command assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with 'uint32' in it."
+    return (
+        f"{way} The command assumes uint16; if the tokenizer has more than 65,536 tokens, replace "
+        f"'uint16' with 'uint32' in it."
+    )
 
 
 def _torch_file(path: Path) -> Recognised:
@@ -231,7 +240,8 @@ def _torch_file(path: Path) -> Recognised:
     return Recognised(
         path,
         "a PyTorch file",
-        f"{_WEIGHTS} If it contains tokens, name it chunk_000000.pt, in its own directory, and run {into}.",
+        f"{_WEIGHTS} If it contains tokens, name it chunk_000000.pt, in its own directory, and run "
+        f"{into}.",
     )
 
 
@@ -246,16 +256,25 @@ def _train_on_it(folder: Path) -> str:
 
 def _import_it(folder: Path) -> str:
     out = _dataset(folder.absolute().name)
-    return f"Import it: `flatout import {in_shell(folder)} --out {out} --tokenizer FILE`, where FILE is the tokenizer that made the tokens."
+    return (
+        f"Import it: `flatout import {in_shell(folder)} --out {out} --tokenizer FILE`, where FILE "
+        f"is the tokenizer that made the tokens."
+    )
 
 
 def _as_chunks(path: Path, tokens: str, kind: str = "") -> str:
     """Return the command that writes the tokens of a Python expression as chunks, in pieces."""
     parts = f"enumerate(numpy.array_split({tokens}, 64))"
-    save = f"[torch.save(torch.from_numpy(part.astype('int64')), f'chunks/chunk_{{n:06d}}.pt') for n, part in {parts}]"
+    save = (
+        f"[torch.save(torch.from_numpy(part.astype('int64')), f'chunks/chunk_{{n:06d}}.pt') for n, "
+        f"part in {parts}]"
+    )
     command = f'mkdir chunks && python -c "import numpy, sys, torch; {save}" {in_shell(path)}'
     into = f"`flatout import chunks --out {_dataset(path.stem)} --tokenizer FILE`"
-    return f"flatout cannot read it directly. If it contains tokens{kind and f' {kind}'}, write them as chunks, `{command}`, and run {into}."
+    return (
+        f"flatout cannot read it directly. If it contains tokens{kind and f' {kind}'}, write them "
+        f"as chunks, `{command}`, and run {into}."
+    )
 
 
 def _is_text(head: bytes) -> bool:

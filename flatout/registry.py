@@ -2,9 +2,10 @@
 
 An entry is a file, or a folder if it is large. In Python folders each entry assigns one object to
 the folder's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8/__init__.py`
-`SPEEDUP`); in YAML folders each file is one document. Names are file names with `-` for `_`. Listing parses the files and imports nothing, so it is fast and never loads
-torch; `get` imports only the requested file. Wherever a Python entry's name is accepted,
-`package.module:attribute` refers to an object of the user.
+`SPEEDUP`); in YAML folders each file is one document. Names are file names with `-` for `_`.
+Listing parses the files and imports nothing, so it is fast and never loads torch; `get` imports
+only the requested file. Wherever a Python entry's name is accepted, `package.module:attribute`
+refers to an object of the user.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _word(name: str) -> str:
 
 
 def _one_slip(word: str, other: str) -> bool:
-    """Return whether one inserted, deleted, changed or swapped letter turns one word into the other."""
+    """Return whether the words differ by one inserted, deleted, changed or swapped letter."""
     start = _shared(word, other)
     word, other = word[start:], other[start:]
     end = _shared(word[::-1], other[::-1])
@@ -121,7 +122,7 @@ def load_reference(reference: str) -> Any:
 
 @dataclass(frozen=True)
 class Folder:
-    """An open list of Python entries: files and folders in `flatout/FOLDER` assigning `attribute`."""
+    """An open list of Python entries: what assigns `attribute` in `flatout/FOLDER`."""
 
     folder: str
     attribute: str

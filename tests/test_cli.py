@@ -266,13 +266,19 @@ def python(*words, **options):
     ],
 )
 def test_light_commands_never_import_torch(words):
-    program = f"import sys\ntry:\n    from flatout.cli import main; main({words!r})\nexcept SystemExit as e:\n    print(e.code, 'torch' in sys.modules)"
+    program = (
+        f"import sys\ntry:\n    from flatout.cli import main; main({words!r})\nexcept SystemExit "
+        f"as e:\n    print(e.code, 'torch' in sys.modules)"
+    )
     done = python("-c", program)
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
 
 
 def test_help_imports_almost_nothing():
-    program = "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n print({'click', 'rich', 'numpy'} & set(sys.modules))"
+    program = (
+        "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n "
+        "print({'click', 'rich', 'numpy'} & set(sys.modules))"
+    )
     assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
 
 

@@ -54,7 +54,10 @@ def test_version_is_the_packages():
 
 
 def test_import_loads_neither_torch_nor_anything_slow():
-    program = "import sys, flatout; dir(flatout); print(sorted({'torch', 'rich', 'click', 'pydantic', 'numpy'} & set(sys.modules)))"
+    program = (
+        "import sys, flatout; dir(flatout); print(sorted({'torch', 'rich', 'click', 'pydantic', "
+        "'numpy'} & set(sys.modules)))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

@@ -86,7 +86,7 @@ def test_files_in_the_current_directory_do_not_replace_packages(fox_run, tmp_pat
 
 
 def test_a_speedup_imports_its_installed_package(fox_run, tmp_path):
-    """A speedup's own package is enough to reach a file in the current directory, if that is searched."""
+    """A speedup's package would import a file of the current directory, if that were searched."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     stored = layout.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})

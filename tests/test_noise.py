@@ -13,9 +13,17 @@ import pytest
 from flatout.noise import NOISE, without_noise
 
 SAID = {
-    "torchao": "Failed to load /a/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this library",
-    "torch.utils._pytree": "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch.compile",
-    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'.",
+    "torchao": (
+        "Failed to load /a/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this "
+        "library"
+    ),
+    "torch.utils._pytree": (
+        "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by "
+        "torch.compile"
+    ),
+    "bitsandbytes.backends.cpu.ops": (
+        "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'."
+    ),
 }
 IMPORTS = {
     "torchao": "from flatout.speedups.fp8.product import load_fp8; load_fp8(emulate=True); "

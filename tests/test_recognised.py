@@ -167,8 +167,8 @@ def test_both_formats_of_llm_c_are_read_after_their_header(tmp_path, monkeypatch
 def test_a_bare_binary_file_says_what_its_command_assumes(tmp_path):
     (tmp_path / "train.bin").write_bytes(FILES["train.bin"])
     assert (
-        "assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with 'uint32'"
-        in recognise(tmp_path / "train.bin").fix
+        "assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with "
+        "'uint32'" in recognise(tmp_path / "train.bin").fix
     )
 
 

@@ -86,7 +86,10 @@ def test_a_new_file_is_a_new_entry(shapes):
 def test_unknown_names_are_answered_with_the_nearest(shapes, colours):
     with pytest.raises(
         ConfigError,
-        match=r"no shape named 'squar'.*Did you mean 'square'\? Known: broken-import, round-one, square\.",
+        match=(
+            r"no shape named 'squar'.*Did you mean 'square'\? Known: broken-import, round-one, "
+            r"square\."
+        ),
     ):
         shapes.get("squar")
     with pytest.raises(ConfigError, match=r"Did you mean 'dark-red'\?"):

@@ -102,7 +102,10 @@ def test_streaming_to_a_full_disk_is_an_error_with_a_fix():
 
 
 def test_files_opened_later_never_become_standard_error():
-    program = "import os\nfrom flatout import cli\ncli._run = lambda words: print(os.open('/dev/null', os.O_RDONLY)) or 0\ncli.main(['x'])"
+    program = (
+        "import os\nfrom flatout import cli\ncli._run = lambda words: print(os.open('/dev/null', "
+        "os.O_RDONLY)) or 0\ncli.main(['x'])"
+    )
     line = '"$0" -c "$1" <&- 2>&-'
     done = subprocess.run(
         ["bash", "-c", line, sys.executable, program],
@@ -115,7 +118,10 @@ def test_files_opened_later_never_become_standard_error():
 
 
 def test_a_crash_below_python_shows_its_location():
-    program = "import os, signal\nfrom flatout import cli\ncli.execute = lambda words: os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
+    program = (
+        "import os, signal\nfrom flatout import cli\ncli.execute = lambda words: "
+        "os.kill(os.getpid(), signal.SIGBUS)\ncli.main([])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -150,7 +150,7 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def same_key(name: str, known: list[str]) -> str | None:
-    """Return the key whose last part, or whose name in another tool, is `name`; None without one."""
+    """Return the key whose last part or name in another tool is `name`, or None."""
     plain = name.lower().replace("-", "_")
     return _by_last(known).get(plain) or NAMES_ELSEWHERE.get(plain)
 

@@ -83,7 +83,8 @@ class RunConfig(Section):
     def _version_known(self) -> Self:
         if self.format_version > FORMAT_VERSION:
             raise ConfigError(
-                f"This config has format_version {self.format_version}; this version of flatout reads up to {FORMAT_VERSION}.",
+                f"This config has format_version {self.format_version}; this version of flatout "
+                f"reads up to {FORMAT_VERSION}.",
                 fix="Install a newer flatout.",
             )
         return self

@@ -1,4 +1,4 @@
-"""The sections of a run's config, each a frozen pydantic model whose field docstrings are its help."""
+"""The sections of a run's config: frozen pydantic models whose field docstrings are the help."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DataConfig(Section):
     """What to train on, and how it is cut into sequences."""
 
     path: str | None = None
-    """Directory that `flatout prepare` wrote, or its URL, such as s3://bucket/data. Set path or mix."""
+    """Directory that `flatout prepare` wrote, or its URL (s3://bucket/data). Set path or mix."""
     mix: dict[str, float] | None = None
     """Several datasets prepared with one tokenizer, and the weight of each: {data/book: 3,
     data/code: 1} reads three sequences of the first for each sequence of the second. At any step of
@@ -81,7 +81,8 @@ class DataConfig(Section):
                 or not 0 < weight < float("inf")
             ):
                 raise ConfigError(
-                    f"data.mix gives {folder!r} the weight {weight!r}, which is not a number above 0.",
+                    f"data.mix gives {folder!r} the weight {weight!r}, which is not a number above "
+                    f"0.",
                     fix=example,
                 )
         return {str(folder): weight for folder, weight in mix.items()}
@@ -142,7 +143,8 @@ class ScheduleConfig(Section):
     def _warmup_is_steps_or_fraction(self) -> Self:
         if isinstance(self.warmup, float) and self.warmup >= 1:
             raise ConfigError(
-                f"schedule.warmup={self.warmup} is neither a number of steps nor a fraction of the run.",
+                f"schedule.warmup={self.warmup} is neither a number of steps nor a fraction of the "
+                f"run.",
                 fix=f"Write schedule.warmup={round(self.warmup)} for steps, or a fraction below 1.",
             )
         return self
@@ -156,7 +158,7 @@ class TrainConfig(Section):
     tokens: int | None = Field(None, ge=1)
     """Training tokens, rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over the training tokens (of a mix: of all its datasets), rounded up to whole steps."""
+    """Passes over the training tokens of all datasets, rounded up to whole steps."""
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
@@ -185,7 +187,8 @@ class TrainConfig(Section):
     def _patience_counts_evaluations(self) -> Self:
         if self.patience and not self.eval_every:
             raise ConfigError(
-                f"train.patience={self.patience} counts evaluations during the run, and train.eval_every=0 means that there are none.",
+                f"train.patience={self.patience} counts evaluations during the run, and "
+                f"train.eval_every=0 means that there are none.",
                 fix="Set train.eval_every to a number of steps, or leave train.patience out.",
             )
         return self

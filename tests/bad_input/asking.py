@@ -144,7 +144,7 @@ class Answers:
 
 
 def ask(line: str, place: Path, spoil: Callable[[World], None] = nothing) -> Answer:
-    """Call the command line in a folder, on a machine like any other, and return what it answers."""
+    """Run a command in a folder, on a machine with fixed hardware, and return its answer."""
     name, *words = shlex.split(line)
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:

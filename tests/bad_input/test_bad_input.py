@@ -83,7 +83,8 @@ def test_the_table_shows_what_is_said(answers, request):
         PAGE.write_text(wanted, encoding="utf-8")
     elif text != wanted:
         pytest.fail(
-            "The messages have changed: `python -m pytest tests/bad_input --write-tables` writes them into docs/troubleshooting.md."
+            "The messages have changed: `python -m pytest tests/bad_input --write-tables` writes "
+            "them into docs/troubleshooting.md."
         )
 
 
@@ -104,7 +105,8 @@ def test_simple_mistakes_are_answered_before_torch_is_loaded(world):
     lines += ["generate frist", "generate runs/first --stop=", "eval frist"]
     program = (
         "import sys\nfrom flatout.cli import main\nfor line in sys.argv[1:]:\n"
-        "    try: main(line.split())\n    except SystemExit as stop: print(stop.code, 'torch' in sys.modules)\n"
+        "    try: main(line.split())\n    except SystemExit as stop: print(stop.code, 'torch' in "
+        "sys.modules)\n"
     )
     done = _python("-c", program, *lines, folder=world)
     assert done.stdout.split("\n") == ["2 False"] * len(lines) + [""], done.stderr

@@ -42,7 +42,7 @@ def test_a_single_dataset_is_one_entry(tiny_run):
 
 @pytest.fixture(scope="module")
 def mixed_run(tiny_run, tmp_path_factory):
-    """A run on the tiny run's data and other text with its tokenizer, 3:1; and the other dataset."""
+    """A run on a mix (3:1) of the tiny run's data and another dataset; and that dataset."""
     root = tmp_path_factory.mktemp("mixed")
     (root / "tale.txt").write_text(
         "It fell; the night in torrents and a stormy dark rain was. " * 150

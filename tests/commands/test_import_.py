@@ -59,7 +59,8 @@ def test_a_home_directory_is_expanded(folder, monkeypatch):
 def test_a_missing_chunk_is_reported_before_torch_is_loaded(folder):
     (folder / "chunk_000002.pt").unlink()
     code = (
-        f"import sys\nfrom flatout.cli import main\ntry:\n main(['import', {str(folder)!r}, '--out', 'x', '--tokenizer', 'byte'])\n"
+        f"import sys\nfrom flatout.cli import main\ntry:\n main(['import', {str(folder)!r}, "
+        f"'--out', 'x', '--tokenizer', 'byte'])\n"
         "except SystemExit as stop:\n print(stop.code, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

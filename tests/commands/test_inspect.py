@@ -174,7 +174,10 @@ def test_the_command_and_its_example():
 
 
 def test_it_never_imports_torch(folder):
-    code = f"import sys; from flatout.commands.inspect import inspect; inspect({str(folder)!r}); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; from flatout.commands.inspect import inspect; inspect({str(folder)!r}); "
+        f"sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

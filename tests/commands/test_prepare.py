@@ -166,7 +166,10 @@ def test_the_engine_is_local_or_ray_and_excludes_parts(book, tmp_path):
     for given in ({"part": "1/2"}, {"join": True}):
         with pytest.raises(
             UsageError,
-            match=rf"--engine ray and --{next(iter(given))} cannot be combined.*Leave one of the two out",
+            match=(
+                rf"--engine ray and --{next(iter(given))} cannot be combined.*Leave one of the two "
+                rf"out"
+            ),
         ):
             prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="ray", **given)
     assert prepare([str(book)], tmp_path / "out", tokenizer="byte", engine="local").documents == 1

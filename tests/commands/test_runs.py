@@ -183,5 +183,8 @@ def test_the_result_is_json(tmp_path):
 
 def test_listing_runs_does_not_import_torch(tmp_path):
     make(tmp_path / "run")
-    code = f"import sys, pathlib; from flatout.commands.runs import runs; runs(pathlib.Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys, pathlib; from flatout.commands.runs import runs; "
+        f"runs(pathlib.Path({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

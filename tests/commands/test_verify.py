@@ -68,7 +68,10 @@ def test_a_directory_without_a_dataset_is_refused(tmp_path):
 
 
 def test_it_never_imports_torch(folder):
-    code = f"import sys; from flatout.commands.verify import verify; verify({str(folder)!r}); sys.exit('torch' in sys.modules)"
+    code = (
+        f"import sys; from flatout.commands.verify import verify; verify({str(folder)!r}); "
+        f"sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

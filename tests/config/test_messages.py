@@ -61,7 +61,8 @@ def refused(*overrides: str) -> ConfigError:
         ("speedups=3", "speedups=3 is not valid: it must be text or a list."),
         (
             "batch.rows_per_device=true",
-            "batch.rows_per_device=True is not valid: it must be something other than true or false.",
+            "batch.rows_per_device=True is not valid: it must be something other than true or "
+            "false.",
         ),
         (
             "schedule.warmup=1.5",
@@ -82,9 +83,9 @@ def test_wrong_values_say_what_was_wanted(override, what):
 
 
 def test_the_fix_holds_the_default_and_the_help():
-    assert (
-        refused("data.prefetch=0").fix
-        == "Change it, or leave it at its default, 4. data.prefetch: Optimiser steps that the feed reads ahead."
+    assert refused("data.prefetch=0").fix == (
+        "Change it, or leave it at its default, 4. data.prefetch: Optimiser steps that the "
+        "feed reads ahead."
     )
     assert refused("optim.betas=1").fix.startswith(
         "Change it, or leave it at its default, [0.9, 0.95]."

@@ -1,4 +1,4 @@
-"""A data set at s3://, against a server that speaks S3, behind one that fails when it is told to."""
+"""A dataset at s3://, on an S3 server behind a proxy that fails on request."""
 
 import http.client
 import json
@@ -183,7 +183,10 @@ def test_a_server_that_fails_for_good_is_named_and_the_rest_is_sent_later(send, 
     between.failing, between.times = r"PUT .*train-00002\.bin", 10_000
     with pytest.raises(
         DataError,
-        match=r"Cannot write s3://corpus/sets/rows/train-00002\.bin: .*(500|InternalError|sorry).* \(5 attempts\)",
+        match=(
+            r"Cannot write s3://corpus/sets/rows/train-00002\.bin: .*(500|InternalError|sorry).* "
+            r"\(5 attempts\)"
+        ),
     ):
         send()
     assert not bucket.exists(f"{URL}/manifest.json")
@@ -222,7 +225,9 @@ def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(
             nothing(url=URL)
         with pytest.raises(
             DataError,
-            match=r"Reading s3://corpus/sets/rows/manifest\.json is not allowed: .*AWS_ACCESS_KEY_ID",
+            match=(
+                r"Reading s3://corpus/sets/rows/manifest\.json is not allowed: .*AWS_ACCESS_KEY_ID"
+            ),
         ):
             open_dataset(URL, cache=tmp_path)
     finally:
@@ -231,7 +236,7 @@ def test_a_bucket_that_is_not_there_and_rights_that_are_missing_are_said_first(
 
 
 def test_killed_while_it_sends_it_goes_on(between, text, bucket, tmp_path, monkeypatch, capsys):
-    """The second process finds what the first prepared and half sent; the command line does both."""
+    """A second command continues an upload that was killed halfway."""
     monkeypatch.setenv("HOME", str(tmp_path))
     between.failing, between.times = r"PUT .*tokenizer\.json", 10_000
     words = [

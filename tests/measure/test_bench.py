@@ -320,7 +320,8 @@ def test_a_speedup_that_breaks_its_promise_is_caught_in_real_trials(
         "def off(*arguments, **named):\n"
         "    loss_sum, num_valid = fused(*arguments, **named)\n"
         "    return loss_sum * (1 + 1e-5), num_valid\n"
-        "SPEEDUP = Speedup(name='alittleoff:SPEEDUP', saves='', promise=Promise.exact(), fills={'ops.cross_entropy': off})\n"
+        "SPEEDUP = Speedup(name='alittleoff:SPEEDUP', saves='', promise=Promise.exact(), "
+        "fills={'ops.cross_entropy': off})\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny_config(speedups="prefetch,alittleoff:SPEEDUP")

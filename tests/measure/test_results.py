@@ -59,7 +59,10 @@ def test_only_the_same_bench_is_overwritten(sample_report, tmp_path):
     for config, kind in ((CONFIG, "batch"), (CONFIG.with_values({"train.seed": 5}), "ladder")):
         with pytest.raises(
             ConfigError,
-            match=f"contains the bench of shakespeare-char .ladder, .*; this one is of shakespeare-char .{kind}",
+            match=(
+                f"contains the bench of shakespeare-char .ladder, .*; this one is of "
+                f"shakespeare-char .{kind}"
+            ),
         ) as refused:
             results_dir(config, kind, tmp_path)
         assert "--out" in refused.value.fix

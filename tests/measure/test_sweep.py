@@ -18,7 +18,7 @@ from flatout.measure.sweep import SWEEPS, counted, largest_divisor, precisions, 
 
 @pytest.fixture
 def swept(tiny_config):
-    """Return the experiment of a sweep of the tiny run, and every point's configuration, resolved."""
+    """Return a sweep of the tiny run and the resolved config of each of its points."""
 
     def make(what, **changes):
         requested = tiny_config(**{"batch__rows_per_device": "auto", "speedups": "auto"} | changes)

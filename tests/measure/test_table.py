@@ -20,7 +20,8 @@ def line_of(text, name):
 def test_every_kind_of_row_is_in_the_table(sample_report):
     text = table(sample_report)
     assert text.startswith(
-        "# shakespeare-char: the ladder\n\n**The full set is 2.16 times as fast as the baseline (2.10 to 2.20).**"
+        "# shakespeare-char: the ladder\n\n**The full set is 2.16 times as fast as the baseline "
+        "(2.10 to 2.20).**"
     )
     assert "13,415 (13,013 to 13,952)" in line_of(text, "baseline")
     assert "300 = 12.3 + 0.46 + 287" in line_of(text, "baseline")
@@ -46,7 +47,10 @@ def test_every_kind_of_row_is_in_the_table(sample_report):
 
 
 def test_the_baseline_states_its_micro_batch_wherever_a_report_is_shown(sample_report):
-    stated = "aseline: fp32, eager, an optimizer that loops over parameters, text tokenised in the step, 1 rows x 64 accumulations"
+    stated = (
+        "aseline: fp32, eager, an optimizer that loops over parameters, text tokenised in the "
+        "step, 1 rows x 64 accumulations"
+    )
     assert all(stated in shown(sample_report) for shown in (table, bars))
     assert "| 1 x 64 |" in line_of(table(sample_report), "baseline")
     swept = sample_report.model_copy(update={"rows": sample_report.rows[1:]})
@@ -80,8 +84,8 @@ def test_the_bars_show_every_row(sample_report, encoding, mark):
     for row in sample_report.rows:
         assert row.is_unreached or line_of(text, row.short_name)
     assert (
-        "\n\nNot measured, the time was up: all but wrong, all and liger.\n\nPromises\n+ wrong: exact promise broken"
-        in text
+        "\n\nNot measured, the time was up: all but wrong, all and liger.\n\nPromises\n+ wrong: "
+        "exact promise broken" in text
     )
     assert line_of(text, "+ wrong").count(mark) == 28
     assert line_of(text, "baseline").count(mark) == 13

@@ -27,7 +27,10 @@ def program(text):
 
 
 def test_a_result_is_read_from_the_last_line():
-    text = 'import sys; sys.stdin.read(); print(\'a banner\'); print(\'{"status": "ok", "tokens_per_s": 5.0}\')'
+    text = (
+        'import sys; sys.stdin.read(); print(\'a banner\'); print(\'{"status": "ok", '
+        '"tokens_per_s": 5.0}\')'
+    )
     found = run_trial(SPEC, 60, command=program(text))
     assert found.is_ok
     assert found.tokens_per_s == 5.0
@@ -61,7 +64,10 @@ def test_the_last_output_of_a_broken_process_is_the_reason():
 def test_a_process_that_hangs_is_killed_with_everything_it_started(tmp_path):
     mark = tmp_path / "alive"
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(mark)!r}).touch()"
-    text = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+    text = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); "
+        f"time.sleep(60)"
+    )
     began = time.monotonic()
     found = run_trial(SPEC, 1.5, command=program(text))
     assert time.monotonic() - began < 30
@@ -76,7 +82,10 @@ def test_a_trial_ends_with_the_bench_that_started_it(tmp_path):
     trial = "import os, pathlib, threading, time; from flatout.measure.trial import end_with; "
     trial += "threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start(); "
     trial += f"pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
-    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {trial!r}], start_new_session=True).wait()"
+    parent = (
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {trial!r}], "
+        f"start_new_session=True).wait()"
+    )
     with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT) as bench:
         while not (mark.exists() and mark.read_text()):
             time.sleep(0.05)
@@ -106,7 +115,8 @@ def test_a_spec_passes_through_json():
         ),
         (
             RuntimeError(
-                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000000000 bytes. Error code 12"
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+                "4000000000000000 bytes. Error code 12"
             ),
             "out-of-memory",
             "it tried to allocate 3.6 PiB.",

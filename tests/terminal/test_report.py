@@ -257,7 +257,8 @@ def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(termi
     report.on_event(again | {"step": 13})
     assert " ".join(text_of(terminal).split()) == (
         "Compiled in pieces: 2 breaks, 0 without CUDA graphs: a loop at scan.py:3 "
-        "Recompiled at step 12, 31 s: size mismatch at index 1. Further recompilations are only counted."
+        "Recompiled at step 12, 31 s: size mismatch at index 1. Further recompilations are only "
+        "counted."
     )
 
 
