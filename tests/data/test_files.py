@@ -101,7 +101,7 @@ def test_a_dataset_is_synced_before_it_is_renamed(tmp_path, done, write_set):
     [
         (errno.ENOSPC, "Free space there"),
         (errno.EIO, "failed to read or write"),
-        (errno.EACCES, "may write to"),
+        (errno.EACCES, "writable folder"),
     ],
 )
 def test_the_fix_of_a_failed_write_depends_on_the_error(number, fix):
@@ -158,7 +158,7 @@ def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
     ("number", "fix"),
     [
         (errno.ENOSPC, "Free space"),
-        (errno.ENOENT, "Keep the run directory"),
+        (errno.ENOENT, "Do not move the run directory"),
         (errno.ENAMETOOLONG, "Choose a shorter path"),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_length_that_one_dataset_of_a_mix_is_too_short_for_is_a_row(
         row.name: row.reason for row in experiment.rows(Measured([])) if row.kind == "absent"
     }
     assert reasons[f"{4 * length} tokens"].startswith("cannot run here, because: ")
-    assert "short holds" in reasons[f"{4 * length} tokens"]
+    assert "short has" in reasons[f"{4 * length} tokens"]
 
 
 def third_of(folder):

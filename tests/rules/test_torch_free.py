@@ -4,6 +4,7 @@ and they need none of it.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -27,7 +28,7 @@ HEAVY_PARTS = {
     "__main__",
 }
 """These work with tensors. All others must load without torch, so that listing, preparing and
-inspecting never wait for it.
+inspecting never wait for it. So may the code in a speedup's folder, but not its `__init__.py`.
 """
 
 
@@ -59,6 +60,7 @@ def test_import_flatout_is_light(root):
 
 def test_light_modules_import_no_torch(package, root):
     names = [source.module for source in package if not HEAVY_PARTS & set(source.module.split("."))]
+    names = [name for name in names if not re.fullmatch(r"flatout\.speedups\.\w+\.\w+", name)]
     assert len(names) > 20
     each = (
         "importlib.import_module(name); assert 'torch' not in sys.modules, f'{name} imports torch'"

@@ -116,7 +116,7 @@ def test_commands_for_a_missing_dataset_quote_the_path(tmp_path):
     absent.write_text("some text")
     with pytest.raises(DataError, match="is a file") as refused:
         read_manifest(absent)
-    assert words(refused.value.fix.partition(", and")[0], "flatout") == [
+    assert words(refused.value.fix.partition("`, then")[0], "flatout") == [
         "flatout",
         "prepare",
         str(absent),
