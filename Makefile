@@ -36,7 +36,7 @@ PIP = -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-ind
 help:
 	@echo "make demo          train on this Python's own standard library, or on FILE=your.txt; about three minutes on two cores"
 	@echo "make test          check the code, then run the tests"
-	@echo "make test-fast     house rules and unit tests, in under a minute on two cores"
+	@echo "make test-fast     the tests that are not marked slow, gpu or faults"
 	@echo "make check         ruff and mypy"
 	@echo "make format        lay the code out with ruff"
 	@echo "make docs          build the documentation site into site/"

@@ -202,7 +202,7 @@ def ragged_set(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def write_tiny():
-    """Write a tiny data set of one's own: `write_tiny(folder, num_documents=40, masked=False)`."""
+    """Write a separate tiny dataset: `write_tiny(folder, num_documents=40, masked=False)`."""
     return write_tiny_set
 
 

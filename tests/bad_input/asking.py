@@ -89,7 +89,7 @@ class Case:
     spoil: Callable[[World], None] = nothing
     """What is done to the world first."""
     says: str = ""
-    """What is said before the error, as progress: a few words of it."""
+    """A few words of the progress shown before the error."""
     leaves: tuple[str, ...] = ()
     """Beginnings of paths that may have changed afterwards."""
 

@@ -104,7 +104,7 @@ CASES = [
         ("'transformer'",),
     ),
     Case(
-        "a model of one's own that is not there",
+        "a user's model that does not exist",
         "train my.yaml model.kind=nowhere:Model",
         ("'nowhere'", "'nowhere:Model'"),
         ("run from the directory",),
@@ -144,13 +144,13 @@ CASES = [
     ),
     Case("a folder of runs that is not there", "runs rnus", ("rnus",), ("flatout runs",)),
     Case(
-        "a model of one's own that is none",
+        "a user's model that is not a model",
         "train my.yaml model.kind=os:path",
         ("os:path", "'check'"),
         ("docs/extend.md",),
     ),
     Case(
-        "a source of one's own that is none",
+        "a user's source that is not a source",
         "prepare os:sep --out data/new",
         ("os:sep", "source"),
         ("docs/extend.md",),
