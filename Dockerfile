@@ -1,5 +1,5 @@
 # docker build -t flatout . && docker run --rm --gpus all -v "$PWD":/workspace flatout demo
-# A smaller image without CUDA: docker build --build-arg TORCH_INDEX=ADDRESS, with the address of an index that has CPU builds of torch.
+# A smaller image without CUDA: docker build --build-arg TORCH_INDEX=URL, with the URL of an index that has CPU builds of torch.
 FROM python:3.13-slim
 
 ARG TORCH_INDEX=""

@@ -1,11 +1,11 @@
-# Every target makes the environment it needs under .venv/ and installs the tested versions (constraints.txt) into it.
+# Each target creates the environment that it needs under .venv/, with the tested versions (constraints.txt).
 #
-#   PYTHON       the Python to use (3.11 or newer); found by itself when not given
-#   TORCH_INDEX  an extra package index to look for torch in, such as PyTorch's index of CPU builds; empty: pip's own setting
-#   TORCH_BUILD  the build of torch to prefer; +cpu on a machine without an NVIDIA GPU, empty with one
-#   FILE         make demo FILE=book.txt trains on that file
-#   GPU          which tests make test-gpu runs: gpu, or gpu_essential
-#   ARGS         more arguments for pytest: make test ARGS="-k config"
+#   PYTHON       the Python to use, 3.11 or newer; found automatically by default
+#   TORCH_INDEX  an additional package index for torch, such as PyTorch's index of CPU builds; by default pip's own setting
+#   TORCH_BUILD  the preferred build of torch; +cpu on a machine without an NVIDIA GPU, empty with one
+#   FILE         the text that make demo trains on: make demo FILE=book.txt
+#   GPU          the tests that make test-gpu runs: gpu, or gpu_essential
+#   ARGS         additional arguments for pytest: make test ARGS="-k config"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -26,7 +26,7 @@ ARGS ?=
 GPU ?= gpu
 
 COMMA := ,
-# A process a core, at most four, each with one thread; the tests of a file stay together, because they share what is costly to set up.
+# One process per core, at most four, each with one thread; the tests of a file stay together, because they share expensive fixtures.
 PYTEST = -m pytest -n logical --maxprocesses 4 --dist loadscope
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).0
@@ -34,38 +34,38 @@ OLDEST_TRITON := $(shell sed -n 's/^ *"triton>=\([0-9.]*\);.*/\1/p' pyproject.to
 PIP = -m pip install --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url "$(TORCH_INDEX)")
 
 help:
-	@echo "make demo          train on this Python's own standard library, or on FILE=your.txt; about three minutes on two cores"
+	@echo "make demo          train on Python's own standard library, or on FILE=your.txt; about three minutes on two cores"
 	@echo "make test          check the code, then run the tests"
 	@echo "make test-fast     the tests that are not marked slow, gpu or faults"
 	@echo "make check         ruff and mypy"
-	@echo "make format        lay the code out with ruff"
+	@echo "make format        format the code with ruff"
 	@echo "make docs          build the documentation site into site/"
-	@echo "make test-gpu      the tests that need an NVIDIA GPU, several at a time; GPU=gpu_essential: two minutes of them"
-	@echo "make test-faults   the tests that kill the process and fill the disk, at length"
+	@echo "make test-gpu      the tests that need an NVIDIA GPU, several at a time; GPU=gpu_essential runs the essential ones in two minutes"
+	@echo "make test-faults   the tests that kill the process and fill the disk; about an hour"
 	@echo "make test-extras   the tests with every optional package installed"
-	@echo "make test-oldest   the tests on the oldest supported torch and Triton, $(OLDEST_TORCH) and $(OLDEST_TRITON)"
+	@echo "make test-oldest   the tests with the oldest supported torch and Triton, $(OLDEST_TORCH) and $(OLDEST_TRITON)"
 	@echo "make wheel         build dist/flatout-*.whl"
-	@echo "make clean         delete the environments and what was built; runs/ and data/ stay"
+	@echo "make clean         delete the environments and build outputs; runs/ and data/ stay"
 
-# $(call environment,EXTRAS,CONSTRAINTS,TORCH): the recipe of a stamp; makes the environment around it and installs flatout there;
-# where the demo's is there already, it is added to.
+# $(call environment,EXTRAS,CONSTRAINTS,TORCH): the recipe of a stamp file; creates the environment around it and installs flatout
+# there. The environment of the demo is extended instead if it is up to date.
 define environment
 	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c '$(NEW_ENOUGH)' 2>/dev/null; then \
-	  echo "flatout needs Python 3.11 or newer$(if $(PYTHON), and $(PYTHON) is not). Fix: install one (Debian, Ubuntu: apt install python3), or name it: make PYTHON=/path/to/python3." >&2; exit 2; fi
+	  echo "flatout needs Python 3.11 or newer$(if $(PYTHON),$(COMMA) and $(PYTHON) is not). Fix: install one (Debian, Ubuntu: apt install python3), or name it: make PYTHON=/path/to/python3." >&2; exit 2; fi
 	@if ! "$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null; then \
-	  echo "$(PYTHON) cannot make environments: venv or ensurepip is missing. Fix: apt install python3-venv (Debian, Ubuntu), or name another Python: make PYTHON=/path/to/python3." >&2; exit 2; fi
-	@echo "Setting up $(@D) ($$("$(PYTHON)" --version)): some minutes, the first time only."
+	  echo "$(PYTHON) cannot create environments: venv or ensurepip is missing. Fix: apt install python3-venv (Debian, Ubuntu), or name another Python: make PYTHON=/path/to/python3." >&2; exit 2; fi
+	@echo "Setting up $(@D) ($$("$(PYTHON)" --version)). This takes some minutes, the first time only."
 	@[ "$(@D)/.demo" -nt pyproject.toml ] && [ "$(@D)/.demo" -nt constraints.txt ] \
-	  || { rm -rf "$(@D)" && .ci/step .venv/making.log "Making the environment" "$(PYTHON)" -m venv "$(@D)"; }
+	  || { rm -rf "$(@D)" && .ci/step .venv/making.log "Creating the environment" "$(PYTHON)" -m venv "$(@D)"; }
 	@if [ -z "$(TORCH_BUILD)" ] || ! QUIET=1 .ci/step "$(@D)/torch.log" "Installing torch $(3)$(TORCH_BUILD)" \
 	    "$(@D)/bin/python" $(PIP) -c $(2) setuptools "torch==$(3)$(TORCH_BUILD)"; then \
-	  $(if $(TORCH_BUILD),echo "This package index has no torch $(3)$(TORCH_BUILD); taking its ordinary build$(COMMA) which may be large. TORCH_INDEX=ADDRESS names another index.";) \
+	  $(if $(TORCH_BUILD),echo "This package index has no torch $(3)$(TORCH_BUILD); installing its ordinary build$(COMMA) which may be large. TORCH_INDEX=URL adds another index.";) \
 	  .ci/step "$(@D)/torch.log" "Installing torch $(3)" "$(@D)/bin/python" $(PIP) -c $(2) setuptools "torch==$(3)"; fi
 	@.ci/step "$(@D)/flatout.log" "Installing flatout$(1)" "$(@D)/bin/python" $(PIP) -c $(2) --no-build-isolation -e ".$(1)"
 	@touch "$@"
 endef
 
-# The demo and the tests share an environment: the tests add their tools to what the demo installed.
+# The demo and the tests share an environment; the tests add their tools to it.
 .venv/test/.demo: pyproject.toml constraints.txt
 	$(call environment,,constraints.txt,$(TORCH))
 
@@ -96,10 +96,10 @@ test-fast: .venv/test/.installed
 	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) -m "not slow and not faults and not gpu" -q $(ARGS)
 
 test: check
-	@echo "pytest: finding the tests takes about half a minute"
+	@echo "pytest: collecting the tests takes about half a minute"
 	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) $(ARGS)
 
-# Warnings of compilers and drivers are no failures here. A test that hangs in the driver takes its process along, and no other.
+# Warnings from compilers and drivers do not fail these tests. A test that hangs in the driver ends only its own process.
 test-gpu: .venv/test/.installed
 	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 .venv/test/bin/python -m pytest -m $(GPU) -q -W default --disable-warnings \
 	  -n logical --maxprocesses 12 --dist worksteal --timeout 300 --timeout-method thread $$(grep -rlE "mark\.gpu" tests --include="test_*.py") $(ARGS)

@@ -35,7 +35,7 @@ QUICK = {("list",), ("runs",), ("--help",), ("--version",)}
 
 
 def documents(root):
-    names = ("README.md", "CHANGELOG.md", "LOG.md", "SECURITY.md")
+    names = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LOG.md", "SECURITY.md")
     return [*(root / name for name in names), *sorted((root / "docs").rglob("*.md"))]
 
 
