@@ -1,3 +1,1 @@
-"""A run's configuration: its schema, `section.key=value` overrides, and the messages that answer a
-mistake.
-"""
+"""The configuration of a run: its schema, `section.key=value` overrides, and error messages."""

@@ -1,4 +1,4 @@
-"""Error messages for a wrong config: the key that was meant, the values it takes, its help."""
+"""Error messages for config mistakes: the key that was likely meant, its values and its help."""
 
 from __future__ import annotations
 
@@ -112,11 +112,11 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
             f"{key}={first['input']!r} is not valid: {key} is a section.",
             fix=f"Set one of its keys: {', '.join(inside)}.",
         )
-    wanted = dict.fromkeys(
+    expected = dict.fromkeys(
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
     )
     field = field_at(section, key.removeprefix(prefix))
-    about = f" {key}: {field.description}" if field and field.description else ""
+    help_text = f" {key}: {field.description}" if field and field.description else ""
     default = _default(field)
     change = (
         f"Change it, or leave it at its default, {default}."
@@ -124,8 +124,8 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         else "Change it, or leave it out."
     )
     return ConfigError(
-        f"{key}={first['input']!r} is not valid: it must be {' or '.join(wanted)}.",
-        fix=f"{change}{about}",
+        f"{key}={first['input']!r} is not valid: it must be {' or '.join(expected)}.",
+        fix=f"{change}{help_text}",
     )
 
 
@@ -150,7 +150,7 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def same_key(name: str, known: list[str]) -> str | None:
-    """Return the key whose last part or name in another tool is `name`, or None."""
+    """Return the key that has `name` as its last part or as its name in another tool, or None."""
     plain = name.lower().replace("-", "_")
     return _by_last(known).get(plain) or NAMES_ELSEWHERE.get(plain)
 

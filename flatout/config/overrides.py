@@ -14,7 +14,7 @@ from flatout.errors import ConfigError
 
 
 def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[str, Any]:
-    """Return the values of overrides by dotted key; the keys are not checked yet.
+    """Return the values of overrides by dotted key, without checking the keys.
 
     Raises: ConfigError when an item is not an override.
     """
@@ -31,7 +31,7 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[
 
 
 def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
-    """Return an override's value, parsed as YAML; the value of a text key stays text."""
+    """Return an override's value: parsed as YAML, or as text for a text key."""
     field = field_at(section, key)
     if field is None or field.annotation not in (str, str | None):
         try:

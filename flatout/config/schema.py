@@ -1,4 +1,4 @@
-"""RunConfig: everything a run depends on, in frozen sections that refuse unknown keys.
+"""RunConfig: everything a run depends on, in frozen sections that reject unknown keys.
 
 A config has three layers: the defaults in `sections.py`, a recipe's YAML, and `section.key=value`
 overrides. Alternative keys (`train.steps`, `train.tokens`, `train.epochs`) replace each other
@@ -42,13 +42,13 @@ ALTERNATIVES = (
     {"train.steps", "train.tokens", "train.epochs"},
     {"checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.every_epochs"},
 )
-"""Alternative keys: setting one in a later layer clears the others."""
+"""Groups of alternative keys: setting one in a later layer clears the others."""
 
 MAPPINGS = {"data.mix"}
 """Keys whose value is a mapping, which a later layer replaces as a whole."""
 
 BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
-"""Any two determine the third: a layer that sets two clears the third in the layers below."""
+"""Two of them determine the third: a layer that sets two clears the third in the layers below."""
 
 
 class RunConfig(Section):
@@ -57,7 +57,7 @@ class RunConfig(Section):
     format_version: int = FORMAT_VERSION
     """Version of the config format."""
     name: str = "run"
-    """Name of the recipe, from which the run directory takes its default name."""
+    """Name of the recipe; the default name of the run directory starts with it."""
     model: ModelConfig = ModelConfig()
     """The model."""
     data: DataConfig = DataConfig()
@@ -90,7 +90,7 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_of_each(self) -> Self:
+    def _consistent(self) -> Self:
         if self.schedule.min_lr > self.optim.lr:
             raise ConfigError(
                 f"schedule.min_lr={self.schedule.min_lr:g} is above optim.lr={self.optim.lr:g}.",
@@ -100,7 +100,7 @@ class RunConfig(Section):
             stated = sorted(key for key in group if self.value(key) is not None)
             if len(stated) > 1:
                 raise ConfigError(
-                    f"{' and '.join(stated)} state the same thing twice.",
+                    f"{' and '.join(stated)} cannot be set together.",
                     fix=f"Keep one of {', '.join(sorted(group))}.",
                 )
         return self
@@ -212,8 +212,8 @@ def _checked(document: Mapping[str, Any]) -> RunConfig:
 def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:
     """Return the keys in which `wanted` differs from `stored`, as `key: stored -> wanted`.
 
-    A value that `wanted` leaves open (None, auto) does not differ, and keys that start with an
-    entry of `free` are ignored.
+    Values that `wanted` leaves open (None, auto) do not count as different, nor do keys that start
+    with an entry of `free`.
     """
     old, new = flat(stored.to_dict()), flat(wanted.to_dict())
     changed = (

@@ -24,7 +24,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields.get(info.field_name or "")
         if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
             raise PydanticCustomError("no_number", "something other than true or false")
@@ -37,9 +37,9 @@ class ModelConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     kind: str = "transformer"
-    """A file of flatout/models, or package.module:MyModel."""
+    """A file in flatout/models, or package.module:MyModel."""
     vocab_size: int | None = Field(None, ge=1)
-    """Rows of the embedding; None takes the vocabulary size of the dataset."""
+    """Rows of the embedding; None means the vocabulary size of the dataset."""
 
     def own(self) -> dict[str, Any]:
         """Return the keys of the chosen model."""
@@ -47,18 +47,18 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What to train on, and how it is cut into sequences."""
+    """The dataset to train on, and how it is cut into sequences."""
 
     path: str | None = None
     """Directory that `flatout prepare` wrote, or its URL (s3://bucket/data). Set path or mix."""
     mix: dict[str, float] | None = None
     """Several datasets prepared with one tokenizer, and the weight of each: {data/book: 3,
     data/code: 1} reads three sequences of the first for each sequence of the second. At any step of
-    the run the proportion is exact to less than one sequence; weights are rounded to 1 in 65,536,
-    which is the smallest share. Each dataset has its own epochs and its own score, and the
-    validation loss is their mean with these weights."""
+    the run the proportion is exact to less than one sequence; weights are rounded to multiples of
+    1/65,536, which is the smallest share. Each dataset has its own epochs and its own score, and
+    the validation loss is the mean of the scores with these weights."""
     seq_len: int = Field(256, ge=1)
-    """Tokens in one training sequence (T)."""
+    """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
     """Optimiser steps that the feed reads ahead."""
     document_mask: bool = False
@@ -66,7 +66,7 @@ class DataConfig(Section):
 
     @field_validator("mix", mode="before")
     @classmethod
-    def _folders_have_weights(cls, mix: Any) -> Any:
+    def _check_mix(cls, mix: Any) -> Any:
         example = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
         if mix is None:
             return None
@@ -89,12 +89,12 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many tokens one optimiser step sees. Set two of the three keys; the third follows."""
+    """How many tokens each optimiser step sees. Set two of the three keys; the third follows."""
 
     tokens_per_step: int | None = Field(None, ge=1)
     """Tokens per optimiser step, summed over ranks and micro-batches."""
     rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Sequences in one micro-batch on one device."""
+    """Sequences per micro-batch on each device."""
     accumulate: int | None = Field(None, ge=1)
     """Micro-batches per optimiser step."""
 
@@ -103,7 +103,7 @@ class OptimConfig(Section):
     """The optimiser."""
 
     kind: str = "adamw"
-    """A file of flatout/optimizers, or package.module:my_optimizer."""
+    """A file in flatout/optimizers, or package.module:my_optimizer."""
     lr: float = Field(1e-3, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -121,7 +121,7 @@ class OptimConfig(Section):
     def _betas_in_range(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                f"optim.betas={list(self.betas)} must lie in [0, 1).",
+                f"optim.betas={list(self.betas)} must be in [0, 1).",
                 fix="Set optim.betas=[0.9,0.95].",
             )
         return self
@@ -162,8 +162,8 @@ class TrainConfig(Section):
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
     deterministic: bool = False
-    """Use only deterministic operations, and refuse others. On a GPU this is slower, and the only
-    way to make two runs, or a run and its resumed copy, equal bit for bit."""
+    """Use only deterministic operations, and refuse others. On a GPU this is slower, but the only
+    way to make two runs, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
@@ -173,8 +173,8 @@ class TrainConfig(Section):
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     """Validation tokens per evaluation during the run; the final one always uses all."""
     patience: int = Field(0, ge=0)
-    """Evaluations in a row without a better validation loss after which the run ends early; 0 never
-    ends it. The learning rate is planned for the whole run, so it is still high then."""
+    """Stop after this many evaluations in a row without a better validation loss; 0 turns this off.
+    The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Run directory (its best checkpoint) or checkpoint whose weights initialise this run; data,
     schedule, optimiser state and step start anew."""
@@ -187,7 +187,7 @@ class TrainConfig(Section):
     def _patience_counts_evaluations(self) -> Self:
         if self.patience and not self.eval_every:
             raise ConfigError(
-                f"train.patience={self.patience} counts evaluations during the run, and "
+                f"train.patience={self.patience} counts evaluations during the run, but "
                 f"train.eval_every=0 means that there are none.",
                 fix="Set train.eval_every to a number of steps, or leave train.patience out.",
             )
@@ -220,6 +220,6 @@ class ParallelConfig(Section):
     """How processes share the work; the product of the sizes is the number of processes."""
 
     replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Replicas of the model (DDP); auto uses the processes that `shard` leaves."""
+    """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
     shard: int = Field(1, ge=1)
     """Processes that weights, gradients and optimiser state are sharded over (fully_shard)."""

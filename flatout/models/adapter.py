@@ -28,8 +28,8 @@ EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): r
 class AdaptedModel(LanguageModel):
     """Runs a module whose `forward(idx, targets)` or `forward(idx)` returns logits.
 
-    They may be the first of a tuple. The loss is computed from the logits; a loss that the module
-    returns is ignored.
+    The logits may be the first element of a tuple. The loss is computed from them; a loss that the
+    module returns is ignored.
     """
 
     USES: ClassVar[tuple[str, ...]] = ()
@@ -61,28 +61,29 @@ class AdaptedModel(LanguageModel):
 
         Raises: ConfigError when `seq_len` exceeds what the module supports.
         """
-        most = getattr(config, cls.limit) if cls.limit else ANY_LENGTH
-        if seq_len > most:
+        limit = getattr(config, cls.limit) if cls.limit else ANY_LENGTH
+        if seq_len > limit:
             raise ConfigError(
-                f"data.seq_len={seq_len} exceeds model.{cls.limit}={most}.",
+                f"data.seq_len={seq_len} exceeds model.{cls.limit}={limit}.",
                 fix=f"Set model.{cls.limit}={seq_len}.",
             )
         return config  # type: ignore[no-any-return]
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that the module accepts: the value of its key `limit`."""
+        """The longest sequence that the module accepts: the value of the key that `limit` names."""
         return int(getattr(self.config, self.limit)) if self.limit else ANY_LENGTH
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the module's logits.
 
-        Modules such as nanoGPT's return the logits of all positions only with targets; they get the
-        tokens as targets.
+        Modules such as nanoGPT's return logits at every position only when they get targets, so the
+        tokens are passed as targets.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BTV.
-        Raises:  ShapeError when T exceeds what the module supports, or it does not return logits.
+        Raises:  ShapeError when T exceeds what the module supports, or the module does not return
+                 logits.
         """
         if tokens_BT.shape[1] > self.max_seq_len:
             raise ShapeError(
@@ -94,16 +95,16 @@ class AdaptedModel(LanguageModel):
         inputs = (tokens_BT, tokens_BT) if self._takes_targets else (tokens_BT,)
         outputs = self.module(*inputs)
         logits_BTV = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
-        wanted = (*tokens_BT.shape, self.config.vocab_size)
-        if not isinstance(logits_BTV, Tensor) or logits_BTV.shape != wanted:
-            found = (
+        expected = (*tokens_BT.shape, self.config.vocab_size)
+        if not isinstance(logits_BTV, Tensor) or logits_BTV.shape != expected:
+            actual = (
                 f"{tuple(logits_BTV.shape)}"
                 if isinstance(logits_BTV, Tensor)
                 else type(logits_BTV).__name__
             )
             raise ShapeError(
-                f"forward() of {type(self.module).__name__} returned {found} instead of logits of "
-                f"shape {wanted}.",
+                f"forward() of {type(self.module).__name__} returned {actual} instead of logits of "
+                f"shape {expected}.",
                 fix="Return logits, or (logits, loss), with model.vocab_size logits at every "
                 "position.",
             )
@@ -117,7 +118,7 @@ class AdaptedModel(LanguageModel):
         return hidden_BTD, hidden_BTD.new_empty(0)
 
     def logits(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
-        """Return the module's logits, which are multiplied by no output weight.
+        """Return the module's logits; there is no separate output weight.
 
         Shapes:  as `LanguageModel.logits`.
         """
@@ -137,8 +138,8 @@ class AdaptedModel(LanguageModel):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return torch's count of the FLOPs of the module's forward pass, times 3 for training.
 
-        It counts products and attention, masked scores included, so both figures follow PaLM's
-        convention. Custom kernels are not counted.
+        The count covers matrix products and attention, masked scores included, so both figures
+        follow PaLM's convention. Custom kernels are not counted.
         """
         twin = type(self).on_meta(self.config, self.ops)
         with FlopCounterMode(display=False) as counter:
@@ -162,7 +163,7 @@ class AdaptedModel(LanguageModel):
                 is_output = (
                     isinstance(module, nn.Linear) and module.out_features == self.config.vocab_size
                 )
-                # Other shapes, as those of convolutions, decay too and are not for Muon.
+                # Other shapes, such as those of convolutions, get weight decay but not Muon.
                 kinds[name] = "head" if is_output or parameter.dim() > 2 else "hidden"
         return kinds
 
@@ -191,12 +192,12 @@ def _loss_of_logits(
 
 
 def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[LanguageModel]:
-    """Return the model class of the modules that `build` returns, for `model.kind=my_module:MODEL`.
+    """Return a model class that wraps the modules of `build`, for `model.kind=my_module:MODEL`.
 
-    `build` is called with the keys under `model.`, which are its parameters: `vocab_size` and
-    others, which must have defaults. `limit` is the name of the parameter that sets the longest
-    sequence, such as block_size; None means no limit.
-    Raises: ConfigError when `build` has other parameters.
+    The parameters of `build` become the keys under `model.`: `vocab_size`, and others that must
+    have defaults. `limit` is the name of the parameter that sets the longest sequence, such as
+    block_size; None means no limit.
+    Raises: ConfigError when `build` lacks the parameter `vocab_size` or `limit`, or a default.
     """
     parameters = inspect.signature(build, eval_str=True).parameters
     required = [

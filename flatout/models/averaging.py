@@ -33,8 +33,8 @@ class Groups:
     document: Tensor
     """The document of each group (B, N), counted from 1 in its row; 0 where there is no group."""
     known: Tensor
-    """The latest complete group at each token, times S, plus the tokens since (B, T): no two tokens
-    share a number.
+    """The latest complete group at each token, times S, plus the tokens since (B, T). All tokens
+    of a row get different numbers.
     """
     is_known: Tensor
     """Whether there is such a group in the token's own document (B, T)."""
@@ -43,7 +43,7 @@ class Groups:
     def of(cls, doc_ids_BT: Tensor, scale: int) -> Self:
         """Return the groups of `scale` tokens.
 
-        Shapes:  doc_ids_BT (B, T) integers, with T at least the scale.
+        Shapes:  doc_ids_BT (B, T) integers, T >= scale.
         """
         rows, tokens = doc_ids_BT.shape
         device = doc_ids_BT.device
@@ -80,7 +80,7 @@ def group_means(drive_BTE: Tensor, scale: int, groups: Groups | None) -> Tensor:
 
 
 def latest_states(states_BNE: Tensor, scale: int, groups: Groups) -> Tensor:
-    """Return for each token the state of the latest complete group of its document, or zero.
+    """Return, for each token, the state of the latest complete group of its document, or zero.
 
     Shapes:  states_BNE (B, N, E).
     Returns: known_BTE.

@@ -1,4 +1,4 @@
-"""Incremental decoding: what a model keeps of the tokens it has read, so that one more is cheap.
+"""Incremental decoding: a model keeps state of the tokens it has read, so the next one is cheap.
 
 Letters: B rows, T tokens, V vocabulary, G key and value heads, S slots for keys, C head size.
 """
@@ -23,9 +23,9 @@ class Decoder(ABC):
     """
 
     max_tokens: int | None
-    """The most tokens that it reads; None is unlimited."""
+    """The maximum number of tokens; None means no limit."""
     num_tokens: int
-    """Tokens of each row that it has read."""
+    """Tokens read so far, per row."""
 
     def __init__(self, max_tokens: int | None) -> None:
         self.max_tokens = max_tokens
@@ -39,7 +39,7 @@ class Decoder(ABC):
     @final
     @torch.no_grad()
     def read(self, tokens_BT: Tensor) -> Tensor:
-        """Read more tokens, and return the logits of the next one.
+        """Read more tokens and return the logits of the next one.
 
         They equal those of a full pass over all tokens read.
 
@@ -50,8 +50,8 @@ class Decoder(ABC):
         num_tokens = tokens_BT.shape[1]
         if num_tokens < 1 or not self.has_room(num_tokens):
             raise ShapeError(
-                f"Cannot read {num_tokens} more tokens after {self.num_tokens} of at most "
-                f"{self.max_tokens}.",
+                f"Cannot read {num_tokens} more tokens: the decoder has read {self.num_tokens} of "
+                f"at most {self.max_tokens}.",
                 fix="Pass at least one token; when the decoder is full, start a new one with the "
                 "last part of the text.",
             )
@@ -70,7 +70,7 @@ class Decoder(ABC):
 
 @final
 class RecomputingDecoder(Decoder):
-    """Keeps the tokens and recomputes all of them: works for every model, but slowly."""
+    """Keeps the tokens and recomputes all of them: slow, but works for every model."""
 
     def __init__(self, next_logits: Callable[[Tensor], Tensor], max_tokens: int) -> None:
         super().__init__(max_tokens)
@@ -95,8 +95,8 @@ class KeyValueCache:
     modulo `size`: the slots are in order until all are used, then each new token replaces the
     oldest. Keys are stored with rotary positions applied.
 
-    Memory: 2 B G size C elements of the keys' dtype. All layers of GPT-2 124M hold 36 MiB per row
-            at 1,024 tokens in bf16.
+    Memory: 2 B G size C elements of the keys' dtype. All layers of GPT-2 124M take 36 MiB per row
+            for 1,024 tokens in bf16.
     """
 
     def __init__(self, size: int) -> None:

@@ -28,11 +28,11 @@ from flatout.ops import Ops
 INIT_STD = 0.02
 """Standard deviation of initial weights."""
 GATE_BIAS = -2.0
-"""An initial gate passes an eighth, so that a block starts out changing little."""
+"""An initial gate passes an eighth, so that each block changes little at first."""
 LEAN_CHUNK = 64
 """Tokens per chunk at which the matrices of powers are small compared with the states."""
 UNLIMITED = 2**40
-"""A sequence length that no sequence reaches."""
+"""Longer than any sequence."""
 
 
 class EigenstateConfig(LanguageModelConfig):
@@ -47,25 +47,25 @@ class EigenstateConfig(LanguageModelConfig):
     num_heads: int = Field(4, ge=1)
     """Groups of eigenstates that are coupled with each other (H), a divisor of num_eigenstates."""
     chunk_size: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Tokens that the fast recurrence processes at once; auto is 32 on a CPU and 128 on a GPU. It
-    changes no result.
+    """Tokens that the fast recurrence processes at once; auto is 32 on a CPU and 128 on a GPU. The
+    value does not change results.
     """
     eigenvalues: Literal["fixed", "selective"] = "fixed"
     """fixed (learned, the same for all tokens) or selective (the token determines how fast an
     eigenstate decays).
     """
     scales: tuple[int, ...] = (1,)
-    """How many tokens are averaged per step of a recurrence, for each of several in parallel: [1,
-    2, 4, 8] is the hierarchical form.
+    """Tokens averaged per step, one number for each of several parallel recurrences; [1, 2, 4, 8]
+    is the hierarchical form.
     """
     initialisation: Literal["long-memory", "published"] = "long-memory"
-    """long-memory (time constants log-uniform up to `memory` tokens) or published (a factor of at
-    most one half: 7 tokens).
+    """long-memory (time constants log-uniform up to `memory` tokens) or published (eigenvalues of
+    at most one half: a memory of 7 tokens).
     """
     memory: int | None = Field(None, ge=2)
-    """Longest initial time constant, in tokens; None takes data.seq_len."""
+    """Longest initial time constant, in tokens; None means data.seq_len."""
     d_ff: int | None = Field(None, ge=1)
-    """Width inside the MLP (F); None is 4 d_model."""
+    """Width inside the MLP (F); None means 4 d_model."""
     bias: bool = False
     """Biases in the linear layers and the norms; the gate always has one."""
     tied_head: bool = True
@@ -134,7 +134,7 @@ class Eigenstate(EmbeddingModel):
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that the model accepts: there is no limit."""
+        """The longest sequence that the model accepts; there is no real limit."""
         return UNLIMITED
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
@@ -184,8 +184,8 @@ class Eigenstate(EmbeddingModel):
     def flops_per_token(self, seq_len: int) -> Flops:
         """Return the training FLOPs per token, which do not depend on the sequence length.
 
-        The coupling is multiplied with real and imaginary parts, and so counts twice. The
-        recurrence itself is no matrix product by its definition.
+        The coupling multiplies both real and imaginary parts, so it counts twice. The recurrence
+        itself is not a matrix product and does not count.
         """
         couplings = (p.numel() for name, p in self.named_parameters() if name.endswith("coupling"))
         total = self.matmul_flops() + 6 * sum(couplings)
@@ -249,7 +249,7 @@ class RecurrentDecoder(Decoder):
         self._states = [[MemoryState() for _ in model.config.scales] for _ in model.blocks]
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Return the logits after these tokens, from them and the states that earlier ones left.
+        """Return the logits after these tokens, computed from them and the states before them.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.

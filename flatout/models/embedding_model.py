@@ -1,4 +1,4 @@
-"""What models share that embed tokens, normalise the last hidden states and multiply by a matrix.
+"""Base class of models with a token embedding, a final norm and an output weight.
 
 Letters: B rows, T tokens, D width, V vocabulary.
 """
@@ -16,7 +16,7 @@ from flatout.models.layers import Embedding, Linear
 class EmbeddingModel(LanguageModel):
     """A model with a token embedding, a final norm, and a tied or separate output weight.
 
-    A subclass creates them in its constructor, in the order in which it wants them drawn.
+    A subclass creates them in its constructor, in the order in which their weights are drawn.
     """
 
     token_embedding: Embedding
@@ -38,7 +38,7 @@ class EmbeddingModel(LanguageModel):
         return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Return the rows of each part of the matrices that are several stacked ones, by name."""
+        """Return the row counts of the parts of each matrix that stacks several, by name."""
         return {
             name: rows
             for name, _ in self.named_parameters()
@@ -48,13 +48,13 @@ class EmbeddingModel(LanguageModel):
 
     @abstractmethod
     def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
-        """Return the rows of `stacked_rows` by the endings of parameter names."""
+        """Return the row counts for `stacked_rows`, by the ending of the parameter name."""
 
     def matmul_flops(self) -> int:
         """Return the training FLOPs per token of the products with hidden matrices and the head.
 
-        A weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N in all, for a tied
-        head too; the look-up in the embedding is no product.
+        Each weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
+        tied head. The embedding look-up is not a product.
         """
         kinds = self.parameter_kinds()
         hidden = sum(p.numel() for name, p in self.named_parameters() if kinds[name] == "hidden")

@@ -48,7 +48,7 @@ class LanguageModelConfig(Section):
     vocab_size: int = Field(ge=1)
     """Rows of the embedding (V)."""
     logit_softcap: float | None = Field(None, gt=0)
-    """Limit the logits to plus or minus this by a tanh; None does not."""
+    """Limit the logits to plus or minus this value with a tanh; None means no limit."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the squared log of the softmax denominator in the training loss; a small one, such
     as 1e-4, keeps logits from drifting.
@@ -156,15 +156,15 @@ class LanguageModel(nn.Module, ABC):
         return capped(nn.functional.linear(hidden_B1D[:, 0], weight_VD), self.config.logit_softcap)
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
-        """Return a decoder of at most `max_tokens` tokens; None is as many as the model supports.
+        """Return a decoder of at most `max_tokens` tokens; None means the limit of the model.
 
-        This one works for any model and recomputes every token at each step. A model that can keep
-        what it has read returns its own decoder; one with a recurrent state needs no limit.
+        This default works for any model and recomputes every token at each step. A model that can
+        keep state returns its own decoder; one with a recurrent state needs no limit.
         """
         return RecomputingDecoder(self.next_logits, self.token_limit(max_tokens))
 
     def token_limit(self, max_tokens: int | None) -> int:
-        """Return the most tokens that a decoder reads when `max_tokens` are requested."""
+        """Return the decoder's token limit: `max_tokens`, capped at what the model supports."""
         return min(max_tokens or self.max_seq_len, self.max_seq_len)
 
     def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
@@ -210,9 +210,9 @@ class LanguageModel(nn.Module, ABC):
         """Return the kind of every parameter by its name."""
 
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
-        """Return the rows of each part of those hidden matrices that are several stacked ones.
+        """Return the row counts of the parts of each hidden matrix that stacks several, by name.
 
-        An optimiser that treats a matrix as a whole splits it into these parts.
+        An optimiser that treats matrices as a whole splits such a matrix into its parts.
         """
         return {}
 
@@ -245,7 +245,7 @@ def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
 
 
 def _keys_of_another_kind(error: ValidationError) -> ConfigError | None:
-    """Return the error for keys of another built-in model, as when a recipe sets them."""
+    """Return the error for keys that belong to another built-in model, or None."""
     unknown = [str(one["loc"][0]) for one in error.errors() if one["type"] == "extra_forbidden"]
     others = [
         kind
@@ -256,7 +256,7 @@ def _keys_of_another_kind(error: ValidationError) -> ConfigError | None:
         return None
     keys = " and ".join(f"model.{key}" for key in unknown)
     return ConfigError(
-        f"The requested model.kind has no {keys}; the model {others[0]!r} has.",
+        f"The requested model.kind has no {keys}; the model {others[0]!r} does.",
         fix="Remove it. If a recipe sets it, start from a recipe for the kind that you want, or "
         "write your own.",
     )

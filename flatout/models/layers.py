@@ -55,7 +55,7 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation in fp32, returned in the input's dtype; it shifts if there is a bias.
+    """Layer normalisation in fp32, returned in the input's dtype, with an optional bias.
 
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
@@ -120,9 +120,9 @@ class Rotary(nn.Module):
         self.register_buffer("sin", sin, persistent=False)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the factors of a vector and of its swapped halves.
+        """Return the factors for a vector and for its swapped halves.
 
-        These are each cosine twice, and the sines with the first half negated.
+        The first table repeats each cosine, the second each sine with its first half negated.
         """
         exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64)
         exponent = exponent / self.head_dim
@@ -245,7 +245,7 @@ class _SquaredReLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        """Return the square; its root is kept for backward."""
+        """Return the square; the positive part is kept for backward."""
         positive = hidden.relu()
         ctx.save_for_backward(positive)
         return positive * positive

@@ -36,7 +36,7 @@ class MemoryState:
     last: Tensor | None = None
     """The last state (B, E); None before the first."""
     pending: Tensor | None = None
-    """Drive (B, T, E) of tokens that do not fill a group of `scale` yet."""
+    """Drive (B, T, E) of the tokens that do not yet fill a group of `scale`."""
 
 
 class Recurrence(nn.Module):
@@ -70,7 +70,7 @@ class Recurrence(nn.Module):
         self.coupling = nn.Parameter(torch.zeros(num_eigenstates, num_eigenstates // num_heads))
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        """Return what each token reads from the tokens up to it.
+        """Return the output for each token, computed from the tokens up to it.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
@@ -95,9 +95,9 @@ class Recurrence(nn.Module):
         return self.memories  # type: ignore[return-value]
 
     def _output(self, hidden_BTD: Tensor, calls: list[Callable[..., Tensor]]) -> Tensor:
-        """Return the output, from the states that one call per memory returns.
+        """Return the output, computed from the states that the call for each memory returns.
 
-        The pace of a selective recurrence is a factor of its decay, from 0 to 2.
+        The pace of a selective recurrence multiplies its decay rate by a factor from 0 to 2.
         """
         pace_BTK = (
             None
@@ -252,9 +252,9 @@ class Memory(nn.Module):
     def _by_token(
         self, states_BNE: Tensor, before_BE: Tensor | None, start: int, tokens: int
     ) -> Tensor:
-        """Return for each token from `start` on the state of the latest complete group.
+        """Return, for each token from `start` on, the state of the latest complete group.
 
-        Before the first group that is `before_BE`, or zero.
+        Before the first group it is `before_BE`, or zero.
         """
         if self.scale == 1:
             return states_BNE

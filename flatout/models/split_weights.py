@@ -1,9 +1,9 @@
-"""fp32 weights in two parts: their bfloat16, which products read directly, and its rounding error.
+"""fp32 weights in two parts: a bfloat16, which products read directly, and its rounding error.
 
 Under autocast a weight is rounded to bfloat16 for every product in every micro-batch, and the
 rounded copy is kept for backward. Here the rounded weight is stored, with the other 16 bits beside
 it for everything that needs them: the optimiser's update, rows of an embedding, a checkpoint. Only
-the storage changes: all code sees a tensor of fp32 with a gradient of fp32.
+the storage changes: all code sees an fp32 tensor with an fp32 gradient.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ELEMENTWISE_MOVES = {
     _aten.slice.Tensor,
     _aten.select.int,
 }
-"""Operations that move numbers without changing them."""
+"""Operations that move elements without changing them."""
 
 
 @cache
@@ -56,9 +56,9 @@ class SplitTensor(Tensor):
     """An fp32 tensor that is stored as `high` (bfloat16) and `low` (int16).
 
     A conversion to bfloat16 returns `high`. Rows of an embedding are looked up in both parts and
-    joined. Operations that only move numbers act on both parts. torch's fused AdamW is one kernel
-    on a GPU (`flatout.ops.split_update`). All other operations act on the joined fp32 tensor, and
-    what they write is split again.
+    joined. Operations that only move elements act on both parts. torch's fused AdamW becomes one
+    kernel on a GPU (`flatout.ops.split_update`). All other operations act on the joined fp32
+    tensor, and their results are split again if they write in place.
     """
 
     high: Tensor
@@ -116,7 +116,7 @@ class SplitTensor(Tensor):
                 first._assign(args[1])
                 return first
         if isinstance(first, (list, tuple)) and func._schema.arguments[0].is_write:
-            rest = _after_kernel(args, kwargs) if func is _aten._fused_adamw_.default else args
+            rest = _run_kernel(args, kwargs) if func is _aten._fused_adamw_.default else args
             for piece in _in_pieces(rest):
                 _on_joined(func, piece, kwargs)
             return None
@@ -173,10 +173,10 @@ def decay_and_add(
         torch._foreach_add_(targets, added, alpha=alpha)
 
 
-def _after_kernel(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
+def _run_kernel(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     """Run `split_update.adamw` on the weights that it supports, and return the other arguments.
 
-    These are the arguments of torch's fused AdamW.
+    The arguments are those of torch's fused AdamW.
     """
     weights, gradients, exp_avgs, exp_avg_sqs, _, steps = args
     if (
@@ -210,7 +210,7 @@ def _columns(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
 
 
 def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on joined weights, and split those that it writes to again."""
+    """Run an operation on joined weights, and split those that it writes to."""
     written: dict[int, tuple[SplitTensor, Tensor]] = {}
 
     def joined(value: Any) -> Any:
@@ -230,7 +230,7 @@ def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield the arguments of an operation on many tensors in pieces of bounded size.
 
-    Each of its lists has one entry per tensor, or none.
+    Each list among the arguments has one entry per tensor, or is empty.
     """
     count = len(args[0])
     start, weights = 0, 0
@@ -245,7 +245,7 @@ def _in_pieces(args: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def split_weights(model: LanguageModel, _mesh: object) -> LanguageModel:
-    """Split every matrix of the model in place; vectors have too few numbers to matter."""
+    """Split every matrix of the model in place; vectors are too small to matter."""
     kinds = model.parameter_kinds()
     for name, parameter in list(model.named_parameters()):
         if kinds[name] != "vector" and parameter.dtype == torch.float32:

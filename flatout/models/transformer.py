@@ -35,15 +35,15 @@ class TransformerConfig(LanguageModelConfig):
     num_heads: int = Field(6, ge=1)
     """Query heads (H)."""
     num_kv_heads: int | None = Field(None, ge=1)
-    """Key and value heads (G), a divisor of num_heads; None is one per query head."""
+    """Key and value heads (G), a divisor of num_heads; None means one per query head."""
     head_dim: int | None = Field(None, ge=1)
-    """Size of a head (C); None is d_model / num_heads."""
+    """Size of a head (C); None means d_model / num_heads."""
     d_ff: int | None = Field(None, ge=1)
-    """Width inside the MLP (F); None is 4 d_model, or for swiglu 8/3 d_model rounded up to a
+    """Width inside the MLP (F); None means 4 d_model, or for swiglu 8/3 d_model rounded up to a
     multiple of 64.
     """
     max_seq_len: int | None = Field(None, ge=1)
-    """Positions of the model; sequences and prompts may be shorter. None takes data.seq_len."""
+    """Positions of the model; sequences and prompts may be shorter. None means data.seq_len."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """layernorm or rmsnorm, before attention, before the MLP and after the last block."""
     positions: Literal["learned", "rotary"] = "rotary"
@@ -65,7 +65,7 @@ class TransformerConfig(LanguageModelConfig):
     checkpoints use 1e-6.
     """
     window: int | None = Field(None, ge=1)
-    """Keys that a query sees, its own included; None is all up to its own."""
+    """Keys that a query sees, its own included; None means all up to its own."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of components dropped from the embedding and from the output of each attention and
     MLP.
@@ -109,7 +109,7 @@ class TransformerConfig(LanguageModelConfig):
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ConfigError(
-                f"Rotary positions need an even head size, and it is {self.head_size}.",
+                f"Rotary positions need an even head size, but it is {self.head_size}.",
                 fix=f"Set model.head_dim={self.head_size + 1}, or model.positions=learned.",
             )
         return self
@@ -140,9 +140,9 @@ class Transformer(EmbeddingModel):
 
     @classmethod
     def fitted(cls, config: TransformerConfig, seq_len: int) -> TransformerConfig:
-        """Return the configuration with `seq_len` positions, unless it sets their number.
+        """Return the configuration with `seq_len` positions, unless it sets max_seq_len.
 
-        Raises: ConfigError when it sets fewer.
+        Raises: ConfigError when max_seq_len is below `seq_len`.
         """
         if config.max_seq_len is None:
             return config.model_copy(update={"max_seq_len": seq_len})
@@ -237,7 +237,7 @@ class CachingDecoder(Decoder):
         self._caches = [KeyValueCache(size) for _ in model.blocks]
 
     def scores_after(self, tokens_BT: Tensor) -> Tensor:
-        """Return the logits after these tokens, from them and the cached keys and values.
+        """Return the logits after these tokens, computed from them and the cached keys and values.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.

@@ -182,17 +182,17 @@ def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] |
 
 def _by_kernel(
     kernel: ModuleType,
-    otherwise: Callable[..., Tensor],
+    fallback: Callable[..., Tensor],
     q_BHTC: Tensor,
     k_BGSC: Tensor,
     v_BGSC: Tensor,
     doc_ids_BT: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Call the `attend` of a module, or another variant for inputs that it does not support."""
+    """Call the `attend` of a module, or `fallback` for inputs that it does not support."""
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     if not kernel.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
-        return otherwise(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+        return fallback(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
     return _on_gpu(kernel.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
@@ -204,9 +204,9 @@ def _on_gpu(
     doc_ids_BT: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """Call a GPU kernel; elsewhere `fused`.
+    """Call a GPU kernel, or `fused` without a GPU.
 
-    Fake tensors count the memory of a GPU run, so they get `fused` without the mask, which the
+    Fake tensors estimate the memory of a GPU run, so they get `fused` without the mask, which the
     kernel does not build.
     """
     if q_BHTC.is_cuda:

@@ -134,7 +134,7 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """`reference` in chunks of a few thousand targets, so that all logits never exist at once.
 
-    The gradients are computed together with the loss, before backward asks for them.
+    The gradients are computed together with the loss, before backward needs them.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -167,7 +167,7 @@ def triton(
     Source:  the running maximum of the logits: Milakov and Gimelshein 2018, arXiv:1805.02867;
              gradients in place: Hsu et al. 2024, arXiv:2410.10989.
     """
-    # Fake tensors count the memory of a GPU run.
+    # Fake tensors estimate the memory of a GPU run.
     runs = triton_kernels.run_on(hidden_BTD) or isinstance(hidden_BTD, FakeTensor)
     by_rows = runs and torch.float64 not in (hidden_BTD.dtype, weight_VD.dtype)
     return _in_chunks(
@@ -219,8 +219,8 @@ def _by_liger(
         # The kernel computes no gradient for the weight alone.
         hidden_ND = hidden_ND.detach().requires_grad_()
     function: Any = LigerFusedLinearCrossEntropyFunction
-    # bias, class weights, ignored target, z-loss, smoothing, reduction, cap, z-loss apart, dtype in
-    # which the weight's gradient is accumulated
+    # bias, class weights, ignored target, z-loss, smoothing, reduction, softcap, whether to return
+    # the z-loss separately, dtype in which the weight's gradient is accumulated
     options = (None, None, IGNORED, z_loss, 0.0, "sum", softcap, False, torch.float32)
     loss_sum: Tensor = function.apply(hidden_ND, weight_VD, targets_N, *options)[0]
     return loss_sum

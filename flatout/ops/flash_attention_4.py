@@ -41,7 +41,7 @@ def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int
 def attend(
     q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
 ) -> Tensor:
-    """Return causal attention; `takes` allows only a `doc_ids_BT` and `window` that mask nothing.
+    """Return causal attention; `takes` ensures that `doc_ids_BT` and `window` mask nothing.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGTC, v_BGTC (B, G, T, C).
     Returns: out_BHTC, in autocast's dtype under autocast, laid out in memory as (B, T, H, C).

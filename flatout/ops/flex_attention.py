@@ -175,9 +175,9 @@ def _some_and_all_visible(
 
 
 def _counts_and_indices(is_wanted_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key blocks each query block reads, and the key blocks, those to read first.
+    """Return how many key blocks each query block reads, and the key blocks with those first.
 
-    The extra dimension of size 1 is that of the heads.
+    The extra dimension of size 1 stands for the heads.
     """
     wanted_B1NN = is_wanted_BNN[:, None].to(torch.int32)
     order_B1NN = wanted_B1NN.argsort(dim=-1, descending=True, stable=True)

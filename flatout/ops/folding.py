@@ -1,4 +1,4 @@
-"""Where an eigenstate network applies drive gains and state coupling: to activations or to weights.
+"""Drive gains and state coupling of an eigenstate network, applied to activations or to weights.
 
 Letters: D width, K eigenstates, E = 2 K: K real parts, then K imaginary parts; H heads of
          resonance, I and J eigenstates of a head.
@@ -25,8 +25,8 @@ class Weights(NamedTuple):
     gains: tuple[Tensor | None, ...]
     """Factor of the drive for each recurrence, (K,) or per token (B, T, K); None is 1."""
     coupling: Tensor | None
-    """What each eigenstate adds from the others of its head (K, J), in units of RESONANCE; None
-    couples nothing.
+    """The share of the others of its head that each eigenstate adds (K, J), in units of RESONANCE;
+    None means no coupling.
     """
     output: Tensor
     """From the states back to the hidden states (D, E)."""
@@ -77,7 +77,7 @@ def scaled(drive_BTE: Tensor, gain: Tensor | None) -> Tensor:
 
 
 def coupled(states_BTE: Tensor, coupling_KJ: Tensor | None) -> Tensor:
-    """Add to each eigenstate a little of the others of its head; None couples nothing.
+    """Add to each eigenstate a little of the others of its head; None means no coupling.
 
     Shapes:  states_BTE (B, T, E); coupling_KJ (K, J), J eigenstates per head.
     Returns: states_BTE.

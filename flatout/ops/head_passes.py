@@ -36,9 +36,9 @@ def gradient(
 
     Shapes:  grad_q_BHTC (B, H, T, C); grad_k_BGTC, grad_v_BGTC (B, G, T, C), in any layout;
              product_BTE (B, T, E); gain_NC (N, C); tables (T, C).
-    Returns: (grad_BTE in the product's dtype, grad_gain_NC in fp32, with no rows without a gain).
+    Returns: (grad_BTE in the product's dtype, grad_gain_NC in fp32, empty without a gain).
     Cost:    reads the three gradients, and with a gain the query and key part of the product;
-             writes the packed gradient; nothing else is as long as the sequences.
+             writes the packed gradient; nothing else grows with the number of tokens.
     """
     product_BTE = product_BTE.contiguous()
     grad_BTE = torch.empty_like(product_BTE)
@@ -81,7 +81,7 @@ def _launch(
 ) -> Tensor:
     """Write the gradient of some heads of the product, and return that of their gains.
 
-    Returns: grad_gain_HC, with no rows without a gain.
+    Returns: grad_gain_HC, empty without a gain.
     """
     grad_BHTC = grad_BHTC if grad_BHTC.stride(3) == 1 else grad_BHTC.contiguous()
     rows, heads, tokens, size = grad_BHTC.shape

@@ -16,7 +16,7 @@ from flatout.errors import ShapeError
 from flatout.ops import at_least_fp32, head_passes, triton_kernels
 
 EPS = 1e-5
-"""Added to a mean square before its root is taken, by default."""
+"""Added by default to a mean square before its root is taken."""
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries (B, H, T, C), keys (B, G, T, C), values (B, G, T, C)."""
@@ -104,8 +104,8 @@ def packed(
     """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU.
 
     The kernel reads three gradients and writes the packed one. The forward pass is `reference` when
-    compiled, whose passes the compiler fuses, and `fused` otherwise. `fused` does both passes where
-    nothing is normalised or rotated, on a CPU, where Triton does not run, and in fp64.
+    compiled, since the compiler fuses its passes, and `fused` otherwise. `fused` does both passes
+    when nothing is normalised or rotated, on a CPU, where Triton does not run, and in fp64.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -268,8 +268,8 @@ def _split(
     table = (qkv_BTE.shape[1], head_dim)
     given = (gain_NC, cos_TC, sin_TC)
     fits = all(
-        tensor is None or tensor.shape == wanted
-        for tensor, wanted in zip(given, ((sum(counts), head_dim), table, table), strict=True)
+        tensor is None or tensor.shape == expected
+        for tensor, expected in zip(given, ((sum(counts), head_dim), table, table), strict=True)
     )
     if rest or not fits or (cos_TC is None) != (sin_TC is None):
         shapes = [None if tensor is None else tuple(tensor.shape) for tensor in given]

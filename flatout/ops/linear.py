@@ -44,10 +44,10 @@ def onednn(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """`reference` by oneDNN for fp32 on a CPU, forward and backward; `reference` for all else.
+    """`reference` by oneDNN for fp32 on a CPU, forward and backward; otherwise `reference`.
 
     torch uses MKL for fp32 products on a CPU, which on CPUs not made by Intel uses 256-bit vectors;
-    oneDNN, which torch includes too, uses 512-bit vectors where they exist. The order of summation
+    oneDNN, which torch also includes, uses 512-bit vectors where they exist. The order of summation
     differs, so results are equal up to rounding.
 
     Shapes:  as `reference`.

@@ -1,9 +1,9 @@
 """The loss of ops/cross_entropy.py, computed for one chunk of targets at a time.
 
-In a compiled model each loop over chunks is one custom op. If the compiler traced the loop it would
-move all products to the front, which again holds all logits at once.
+In a compiled model each loop over chunks is one custom op. If the compiler traced the loop, it
+would move all products to the front and hold all logits in memory again.
 
-Letters: N targets, C targets of a chunk, D width, V vocabulary.
+Letters: N targets, C targets per chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 IGNORED = -1
-"""The target that is not counted."""
+"""The target of positions that the loss ignores."""
 LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
 """How many logits to hold at once: enough rows for full-rate products, few enough to save memory.
 """
@@ -229,13 +229,13 @@ def chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
-    Chunks thus have few different lengths, which share compiled code.
+    This keeps the number of different lengths small, so that chunks share compiled code.
 
     Shapes:  as `loss_and_gradients`; yields (rows, chunk_CD, targets_C).
     """
-    most = max(logits_at_once["cuda" if on_gpu(hidden_ND) else "cpu"] // vocab_size, 1)
+    limit = max(logits_at_once["cuda" if on_gpu(hidden_ND) else "cpu"] // vocab_size, 1)
     size = max(len(targets_N), 1)
-    while size > most:
+    while size > limit:
         size = -(-size // 2)
     for start in range(0, len(targets_N), size):
         rows = slice(start, start + size)
@@ -243,7 +243,7 @@ def chunks(
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a GPU, or fake: fake tensors count the memory of a GPU run.
+    """Return whether the tensor is on a GPU, or fake and so estimates the memory of a GPU run.
 
     Shapes:  any.
     """
@@ -256,7 +256,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return the logits limited by a tanh to plus or minus the cap; unchanged without a cap.
+    """Return the logits, limited by a tanh to plus or minus the cap if there is one.
 
     Shapes:  any.
     """

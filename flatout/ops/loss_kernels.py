@@ -58,7 +58,7 @@ def _log_sum(
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The logsumexp of a row; each lane keeps a maximum of its own until the end."""
+    """The logsumexp of a row; each lane keeps its own maximum until the end."""
     largest, total = tl.full((BLOCK,), LEAST, tl.float32), tl.full((BLOCK,), 0.0, tl.float32)
     for begin in range(0, VOCAB, BLOCK * AT_ONCE):
         blocks = _blocks(
@@ -83,8 +83,8 @@ def losses_and_gradient(
 ):  # fmt: skip
     """Write the loss of a row, and with GRADIENT overwrite the row with its gradient times SCALE.
 
-    The row of an ignored target is not read. Rows are STRIDE logits apart; those up to PADDED
-    belong to the row and contain nothing.
+    The row of an ignored target is not read. Rows are STRIDE logits apart; the logits from VOCAB to
+    PADDED are padding.
     """
     number = tl.program_id(0)
     row, v = product + number.to(tl.int64) * STRIDE, tl.arange(0, BLOCK)
@@ -92,13 +92,13 @@ def losses_and_gradient(
     if target < 0:
         tl.store(losses + number, 0.0)
         if GRADIENT:
-            nothing = tl.full((BLOCK,), 0.0, tl.float32).to(product.dtype.element_ty)
+            zeros = tl.full((BLOCK,), 0.0, tl.float32).to(product.dtype.element_ty)
             for begin in range(0, VOCAB, BLOCK):
-                tl.store(row + begin + v, nothing, mask=begin + v < PADDED)
+                tl.store(row + begin + v, zeros, mask=begin + v < PADDED)
     else:
-        wanted = _capped(tl.load(row + target).to(tl.float32), CAP)
+        correct = _capped(tl.load(row + target).to(tl.float32), CAP)
         log_sum = _log_sum(row, v, CAP, VOCAB, PADDED, AT_ONCE, BLOCK)
-        tl.store(losses + number, log_sum - wanted + Z_LOSS * log_sum * log_sum)
+        tl.store(losses + number, log_sum - correct + Z_LOSS * log_sum * log_sum)
         if GRADIENT:
             factor = SCALE * (1.0 + 2.0 * Z_LOSS * log_sum)
             for begin in range(0, VOCAB, BLOCK * AT_ONCE):

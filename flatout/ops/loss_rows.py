@@ -4,7 +4,7 @@ The kernel overwrites each row of logits with its gradient, so that a chunk can 
 the same memory; all chunks share one buffer. The products accumulate the weight's gradient in fp32.
 A compiled model calls the loop over chunks as one custom op.
 
-Letters: N targets, C targets of a chunk, D width, V vocabulary.
+Letters: N targets, C targets per chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from flatout.ops import at_least_fp32, linear
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of X, XX'X and XX'XX'X: steep at 0, so that small singular values grow fast; the
-values converge near 1, not to it.
+values end up near 1 without converging to it.
 """
 ITERATIONS = 5
 SMALLEST_NORM = 1e-12
@@ -73,11 +73,11 @@ def _compiled_for_each_shape() -> Callable[[Tensor], Tensor]:
 def onednn(matrices_NRC: Tensor) -> Tensor:
     """`reference` with the products of `flatout.ops.linear.onednn_product`, for fp32 on a CPU.
 
-    These compute left @ right'; G is symmetric, so no copy is needed.
+    oneDNN computes left @ right'; G is symmetric, so no copy is needed.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `reference`; aX is part of the factor, as a on its diagonal.
+    Cost:    as `reference`; aX is part of the product, since a is added to the factor's diagonal.
     """
     stack_NRC = _normalised(matrices_NRC)
     if not linear.onednn_fits(stack_NRC, stack_NRC):

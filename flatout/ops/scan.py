@@ -227,8 +227,8 @@ def _solved(
 class _Scan(torch.autograd.Function):
     """States starting from zero.
 
-    The gradient of a recurrence is the same recurrence with conjugate eigenvalues, run from the end
-    back.
+    The gradient of a recurrence is the same recurrence with conjugate eigenvalues, run from the
+    last token to the first.
     """
 
     @staticmethod
@@ -291,12 +291,12 @@ def _conjugate_products(
 
 
 def _shifted(tensor: Tensor) -> Tensor:
-    """Return at each token the value of the next one, and zeros at the last."""
+    """Return, for each token, the value at the next one, and zeros for the last."""
     return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1)
 
 
 def _resets(doc_ids_BT: Tensor | None) -> Tensor | None:
-    """Return at which tokens the document changes."""
+    """Return whether each token starts a new document."""
     if doc_ids_BT is None:
         return None
     return functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0))

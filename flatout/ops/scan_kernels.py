@@ -28,11 +28,11 @@ def _times(a, b, c, d):
 
 
 @triton.jit
-def _replaced(one, other, reset, CUT: tl.constexpr):
-    """Replaced by zero where a document starts; multiplying by zero would keep a NaN."""
+def _reset(left, right, reset, CUT: tl.constexpr):
+    """Both values, or zero where a document starts; multiplying by zero would keep a NaN."""
     if CUT:
-        one, other = tl.where(reset, 0.0, one), tl.where(reset, 0.0, other)
-    return one, other
+        left, right = tl.where(reset, 0.0, left), tl.where(reset, 0.0, right)
+    return left, right
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _store(pointer, at, k, mask, real, imaginary, COUNT: tl.constexpr):
 def _store_polar(
     logs, angles, at, k, mask, log_decay, angle, COUNT: tl.constexpr, FORM: tl.constexpr
 ):
-    """Store the values of a step's own eigenvalues, if steps have their own."""
+    """Store the log decay and the angle of a step, if each step has its own eigenvalues."""
     if FORM == "polar":
         tl.store(logs + at * COUNT + k, log_decay, mask=mask)
         tl.store(angles + at * COUNT + k, angle, mask=mask)
@@ -73,7 +73,7 @@ def _program(chunks, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _factor(real, imaginary, log_decay, angle, FORM: tl.constexpr, BACKWARD: tl.constexpr):
-    """The factor of the state: the `fixed` one, or that of a step's own logarithm and angle.
+    """The factor of the state: the `fixed` one, or that of the step's own log decay and angle.
 
     Backward uses its conjugate.
     """
@@ -127,8 +127,8 @@ def _step(
 ):
     """Load a step.
 
-    Returns its index, whether it exists, what it adds, its logarithm and angle, and whether a
-    document starts with it.
+    Returns its index, whether it exists, its drive, its log decay and angle, and whether a document
+    starts there.
     """
     at, mask = row * steps + step, inside & (step < steps)
     real, imaginary = _load(drive, at, k, mask, COUNT)
@@ -168,8 +168,8 @@ def walk(
 ):  # fmt: skip
     """Walk a chunk and store the state `after` each step, `before` each, or where the chunk `ends`.
 
-    With the end, the sums of the steps' own logarithms and angles are stored, in fp64: a product of
-    rounded factors would multiply their errors.
+    With `ends`, the sums of the steps' own log decays and angles are stored too, in fp64: a product
+    of rounded factors would multiply their errors.
     """
     row, chunk, k = _program(chunks, COUNT, BLOCK)
     inside, here = k < COUNT, row * chunks + chunk
@@ -196,8 +196,8 @@ def walk(
             if ADDS_FIRST:
                 real, imaginary = _times(real + added, imaginary + added_i, factor, factor_i)
                 log_sum, angle_sum = log_sum + log_decay, angle_sum + angle
-            real, imaginary = _replaced(real, imaginary, reset, CUT)
-            log_sum, angle_sum = _replaced(log_sum, angle_sum, reset, CUT)
+            real, imaginary = _reset(real, imaginary, reset, CUT)
+            log_sum, angle_sum = _reset(log_sum, angle_sum, reset, CUT)
             was_cut = was_cut | reset
             if not ADDS_FIRST:
                 real, imaginary = _times(real, imaginary, factor, factor_i)
@@ -249,7 +249,7 @@ def gradients(
             real, imaginary = real + added, imaginary + added_i
             _store(drive_grad, at, k, mask, real, imaginary, COUNT)
             real, imaginary = _times(real, imaginary, factor, factor_i)
-            real, imaginary = _replaced(real, imaginary, reset, CUT)
+            real, imaginary = _reset(real, imaginary, reset, CUT)
             along, across = (
                 real * before + imaginary * before_i,
                 imaginary * before - real * before_i,

@@ -3,9 +3,10 @@
 There are three passes. First, each program walks one chunk from a state of zero and stores the
 final state. The states that enter the chunks follow the same recurrence over these final states and
 are computed the same way. Then each program walks its chunk again from the state that enters it,
-and stores every state. Backward is the same from the end back, with conjugate eigenvalues; its last
-pass also computes the gradients of the eigenvalues. The drive and the gradient are read twice,
-states and results are written once; nothing else is as long as the sequences.
+and stores every state. Backward is the same from the last token to the first, with conjugate
+eigenvalues; its last pass also computes the gradients of the eigenvalues. The drive and the
+gradient are read twice, states and results are written once; nothing else grows with the number of
+tokens.
 
 Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary parts; S steps:
          tokens, or chunks of them; N chunks of steps; F levels: tokens, chunks, chunks of chunks.
@@ -40,7 +41,7 @@ class _Steps:
     """A recurrence over the steps of one level, and its division into chunks."""
 
     drive: Tensor
-    """What each step adds (B, S, E)."""
+    """The drive of each step (B, S, E)."""
     first: Tensor
     """Eigenvalues by level (F, E) when fixed; logarithms (B, S, K) when polar."""
     second: Tensor
@@ -52,8 +53,8 @@ class _Steps:
     backward: bool
     """Steps run from the last to the first, with conjugate eigenvalues."""
     adds_first: bool
-    """A state is multiplied after its step is added, not before: it is a gradient on its way to the
-    token before.
+    """A state is multiplied after its drive is added, not before: it is a gradient that flows to
+    the previous token.
     """
 
     @property
@@ -84,9 +85,10 @@ class _Steps:
         return kept_BSE
 
     def above(self) -> _Steps:
-        """Return the same recurrence over chunks.
+        """Return the same recurrence with chunks as its steps.
 
-        A chunk adds its final state when nothing enters it, and multiplies by all its eigenvalues.
+        The drive of a chunk is its final state when it starts from zero; its eigenvalue is the
+        product of those of its steps.
         """
         rows, _, parts = self.drive.shape
         ends_BNE = self.drive.new_empty(rows, self.chunks, parts, dtype=torch.float32)
@@ -103,7 +105,7 @@ class _Steps:
         return replace(over_chunks, first=logs_BNK, second=angles_BNK)
 
     def entering(self, start_BE: Tensor | None) -> Tensor | None:
-        """Return the state that enters each chunk (B, N, E); None stands for zeros."""
+        """Return the state that enters each chunk (B, N, E); None means zeros."""
         if self.chunks == 1:
             return start_BE
         above = self.above()

@@ -2,7 +2,7 @@
 
 A complex tensor holds its real and imaginary parts in the dimension before the last.
 
-Letters: B rows, T tokens, K eigenstates, C tokens of a chunk, N chunks, M = B N 2, P powers.
+Letters: B rows, T tokens, K eigenstates, C tokens per chunk, N chunks, M = B N 2, P powers.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def _in_parallel(
 ) -> Tensor:
     """Return the states of about sqrt(T) chunks that advance token by token in parallel.
 
-    Each chunk then gets the state carried in from the chunks before it. All of it is in fp64: the
-    rounding error of an eigenvalue counts ten thousand times in a state that lasts as many tokens.
-    The state before a document is not multiplied by zero, which would keep its NaN, but replaced by
-    zero.
+    Each chunk then gets the state carried in from the chunks before it. Everything is computed in
+    fp64: in a state that lasts ten thousand tokens, the rounding error of an eigenvalue counts ten
+    thousand times. At the start of a document the state is replaced by zero; multiplying it by zero
+    would keep a NaN.
     """
     tokens = drive_BT2K.shape[1]
     size = math.isqrt(tokens - 1) + 1

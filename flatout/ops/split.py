@@ -1,4 +1,4 @@
-"""fp32 numbers in two parts of 16 bits: their bfloat16, and the rounding error of that."""
+"""fp32 numbers in two parts of 16 bits: the nearest bfloat16, and its rounding error."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def split(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the nearest bfloat16 of each number, ties to even, and the distance of its bits.
+    """Return the nearest bfloat16 of each number, ties to even, and the distance of their bits.
 
     The distance is the lower half of the bits as a signed number: from one half on, rounding went
     up. 16 bits represent 65,536 distances, and an even bfloat16 is the nearest of 65,537 fp32
     numbers: the one halfway to the next larger magnitude moves by one unit in the last place,
-    towards the bfloat16. All others are kept exactly.
+    towards the bfloat16. All other numbers are exact.
 
     Shapes:  any, fp32.
     Returns: (high, low): bfloat16 and int16, of the same shape.

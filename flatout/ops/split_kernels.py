@@ -1,9 +1,10 @@
 """Triton kernels that update split weights; ops/split_update.py defines what they compute.
 
-One launch updates many tensors: `table` has a row of 64-bit numbers for each, the number of its
-weights and then the addresses of its parts. Programs along axis 1 are tensors; those along axis 0
-share the blocks of one. A weight is read once and written once. Operations are not fused with each
-other (enable_fp_fusion=False): each is rounded once, as torch's separate operations are.
+One launch updates many tensors: `table` has a row of 64-bit numbers for each, with the number of
+its weights and then the addresses of its parts. Programs along axis 1 are tensors; those along
+axis 0 share the blocks of one tensor. Each weight is read once and written once. Operations are not
+fused with each other (enable_fp_fusion=False), so each is rounded, as in torch's separate
+operations.
 """
 
 import triton
@@ -66,7 +67,7 @@ def _store_split(high, low, at, mask, weight):
 
 @triton.jit
 def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """AdamW. A row: weights, high, low, gradient, exp_avg, exp_avg_sq, step.
+    """AdamW. The fields of a row: weights, high, low, gradient, exp_avg, exp_avg_sq, step.
 
     `split_update.adamw` lists `numbers`, in fp64.
     """
@@ -98,7 +99,7 @@ def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def decay_and_add(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
-    """kept * weight + alpha * step. A row: weights, high, low, step, which has the dtype DTYPE.
+    """kept * weight + alpha * step. The fields of a row: weights, high, low, step of dtype DTYPE.
 
     `numbers`, in fp64: kept, alpha.
     """

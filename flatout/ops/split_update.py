@@ -25,12 +25,11 @@ BLOCK = 512
 8, parts would have to move between threads.
 """
 PROGRAMS = 1_024
-"""Most programs per tensor: enough to fill 132 multiprocessors, few enough that the work each does
-once per tensor is negligible.
+"""The maximum of programs per tensor: enough to fill 132 multiprocessors, and few enough to make
+the work that each does once per tensor negligible.
 """
 ADAMW_BYTES = {"high": 2 + 2, "low": 2 + 2, "gradient": 4, "exp_avg": 4 + 4, "exp_avg_sq": 4 + 4}
-"""What `adamw` reads and writes per weight, 28 bytes. A test counts the kernel's loads and stores.
-"""
+"""Bytes that `adamw` reads and writes per weight, 28 in all; a test counts the kernel's traffic."""
 
 
 def adamw_reference(
@@ -85,8 +84,7 @@ def adamw(
 ) -> None:
     """`adamw_reference` in Triton: one launch for all tensors, or two if some have odd sizes.
 
-    `fits` says which tensors it supports. The steps are read on the device, which nothing waits
-    for.
+    `fits` tells which tensors it supports. The steps are read on the device, so nothing waits.
 
     Shapes:  as `adamw_reference`; a gradient with another layout than its weight is copied first.
     Cost:    28 bytes per weight.
@@ -140,7 +138,7 @@ def decay_and_add(
 def fits(high: Tensor, low: Tensor, *moments: Tensor) -> bool:
     """Return whether the kernels can update a weight.
 
-    It must be on a GPU without gaps, and both parts and the moments must have the same layout.
+    It must be on a GPU and without gaps in memory, and all its tensors must have one layout.
 
     Shapes:  high (bfloat16) and low (int16); moments fp32, of the same shape.
     """
@@ -157,7 +155,7 @@ def fits(high: Tensor, low: Tensor, *moments: Tensor) -> bool:
 def _launch(
     kernel: str, columns: Sequence[Sequence[Tensor]], numbers: list[float], **constants: Any
 ) -> None:
-    """Run a kernel on rows of tensors: once for those that load as vectors, once for the others."""
+    """Run a kernel on all tensors: once for those that load as vectors, once for the others."""
     first = columns[0][0]
     rows: dict[bool, list[list[int]]] = {True: [], False: []}
     for tensors in zip(*columns, strict=True):

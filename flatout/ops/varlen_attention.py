@@ -1,7 +1,7 @@
 """Variable-length flash attention over packed documents on a GPU: `flatout.ops.attention.varlen`.
 
 Letters: B rows, T tokens, N = B T tokens of all rows, H query heads, G key and value heads, C head
-         size, S documents and one more.
+         size, S = documents + 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def takes(q_BHTC: Tensor, _: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> bool:
-    """Return whether the kernel supports these inputs and there are documents to separate.
+    """Return whether the kernel supports these inputs, and there are documents to separate.
 
     Shapes:  as `flatout.ops.attention.reference`.
     """
@@ -59,14 +59,14 @@ def attend(
 
 
 def max_documents(rows: int, num_tokens: int) -> int:
-    """Return the most documents that `attend` accepts in `rows` rows of `num_tokens` tokens."""
+    """Return how many documents `attend` accepts at most in `rows` rows of `num_tokens` tokens."""
     return max(rows * num_tokens // TOKENS_PER_DOCUMENT + rows, FEWEST_DOCUMENTS)
 
 
 def cumulative_lengths(doc_ids_BT: Tensor) -> Tensor:
     """Return where each document starts in the concatenated rows, padded with the total length.
 
-    The length of the result depends on the shape only: nothing waits for the device.
+    The length of the result depends on the shape only, so nothing waits for the device.
 
     Shapes:  doc_ids_BT (B, T) integers; the tokens of a document are contiguous.
     Returns: bounds_S int32, S = max_documents(B, T) + 1.
@@ -75,15 +75,15 @@ def cumulative_lengths(doc_ids_BT: Tensor) -> Tensor:
              Without the assertion the kernel would leave the remaining output unwritten.
     """
     rows, num_tokens = doc_ids_BT.shape
-    most = max_documents(rows, num_tokens)
+    limit = max_documents(rows, num_tokens)
     starts_BT = functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0), value=True)
     document_N = starts_BT.flatten().cumsum(0) - 1
     bounds_S = torch.searchsorted(
-        document_N, torch.arange(most + 1, device=doc_ids_BT.device), out_int32=True
+        document_N, torch.arange(limit + 1, device=doc_ids_BT.device), out_int32=True
     )
     torch._assert_async(
         bounds_S[-1] == rows * num_tokens,
-        f"varlen-attention has room for {most} documents in {rows} x {num_tokens} tokens. "
+        f"varlen-attention has room for {limit} documents in {rows} x {num_tokens} tokens. "
         "Fix: remove varlen-attention from speedups.",
     )
     return bounds_S
@@ -99,7 +99,7 @@ def _kernel() -> Callable[..., Tensor]:
 def _kernel_has(parameter: str) -> bool:
     """Return whether torch's kernel has a parameter.
 
-    Its signature changes between versions: no window before 2.11; before 2.12 or 2.13, key heads
-    are shared without being asked.
+    Its signature changes between versions: the window comes with 2.11, `enable_gqa` with 2.12 or
+    2.13. Earlier versions share key heads without that option.
     """
     return parameter in inspect.signature(_kernel()).parameters

@@ -1,4 +1,4 @@
-"""Creating the optimizers of a run, and parameter groups with and without weight decay."""
+"""Creates the optimizers of a run, and parameter groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ def optimizers_of(
         raise ConfigError(
             f"The optimizer {kind} cannot be called as {CALL}: {error}.", fix=f"{as_documented}."
         ) from error
-    made = build(model, config.optim, parts)
-    is_sequence = isinstance(made, tuple | list)
-    if not is_sequence or not made or not all(isinstance(one, Optimizer) for one in made):
-        single = "a single " if isinstance(made, Optimizer) else ""
-        found = single + type(made).__name__ if made else repr(made)
+    result = build(model, config.optim, parts)
+    is_sequence = isinstance(result, tuple | list)
+    if not is_sequence or not result or not all(isinstance(one, Optimizer) for one in result):
+        single = "a single " if isinstance(result, Optimizer) else ""
+        actual = single + type(result).__name__ if result else repr(result)
         raise ConfigError(
-            f"The optimizer {kind} returned {found}, not a tuple of torch optimizers.",
+            f"The optimizer {kind} returned {actual}, not a tuple of torch optimizers.",
             fix=f"{as_documented}; for a single one: (optimizer,).",
         )
-    if any("peak_lr" not in group for one in made for group in one.param_groups):
+    if any("peak_lr" not in group for one in result for group in one.param_groups):
         raise ConfigError(
             f"The optimizer {kind} has a parameter group without peak_lr, which the schedule "
             "multiplies.",
             fix='Write each group as {"params": [...], "peak_lr": config.lr}.',
         )
-    return tuple(made)
+    return tuple(result)
 
 
 KINDS = ("hidden", "embedding", "head", "vector")

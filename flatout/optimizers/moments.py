@@ -1,4 +1,4 @@
-"""What each kind of optimizer keeps for a parameter, told apart by the fields in a checkpoint."""
+"""The state that each kind of optimizer keeps for a parameter, identified by its fields."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.optim import AdamW, Optimizer
 
 @dataclass(frozen=True)
 class Moments:
-    """What one kind of optimizer keeps for a parameter.
+    """The state that one kind of optimizer keeps for a parameter.
 
-    A checkpoint of one kind cannot be loaded by another. Under torchao, tensors that are too small
+    A checkpoint of one kind cannot be loaded by another. With torchao, tensors that are too small
     for eight bits are of the kind FP32.
     """
 
@@ -47,7 +47,7 @@ KINDS = (TORCHAO, BITSANDBYTES, FP32, MOMENTUM)
 
 
 def kept_by(optimizer: Optimizer, parameter: Tensor) -> Moments | None:
-    """Return what an optimizer keeps for a parameter, by its `moments_of`; None if unknown.
+    """Return the state that an optimizer keeps for a parameter; None if unknown.
 
     Shapes: parameter of any shape.
     """
@@ -57,7 +57,7 @@ def kept_by(optimizer: Optimizer, parameter: Tensor) -> Moments | None:
 
 
 def stored_as(fields: Collection[str]) -> Moments:
-    """Return the kind that has these fields."""
+    """Return the kind of state that has these fields."""
     return next(
         (kind for kind in KINDS if kind.field in fields), Moments(", ".join(sorted(fields)), "")
     )

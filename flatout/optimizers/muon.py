@@ -28,11 +28,11 @@ from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kin
 from flatout.optimizers.moments import MOMENTUM, Moments
 
 RMS_LIKE_ADAMW = 0.2
-"""The RMS of an orthogonal matrix is 1/sqrt(max(R, C)), that of AdamW's updates about 0.2: with
-this scale both share a learning rate.
+"""The RMS of an orthogonal matrix is 1/sqrt(max(R, C)), that of AdamW's updates about 0.2: this
+scale makes one learning rate suit both.
 """
 STACK_ELEMENTS = 2**27
-"""Most entries to orthogonalise at once, so that the stack is small compared with the model."""
+"""Elements to orthogonalise at once, so that the stack is small compared with the model."""
 
 
 def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
@@ -94,7 +94,7 @@ class _Matrix:
     """The index of the parameter."""
     start: int
     stop: int
-    """Its rows in the parameter."""
+    """The range of its rows in the parameter."""
     columns: int
     dtype: torch.dtype
 
@@ -106,8 +106,8 @@ class _Matrix:
 class Muon(Optimizer):
     """Nesterov momentum, orthogonalised by Newton-Schulz iterations, with decoupled weight decay.
 
-    It is for matrices only. `stacked_rows` contains the rows of each part of a parameter that is
-    several stacked matrices, which share a momentum. `newton_schulz` is a function of
+    It is for matrices only. `stacked_rows` maps a parameter that stacks several matrices to their
+    row counts; they share a momentum buffer. `newton_schulz` is a function of
     `flatout.ops.newton_schulz`. Matrices of one shape, or of one shape and its transpose, are
     iterated together. A sharded matrix is gathered and orthogonalised on every rank, and each rank
     updates its shard; momentum stays sharded.
@@ -187,8 +187,8 @@ class Muon(Optimizer):
                 yield _Matrix(index, start, stop, parameter.shape[1], parameter.dtype)
 
     def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
-        """Update the momentum buffers and return Nesterov's directions, sharded as they are."""
-        gradients = [p.grad for p in parameters if p.grad is not None]  # all of them have one
+        """Update the momentum buffers and return Nesterov's directions, sharded like them."""
+        gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
         for p, gradient in zip(parameters, gradients, strict=True):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
@@ -208,9 +208,9 @@ def _batches(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
     for matrix in matrices:
         by_shape.setdefault((*sorted(matrix.shape), matrix.dtype), []).append(matrix)
     for (rows, columns, _), members in by_shape.items():
-        most = max(1, STACK_ELEMENTS // max(1, rows * columns))
-        # Batches of equal size, as far as possible: a compiler compiles for each shape.
-        size = math.ceil(len(members) / math.ceil(len(members) / most))
+        limit = max(1, STACK_ELEMENTS // max(1, rows * columns))
+        # Batches have equal sizes as far as possible, since a compiler compiles for each shape.
+        size = math.ceil(len(members) / math.ceil(len(members) / limit))
         for start in range(0, len(members), size):
             yield members[start : start + size]
 
@@ -252,7 +252,7 @@ def _add_batch(
 ) -> None:
     """Decay each matrix and add alpha times its step, with a few kernels per batch.
 
-    The kernels need steps in the layout of the matrices. Shards have been decayed before.
+    The kernels need steps in the layout of the matrices. Shards are already decayed.
     """
     is_wide = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
     if isinstance(parameters[batch[0].index], DTensor):
@@ -287,7 +287,7 @@ def _wide(matrix: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, sharing its memory; a tensor that is not sharded is unchanged."""
+    """Return this rank's shard, which shares its memory; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -16,8 +16,7 @@ from flatout.registry import unknown_name
 def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) -> float:
     """Return the factor of the peak learning rate at `step`.
 
-    It is above 0 and at most 1 before the last step. Steps past the end have the factor of the last
-    step.
+    It is above 0 and at most 1 before the last step; steps past the end get the last step's factor.
 
     Raises: ConfigError for an unknown schedule, with the nearest name.
     """
@@ -34,7 +33,7 @@ def factor(config: ScheduleConfig, peak_lr: float, step: int, total_steps: int) 
 
 
 def warmup_steps(config: ScheduleConfig, total_steps: int) -> int:
-    """Return the steps before the peak, limited so that the peak and the last step fit."""
+    """Return how many steps precede the peak, limited so that the peak and the last step fit."""
     steps = (
         round(config.warmup * total_steps) if isinstance(config.warmup, float) else config.warmup
     )

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flatout.parallel.mesh import Mesh
 
 BESIDE_FORWARD = ("logits",)
-"""Methods besides `forward` that need gathered weights. All processes must call them together."""
+"""Methods besides `forward` that need gathered weights; all processes must call them together."""
 
 _BUFFER_SWITCH = (
     "forward_sync_buffers"
@@ -30,14 +30,14 @@ are tables that are the same in every process.
 
 
 def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) -> nn.Module:
-    """Return what training calls instead of `model`, with the weights of the main process.
+    """Return the module that training calls in place of `model`, with the main process's weights.
 
-    With one process that is the model itself. When the model is copied, it is DDP around it. When
-    it is sharded, it is the model itself with its `blocks` and the rest of it sharded in place, so
-    that optimizers must be created afterwards. Both average gradients over all processes.
+    With one process this is the model itself. A copied model is wrapped in DDP. A sharded model is
+    the model itself, with its `blocks` and the rest of it sharded in place, so optimizers must be
+    created afterwards. Both average gradients over all processes.
 
-    With `gathers` the weights of the blocks are gathered and used in that dtype, under an autocast
-    to it; hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
+    With `gathers` the weights of the blocks are gathered and used in that dtype, under autocast to
+    it; hidden states keep their dtype, gradients are summed in fp32, and each process keeps its
     shard unchanged. The embedding, the final norm and the output weight are gathered in their own
     dtype: a narrow embedding would make all hidden states narrow.
     """
@@ -67,7 +67,7 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
 
 
 class _ZeroGradients(nn.Module):
-    """A loss with zero gradients, which arrive as in a backward pass: last weights first."""
+    """A loss whose gradients are zero and arrive as in a backward pass: last weights first."""
 
     def __init__(self, weights: list[nn.Parameter]) -> None:
         super().__init__()
@@ -96,6 +96,6 @@ def _fix_buckets(copied: DistributedDataParallel, device: torch.device) -> None:
 
 
 def _copy_from_main(model: nn.Module) -> None:
-    """Broadcast the main process's weights, which DDP does by itself and sharding does not."""
+    """Broadcast the main process's weights; DDP does this by itself, sharding does not."""
     for tensor in [*model.parameters(), *model.buffers()]:
         dist.broadcast(tensor.detach(), src=0)

@@ -1,7 +1,7 @@
 """The mesh: how the processes of a run are arranged, and how they exchange a few values.
 
-Processes form a rectangle of `replicate` rows and `shard` columns: a row shares one copy of the
-model. Every process has its own share of the batch, so sums of losses and counts go over all of
+Processes form a rectangle of `replicate` rows and `shard` columns: each row shares one copy of the
+model. Every process has its own share of the batch, so losses and counts are summed over all of
 them.
 """
 
@@ -33,7 +33,7 @@ class Mesh:
     shard: int
     device: torch.device
     device_mesh: DeviceMesh | None = None
-    """Dimensions `replicate` and `shard`; None if nothing is sharded."""
+    """The dimensions `replicate` and `shard`; None if nothing is sharded."""
     local_world_size: int = 1
     """Processes on this machine, which share its memory."""
 
@@ -46,7 +46,7 @@ class Mesh:
         """Return the sums over all processes, by one all-reduce in float64, exact up to 2^53.
 
         Shapes:  any; meant for the few figures of a step.
-        Returns: one tensor for each given, with its shape and dtype.
+        Returns: one tensor per argument, with its shape and dtype.
         """
         if self.world_size == 1:
             return tensors

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other, by the environment variables of torchrun.
+"""Connects the processes of a run by torchrun's environment variables.
 
 Without these variables there is one process and no group.
 """
@@ -28,10 +28,10 @@ START_TIMEOUT_S = 600.0
 """How long a process waits for the others to start; nodes of a cluster can start minutes apart."""
 REPORT_EVERY_S = 10.0
 STORE_TIMEOUT = timedelta(minutes=30)
-"""How long connected processes wait for each other's addresses later on."""
+"""How long connected processes later wait for each other's addresses."""
 RELEASE_S = 0.2
-"""A thread waits for at most a few of Python's switch intervals of 5 ms; the rest is for a busy
-machine.
+"""A thread waits for at most a few of Python's 5 ms switch intervals; the rest is a margin for a
+busy machine.
 """
 
 
@@ -47,7 +47,7 @@ class Ranks:
 
 
 def stated_ranks() -> Ranks:
-    """Return the ranks that the environment states, without connecting.
+    """Return the ranks that the environment variables give, without connecting.
 
     Without LOCAL_WORLD_SIZE, all processes are assumed to be on this machine.
     Raises: ConfigError when a variable is missing or not a number.
@@ -88,7 +88,7 @@ def stated_ranks() -> Ranks:
 
 
 def connect(device: str) -> Ranks:
-    """Join the other processes by NCCL or, on a CPU, Gloo; a single process joins nothing.
+    """Join the other processes over NCCL or, on CPUs, Gloo; a single process does nothing.
 
     Raises: ConfigError when several processes would share one GPU, the environment is incomplete,
             or MASTER_PORT is in use; RunFailed when the other processes do not join in time.
@@ -103,12 +103,12 @@ def connect(device: str) -> Ranks:
         return ranks
     if device != "cuda":
         raise ConfigError(
-            f"train.device={device} names one GPU, and there are {ranks.world_size} processes.",
+            f"train.device={device} names one GPU, but there are {ranks.world_size} processes.",
             fix="Set train.device=cuda.",
         )
     if ranks.local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"Process {ranks.local_rank} of this machine finds no GPU: there are "
+            f"There is no GPU for local rank {ranks.local_rank}: this machine has "
             f"{torch.cuda.device_count()}.",
             fix=f"Start with `torchrun --nproc-per-node {max(1, torch.cuda.device_count())}`, or "
             "set train.device=cpu.",
@@ -151,10 +151,10 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
                 "finds a free one.",
             ) from error
         raise RunFailed(
-            f"The {ranks.world_size} processes of this run did not meet at {address} within "
+            f"The {ranks.world_size} processes of this run did not connect at {address} within "
             f"{START_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}",
-            fix=f"Start each of them with its own RANK from 0 to {ranks.world_size - 1}, where "
-            f"{address} can be reached; or use torchrun.",
+            fix=f"Start each process with a different RANK from 0 to {ranks.world_size - 1}, on "
+            f"machines that can reach {address}, or use torchrun.",
         ) from error
 
 
@@ -162,13 +162,13 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
 def _progress_reported(ranks: Ranks, address: str) -> Iterator[None]:
     """Report every few seconds, from a thread, that this process waits for the others.
 
-    Each process reports for itself, since the main one may be missing.
+    Every process reports, since the main one may be missing.
     """
-    met = threading.Event()
+    connected = threading.Event()
 
     def report() -> None:
         start_s = time.monotonic()
-        while not met.wait(REPORT_EVERY_S):
+        while not connected.wait(REPORT_EVERY_S):
             waited_s = time.monotonic() - start_s
             line = (
                 f"[rank {ranks.rank}] Waiting at {address} for the other processes of "
@@ -181,7 +181,7 @@ def _progress_reported(ranks: Ranks, address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        met.set()
+        connected.set()
         thread.join()
 
 
@@ -197,6 +197,6 @@ def disconnect() -> None:
     backend = dist.get_backend()
     dist.destroy_process_group()
     if backend == "gloo":
-        # Sharded models hold their groups in cycles; a group that is freed here joins its threads.
+        # Sharded models keep their groups in cycles; freeing a group here joins its threads.
         gc.collect()
         time.sleep(RELEASE_S)

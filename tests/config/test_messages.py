@@ -1,25 +1,22 @@
-"""A wrong key or value is answered with the key that was meant, what it takes, and its help."""
+"""Messages for a wrong key or value suggest a key, and state its valid values and its help."""
 
 from __future__ import annotations
 
 import pytest
 
 from flatout.config.messages import NAMES_ELSEWHERE, all_keys
-from flatout.config.schema import (
-    RunConfig,
-    load_config,
-)
+from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
 
 
-def refused(*overrides: str) -> ConfigError:
+def error_of(*overrides: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     return caught.value
 
 
 @pytest.mark.parametrize(
-    ("override", "what"),
+    ("override", "message"),
     [
         (
             "batch.rows_per_device=foo",
@@ -68,7 +65,7 @@ def refused(*overrides: str) -> ConfigError:
             "schedule.warmup=1.5",
             "schedule.warmup=1.5 is neither a number of steps nor a fraction of the run.",
         ),
-        ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must lie in [0, 1)."),
+        ("optim.betas=[0.9,1.5]", "optim.betas=[0.9, 1.5] must be in [0, 1)."),
         ("schedule.min_lr=1", "schedule.min_lr=1 is above optim.lr=0.001."),
         (
             "format_version=9",
@@ -78,25 +75,25 @@ def refused(*overrides: str) -> ConfigError:
         ("=3", "'=3' is not an override."),
     ],
 )
-def test_wrong_values_say_what_was_wanted(override, what):
-    assert refused(override).what == what
+def test_the_message_states_the_valid_values(override, message):
+    assert error_of(override).what == message
 
 
-def test_the_fix_holds_the_default_and_the_help():
-    assert refused("data.prefetch=0").fix == (
+def test_the_fix_contains_the_default_and_the_help():
+    assert error_of("data.prefetch=0").fix == (
         "Change it, or leave it at its default, 4. data.prefetch: Optimiser steps that the "
         "feed reads ahead."
     )
-    assert refused("optim.betas=1").fix.startswith(
+    assert error_of("optim.betas=1").fix.startswith(
         "Change it, or leave it at its default, [0.9, 0.95]."
     )
-    assert refused("train.steps=x").fix.startswith(
+    assert error_of("train.steps=x").fix.startswith(
         "Change it, or leave it out. train.steps: Optimiser steps."
     )
 
 
 @pytest.mark.parametrize(
-    ("key", "meant"),
+    ("key", "expected"),
     [
         ("train.stepz", "train.steps"),
         ("lr", "optim.lr"),
@@ -115,17 +112,17 @@ def test_the_fix_holds_the_default_and_the_help():
         ("n_layer", "model.num_layers"),
     ],
 )
-def test_unknown_keys_are_answered_with_the_one_meant(key, meant):
-    error = refused(f"{key}=1")
+def test_an_unknown_key_suggests_the_nearest(key, expected):
+    error = error_of(f"{key}=1")
     assert error.what.startswith("There is no config key ")
-    assert error.fix == f"Did you mean {meant!r}?"
+    assert error.fix == f"Did you mean {expected!r}?"
 
 
-def test_a_key_near_to_nothing_lists_its_section():
-    assert refused("log.qqqqqqqq=1").fix == "Known keys: log.every."
+def test_a_key_without_a_near_match_lists_its_section():
+    assert error_of("log.qqqqqqqq=1").fix == "Known keys: log.every."
 
 
-def test_names_from_elsewhere_lead_to_keys_that_exist():
+def test_names_from_other_tools_map_to_existing_keys():
     known = {
         *all_keys(RunConfig),
         "model.num_layers",
@@ -133,4 +130,4 @@ def test_names_from_elsewhere_lead_to_keys_that_exist():
         "model.num_heads",
         "model.num_kv_heads",
     }
-    assert {meant for meant in NAMES_ELSEWHERE.values() if meant not in known} == set()
+    assert {key for key in NAMES_ELSEWHERE.values() if key not in known} == set()

@@ -5,12 +5,12 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, on_one_line
 
 
-def test_values_are_yaml_but_for_text():
-    found = parse_overrides(
+def test_values_are_parsed_as_yaml_except_for_text_keys():
+    actual = parse_overrides(
         ["optim.lr=3e-4", "train.sample_prompt=3", "data.path=", "model.sizes=[1, 2]", "x = true"],
         RunConfig,
     )
-    assert found == {
+    assert actual == {
         "optim.lr": 3e-4,
         "train.sample_prompt": "3",
         "data.path": None,
@@ -20,33 +20,33 @@ def test_values_are_yaml_but_for_text():
 
 
 @pytest.mark.parametrize("text", ["optim.lr", "=3", ".=3", "optim.=3", ".lr=3", "optim..lr=3"])
-def test_what_has_no_key_is_no_override(text):
+def test_an_override_without_a_key_is_rejected(text):
     with pytest.raises(ConfigError, match="is not an override"):
         parse_overrides([text], RunConfig)
 
 
-def test_a_value_that_is_not_yaml_is_shown_whole():
+def test_invalid_yaml_is_quoted_in_full():
     with pytest.raises(ConfigError, match=r"'optim\.betas=\[0\.9' is not YAML.*quote"):
         parse_overrides(["optim.betas=[0.9"], RunConfig)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("{a: 1, a: 2}", "line 1: the key 'a' is given twice"),
         ("a: 1\na: 2", "line 2: the key 'a'"),
         ("{1: 2}", "not text"),
     ],
 )
-def test_a_mapping_that_is_yaml_says_what_is_wrong_with_its_keys(text, says):
+def test_valid_yaml_with_invalid_keys_has_its_own_message(text, message):
     with pytest.raises(ConfigError) as refused:
         parse_overrides([f"data.mix={text}"], RunConfig)
     assert f"data.mix={on_one_line(text)}, " in refused.value.what
-    assert says in refused.value.what
+    assert message in refused.value.what
     assert "is not YAML" not in refused.value.what
 
 
-def test_keys_that_contradict_each_other():
+def test_contradictory_keys_are_rejected():
     assert nested({"a.b": 1, "a.c.d": 2}) == {"a": {"b": 1, "c": {"d": 2}}}
     with pytest.raises(ConfigError, match=r"optim\.lr contradicts the earlier optim=3"):
         nested({"optim": 3, "optim.lr": 1})

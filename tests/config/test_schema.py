@@ -1,4 +1,4 @@
-"""RunConfig: layers, overrides, what is refused and in which words, digests, differences."""
+"""RunConfig: layers, overrides, rejected values and their messages, digests, differences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flatout.config.schema import (
 from flatout.errors import ConfigError
 
 
-def refused(*overrides: str) -> ConfigError:
+def error_of(*overrides: str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     return caught.value
@@ -65,7 +65,7 @@ def test_the_defaults_are_valid_and_frozen():
         ("speedups=[bf16,compile]", ("bf16", "compile")),
         ("model.vocab_size=null", None),
         ("train.device=cuda:1", "cuda:1"),
-        # Text keys take text, whatever YAML would make of it.
+        # The values of text keys stay text, whatever YAML would parse them as.
         ("train.sample_prompt=ROMEO:", "ROMEO:"),
         ("train.sample_prompt=# a heading", "# a heading"),
         ("train.sample_prompt=a=b", "a=b"),
@@ -79,13 +79,13 @@ def test_the_defaults_are_valid_and_frozen():
         ("data.path=null", None),
     ],
 )
-def test_overrides(override, value):
-    found = load_config(None, [override]).value(override.partition("=")[0])
-    assert found == value
-    assert type(found) is type(value)
+def test_overrides_are_parsed_by_the_type_of_their_key(override, value):
+    actual = load_config(None, [override]).value(override.partition("=")[0])
+    assert actual == value
+    assert type(actual) is type(value)
 
 
-def test_a_models_own_keys_pass_through():
+def test_model_keys_are_kept_for_the_model_to_check():
     config = load_config(
         None, ["model.num_layers=4", "model.activation=swiglu", "model.kind=transformer"]
     )
@@ -96,7 +96,7 @@ def test_later_overrides_win_over_earlier_ones():
     assert load_config(None, ["train.seed=1", "train.seed=2"]).train.seed == 2
 
 
-def test_a_recipe_is_a_path_or_a_name(recipe, monkeypatch, tmp_path):
+def test_a_recipe_is_found_by_path_and_by_name(recipe, monkeypatch, tmp_path):
     path = recipe("# Mine.\ntrain:\n  steps: 7\noptim:\n  lr: 3e-4\n")
     config = load_config(path, ["optim.lr=1e-3"])
     assert (config.name, config.train.steps, config.optim.lr) == ("mine", 7, 1e-3)
@@ -113,7 +113,7 @@ def test_a_recipe_is_a_path_or_a_name(recipe, monkeypatch, tmp_path):
         registry.RECIPES.__dict__.pop("_files", None)
 
 
-def test_a_recipes_mistakes_are_found(recipe):
+def test_mistakes_in_a_recipe_are_reported(recipe):
     with pytest.raises(ConfigError, match=r"mine.yaml, line 3: the key 'lr' is given twice"):
         load_config(recipe("optim:\n  lr: 1e-3\n  lr: 2e-3\n"))
     with pytest.raises(ConfigError, match=r"Did you mean 'optim.lr'"):
@@ -122,7 +122,7 @@ def test_a_recipes_mistakes_are_found(recipe):
         load_config("nowhere/my.yaml")
 
 
-def test_an_emptied_section_is_its_defaults(recipe):
+def test_an_empty_section_gets_the_defaults(recipe):
     path = recipe("optim:\n#  lr: 3e-4\ntrain:\n  steps: 5\n")
     assert load_config(path).optim == RunConfig().optim
     assert load_config(path, ["optim.lr=2e-4"]).optim.lr == 2e-4
@@ -132,7 +132,7 @@ NUMBERS = [group for group in ALTERNATIVES if "data.path" not in group]
 
 
 @pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
-def test_a_later_layer_replaces_what_states_the_same_thing(recipe, group):
+def test_a_later_layer_replaces_alternative_keys(recipe, group):
     first, second, *_ = sorted(group)
     section, _, name = first.partition(".")
     config = load_config(recipe(f"{section}:\n  {name}: 2\n"), [f"{second}=3"])
@@ -142,21 +142,21 @@ def test_a_later_layer_replaces_what_states_the_same_thing(recipe, group):
 
 
 @pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
-def test_one_layer_states_a_thing_once(recipe, group):
+def test_alternative_keys_in_one_layer_are_rejected(recipe, group):
     first, second, *_ = sorted(group)
     assert (
-        refused(f"{first}=1", f"{second}=2").what
-        == f"{first} and {second} state the same thing twice."
+        error_of(f"{first}=1", f"{second}=2").what
+        == f"{first} and {second} cannot be set together."
     )
     section = first.partition(".")[0]
-    with pytest.raises(ConfigError, match="state the same thing twice"):
+    with pytest.raises(ConfigError, match="cannot be set together"):
         load_config(
             recipe(f"{section}:\n  {first.partition('.')[2]}: 1\n  {second.partition('.')[2]}: 2\n")
         )
 
 
-def test_a_mix_is_one_value(recipe):
-    """A later layer replaces it whole, and it and data.path replace each other."""
+def test_a_later_layer_replaces_a_mix_as_a_whole(recipe):
+    """data.mix and data.path also replace each other."""
     path = recipe("data:\n  mix: {data/a: 3, data/b: 1}\n")
     assert load_config(path).data.mix == {"data/a": 3, "data/b": 1}
     assert load_config(path, ["data.mix={data/c: 0.5}"]).data.mix == {"data/c": 0.5}
@@ -170,8 +170,8 @@ def test_a_mix_is_one_value(recipe):
     assert load_config(path).with_values({"data.mix": {"x": 1}}).data.mix == {"x": 1}
     assert load_config(path).with_values({"data.path": "x"}).data.mix is None
     assert (
-        "data.mix and data.path state the same thing twice"
-        in refused("data.path=a", "data.mix={b: 1}").what
+        "data.mix and data.path cannot be set together"
+        in error_of("data.path=a", "data.mix={b: 1}").what
     )
     assert difference(load_config(path), load_config(path, ["data.mix={data/a: 1}"])) == [
         "data.mix: {'data/a': 3.0, 'data/b': 1.0} -> {'data/a': 1.0}"
@@ -193,33 +193,33 @@ def test_a_mix_is_one_value(recipe):
         "{a: .nan}",
     ],
 )
-def test_a_mix_that_is_none_says_how_to_write_one(mix):
-    error = refused(f"data.mix={mix}")
+def test_an_invalid_mix_is_rejected_with_an_example(mix):
+    error = error_of(f"data.mix={mix}")
     assert "data.mix" in error.what
     assert "{data/book: 3, data/code: 1}" in error.fix
 
 
-def test_patience_needs_evaluations():
-    assert "train.eval_every=0 means that there are none" in refused("train.patience=2").what
+def test_patience_without_evaluations_is_rejected():
+    assert "train.eval_every=0 means that there are none" in error_of("train.patience=2").what
     assert load_config(None, ["train.patience=2", "train.eval_every=10"]).train.patience == 2
 
 
-def test_an_open_key_clears_nothing(recipe):
+def test_an_unset_key_clears_no_alternatives(recipe):
     path = recipe("train:\n  epochs: 2\n")
     assert load_config(path, ["train.steps=null"]).train.epochs == 2
 
 
-def test_overrides_that_cannot_both_hold():
-    assert "contradicts" in refused("optim.lr=1", "optim.lr.x=2").what
+def test_contradictory_overrides_are_rejected():
+    assert "contradicts" in error_of("optim.lr=1", "optim.lr.x=2").what
 
 
-def test_merge_and_nested():
+def test_merge_replaces_values_and_keeps_the_rest():
     document = {"a": {"b": 1, "c": 2}, "d": 3}
     merge(document, nested({"a.b": 5, "e.f.g": 6, "d": {"h": 1}}))
     assert document == {"a": {"b": 5, "c": 2}, "d": {"h": 1}, "e": {"f": {"g": 6}}}
 
 
-def test_with_values_checks_and_leaves_the_original_alone():
+def test_with_values_validates_and_does_not_change_the_original():
     config = load_config()
     assert (
         config.with_values({"optim.lr": 0.5, "model.num_layers": 3}).value("model.num_layers") == 3
@@ -231,7 +231,7 @@ def test_with_values_checks_and_leaves_the_original_alone():
         config.with_values({"optim.lrr": 1})
 
 
-def test_what_is_written_reads_back_equal():
+def test_a_written_config_reads_back_equal():
     config = load_config(
         None,
         [
@@ -248,9 +248,7 @@ def test_what_is_written_reads_back_equal():
 
 
 def test_the_digest_is_stable_and_depends_on_every_value():
-    """The digest names run folders: the same settings must lead to the same folder, today and
-    later.
-    """
+    """Run directories are named after the digest, so equal configs must keep equal digests."""
     config = load_config()
     assert (
         config.digest()
@@ -273,25 +271,25 @@ def test_the_digest_is_stable_and_depends_on_every_value():
     assert load_config(None, order).digest() == load_config(None, order[::-1]).digest()
 
 
-def test_difference_names_what_contradicts():
+def test_difference_lists_the_changed_keys():
     stored = load_config(
         None, ["optim.lr=1e-3", "train.steps=10", "batch.rows_per_device=8", "model.num_layers=2"]
     )
     assert difference(stored, stored) == []
-    wanted = load_config(
+    expected = load_config(
         None, ["optim.lr=2e-3", "train.steps=10", "model.num_layers=3", "log.every=5"]
     )
-    assert difference(stored, wanted) == [
+    assert difference(stored, expected) == [
         "model.num_layers: 2 -> 3",
         "optim.lr: 0.001 -> 0.002",
         "log.every: 10 -> 5",
     ]
-    assert difference(stored, wanted, free=["log.", "model.num_layers"]) == [
+    assert difference(stored, expected, free=["log.", "model.num_layers"]) == [
         "optim.lr: 0.001 -> 0.002"
     ]
 
 
-def test_what_is_left_open_contradicts_nothing():
+def test_difference_ignores_values_left_open():
     stored = load_config(
         None,
         [
@@ -306,7 +304,7 @@ def test_what_is_left_open_contradicts_nothing():
     assert difference(load_config(), stored) != []
 
 
-def test_every_key_says_what_it_is():
+def test_every_key_has_a_description():
     for key in all_keys(RunConfig):
         field, section = None, RunConfig
         for part in key.split("."):
@@ -316,7 +314,7 @@ def test_every_key_says_what_it_is():
         assert field.description.endswith("."), key
 
 
-def test_two_batch_sizes_of_a_layer_replace_the_third_below(tmp_path):
+def test_two_batch_sizes_in_a_layer_clear_the_third_below(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("batch: {tokens_per_step: 4096}")
     batch = load_config(path, ["batch.rows_per_device=4", "batch.accumulate=3"]).batch

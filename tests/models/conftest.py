@@ -1,4 +1,4 @@
-"""Makes `model_shapes` importable in this folder's tests."""
+"""Makes `model_shapes` importable in the tests of this directory."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The models of the registry in several shapes, for the tests of every model."""
+"""All registered models in several shapes, for the tests that every model must pass."""
 
 import pytest
 import torch
@@ -47,8 +47,9 @@ SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}
 
 
 def shapes():
-    """Every model of the registry in its shapes; one of which none are known as it is by default,
-    with what it shares of SMALL.
+    """Yield every registered model in its shapes, or in its default shape if SHAPES has none.
+
+    The keys of SMALL that a model has make it small.
     """
     for kind in MODELS.names():
         known = MODELS.get(kind).Config.model_fields
@@ -60,7 +61,7 @@ def shapes():
 every_model = pytest.mark.parametrize("shape", list(shapes()))
 
 
-def made(shape, ops=FAST, *, seed=0, seq_len=SEQ_LEN, **changes) -> LanguageModel:
+def make_model(shape, ops=FAST, *, seed=0, seq_len=SEQ_LEN, **changes) -> LanguageModel:
     kind, own = shape
     model_class = MODELS.get(kind)
     torch.manual_seed(seed)
@@ -70,8 +71,8 @@ def made(shape, ops=FAST, *, seed=0, seq_len=SEQ_LEN, **changes) -> LanguageMode
     return model_class(model_class.check(values | {"vocab_size": VOCAB}, seq_len=seq_len), ops)
 
 
-def drawn(rows=3, seq_len=SEQ_LEN, seed=1):
-    windows = torch.randint(
+def random_tokens(rows=3, seq_len=SEQ_LEN, seed=1):
+    tokens = torch.randint(
         VOCAB, (rows, seq_len + 1), generator=torch.Generator().manual_seed(seed)
     )
-    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,6 +1,4 @@
-"""A user's torch module, adapted as docs/extend.md shows: it trains, resumes, evaluates and
-samples.
-"""
+"""A user's torch module, adapted as docs/extend.md shows, works in every command."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "extend.md"
 
 @pytest.fixture
 def my_gpt(tmp_path, monkeypatch):
-    """The module of the guide, importable as my_gpt."""
+    """The guide's module, importable as my_gpt."""
     for name in ("my_gpt.py", "my_gpt.yaml"):
         block = re.search(
             rf"^```\w+\n(# {name}\n.*?)^```",
@@ -50,7 +48,7 @@ def my_gpt(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def asked(tiny_config, my_gpt, tmp_path):
+def make_config(tiny_config, my_gpt, tmp_path):
     """Return the configuration of a tiny run of the guide's recipe."""
 
     def make(**changes):
@@ -61,11 +59,11 @@ def asked(tiny_config, my_gpt, tmp_path):
     return make
 
 
-def test_it_trains_resumes_evaluates_and_samples(asked, tmp_path):
-    whole = run_training(asked(), tmp_path / "whole")
+def test_it_trains_resumes_evaluates_and_samples(make_config, tmp_path):
+    whole = run_training(make_config(), tmp_path / "whole")
     with pytest.raises(Stopped):
-        run_training(asked(), tmp_path / "run", observers=[StopAt(3)])
-    resumed = run_training(asked(), tmp_path / "run")
+        run_training(make_config(), tmp_path / "run", observers=[StopAt(3)])
+    resumed = run_training(make_config(), tmp_path / "run")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
     assert evaluate(tmp_path / "run").val_loss == pytest.approx(whole["val_loss"], rel=1e-6)
     loaded = load_run(tmp_path / "run")
@@ -74,7 +72,7 @@ def test_it_trains_resumes_evaluates_and_samples(asked, tmp_path):
     )  # beyond block_size
 
 
-def test_sequences_beyond_the_limit_are_rejected(asked, my_gpt, tmp_path):
+def test_sequences_beyond_the_limit_are_rejected(make_config, my_gpt, tmp_path):
     with pytest.raises(ConfigError, match=r"data\.seq_len=65 exceeds model\.block_size=64"):
         my_gpt.check({"vocab_size": 7}, seq_len=65)
     model = my_gpt(my_gpt.check({"vocab_size": 7, "block_size": 8}, seq_len=8), Ops.plain())
@@ -112,8 +110,10 @@ def test_loss_logits_kinds_and_flops_match_the_module(my_gpt):
     assert model.flops_per_token(5).causal_exact == Fraction(3 * (2 * matrices + attention))
 
 
-def test_speedups_of_ops_that_it_does_not_use_are_off(asked):
-    decisions = {decision.name: decision for decision in select(asked(speedups="auto"), probe())}
+def test_speedups_of_unused_ops_are_off(make_config):
+    decisions = {
+        decision.name: decision for decision in select(make_config(speedups="auto"), probe())
+    }
     assert not any(
         decisions[name].on for name in ("fused-attention", "bf16-products", "onednn", "chunked-ce")
     )
@@ -129,17 +129,17 @@ class StopAt(Quiet):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-class Wrong(nn.Module):
-    def __init__(self, made):
+class Returns(nn.Module):
+    def __init__(self, returned):
         super().__init__()
-        self.made = made
+        self.returned = returned
 
     def forward(self, idx):
-        return self.made
+        return self.returned
 
 
 @pytest.mark.parametrize(
-    ("made", "found"),
+    ("returned", "actual"),
     [
         (torch.zeros(()), r"\(\)"),
         (torch.zeros(1, 1, 7), r"\(1, 1, 7\)"),
@@ -147,14 +147,14 @@ class Wrong(nn.Module):
         ((), "tuple"),
     ],
 )
-def test_a_module_that_returns_no_logits_is_named(made, found):
+def test_a_module_that_does_not_return_logits_is_named(returned, actual):
     def build(vocab_size: int) -> nn.Module:
-        return Wrong(made)
+        return Returns(returned)
 
     kind = adapt(build)
     with pytest.raises(
         ShapeError,
-        match=rf"forward\(\) of Wrong returned {found} instead of logits of shape \(1, 4, 7\)",
+        match=rf"forward\(\) of Wrong returned {actual} instead of logits of shape \(1, 4, 7\)",
     ):
         kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain()).embed(
             torch.zeros(1, 4, dtype=torch.int64)
@@ -162,13 +162,13 @@ def test_a_module_that_returns_no_logits_is_named(made, found):
 
 
 @pytest.mark.parametrize(
-    ("build", "limit", "said"),
+    ("build", "limit", "message"),
     [
         (lambda width=3: None, None, "has no parameter 'vocab_size'"),
         (lambda vocab_size, width: None, None, "has no default for 'width'"),
         (lambda vocab_size: None, "block_size", "has no parameter 'block_size'"),
     ],
 )
-def test_an_unsuitable_build_function_is_named(build, limit, said):
-    with pytest.raises(ConfigError, match=said):
+def test_an_unsuitable_build_function_is_named(build, limit, message):
+    with pytest.raises(ConfigError, match=message):
         adapt(build, limit=limit)

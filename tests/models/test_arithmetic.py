@@ -1,11 +1,11 @@
-"""Every model under other products, autocast, bf16 weights and torch.compile."""
+"""Every model with other matrix products, autocast, bf16 weights and torch.compile."""
 
 import functools
 import shutil
 
 import pytest
 import torch
-from model_shapes import PLAIN, SMALL, drawn, every_model, made
+from model_shapes import PLAIN, SMALL, every_model, make_model, random_tokens
 
 from flatout.ops import Ops, attention, cross_entropy, heads, linear, scan, variants
 from flatout.registry import MODELS
@@ -14,7 +14,7 @@ from flatout.registry import MODELS
 @every_model
 @pytest.mark.parametrize("product", variants(linear))
 def test_any_product_gives_the_same_loss_and_gradients(shape, product):
-    found = made(
+    actual = make_model(
         shape,
         Ops.plain(
             attention=attention.fused,
@@ -23,29 +23,29 @@ def test_any_product_gives_the_same_loss_and_gradients(shape, product):
         ),
         dropout=0.0,
     )
-    wanted = made(shape, PLAIN, dropout=0.0)
-    losses = [model(*drawn())[0] for model in (found, wanted)]
+    expected = make_model(shape, PLAIN, dropout=0.0)
+    losses = [model(*random_tokens())[0] for model in (actual, expected)]
     for loss_sum in losses:
         loss_sum.backward()
     assert_close(product, *losses)
-    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+    for one, other in zip(actual.parameters(), expected.parameters(), strict=True):
         assert_close(product, one.grad, other.grad)
 
 
-def assert_close(product, found, wanted):
+def assert_close(product, actual, expected):
     """Compare within the precision of the product."""
     limit = {"bf16": 3e-2}.get(product, 1e-4)
     torch.testing.assert_close(
-        found, wanted, rtol=limit, atol=limit * max(float(wanted.detach().abs().max()), 1)
+        actual, expected, rtol=limit, atol=limit * max(float(expected.detach().abs().max()), 1)
     )
 
 
 @every_model
 def test_repeated_steps_give_the_same_bits(shape):
     def gradients():
-        model = made(shape)
+        model = make_model(shape)
         torch.manual_seed(3)
-        model(*drawn())[0].backward()
+        model(*random_tokens())[0].backward()
         return [parameter.grad for parameter in model.parameters()]
 
     for one, other in zip(gradients(), gradients(), strict=True):
@@ -54,8 +54,8 @@ def test_repeated_steps_give_the_same_bits(shape):
 
 @every_model
 def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
-    model = made(shape, dropout=0.0)
-    tokens, targets = drawn()
+    model = make_model(shape, dropout=0.0)
+    tokens, targets = random_tokens()
     wide = model(tokens, targets)[0]
     seen = []
     for module in model.modules():
@@ -79,8 +79,8 @@ def test_autocast_keeps_loss_norms_and_hidden_states_fp32(shape):
 
 @every_model
 def test_bf16_weights_work(shape):
-    model = made(shape).to(torch.bfloat16)
-    loss_sum, _ = model(*drawn())
+    model = make_model(shape).to(torch.bfloat16)
+    loss_sum, _ = model(*random_tokens())
     loss_sum.backward()
     assert loss_sum.dtype == torch.float32
 
@@ -97,7 +97,7 @@ def compiler():
 @pytest.mark.parametrize("product", variants(linear))
 @pytest.mark.parametrize("kind", MODELS.names())
 def test_it_compiles_without_a_graph_break(kind, product):
-    """Loss and gradients are the same."""
+    """Loss and gradients equal those of eager mode."""
     losses, gathers = variants(cross_entropy), variants(attention)
     ops = Ops.plain(
         attention=gathers.get(product, attention.fused),
@@ -116,11 +116,11 @@ def test_it_compiles_without_a_graph_break(kind, product):
             }.items()
         ),
     )
-    plain, compiled = made(shape), made(shape, ops)
+    plain, compiled = make_model(shape), make_model(shape, ops)
     call = torch.compile(compiled, fullgraph=True, dynamic=False)
-    wanted, found = plain(*drawn())[0], call(*drawn())[0]
-    wanted.backward()
-    found.backward()
-    assert_close(product, found, wanted)
+    expected, actual = plain(*random_tokens())[0], call(*random_tokens())[0]
+    expected.backward()
+    actual.backward()
+    assert_close(product, actual, expected)
     for one, other in zip(compiled.parameters(), plain.parameters(), strict=True):
         assert_close(product, one.grad, other.grad)

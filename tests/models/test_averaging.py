@@ -21,8 +21,8 @@ def ids_of(lengths):
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
 
 
-def alone(drive, scale):
-    """Compute the same for one document by a loop.
+def means_of_one_document(drive, scale):
+    """Compute the groups of a single document with a loop.
 
     The mean of each complete group is available from its last token on.
     """
@@ -36,7 +36,7 @@ def alone(drive, scale):
 
 @pytest.mark.parametrize("scale", [2, 3, 4])
 @pytest.mark.parametrize("case", LENGTHS)
-def test_every_document_has_the_groups_that_it_has_alone(case, scale):
+def test_a_packed_document_has_the_same_groups_as_alone(case, scale):
     lengths = LENGTHS[case]
     ids = torch.cat((ids_of(lengths), ids_of(lengths[::-1])))
     drive = torch.randn(
@@ -48,19 +48,19 @@ def test_every_document_has_the_groups_that_it_has_alone(case, scale):
         requires_grad=True,
     )
     groups = Groups.of(ids, scale)
-    found = latest_states(group_means(drive, scale, groups), scale, groups)
-    wanted = torch.stack(
+    actual = latest_states(group_means(drive, scale, groups), scale, groups)
+    expected = torch.stack(
         [
-            torch.cat([alone(part, scale) for part in row.split(cut)])
+            torch.cat([means_of_one_document(part, scale) for part in row.split(cut)])
             for row, cut in zip(drive, (lengths, lengths[::-1]), strict=True)
         ]
     )
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, expected)
     weights = torch.randn(
-        found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+        actual.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
     torch.testing.assert_close(
-        *(torch.autograd.grad((each * weights).sum(), drive)[0] for each in (found, wanted))
+        *(torch.autograd.grad((each * weights).sum(), drive)[0] for each in (actual, expected))
     )
 
 

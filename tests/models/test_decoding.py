@@ -1,4 +1,4 @@
-"""The logits of a decoder equal those of a full pass, for any division of the tokens.
+"""The logits of a decoder equal those of a full pass, however the tokens are split.
 
 Letters: B rows, T tokens, V vocabulary, G key and value heads, S slots for keys, C head size.
 """
@@ -41,7 +41,7 @@ VOCAB, SEQ_LEN = 61, 24
 
 
 def shapes():
-    """Yield every model of the registry, and the transformer with each kind of cache."""
+    """Yield every registered model, and the transformer with each kind of cache."""
     for kind in MODELS.names():
         known = MODELS.get(kind).Config.model_fields
         small = {key: value for key, value in SMALL.items() if key in known}
@@ -52,8 +52,8 @@ def shapes():
 every_model = pytest.mark.parametrize("shape", list(shapes()))
 
 
-def made(shape, ops=FAST, seq_len=SEQ_LEN) -> LanguageModel:
-    """Return a model with weights large enough for attention to have preferences."""
+def make_model(shape, ops=FAST, seq_len=SEQ_LEN) -> LanguageModel:
+    """Return a model whose weights are large enough for attention to be far from uniform."""
     kind, own = shape
     model_class = MODELS.get(kind)
     torch.manual_seed(0)
@@ -66,12 +66,12 @@ def made(shape, ops=FAST, seq_len=SEQ_LEN) -> LanguageModel:
     return model.eval()
 
 
-def drawn(rows=3, seq_len=SEQ_LEN):
+def random_tokens(rows=3, seq_len=SEQ_LEN):
     return torch.randint(VOCAB, (rows, seq_len), generator=torch.Generator().manual_seed(1))
 
 
-def same(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+def assert_close_to(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 CUTS = [
@@ -96,27 +96,31 @@ def poisoned_memory():
 @pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "fused"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 def test_the_logits_after_each_piece_match_a_full_pass(shape, ops, cut, poisoned_memory):
-    model, tokens, decoder = made(shape, ops), drawn(), made(shape, ops).decoder()
-    wanted = model.logits(tokens).detach()
-    assert wanted.std() > 0.1
+    model, tokens, decoder = (
+        make_model(shape, ops),
+        random_tokens(),
+        make_model(shape, ops).decoder(),
+    )
+    expected = model.logits(tokens).detach()
+    assert expected.std() > 0.1
     for piece in tokens.split(cut, dim=1):
-        found = decoder.read(piece)
-        same(found, wanted[:, decoder.num_tokens - 1])
-        assert not found.requires_grad
+        actual = decoder.read(piece)
+        assert_close_to(actual, expected[:, decoder.num_tokens - 1])
+        assert not actual.requires_grad
     assert decoder.num_tokens == SEQ_LEN
 
 
 @every_model
 def test_rows_are_independent(shape):
-    model, tokens = made(shape), drawn()
+    model, tokens = make_model(shape), random_tokens()
     together, alone = model.decoder(), model.decoder()
     for piece in tokens.split([5, 1, 1, 17], dim=1):
-        same(together.read(piece)[1:2], alone.read(piece[1:2]))
+        assert_close_to(together.read(piece)[1:2], alone.read(piece[1:2]))
 
 
 @every_model
 def test_half_precision_is_close(shape):
-    model, tokens = made(shape).to(torch.bfloat16), drawn()
+    model, tokens = make_model(shape).to(torch.bfloat16), random_tokens()
     decoder, whole = model.decoder(), LanguageModel.decoder(model)
     for piece in tokens[:, :15].split([5, *[1] * 10], dim=1):
         torch.testing.assert_close(decoder.read(piece), whole.read(piece), rtol=0.1, atol=0.1)
@@ -124,43 +128,47 @@ def test_half_precision_is_close(shape):
 
 @every_model
 def test_a_full_decoder_rejects_more_tokens(shape):
-    decoder = made(shape).decoder(max_tokens=6)
+    decoder = make_model(shape).decoder(max_tokens=6)
     if decoder.max_tokens is None:
         pytest.skip("this model reads any number of tokens")
-    decoder.read(drawn(seq_len=5))
+    decoder.read(random_tokens(seq_len=5))
     assert decoder.has_room(1)
     assert not decoder.has_room(2)
     with pytest.raises(ShapeError, match="5 of at most 6"):
-        decoder.read(drawn(seq_len=2))
-    decoder.read(drawn(seq_len=1))
+        decoder.read(random_tokens(seq_len=2))
+    decoder.read(random_tokens(seq_len=1))
     with pytest.raises(ShapeError, match="at least one"):
-        decoder.read(drawn(seq_len=0))
+        decoder.read(random_tokens(seq_len=0))
 
 
 @every_model
 def test_a_decoder_is_limited_to_the_positions_of_the_model(shape):
-    model = made(shape)
+    model = make_model(shape)
     assert model.decoder(10**9).max_tokens in {model.max_seq_len, None}
     assert model.decoder().max_tokens in {model.max_seq_len, None}
 
 
 @every_model
-def test_a_model_without_a_decoder_recomputes_everything(shape):
-    """It inherits the decoder of LanguageModel."""
-    model, tokens = made(shape), drawn()
+def test_a_model_without_its_own_decoder_recomputes_everything(shape):
+    """Such a model inherits the decoder of LanguageModel."""
+    model, tokens = make_model(shape), random_tokens()
     decoder = LanguageModel.decoder(model, 20)
     assert isinstance(decoder, RecomputingDecoder)
     assert decoder.max_tokens == 20
     for piece in tokens[:, :20].split([6, 1, 13], dim=1):
-        same(decoder.read(piece), model.logits(tokens).detach()[:, decoder.num_tokens - 1])
+        assert_close_to(
+            decoder.read(piece), model.logits(tokens).detach()[:, decoder.num_tokens - 1]
+        )
 
 
 @pytest.mark.parametrize(("window", "slots"), [(None, SEQ_LEN), (5, 5), (1000, SEQ_LEN)])
 def test_a_transformer_caches_the_keys_of_its_window(window, slots):
-    model = made(("transformer", tuple((SMALL | {"num_kv_heads": 2, "window": window}).items())))
+    model = make_model(
+        ("transformer", tuple((SMALL | {"num_kv_heads": 2, "window": window}).items()))
+    )
     decoder = model.decoder()
     assert isinstance(decoder, CachingDecoder)
-    for piece in drawn().split(1, dim=1):
+    for piece in random_tokens().split(1, dim=1):
         decoder.read(piece)
         assert [tuple(cache._kept_2BGSC.shape) for cache in decoder._caches] == [
             (2, 3, 2, slots, 8)
@@ -168,14 +176,14 @@ def test_a_transformer_caches_the_keys_of_its_window(window, slots):
 
 
 def test_a_transformer_computes_only_new_tokens():
-    """No layer sees earlier tokens again."""
-    model = made(("transformer", tuple(SMALL.items())))
+    """No layer gets earlier tokens again."""
+    model = make_model(("transformer", tuple(SMALL.items())))
     seen = []
     model.blocks[1].mlp.register_forward_hook(
         lambda module, inputs, output: seen.append(inputs[0].shape[1])
     )
     decoder = model.decoder()
-    for piece in drawn().split([10, *[1] * 14], dim=1):
+    for piece in random_tokens().split([10, *[1] * 14], dim=1):
         decoder.read(piece)
     assert seen == [10, *[1] * 14]
 
@@ -193,8 +201,8 @@ def test_a_cache_returns_the_last_keys(size, pieces, poisoned_memory):
         num_new, end = piece.shape[2], start + piece.shape[2]
         assert k.shape[:2] + k.shape[3:] == (2, 3, 4)
         assert torch.equal(k, -v)
-        found = k[1, 2, :, 3].tolist()
-        wanted = list(range(end))[-(size if num_new == 1 else size + num_new) :]
-        assert (sorted(found) if num_new == 1 else found) == wanted[-len(found) :]
-        assert len(found) >= min(end, size - 1 + num_new), "a query's window is there whole"
+        actual = k[1, 2, :, 3].tolist()
+        expected = list(range(end))[-(size if num_new == 1 else size + num_new) :]
+        assert (sorted(actual) if num_new == 1 else actual) == expected[-len(actual) :]
+        assert len(actual) >= min(end, size - 1 + num_new), "a query gets all keys of its window"
         start = end

@@ -1,6 +1,4 @@
-"""Tests of the eigenstate network alone; test_language_model.py and test_decoding.py test every
-model.
-"""
+"""Tests for the eigenstate network only; test_language_model.py covers what all models share."""
 
 import math
 
@@ -21,7 +19,7 @@ FAST = Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused)
 SMALL = {"vocab_size": 11, "num_layers": 2, "d_model": 16, "num_eigenstates": 8, "num_heads": 2}
 
 
-def made(seq_len=64, ops=FAST, seed=0, **changes):
+def make_model(seq_len=64, ops=FAST, seed=0, **changes):
     torch.manual_seed(seed)
     return Eigenstate(Eigenstate.check(SMALL | changes, seq_len=seq_len), ops)
 
@@ -42,56 +40,56 @@ def magnitudes(model):
     ids=["fixed", "hierarchical", "selective"],
 )
 @pytest.mark.parametrize("chunk_size", [1, 7, 64, 1000])
-def test_no_result_depends_on_the_chunk_size(changes, chunk_size):
+def test_results_do_not_depend_on_the_chunk_size(changes, chunk_size):
     plain, chunked = (
-        made(ops=Ops.plain(), **changes).double(),
-        made(chunk_size=chunk_size, **changes).double(),
+        make_model(ops=Ops.plain(), **changes).double(),
+        make_model(chunk_size=chunk_size, **changes).double(),
     )
     tokens = tokens_of(2, 50)
-    wanted, found = plain(tokens, tokens)[0], chunked(tokens, tokens)[0]
-    wanted.backward()
-    found.backward()
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    expected, actual = plain(tokens, tokens)[0], chunked(tokens, tokens)[0]
+    expected.backward()
+    actual.backward()
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     for one, other in zip(chunked.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "taken"),
+    ("device", "configured", "chosen"),
     [("cpu", "auto", 32), ("meta", "auto", 128), ("cpu", 256, 256), ("meta", 7, 7)],
 )
-def test_auto_chooses_the_chunk_size_by_device(device, asked, taken):
+def test_auto_chooses_the_chunk_size_by_device(device, configured, chosen):
     """Any device but a CPU counts as a GPU; a run that resumes elsewhere chooses again."""
     seen = []
-    model = made(
+    model = make_model(
         ops=Ops.plain(
             scan=lambda decay, angle, drive, *, chunk_size, **_: seen.append(chunk_size) or drive
         ),
-        chunk_size=asked,
+        chunk_size=configured,
     ).to(device)
     model.logits(tokens_of(1, 4).to(device))
-    assert set(seen) == {taken}
+    assert set(seen) == {chosen}
 
 
 def test_sequences_may_be_longer_than_in_training():
-    model = made(seq_len=16)
+    model = make_model(seq_len=16)
     assert model.logits(tokens_of(1, 200)).isfinite().all()
 
 
 def test_initial_time_constants_range_from_one_token_to_the_sequence():
-    model = made(seq_len=4096, num_layers=8, num_eigenstates=64)
+    model = make_model(seq_len=4096, num_layers=8, num_eigenstates=64)
     time_constants = -1 / magnitudes(model).log()
     assert 1 <= time_constants.min() < 3
     assert 1500 < time_constants.max() <= 4096.5
     assert time_constants.log().mean() == pytest.approx(math.log(4096) / 2, rel=0.1), "log-uniform"
-    assert magnitudes(made(seq_len=4096, memory=10)).max() <= math.exp(-0.1)
+    assert magnitudes(make_model(seq_len=4096, memory=10)).max() <= math.exp(-0.1)
 
 
 def test_an_optimizer_step_rotates_old_states_only_slightly():
     """If angles were learned in radians, a step of 0.01 would rotate a state of 4,096 tokens ago
     six times.
     """
-    model = made(seq_len=4096, num_eigenstates=64)
+    model = make_model(seq_len=4096, num_eigenstates=64)
     for memory in (module for module in model.modules() if isinstance(module, Memory)):
         log_decay, before = memory.eigenvalues(None)
         with torch.no_grad():
@@ -104,7 +102,7 @@ def test_an_optimizer_step_rotates_old_states_only_slightly():
 def test_initial_angles_differ_from_each_other_and_from_zero(count):
     memory = next(
         module
-        for module in made(num_eigenstates=count, num_heads=1).modules()
+        for module in make_model(num_eigenstates=count, num_heads=1).modules()
         if isinstance(module, Memory)
     )
     places = memory.eigenvalues(None)[1].sort().values / (2 * math.pi)
@@ -115,18 +113,20 @@ def test_initial_angles_differ_from_each_other_and_from_zero(count):
 
 def test_the_drive_has_unit_variance_at_any_width():
     for width in (16, 256):
-        model = made(d_model=width, num_eigenstates=64)
+        model = make_model(d_model=width, num_eigenstates=64)
         block = model.blocks[0]
         drive = block.recurrence.drive(block.recurrence_norm(model.embed(torch.arange(11)[None])))
         assert float(drive.detach().square().mean()) == pytest.approx(1, rel=0.2)
 
 
 def test_the_published_memory_lasts_seven_tokens():
-    assert magnitudes(made(seq_len=4096, num_layers=8, initialisation="published")).max() <= 0.5
+    assert (
+        magnitudes(make_model(seq_len=4096, num_layers=8, initialisation="published")).max() <= 0.5
+    )
 
 
 def test_no_eigenvalue_exceeds_one():
-    model = made()
+    model = make_model()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, Memory):
@@ -141,7 +141,7 @@ def test_an_initial_gate_is_nearly_closed():
     """The general initialisation must not overwrite the bias of the gate."""
     gates = [
         parameter
-        for name, parameter in made(bias=True).named_parameters()
+        for name, parameter in make_model(bias=True).named_parameters()
         if name.endswith("gate.bias")
     ]
     assert len(gates) == 2
@@ -152,7 +152,7 @@ def test_states_have_the_variance_of_their_drive():
     """White noise of variance 1 gives states of variance 1, whatever the time constant."""
     memory = next(
         module
-        for module in made(seq_len=256, num_eigenstates=32).modules()
+        for module in make_model(seq_len=256, num_eigenstates=32).modules()
         if isinstance(module, Memory)
     )
     drive = torch.randn(4, 8192, 64, generator=torch.Generator().manual_seed(0))
@@ -165,7 +165,7 @@ def test_states_have_the_variance_of_their_drive():
 
 def test_a_coarse_scale_does_not_leak_the_future():
     """Groups of four tokens would leak the future if available before their last token."""
-    model = made(scales=(4,)).double()
+    model = make_model(scales=(4,)).double()
     embedded = []
     embed = model.embed
     model.embed = lambda tokens: embedded.append(embed(tokens)) or embedded[0]
@@ -183,11 +183,13 @@ def test_a_coarse_scale_does_not_leak_the_future():
     [{"scales": (1, 2, 4, 8)}, {"scales": (3,)}, {"eigenvalues": "selective"}],
     ids=["hierarchical", "coarse", "selective"],
 )
-def test_a_packed_document_has_the_logits_that_it_has_alone(changes, variant):
-    """Up to rounding: a logit, here below 0.4, passes about forty operations that round it by at
-    most half an eps, or 40 x 0.4 x 6e-8 in fp32.
+def test_a_packed_document_has_the_same_logits_as_alone(changes, variant):
+    """They are equal up to rounding.
+
+    A logit, here below 0.4, passes about forty operations, each of which rounds it by at most half
+    an eps: 40 x 0.4 x 6e-8 in fp32.
     """
-    model = made(ops=Ops.plain(scan=variants(scan)[variant]), **changes)
+    model = make_model(ops=Ops.plain(scan=variants(scan)[variant]), **changes)
     lengths = (5, 1, 11, 8)
     tokens = tokens_of(1, sum(lengths))
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None]
@@ -203,8 +205,8 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(changes, variant):
 
 
 def test_a_packed_document_is_causal():
-    """Gradients prove it, with groups that start anywhere."""
-    model, lengths = made(scales=(2, 4)).double(), (3, 6, 7)
+    """The gradients prove it; groups start at arbitrary positions."""
+    model, lengths = make_model(scales=(2, 4)).double(), (3, 6, 7)
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
     embedded = []
     embed = model.embed
@@ -219,7 +221,7 @@ def test_a_packed_document_is_causal():
 
 
 def test_the_decoder_state_does_not_grow():
-    reader = made(scales=(1, 4)).eval().decoder()
+    reader = make_model(scales=(1, 4)).eval().decoder()
     sizes = []
     for _ in range(40):
         reader.read(tokens_of(2, 3))
@@ -239,7 +241,7 @@ KNOWN = 0.1
 """The loss when the right one of eight answers has a probability of nine tenths."""
 
 
-def copying(initialisation, steps, distance=4096):
+def losses_of_recall(initialisation, steps, distance=4096):
     """Train to recall which of eight symbols came first; return the losses until it succeeds."""
     shape = {
         "num_layers": 1,
@@ -249,7 +251,7 @@ def copying(initialisation, steps, distance=4096):
         "chunk_size": 32,
         "initialisation": initialisation,
     }
-    model = made(seq_len=distance + 1, **shape)
+    model = make_model(seq_len=distance + 1, **shape)
     optimizers = muon.build(
         model,
         OptimConfig(kind="muon", lr=0.02, weight_decay=0.0),
@@ -271,16 +273,17 @@ def copying(initialisation, steps, distance=4096):
 
 
 def test_a_token_4096_back_can_be_learned():
-    losses, accuracy = copying("long-memory", steps=250)
+    losses, accuracy = losses_of_recall("long-memory", steps=250)
     assert losses[-1] < KNOWN
     assert accuracy == 1
 
 
 def test_a_token_4096_back_cannot_be_learned_with_the_published_memory():
-    """There is not even a gradient, as the next test shows. The other model starts to learn within
-    sixty steps.
+    """It has no gradient to learn from, as the next test shows.
+
+    The model with long memory starts to learn within sixty steps.
     """
-    losses, _ = copying("published", steps=60)
+    losses, _ = losses_of_recall("published", steps=60)
     assert min(losses) > math.log(8) - 0.01, "which of the eight it was is not known"
     assert losses[-1] < math.log(8) + 0.1, "that it was one of the eight is"
 
@@ -288,7 +291,7 @@ def test_a_token_4096_back_cannot_be_learned_with_the_published_memory():
 def test_the_published_memory_has_no_gradient_4096_tokens_back():
     traces = {}
     for initialisation in ("long-memory", "published"):
-        model = made(seq_len=4097, initialisation=initialisation)
+        model = make_model(seq_len=4097, initialisation=initialisation)
         embedded = []
         embed = model.embed
         model.embed = lambda tokens, embed=embed, embedded=embedded: (
@@ -302,7 +305,7 @@ def test_the_published_memory_has_no_gradient_4096_tokens_back():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"num_eigenstates": 10, "num_heads": 4}, "model.num_heads=5"),
         ({"chunk_size": 0}, "model.chunk_size"),
@@ -312,6 +315,6 @@ def test_the_published_memory_has_no_gradient_4096_tokens_back():
         ({"scales": (1, 2), "eigenvalues": "selective"}, r"model.scales=\[1\]"),
     ],
 )
-def test_inconsistent_shapes_are_rejected(changes, said):
-    with pytest.raises(ConfigError, match=said):
-        made(**changes)
+def test_inconsistent_shapes_are_rejected(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_model(**changes)

@@ -1,6 +1,6 @@
 """Tests that every model must pass.
 
-A model is any file of flatout/models with MODEL; a new one needs no new test code.
+A model is any file in flatout/models with MODEL; a new one needs no new test code.
 
 Letters: B rows, T tokens, D width, V vocabulary.
 """
@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from model_shapes import FAST, PLAIN, SEQ_LEN, VOCAB, drawn, every_model, made, shapes
+from model_shapes import FAST, PLAIN, SEQ_LEN, VOCAB, every_model, make_model, random_tokens, shapes
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,25 +29,23 @@ def test_uses_lists_the_ops_that_it_calls(shape):
         plain = getattr(PLAIN, name)
         return lambda *values, **named: called.add(name) or plain(*values, **named)
 
-    model = made(shape, Ops(**{field.name: recording(field.name) for field in fields(Ops)}))
-    model(*drawn())
+    model = make_model(shape, Ops(**{field.name: recording(field.name) for field in fields(Ops)}))
+    model(*random_tokens())
     assert called == {"cross_entropy", *MODELS.stated(shape[0], "USES")}
 
 
 @every_model
 def test_gradients_prove_causality(shape):
-    """The logits at t depend on every token up to t (within the window of each layer), and on none
-    after it.
-    """
-    model = made(shape, dropout=0.0).double()
+    """The logits at t depend on all tokens up to t within the layers' windows, and on no others."""
+    model = make_model(shape, dropout=0.0).double()
     reach = (getattr(model.config, "window", None) or SEQ_LEN) * len(model.blocks)
-    tokens, _ = drawn(rows=1)
-    found = []
+    tokens, _ = random_tokens(rows=1)
+    actual = []
     embed = model.embed
-    model.embed = lambda tokens_BT: found.append(embed(tokens_BT)) or found[0]
+    model.embed = lambda tokens_BT: actual.append(embed(tokens_BT)) or actual[0]
     logits = model.logits(tokens)
     for t in range(SEQ_LEN):
-        (gradient,) = torch.autograd.grad(logits[0, t].square().sum(), found[0], retain_graph=True)
+        (gradient,) = torch.autograd.grad(logits[0, t].square().sum(), actual[0], retain_graph=True)
         touched = gradient[0].abs().sum(dim=-1)
         assert not touched[t + 1 :].any()
         assert (touched[max(0, t - reach + len(model.blocks)) : t + 1] > 0).all()
@@ -67,22 +65,23 @@ def mixed_shapes():
 
 
 def through_two_documents(model, tokens, ids, poison=None):
-    """Return the logits of the second document, and the gradients of its loss to its embedded
-    tokens and all parameters.
+    """Return the second document's logits, and the gradients of its loss.
+
+    The gradients are those to its embedded tokens and to all parameters.
     """
-    found = []
+    actual = []
     embed = type(model).embed
 
     def poisoned(tokens_BT):
         hidden_BTD = embed(model, tokens_BT).detach()
-        found.append(
+        actual.append(
             (
                 hidden_BTD
                 if poison is None
                 else hidden_BTD.masked_fill(ids[..., None] == 0, poison)
             ).requires_grad_()
         )
-        return found[-1]
+        return actual[-1]
 
     model.embed = poisoned
     model.zero_grad()
@@ -93,17 +92,18 @@ def through_two_documents(model, tokens, ids, poison=None):
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
-    return logits.detach(), found[-1].grad[:, 8:], gradients
+    return logits.detach(), actual[-1].grad[:, 8:], gradients
 
 
 @pytest.mark.parametrize(("shape", "mixer"), list(mixed_shapes()))
 def test_packed_documents_do_not_leak(shape, mixer):
-    """With document ids, another first document changes no bit of the second one's logits and
-    gradients; without them, it does.
+    """Replacing the first document changes no bit of the second one's logits and gradients.
+
+    Without document ids it does.
     """
     op, ops = mixer
-    model = made(shape, ops).eval()
-    tokens, _ = drawn()
+    model = make_model(shape, ops).eval()
+    tokens, _ = random_tokens()
     other = tokens.clone()
     other[:, :8] = (tokens[:, :8] + 1) % VOCAB
     ids = (torch.arange(SEQ_LEN) >= 8).int().expand(3, -1)
@@ -123,7 +123,7 @@ def test_packed_documents_do_not_leak(shape, mixer):
     ] == []
     if (
         op == "scan"
-    ):  # masked values get the weight 0, and 0 x NaN is NaN, in kernels as in the reference
+    ):  # masked values get the weight 0, and 0 x NaN is NaN, in the kernels and in the reference
         logits_after, inputs_after, _ = through_two_documents(model, tokens, ids, poison=math.nan)
         assert torch.equal(logits, logits_after)
         assert torch.equal(inputs, inputs_after)
@@ -131,8 +131,8 @@ def test_packed_documents_do_not_leak(shape, mixer):
 
 @every_model
 def test_overfits_one_batch(shape):
-    model = made(shape, dropout=0.0)
-    tokens, targets = drawn()
+    model = make_model(shape, dropout=0.0)
+    tokens, targets = random_tokens()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(100):
         loss_sum, num_valid = model(tokens, targets)
@@ -143,7 +143,7 @@ def test_overfits_one_batch(shape):
 
 
 def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None):
-    """Attention that multiplies each query only with the keys that it sees."""
+    """Compute attention with only the products of queries and visible keys."""
     repeats = q_BHTC.shape[1] // k_BGSC.shape[1]
     k_BHSC, v_BHSC = k_BGSC.repeat_interleave(repeats, 1), v_BGSC.repeat_interleave(repeats, 1)
     rows = []
@@ -161,24 +161,22 @@ def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None):
 @every_model
 @pytest.mark.parametrize("seq_len", [1, 4, SEQ_LEN])
 def test_flops_match_torchs_count(shape, seq_len):
-    """The full square matches the reference attention, the causal count one that computes visible
-    keys only.
-    """
+    """PaLM's count matches the reference; the causal count, attention to visible keys only."""
     rows = 2
     counted = {}
     for name, ops in {"palm": PLAIN, "causal_exact": Ops.plain(attention=only_visible)}.items():
-        model = made(shape, ops)
+        model = make_model(shape, ops)
         with FlopCounterMode(display=False) as counter:
-            model(*drawn(rows, seq_len))[0].backward()
+            model(*random_tokens(rows, seq_len))[0].backward()
         counted[name] = Fraction(counter.get_total_flops(), rows * seq_len)
-    stated = made(shape).flops_per_token(seq_len)
+    stated = make_model(shape).flops_per_token(seq_len)
     assert {"palm": Fraction(stated.palm), "causal_exact": stated.causal_exact} == counted
-    assert MODELS.get(shape[0]).count_flops(made(shape).config, seq_len) == stated
+    assert MODELS.get(shape[0]).count_flops(make_model(shape).config, seq_len) == stated
 
 
 @every_model
 def test_every_parameter_has_a_kind(shape):
-    model = made(shape)
+    model = make_model(shape)
     kinds = model.parameter_kinds()
     assert list(kinds) == [name for name, _ in model.named_parameters()]
     assert set(kinds.values()) <= {"hidden", "embedding", "head", "vector"}
@@ -191,8 +189,8 @@ def test_every_parameter_has_a_kind(shape):
 
 @every_model
 def test_every_parameter_learns(shape):
-    model = made(shape)
-    model(*drawn())[0].backward()
+    model = make_model(shape)
+    model(*random_tokens())[0].backward()
     assert [
         name
         for name, parameter in model.named_parameters()
@@ -202,7 +200,7 @@ def test_every_parameter_learns(shape):
 
 @every_model
 def test_parameters_are_counted_on_the_meta_device(shape):
-    model = made(shape)
+    model = make_model(shape)
     assert MODELS.get(shape[0]).num_parameters(model.config) == sum(
         parameter.numel() for parameter in model.parameters()
     )
@@ -213,32 +211,35 @@ def test_parameters_are_counted_on_the_meta_device(shape):
 
 @every_model
 def test_a_model_from_the_meta_device_equals_the_model(shape):
-    model, empty = made(shape), type(made(shape)).on_meta(made(shape).config, FAST)
+    model, empty = (
+        make_model(shape),
+        type(make_model(shape)).on_meta(make_model(shape).config, FAST),
+    )
     empty.to_empty(device="cpu")
     torch.manual_seed(0)
     empty.init_weights()
-    tokens, targets = drawn()
+    tokens, targets = random_tokens()
     assert torch.equal(empty.eval()(tokens, targets)[0], model.eval()(tokens, targets)[0])
 
 
 @every_model
 def test_the_initial_loss_is_that_of_chance(shape):
     """The initial loss is log V within 3%, and not below it by more than chance."""
-    model = made(shape, num_layers=4)
-    tokens, targets = drawn(rows=64)
+    model = make_model(shape, num_layers=4)
+    tokens, targets = random_tokens(rows=64)
     loss_sum, num_valid = model.eval()(tokens, targets)
     assert float(loss_sum.detach() / num_valid) == pytest.approx(math.log(VOCAB), rel=0.03)
 
 
 @every_model
 def test_dropout_depends_on_the_generator_only(shape):
-    model = made(shape, dropout=0.5)
+    model = make_model(shape, dropout=0.5)
     if "dropout" not in type(model.config).model_fields:
         pytest.skip("this model has no dropout")
 
     def loss(seed):
         torch.manual_seed(seed)
-        return float(model(*drawn())[0].detach())
+        return float(model(*random_tokens())[0].detach())
 
     assert loss(1) == loss(1)
     assert loss(1) != loss(2)
@@ -248,8 +249,8 @@ def test_dropout_depends_on_the_generator_only(shape):
 
 @every_model
 def test_ignored_targets_do_not_count(shape):
-    model = made(shape, dropout=0.0)
-    tokens, targets = drawn()
+    model = make_model(shape, dropout=0.0)
+    tokens, targets = random_tokens()
     half = targets.clone()
     half[:, ::2] = -1
     loss_sum, num_valid = model(tokens, half)
@@ -262,15 +263,15 @@ def test_ignored_targets_do_not_count(shape):
 
 @every_model
 def test_next_logits_are_the_last_logits(shape):
-    model = made(shape).eval()
-    tokens, _ = drawn(seq_len=9)
+    model = make_model(shape).eval()
+    tokens, _ = random_tokens(seq_len=9)
     torch.testing.assert_close(model.next_logits(tokens), model.logits(tokens)[:, -1])
 
 
 @every_model
 def test_checkpoints_contain_parameters_only(shape):
-    """There are no tables and no duplicate names."""
-    model = made(shape)
+    """They have no tables and no duplicate names."""
+    model = make_model(shape)
     assert list(model.state_dict()) == [name for name, _ in model.named_parameters()]
 
 
@@ -284,7 +285,7 @@ def test_unknown_and_wrong_keys_are_named(kind):
 
 
 def test_a_key_of_another_kind_names_that_kind():
-    """As when model.kind=eigenstate overrides a recipe for a transformer."""
+    """It happens when model.kind=eigenstate overrides a recipe for a transformer."""
     eigenstate = MODELS.get("eigenstate")
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""Split weights: which numbers are exact, and that all code sees an fp32 tensor."""
+"""Split weights store all numbers but one tie exactly, and behave as fp32 tensors."""
 
 import copy
 
@@ -11,16 +11,16 @@ from flatout.models import split_weights
 from flatout.models.split_weights import SplitTensor, join, split, whole
 
 
-def drawn(*shape):
+def random_weight(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def made(weight):
+def split_tensor(weight):
     return SplitTensor(*split(weight))
 
 
 def representable(*shape):
-    return join(*split(drawn(*shape)))
+    return join(*split(random_weight(*shape)))
 
 
 @given(st.integers(-(2**31), 2**31 - 1))
@@ -46,15 +46,15 @@ def test_ties_zeros_infinities_and_the_smallest_number(bits):
     assert int(join(*split(weight)).view(torch.int32)) in (bits, bits - 1)
 
 
-def test_it_is_an_fp32_tensor_of_four_bytes():
-    tensor = made(drawn(3, 5))
+def test_it_is_an_fp32_tensor_with_four_bytes_per_weight():
+    tensor = split_tensor(random_weight(3, 5))
     assert (tensor.dtype, tensor.shape, tensor.element_size()) == (torch.float32, (3, 5), 4)
     assert tensor.high.nbytes + tensor.low.nbytes == 4 * 15
     assert "SplitTensor" in repr(tensor)
 
 
 def test_a_conversion_to_bf16_does_not_copy():
-    tensor = made(drawn(4, 4))
+    tensor = split_tensor(random_weight(4, 4))
     assert tensor.bfloat16().data_ptr() == tensor.high.data_ptr()
     assert tensor[1:3].T.bfloat16().data_ptr() == tensor.high[1].data_ptr()
     assert type(tensor.bfloat16()) is torch.Tensor
@@ -62,7 +62,11 @@ def test_a_conversion_to_bf16_does_not_copy():
 
 @pytest.mark.parametrize("change", ["add_", "rows", "copy_", "foreach", "addcdiv_"])
 def test_writes_apply_to_the_joined_numbers(change):
-    plain, tensor, other = representable(6, 4), made(representable(6, 4)), drawn(6, 4)
+    plain, tensor, other = (
+        representable(6, 4),
+        split_tensor(representable(6, 4)),
+        random_weight(6, 4),
+    )
     for target in (plain, tensor):
         match change:
             case "add_":
@@ -83,11 +87,11 @@ def test_writes_apply_to_the_joined_numbers(change):
 def test_a_fused_update_in_pieces_equals_one_of_all_weights(monkeypatch):
     shapes = [(3, 4), (50, 2), (7, 7), (1, 1), (2, 30)]
     plain = [torch.nn.Parameter(representable(*shape)) for shape in shapes]
-    parts = [torch.nn.Parameter(made(p.detach())) for p in plain]
+    parts = [torch.nn.Parameter(split_tensor(p.detach())) for p in plain]
     monkeypatch.setattr(split_weights, "JOINED_AT_ONCE", 60)
     for members in (plain, parts):
         for number, member in enumerate(members):
-            member.grad = drawn(*member.shape) * (number + 1)
+            member.grad = random_weight(*member.shape) * (number + 1)
         optimizer = torch.optim.AdamW(members, lr=0.1, fused=True)
         optimizer.step()
         optimizer.step()
@@ -97,8 +101,8 @@ def test_a_fused_update_in_pieces_equals_one_of_all_weights(monkeypatch):
 
 @pytest.mark.parametrize("autocast", [True, False])
 def test_gradients_are_fp32_and_match_those_of_the_joined_weight(autocast):
-    found = []
-    for make in (lambda w: w, made):
+    actual = []
+    for make in (lambda w: w, split_tensor):
         table, matrix = (
             torch.nn.Parameter(make(representable(*shape))) for shape in ((11, 8), (5, 8))
         )
@@ -107,37 +111,35 @@ def test_gradients_are_fp32_and_match_those_of_the_joined_weight(autocast):
                 rows = torch.nn.functional.embedding(tokens, table)
                 out = torch.nn.functional.linear(rows, matrix) + (rows @ table.T).sum()
                 out.float().square().mean().backward()
-        found.append((out.detach(), table.grad, matrix.grad))
-    for one, other in zip(*found, strict=True):
+        actual.append((out.detach(), table.grad, matrix.grad))
+    for one, other in zip(*actual, strict=True):
         assert type(other) is torch.Tensor
         assert torch.equal(one, other)
-    assert found[1][1].dtype == torch.float32
+    assert actual[1][1].dtype == torch.float32
 
 
 def test_copies_are_independent():
-    parameter = torch.nn.Parameter(made(drawn(3, 3)))
+    parameter = torch.nn.Parameter(split_tensor(random_weight(3, 3)))
     twin = copy.deepcopy(parameter)
     with torch.no_grad():
         twin.zero_()
-    assert torch.equal(whole(parameter), join(*split(drawn(3, 3))))
+    assert torch.equal(whole(parameter), join(*split(random_weight(3, 3))))
     assert not whole(twin).any()
-    assert whole(drawn(2, 2)).shape == (2, 2)
+    assert whole(random_weight(2, 2)).shape == (2, 2)
 
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_code_splits_and_joins_exactly():
-    """A fused kernel does not round a number that is converted to bfloat16 and back; stored parts
-    must be rounded.
-    """
+    """A fused kernel may skip rounding to bfloat16 and back, but stored parts must be rounded."""
 
     def update(tensor, other):
         tensor.copy_(tensor - 0.125 * other)
         return tensor + 0
 
-    plain, compiled = made(drawn(8, 16)), made(drawn(8, 16))
-    read = torch.compile(update)(compiled, drawn(8, 16))
-    expected = update(plain, drawn(8, 16))
+    plain, compiled = split_tensor(random_weight(8, 16)), split_tensor(random_weight(8, 16))
+    read = torch.compile(update)(compiled, random_weight(8, 16))
+    expected = update(plain, random_weight(8, 16))
     assert torch.equal(compiled.high, plain.high)
     assert torch.equal(compiled.low, plain.low)
     assert torch.equal(read, expected)
@@ -146,9 +148,7 @@ def test_compiled_code_splits_and_joins_exactly():
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
 def test_a_gpu_splits_and_joins_exactly_and_updates_up_to_rounding():
-    """The AdamW kernel is not torch's; tests/ops/test_split_update.py compares it with its
-    reference exactly.
-    """
+    """The AdamW kernel is flatout's; tests/ops/test_split_update.py compares it bit by bit."""
     weight = (
         torch.arange(-(2**31), 2**31, 99_991, dtype=torch.int64).to(torch.int32).view(torch.float32)
     )
@@ -156,11 +156,11 @@ def test_a_gpu_splits_and_joins_exactly_and_updates_up_to_rounding():
     for here, there in zip(split(weight), split(weight.cuda()), strict=True):
         assert torch.equal(here, there.cpu())
     plain = torch.nn.Parameter(representable(64, 48).cuda())
-    parts = torch.nn.Parameter(made(plain.detach()))
+    parts = torch.nn.Parameter(split_tensor(plain.detach()))
     for member in (plain, parts):
         with torch.autocast("cuda", torch.bfloat16):
             torch.nn.functional.linear(
-                drawn(32, 48).cuda(), member
+                random_weight(32, 48).cuda(), member
             ).float().square().mean().backward()
         torch.optim.AdamW([member], lr=0.1, fused=True).step()
     assert torch.equal(plain.grad, parts.grad)

@@ -10,14 +10,15 @@ from flatout.ops.heads import reference
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)
 
 
-def configured(seq_len=16, **own):
+def make_config(seq_len=16, **changes):
     return Transformer.check(
-        {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 4} | own, seq_len=seq_len
+        {"vocab_size": 50, "num_layers": 2, "d_model": 32, "num_heads": 4} | changes,
+        seq_len=seq_len,
     )
 
 
 @pytest.mark.parametrize(
-    ("own", "formula"),
+    ("changes", "formula"),
     [
         # GPT-2: V D + T D embeddings, a block of 12 D^2 + 13 D, a final norm of 2 D.
         (
@@ -36,11 +37,11 @@ def configured(seq_len=16, **own):
     ],
     ids=["gpt2", "llama", "own sizes"],
 )
-def test_the_number_of_parameters_follows_the_formula(own, formula):
-    assert Transformer.num_parameters(configured(**own)) == formula
+def test_the_number_of_parameters_follows_the_formula(changes, formula):
+    assert Transformer.num_parameters(make_config(**changes)) == formula
 
 
-def test_published_sizes():
+def test_published_models_have_their_published_sizes():
     gpt2 = {
         "vocab_size": 50257,
         "num_layers": 12,
@@ -68,7 +69,7 @@ def test_published_sizes():
 def test_parameter_names_are_stable():
     """Checkpoints contain these names."""
     model = Transformer(
-        configured(num_layers=1, bias=True, qk_norm=True, tied_head=False, positions="learned"),
+        make_config(num_layers=1, bias=True, qk_norm=True, tied_head=False, positions="learned"),
         FAST,
     )
     both = [
@@ -82,18 +83,18 @@ def test_parameter_names_are_stable():
         for part in ("mlp_norm", "mlp.up", "mlp.down")
         for kind in ("weight", "bias")
     ]
-    wanted = [
+    expected = [
         "token_embedding.weight",
         "position_embedding.weight",
         *(f"blocks.0.{name}" for name in both),
     ]
     assert [name for name, _ in model.named_parameters()] == [
-        *wanted,
+        *expected,
         "final_norm.weight",
         "final_norm.bias",
         "unembedding.weight",
     ]
-    gated = Transformer(configured(num_layers=1, activation="swiglu", norm="rmsnorm"), FAST)
+    gated = Transformer(make_config(num_layers=1, activation="swiglu", norm="rmsnorm"), FAST)
     assert [name for name, _ in gated.named_parameters() if "mlp." in name] == [
         "blocks.0.mlp.gate_up.weight",
         "blocks.0.mlp.down.weight",
@@ -107,7 +108,7 @@ def test_every_rms_norm_uses_the_configured_eps(norms):
     """With hidden states of magnitude 1, each norm divides by sqrt(1 + eps)."""
     given = []
     model = Transformer(
-        configured(**norms, rms_norm_eps=0.5),
+        make_config(**norms, rms_norm_eps=0.5),
         Ops.plain(
             heads=lambda *tensors, **named: (
                 given.append(named["eps"]) or reference(*tensors, **named)
@@ -124,22 +125,22 @@ def test_every_rms_norm_uses_the_configured_eps(norms):
 
 
 def test_initial_weights_have_the_documented_deviation():
-    model = Transformer(configured(num_layers=8, d_model=128, bias=True, tied_head=False), FAST)
+    model = Transformer(make_config(num_layers=8, d_model=128, bias=True, tied_head=False), FAST)
     for name, parameter in model.state_dict().items():
         if name.endswith("bias"):
             assert not parameter.any()
         elif parameter.dim() == 1:
             assert (parameter == 1).all()
         else:
-            wanted = (
+            expected = (
                 0.02 / 4 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 0.02
             )
-            assert float(parameter.std()) == pytest.approx(wanted, rel=0.05)
-            assert float(parameter.mean()) == pytest.approx(0, abs=wanted / 20)
+            assert float(parameter.std()) == pytest.approx(expected, rel=0.05)
+            assert float(parameter.mean()) == pytest.approx(0, abs=expected / 20)
 
 
 def test_rotary_scores_depend_on_distance_only():
-    cos, sin = Transformer(configured(seq_len=64), FAST).blocks[0].attention.rotary(0, 64)
+    cos, sin = Transformer(make_config(seq_len=64), FAST).blocks[0].attention.rotary(0, 64)
     query, key = torch.randn(2, 8, dtype=torch.float64)
     product = torch.cat((query, key, key)).expand(1, 64, -1)
     turned_q, turned_k, _ = (
@@ -158,15 +159,15 @@ def test_rotary_scores_depend_on_distance_only():
 
 
 def test_rotary_tables_stay_fp32_and_move_between_devices():
-    model = Transformer(configured(), FAST)
-    wanted = model.blocks[0].attention.rotary.cos.clone()
+    model = Transformer(make_config(), FAST)
+    expected = model.blocks[0].attention.rotary.cos.clone()
     model.to(torch.bfloat16)
-    assert torch.equal(model.blocks[1].attention.rotary.cos, wanted)
+    assert torch.equal(model.blocks[1].attention.rotary.cos, expected)
 
 
 def test_a_window_limits_the_visible_tokens():
     torch.manual_seed(0)
-    model = Transformer(configured(num_layers=1, window=3), FAST)
+    model = Transformer(make_config(num_layers=1, window=3), FAST)
     tokens = torch.arange(16)[None]
     other = tokens.clone()
     other[0, 4] = 49
@@ -175,13 +176,13 @@ def test_a_window_limits_the_visible_tokens():
 
 
 def test_the_default_positions_are_the_sequence_length():
-    assert configured(seq_len=48).max_seq_len == 48
-    assert configured(seq_len=48, max_seq_len=64).max_seq_len == 64
-    assert Transformer(configured(seq_len=48), FAST).max_seq_len == 48
+    assert make_config(seq_len=48).max_seq_len == 48
+    assert make_config(seq_len=48, max_seq_len=64).max_seq_len == 64
+    assert Transformer(make_config(seq_len=48), FAST).max_seq_len == 48
 
 
 @pytest.mark.parametrize(
-    ("own", "fix"),
+    ("changes", "fix"),
     [
         ({"num_heads": 5}, r"model\.num_heads=4"),
         ({"num_kv_heads": 3}, r"model\.num_kv_heads=4"),
@@ -192,14 +193,14 @@ def test_the_default_positions_are_the_sequence_length():
         ({"num_layer": 2}, r"model\.num_layers"),
     ],
 )
-def test_inconsistent_shapes_name_the_key_to_set(own, fix):
+def test_inconsistent_shapes_name_the_key_to_set(changes, fix):
     with pytest.raises(ConfigError, match=rf"Fix: .*{fix}"):
-        configured(**own)
+        make_config(**changes)
 
 
 def test_more_tokens_than_positions_are_rejected_with_a_fix():
     for positions in ("learned", "rotary"):
-        model = Transformer(configured(seq_len=8, positions=positions), FAST)
+        model = Transformer(make_config(seq_len=8, positions=positions), FAST)
         with pytest.raises(ShapeError, match=r"Fix: .*model\.max_seq_len=9"):
             model.logits(torch.zeros(1, 9, dtype=torch.int64))
 
@@ -227,7 +228,7 @@ LIMITS = {
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_attention_gives_the_loss_and_gradients_of_the_reference(name, limits, device):
-    """Grouped heads of 128, normalised queries and keys, squared ReLU, a window and documents."""
+    """The model has grouped heads of 128, query and key norms, squared ReLU and a window."""
     window, has_documents = LIMITS[limits]
     tokens, targets = torch.randint(61, (2, 2, 300), generator=torch.Generator().manual_seed(2))
     ids = (
@@ -251,7 +252,7 @@ def test_every_attention_gives_the_loss_and_gradients_of_the_reference(name, lim
             [loss_sum.detach().cpu(), *(parameter.grad.cpu() for parameter in model.parameters())]
         )
     limit = {"bf16": 3e-2}.get(name, 1e-4 if device == "cpu" else 1e-3)
-    for found, wanted in zip(*results, strict=True):
+    for actual, expected in zip(*results, strict=True):
         torch.testing.assert_close(
-            found, wanted, rtol=limit, atol=limit * float(wanted.abs().max())
+            actual, expected, rtol=limit, atol=limit * float(expected.abs().max())
         )

@@ -98,7 +98,7 @@ LONG = {
 """Longer than a block of tokens, so that there is something to skip."""
 
 
-def drawn(
+def random_inputs(
     *,
     heads,
     groups,

@@ -1,4 +1,4 @@
-"""Fixtures that the tests of all ops share."""
+"""Fixtures for the tests of all ops."""
 
 import sys
 from pathlib import Path
@@ -51,7 +51,7 @@ def interpreted(monkeypatch):
     patch = interpreter._patch_lang_tensor
 
     def with_scalar_index(tensor, scope):
-        """Triton 3.6 uses arrays of one number as loop bounds, which NumPy no longer converts."""
+        """Convert loop bounds, which Triton 3.6 passes as arrays that NumPy no longer converts."""
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
@@ -61,7 +61,7 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def without_triton(monkeypatch):
-    """Make Triton's kernels run here, and importing Triton fail."""
+    """Make the code choose Triton kernels, and importing Triton fail."""
     import flatout.ops
 
     for name in ("head_kernels", "loss_kernels", "scan_kernels"):

@@ -1,13 +1,13 @@
-"""Compare Liger's kernels in Triton's interpreter with the reference.
+"""Compares Liger's kernels in Triton's interpreter with the reference.
 
-It runs in a separate process with TRITON_INTERPRET=1 and prints "all agree" on success.
+Runs in a separate process with TRITON_INTERPRET=1 and prints "all agree" on success.
 """
 
 import liger_kernel.ops.cross_entropy as kernels
 import numpy
 import torch
 import triton.language as tl
-from test_cross_entropy import CASES, EXTRAS, drawn, with_gradients
+from test_cross_entropy import CASES, EXTRAS, random_inputs, with_gradients
 from triton.runtime import interpreter
 
 from flatout.ops import cross_entropy
@@ -16,7 +16,7 @@ from flatout.ops import cross_entropy
 bare = interpreter._implicit_cvt
 
 
-def typed(given):
+def with_triton_types(given):
     if isinstance(given, float):
         return tl.tensor(
             interpreter.TensorHandle(numpy.array([given], numpy.float32), tl.float32), tl.float32
@@ -24,7 +24,7 @@ def typed(given):
     return bare(given)
 
 
-interpreter._implicit_cvt = typed
+interpreter._implicit_cvt = with_triton_types
 kernels.tanh = lambda x: 1 - 2 / (tl.exp(2 * x) + 1)
 
 
@@ -35,8 +35,8 @@ def by_liger(hidden, weight, targets, *, softcap=None, z_loss=0.0):
     ), valid.sum()
 
 
-def assert_near(found, wanted):
-    for got, want in zip(found, wanted, strict=True):
+def assert_near(actual, expected):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(
             got.double(),
             want.double(),
@@ -46,12 +46,12 @@ def assert_near(found, wanted):
 
 
 for case in ("some ignored", "one target", "all ignored"):
-    hidden, weight, targets = drawn(**CASES[case])
+    hidden, weight, targets = random_inputs(**CASES[case])
     for extras in EXTRAS.values():
-        wanted = with_gradients(
+        expected = with_gradients(
             cross_entropy.reference, hidden.double(), weight.double(), targets, **extras
         )
-        assert_near(with_gradients(by_liger, hidden, weight, targets, **extras), wanted)
+        assert_near(with_gradients(by_liger, hidden, weight, targets, **extras), expected)
     alone = weight.clone().requires_grad_()
     by_liger(hidden, alone, targets)[0].backward()
     assert_near(

@@ -1,4 +1,4 @@
-"""Inputs for the tests of updates of split weights."""
+"""Inputs for the tests of split-weight updates."""
 
 import torch
 
@@ -10,18 +10,21 @@ SHAPES = [(32, 48), (7, 5), (1, 1), (3, 1031), (64, 16), (1, 16), (0, 4), (16, 5
 """
 
 
-def drawn(shape, seed, size=1.0):
+def random_inputs(shape, seed, size=1.0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * size
 
 
 def lists(shapes, *, seed=0, laid_out=lambda tensor: tensor):
     """Return the inputs of an AdamW update in the middle of a run."""
-    weights = [laid_out(drawn(shape, seed + i, 0.02)) for i, shape in enumerate(shapes)]
+    weights = [laid_out(random_inputs(shape, seed + i, 0.02)) for i, shape in enumerate(shapes)]
     highs, lows = map(list, zip(*map(split, weights), strict=True))
-    gradients = [laid_out(drawn(shape, seed + 100 + i, 1e-3)) for i, shape in enumerate(shapes)]
-    means = [laid_out(drawn(shape, seed + 200 + i, 1e-3)) for i, shape in enumerate(shapes)]
+    gradients = [
+        laid_out(random_inputs(shape, seed + 100 + i, 1e-3)) for i, shape in enumerate(shapes)
+    ]
+    means = [laid_out(random_inputs(shape, seed + 200 + i, 1e-3)) for i, shape in enumerate(shapes)]
     squares = [
-        laid_out(drawn(shape, seed + 300 + i, 1e-3).square()) for i, shape in enumerate(shapes)
+        laid_out(random_inputs(shape, seed + 300 + i, 1e-3).square())
+        for i, shape in enumerate(shapes)
     ]
     return [
         highs,
@@ -42,7 +45,7 @@ def advance(steps):
         step += 1
 
 
-def assert_same_bits(found, wanted):
-    for one_column, other_column in zip(found, wanted, strict=True):
+def assert_same_bits(actual, expected):
+    for one_column, other_column in zip(actual, expected, strict=True):
         for one, other in zip(one_column, other_column, strict=True):
             assert torch.equal(one, other)

@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import CASES, LONG, drawn, with_gradients
+from attention_cases import CASES, LONG, random_inputs, with_gradients
 
 from flatout.errors import ShapeError
 from flatout.ops import attention, variants
@@ -14,7 +14,7 @@ CLOSE = {"bf16": 2e-2}
 
 
 def by_loops(tensors, options):
-    """Compute each query separately in fp64, as the docstring says."""
+    """Compute each query separately in fp64, as the docstring defines it."""
     q, k, v = (tensor.double() for tensor in tensors)
     out = torch.zeros_like(q)
     (rows, heads, queries, head_dim), (_, groups, keys, _) = q.shape, k.shape
@@ -41,7 +41,7 @@ def by_loops(tensors, options):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_matches_its_docstring(case):
-    tensors, options = drawn(**CASES[case])
+    tensors, options = random_inputs(**CASES[case])
     double = [tensor.double() for tensor in tensors]
     torch.testing.assert_close(
         attention.reference(*double, **options), by_loops(tensors, options), rtol=1e-12, atol=1e-12
@@ -51,10 +51,10 @@ def test_the_reference_matches_its_docstring(case):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_memory):
-    tensors, options = drawn(**CASES[case])
-    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
-    found = with_gradients(VARIANTS[name], tensors, options)
-    for got, want in zip(found, wanted, strict=True):
+    tensors, options = random_inputs(**CASES[case])
+    expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    actual = with_gradients(VARIANTS[name], tensors, options)
+    for got, want in zip(actual, expected, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(
             got.double(),
@@ -66,11 +66,11 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_low_precision_is_close_to_fp64(name, poisoned_memory):
-    tensors, options = drawn(
+    tensors, options = random_inputs(
         heads=4, groups=2, queries=33, keys=33, documents=3, dtype=torch.bfloat16
     )
-    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
-    for got, want in zip(with_gradients(VARIANTS[name], tensors, options), wanted, strict=True):
+    expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    for got, want in zip(with_gradients(VARIANTS[name], tensors, options), expected, strict=True):
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(got.double(), want, rtol=0.05, atol=0.05)
 
@@ -82,8 +82,8 @@ def test_low_precision_is_close_to_fp64(name, poisoned_memory):
     ids=["causal", "window", "documents"],
 )
 def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
-    """Replacing masked keys and values by huge numbers changes no bit."""
-    (q, k, v), _ = drawn(heads=2, groups=2, queries=21, keys=21)
+    """Replacing masked keys and values with huge numbers changes no bit."""
+    (q, k, v), _ = random_inputs(heads=2, groups=2, queries=21, keys=21)
     masked, seeing = (slice(12, 21), slice(0, 12)) if not options else (slice(0, 6), slice(10, 21))
     results = []
     for poison in (1.0, 1e4):
@@ -116,19 +116,19 @@ def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
 @pytest.mark.parametrize("case", ["documents", "window"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_compiles_without_a_graph_break(name, case):
-    """Sequences longer than a block of tokens are included."""
+    """The cases include sequences longer than a block of tokens."""
     torch._dynamo.reset()
-    tensors, options = drawn(**LONG[case])
-    wanted = with_gradients(VARIANTS[name], tensors, options)
-    found = with_gradients(
+    tensors, options = random_inputs(**LONG[case])
+    expected = with_gradients(VARIANTS[name], tensors, options)
+    actual = with_gradients(
         torch.compile(VARIANTS[name], fullgraph=True, backend="aot_eager"), tensors, options
     )
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want)
 
 
 def test_mismatched_shapes_are_rejected_with_a_fix():
-    (q, k, v), _ = drawn(heads=4, groups=2, queries=6, keys=6)
+    (q, k, v), _ = random_inputs(heads=4, groups=2, queries=6, keys=6)
     wrong = [
         ((q, k, v[:, :, :3]), {}),
         ((q, k[:1], v[:1]), {}),

@@ -32,12 +32,12 @@ EXTRAS = {
 
 @pytest.fixture(params=[False, True], ids=["one chunk", "small chunks"])
 def chunks(request, monkeypatch):
-    """Run with one chunk, and with chunks of a few targets of which the last is incomplete."""
+    """Run with one chunk, and with chunks of a few targets, the last of them incomplete."""
     if request.param:
         monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 700)
 
 
-def drawn(*, rows, tokens, width, vocab, ignored):
+def random_inputs(*, rows, tokens, width, vocab, ignored):
     generator = torch.Generator().manual_seed(tokens * vocab)
     hidden = torch.randn(rows, tokens, width, generator=generator)
     weight = torch.randn(vocab, width, generator=generator)
@@ -61,19 +61,19 @@ def with_gradients(function, hidden, weight, targets, **extras):
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_matches_its_docstring(case, extras):
-    hidden, weight, targets = drawn(**CASES[case])
+    hidden, weight, targets = random_inputs(**CASES[case])
     cap, z_loss = EXTRAS[extras].get("softcap"), EXTRAS[extras].get("z_loss", 0.0)
     loss_sum, num_valid = cross_entropy.reference(
         hidden.double(), weight.double(), targets, softcap=cap, z_loss=z_loss
     )
-    wanted = 0.0
+    expected = 0.0
     for row, target in zip(hidden.double().flatten(0, 1), targets.flatten().tolist(), strict=True):
         if target >= 0:
             scores = [float(row @ one) for one in weight.double()]
             scores = scores if cap is None else [cap * math.tanh(score / cap) for score in scores]
             log_sum = math.log(sum(math.exp(score - max(scores)) for score in scores)) + max(scores)
-            wanted += log_sum - scores[target] + z_loss * log_sum**2
-    assert float(loss_sum) == pytest.approx(wanted, rel=1e-12)
+            expected += log_sum - scores[target] + z_loss * log_sum**2
+    assert float(loss_sum) == pytest.approx(expected, rel=1e-12)
     assert int(num_valid) == int((targets >= 0).sum())
     assert num_valid.dtype == torch.int64
 
@@ -84,16 +84,16 @@ def test_the_reference_matches_its_docstring(case, extras):
 def test_values_and_gradients_match_the_reference_in_fp64(
     name, case, extras, chunks, poisoned_memory
 ):
-    hidden, weight, targets = drawn(**CASES[case])
-    wanted = with_gradients(
+    hidden, weight, targets = random_inputs(**CASES[case])
+    expected = with_gradients(
         cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras]
     )
-    found = with_gradients(VARIANTS[name], hidden, weight, targets, **EXTRAS[extras])
-    assert found[0].dtype == torch.float32
-    assert found[0].dim() == 0
-    assert torch.equal(found[1], wanted[1])
+    actual = with_gradients(VARIANTS[name], hidden, weight, targets, **EXTRAS[extras])
+    assert actual[0].dtype == torch.float32
+    assert actual[0].dim() == 0
+    assert torch.equal(actual[1], expected[1])
     limit = CLOSE.get(name, 1e-5)
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(
             got.double(),
             want.double(),
@@ -105,7 +105,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ignored_targets_affect_neither_loss_nor_gradients(name, poison):
-    hidden, weight, targets = drawn(**CASES["some ignored"])
+    hidden, weight, targets = random_inputs(**CASES["some ignored"])
     ignored = targets == cross_entropy.IGNORED
     plain = with_gradients(VARIANTS[name], hidden, weight, targets)
     poisoned = with_gradients(
@@ -118,7 +118,7 @@ def test_ignored_targets_affect_neither_loss_nor_gradients(name, poison):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_low_precision_hidden_states_give_an_fp32_loss(name):
-    hidden, weight, targets = drawn(**CASES["some ignored"])
+    hidden, weight, targets = random_inputs(**CASES["some ignored"])
     loss_sum, _ = VARIANTS[name](hidden.bfloat16(), weight.bfloat16(), targets)
     assert loss_sum.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
@@ -127,7 +127,7 @@ def test_low_precision_hidden_states_give_an_fp32_loss(name):
 
 
 def test_mismatched_shapes_are_rejected_with_a_fix():
-    hidden, weight, targets = drawn(**CASES["plain"])
+    hidden, weight, targets = random_inputs(**CASES["plain"])
     for function in VARIANTS.values():
         for wrong in [
             (hidden, weight, targets[:, :3]),
@@ -159,7 +159,7 @@ def test_ligers_kernels_match_the_reference():
 
 def test_missing_liger_names_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.fused_linear_cross_entropy", None)
-    hidden, weight, targets = drawn(**CASES["plain"])
+    hidden, weight, targets = random_inputs(**CASES["plain"])
     with pytest.raises(MissingPackage, match=r'pip install "flatout\[liger\]"'):
         cross_entropy._by_liger(hidden.flatten(0, 1), weight, targets.flatten(), None, 0.0)
 
@@ -187,7 +187,7 @@ def test_variants_have_the_signature_of_the_reference():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_chunked_loss_has_gradients():
     """torch 2.11 silently traces some autograd functions into ones whose gradients are all zero."""
-    found = []
+    actual = []
     for function in (
         cross_entropy.chunked,
         torch.compile(cross_entropy.chunked, backend="aot_eager"),
@@ -199,8 +199,8 @@ def test_compiled_chunked_loss_has_gradients():
         )
         targets_BT = torch.randint(32, (2, 8), generator=generator)
         function(hidden_BTD, weight_VD, targets_BT)[0].backward()
-        found.append((hidden_BTD.grad, weight_VD.grad))
-    for one, other in zip(*found, strict=True):
+        actual.append((hidden_BTD.grad, weight_VD.grad))
+    for one, other in zip(*actual, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -216,7 +216,7 @@ def scaled_gradients(function, hidden, weight, targets, *, scale, dtype):
 def sure_of_their_targets(vocab=11, width=6, targets=24):
     """Return hidden states that give all other tokens a probability of e^-19 (6e-9).
 
-    They do so in a direction that affects neither gradient of interest.
+    The direction of the states affects neither of the gradients that the test compares.
     """
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(vocab, width, generator=generator)
@@ -228,25 +228,25 @@ def sure_of_their_targets(vocab=11, width=6, targets=24):
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_float16_keeps_small_gradients_that_the_loss_scale_preserves(name, chunks):
-    """6e-9 is below what float16 represents; a loss scale of 2^15 raises it to 2e-4."""
+    """6e-9 is below the range of float16; a loss scale of 2^15 raises it to 2e-4."""
     hidden, weight, targets = sure_of_their_targets()
-    wanted = scaled_gradients(
+    expected = scaled_gradients(
         cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32
     )
-    found = scaled_gradients(
+    actual = scaled_gradients(
         VARIANTS[name], hidden, weight, targets, scale=2.0**15, dtype=torch.float16
     )
-    torch.testing.assert_close(found[1][1:, 0], wanted[1][1:, 0], rtol=1e-2, atol=0)
+    torch.testing.assert_close(actual[1][1:, 0], expected[1][1:, 0], rtol=1e-2, atol=0)
     torch.testing.assert_close(
-        found[0][..., 1:],
-        wanted[0][..., 1:],
+        actual[0][..., 1:],
+        expected[0][..., 1:],
         rtol=1e-2,
-        atol=1e-2 * float(wanted[0][..., 1:].abs().max()),
+        atol=1e-2 * float(expected[0][..., 1:].abs().max()),
     )
 
 
 def test_float16_sums_gradients_beyond_its_range(chunks):
-    """4,096 targets of one token have gradients of nearly 1, times the factor for small ones."""
+    """The gradients of 4,096 targets of one token are nearly 1 each, times the scale in SCALES."""
     hidden, weight, targets = (
         torch.full((1, 4096, 4), 8.0),
         torch.zeros(11, 4),
@@ -266,29 +266,31 @@ def test_float16_sums_gradients_beyond_its_range(chunks):
 
 @pytest.mark.parametrize("scale", [2.0**14, 2.0**24])
 def test_float16_overflows_as_the_plain_loss(scale, chunks):
-    """A gradient of 2^14 x 8 to a hidden state exceeds 65,504, so that the scale is halved."""
-    hidden, weight, targets = drawn(**CASES["plain"])
+    """A hidden state's gradient of 2^14 x 8 exceeds 65,504, so the loss scale is halved."""
+    hidden, weight, targets = random_inputs(**CASES["plain"])
     weight = 8 * weight.sign()
     plain = scaled_gradients(
         cross_entropy.fused, hidden, weight, targets, scale=scale, dtype=torch.float16
     )
-    found = scaled_gradients(
+    actual = scaled_gradients(
         cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=torch.float16
     )
     assert not torch.isfinite(plain[0]).all()
-    assert not torch.isfinite(found[0]).all()
-    if scale == 2.0**14:  # with 2^24 the gradients of the logits overflow too, and so everything
-        assert torch.equal(torch.isfinite(found[0]), torch.isfinite(plain[0]))
+    assert not torch.isfinite(actual[0]).all()
+    if scale == 2.0**14:  # with 2^24 the gradients of the logits overflow too, and so do all others
+        assert torch.equal(torch.isfinite(actual[0]), torch.isfinite(plain[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gradient_of_the_loss_is_not_rounded_to_the_dtype_of_the_products(dtype):
-    """1/3 in bfloat16 is 0.2% too large, and so would be the gradients of all hidden states."""
-    hidden, weight, targets = drawn(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
-    wanted, found = (
+    """1/3 in bfloat16 is 0.2% too large, and would make all hidden gradients too large as well."""
+    hidden, weight, targets = random_inputs(rows=4, tokens=64, width=32, vocab=65, ignored=0.1)
+    expected, actual = (
         scaled_gradients(cross_entropy.chunked, hidden, weight, targets, scale=scale, dtype=dtype)[
             0
         ].double()
         for scale in (1.0, 1 / 3)
     )
-    assert float((found * wanted).sum() / wanted.square().sum()) == pytest.approx(1 / 3, rel=1e-4)
+    assert float((actual * expected).sum() / expected.square().sum()) == pytest.approx(
+        1 / 3, rel=1e-4
+    )

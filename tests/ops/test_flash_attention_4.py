@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_cases import drawn, with_gradients
+from attention_cases import random_inputs, with_gradients
 
 from flatout.errors import MissingPackage
 from flatout.models.transformer import Transformer, TransformerConfig
@@ -25,7 +25,7 @@ CAUSAL = {
 
 
 class Kernels:
-    """The functions of `flash_attn.cute.interface` that are used here."""
+    """The functions of `flash_attn.cute.interface` that flatout calls."""
 
     def __init__(self):
         self.called = []
@@ -87,7 +87,7 @@ class Kernels:
 
 
 def by_hand(q_BTHC, k_BTGC, v_BTGC, out_BTHC, grad_BTHC):
-    """Return the gradients of causal attention; autograd is off inside an operator."""
+    """Return the gradients of causal attention; inside an operator autograd is off."""
     each = q_BTHC.shape[2] // k_BTGC.shape[2]
     k_BTHC, v_BTHC = k_BTGC.repeat_interleave(each, dim=2), v_BTGC.repeat_interleave(each, dim=2)
     scale = q_BTHC.shape[3] ** -0.5
@@ -112,21 +112,21 @@ def by_hand(q_BTHC, k_BTGC, v_BTGC, out_BTHC, grad_BTHC):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The stand-in, used where a GPU would run the kernels, and for fp32 too."""
-    found = Kernels()
+    """Install the stand-in where a GPU would run the kernels, and accept fp32 too."""
+    actual = Kernels()
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
     monkeypatch.setattr(
-        flash_attention_4, "import_module", lambda name: {"flash_attn.cute.interface": found}[name]
+        flash_attention_4, "import_module", lambda name: {"flash_attn.cute.interface": actual}[name]
     )
     monkeypatch.setattr(flash_attention_4, "DTYPES", (torch.float32, torch.float64))
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("case", CAUSAL)
 def test_values_and_gradients_match_the_reference(case, kernels, poisoned_memory):
-    tensors, options = drawn(**CAUSAL[case])
-    wanted = with_gradients(attention.reference, tensors, options)
-    for got, want in zip(with_gradients(attention.flash4, tensors, options), wanted, strict=True):
+    tensors, options = random_inputs(**CAUSAL[case])
+    expected = with_gradients(attention.reference, tensors, options)
+    for got, want in zip(with_gradients(attention.flash4, tensors, options), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6)
     assert kernels.called == ["forward", "backward, deterministic=True"]
 
@@ -136,8 +136,8 @@ def test_gradients_reach_the_product_that_heads_are_split_from(kernels):
     cut = heads.reference(product, None, None, None, counts=(4, 4))
     (plain,) = torch.autograd.grad(attention.reference(*cut).sum(), product)
     cut = heads.reference(product, None, None, None, counts=(4, 4))
-    (found,) = torch.autograd.grad(attention.flash4(*cut).sum(), product)
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=2e-6)
+    (actual,) = torch.autograd.grad(attention.flash4(*cut).sum(), product)
+    torch.testing.assert_close(actual, plain, rtol=1e-5, atol=2e-6)
     assert kernels.called == ["forward", "backward, deterministic=False"]
 
 
@@ -157,7 +157,7 @@ def test_unsupported_inputs_use_flex(monkeypatch):
         "dtype": torch.bfloat16,
         "head_dim": 64,
     }
-    for change, wanted in [
+    for change, expected in [
         ({}, "flash_attention_4"),
         ({"window": 256}, "flash_attention_4"),
         ({"window": 255}, "flex_attention"),
@@ -167,9 +167,9 @@ def test_unsupported_inputs_use_flex(monkeypatch):
         ({"head_dim": 136}, "fused"),
         ({"queries": 1}, "fused"),
     ]:
-        tensors, options = drawn(**causal | change)
+        tensors, options = random_inputs(**causal | change)
         attention.flash4(*tensors, **options)
-        assert called.pop() == wanted, change
+        assert called.pop() == expected, change
 
 
 def count_concatenations(function, *inputs):
@@ -197,8 +197,8 @@ def count_concatenations(function, *inputs):
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("variant", "wanted"), [("flash4", 0), ("fused", 1)])
-def test_compiled_gradients_are_not_concatenated_again(variant, wanted, kernels):
+@pytest.mark.parametrize(("variant", "expected"), [("flash4", 0), ("fused", 1)])
+def test_compiled_gradients_are_not_concatenated_again(variant, expected, kernels):
     torch._dynamo.reset()
     product = torch.randn(2, 12, 3 * 4 * 8, requires_grad=True)
 
@@ -210,7 +210,7 @@ def test_compiled_gradients_are_not_concatenated_again(variant, wanted, kernels)
             * 3
         )
 
-    assert count_concatenations(function, product)[-1] == wanted
+    assert count_concatenations(function, product)[-1] == expected
 
 
 def test_a_model_has_the_same_gradients_with_it(kernels):
@@ -225,14 +225,14 @@ def test_a_model_has_the_same_gradients_with_it(kernels):
         qk_norm=True,
     )
     tokens = torch.arange(48).view(2, 24) % 64
-    found = []
+    actual = []
     for op in (attention.reference, attention.flash4):
         torch.manual_seed(0)
         model = Transformer(config, Ops.plain(attention=op))
         loss, _ = model(tokens, tokens.roll(-1, 1))
         loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
-    for plain, fast in zip(*found, strict=True):
+        actual.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for plain, fast in zip(*actual, strict=True):
         torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
     assert kernels.called.count("forward") == 2
 
@@ -240,6 +240,6 @@ def test_a_model_has_the_same_gradients_with_it(kernels):
 def test_a_missing_package_names_the_install_command(monkeypatch):
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    tensors, options = drawn(heads=2, groups=2, queries=8, keys=8, dtype=torch.bfloat16)
+    tensors, options = random_inputs(heads=2, groups=2, queries=8, keys=8, dtype=torch.bfloat16)
     with pytest.raises(MissingPackage, match=r'pip install "flatout\[flash-attention-4\]"'):
         attention.flash4(*tensors, **options)

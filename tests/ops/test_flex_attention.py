@@ -1,10 +1,10 @@
-"""FlexAttention with its plain formula instead of the kernel, which has no backward on a CPU."""
+"""FlexAttention by its plain formula instead of the kernel, which has no backward on a CPU."""
 
 import gc
 
 import pytest
 import torch
-from attention_cases import CASES, LONG, drawn, with_gradients
+from attention_cases import CASES, LONG, random_inputs, with_gradients
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as torch_flex
@@ -26,10 +26,10 @@ def as_on_gpu(monkeypatch):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", LONG)
 def test_values_and_gradients_match_the_reference(case, as_on_gpu):
-    tensors, options = drawn(**LONG[case])
+    tensors, options = random_inputs(**LONG[case])
     assert flex_attention.takes(tensors[0], tensors[1], options["doc_ids_BT"], options["window"])
-    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
-    for got, want in zip(with_gradients(attention.flex, tensors, options), wanted, strict=True):
+    expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    for got, want in zip(with_gradients(attention.flex, tensors, options), expected, strict=True):
         torch.testing.assert_close(
             got.double(), want, rtol=1e-5, atol=5e-6 * max(float(want.abs().max()), 1)
         )
@@ -38,7 +38,7 @@ def test_values_and_gradients_match_the_reference(case, as_on_gpu):
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_another_first_document_changes_no_bit_of_the_others(as_on_gpu):
-    (q, k, v), options = drawn(**LONG["documents"] | {"rows": 1})
+    (q, k, v), options = random_inputs(**LONG["documents"] | {"rows": 1})
     first = (options["doc_ids_BT"][0] == 0)[:, None]
     plain = with_gradients(attention.flex, (q, k, v), options)
     other = with_gradients(
@@ -58,25 +58,27 @@ def mask_of(options, tokens):
 @pytest.mark.parametrize("case", LONG)
 def test_the_blocks_match_those_of_the_full_mask(case):
     """torch derives them from a T x T mask; flatout from bounds."""
-    tensors, options = drawn(**LONG[case])
+    tensors, options = random_inputs(**LONG[case])
     rows, _, tokens, _ = tensors[0].shape
-    found = mask_of(options, tokens)
+    actual = mask_of(options, tokens)
     rows = 1 if options["doc_ids_BT"] is None else rows
-    wanted = torch_flex.create_block_mask(found.mask_mod, rows, None, tokens, tokens, device="cpu")
-    assert torch.equal(found.to_dense(), wanted.to_dense())
+    expected = torch_flex.create_block_mask(
+        actual.mask_mod, rows, None, tokens, tokens, device="cpu"
+    )
+    assert torch.equal(actual.to_dense(), expected.to_dense())
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
-        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     for name in ("kv_indices", "full_kv_indices"):
-        count = getattr(wanted, name.replace("indices", "num_blocks"))
-        listed = torch.arange(getattr(wanted, name).shape[-1]) < count[..., None]
-        assert torch.equal(getattr(found, name)[listed], getattr(wanted, name)[listed]), name
+        count = getattr(expected, name.replace("indices", "num_blocks"))
+        listed = torch.arange(getattr(expected, name).shape[-1]) < count[..., None]
+        assert torch.equal(getattr(actual, name)[listed], getattr(expected, name)[listed]), name
 
 
 def test_ids_in_any_order_skip_no_visible_pair():
     ids = torch.randint(3, (2, 520), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
-    found = flex_attention.block_mask(ids, None, 520, torch.device("cpu"))
-    wanted = torch_flex.create_block_mask(found.mask_mod, 2, None, 520, 520, device="cpu")
-    assert not (wanted.to_dense() > found.to_dense()).any()
+    actual = flex_attention.block_mask(ids, None, 520, torch.device("cpu"))
+    expected = torch_flex.create_block_mask(actual.mask_mod, 2, None, 520, 520, device="cpu")
+    assert not (expected.to_dense() > actual.to_dense()).any()
 
 
 def test_masked_blocks_are_skipped():
@@ -115,11 +117,11 @@ def test_layers_share_a_mask_while_the_ids_are_unchanged(monkeypatch):
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
-    """Each layer builds the mask, and the compiler's common subexpression elimination leaves one.
+    """Each layer builds the mask, and the compiler eliminates all but one.
 
-    The graph has as many sorts as that of one layer.
+    The graph has as many sorts as that of a single layer.
     """
-    (q, k, v), options = drawn(**LONG["documents"])
+    (q, k, v), options = random_inputs(**LONG["documents"])
     counted = {}
     for layers in (1, 2):
 
@@ -146,7 +148,7 @@ def test_unsupported_or_unmasked_inputs_use_fused(monkeypatch):
     called = []
     monkeypatch.setattr(attention, "_on_gpu", lambda *given: called.append(given))
     for case in CASES.values():
-        tensors, options = drawn(**case)
+        tensors, options = random_inputs(**case)
         torch.testing.assert_close(
             attention.flex(*tensors, **options), attention.fused(*tensors, **options)
         )
@@ -158,9 +160,9 @@ def test_unsupported_or_unmasked_inputs_use_fused(monkeypatch):
         long | {"window": 9, "head_dim": 320},
         long | {"window": 9, "dtype": torch.float64},
     ]:
-        tensors, options = drawn(**case)
+        tensors, options = random_inputs(**case)
         attention.flex(*tensors, **options)
     assert called == []
-    tensors, options = drawn(**long | {"window": 9})
+    tensors, options = random_inputs(**long | {"window": 9})
     attention.flex(*tensors, **options)
     assert len(called) == 1

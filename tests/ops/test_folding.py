@@ -17,7 +17,7 @@ SHAPES = {
 }
 
 
-def drawn(gains, *, bias=True):
+def random_inputs(gains, *, bias=True):
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -32,8 +32,8 @@ def drawn(gains, *, bias=True):
     )
 
 
-def made(fold, dtype=torch.float64, **changes):
-    """Return a network with couplings as large as its states, so that an error in one shows."""
+def make_model(fold, dtype=torch.float64, **changes):
+    """Return a network whose couplings are as large as its states, so that errors are visible."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": 11,
@@ -66,19 +66,19 @@ def with_gradients(model, doc_ids):
 @pytest.mark.parametrize("changes", SHAPES.values(), ids=SHAPES)
 def test_folding_changes_neither_loss_nor_gradients(changes, documents, poisoned_memory):
     doc_ids = (torch.arange(64) // 13).view(2, 32) if documents else None
-    wanted, found = (
-        with_gradients(made(fold, **changes), doc_ids)
+    expected, actual = (
+        with_gradients(make_model(fold, **changes), doc_ids)
         for fold in (folding.reference, folding.folded)
     )
-    for name in wanted:
-        assert name == "loss" or wanted[name].norm() > 0, f"{name} has no part in this"
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-10, atol=1e-12, msg=name)
+    for name in expected:
+        assert name == "loss" or expected[name].norm() > 0, f"{name} has no part in this"
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
 @pytest.mark.parametrize("changes", [{}, {"scales": (1, 2)}], ids=["fixed", "hierarchical"])
 def test_a_folded_model_decodes_like_a_full_pass(changes):
     model, tokens = (
-        made(folding.folded, **changes).eval(),
+        make_model(folding.folded, **changes).eval(),
         torch.randint(11, (1, 20), generator=torch.Generator().manual_seed(2)),
     )
     reader = model.decoder()
@@ -86,70 +86,70 @@ def test_a_folded_model_decodes_like_a_full_pass(changes):
         logits = reader.read(piece)
     torch.testing.assert_close(
         logits,
-        made(folding.reference, **changes).eval().logits(tokens)[:, -1],
+        make_model(folding.reference, **changes).eval().logits(tokens)[:, -1],
         rtol=1e-10,
         atol=1e-10,
     )
 
 
 def test_a_gain_that_tokens_share_is_folded_into_the_drive():
-    weights = drawn([(K,)])
-    found = folding.folded(weights)
+    weights = random_inputs([(K,)])
+    actual = folding.folded(weights)
     hidden, gain = torch.randn(7, D, dtype=torch.float64), weights.gains[0]
     torch.testing.assert_close(
-        hidden @ found.drive.t() + found.bias,
+        hidden @ actual.drive.t() + actual.bias,
         (hidden @ weights.drive.t() + weights.bias) * torch.cat((gain, gain)),
     )
-    assert found.gains == (None,)
-    assert folding.folded(drawn([(K,)], bias=False)).bias is None
+    assert actual.gains == (None,)
+    assert folding.folded(random_inputs([(K,)], bias=False)).bias is None
 
 
 @pytest.mark.parametrize(
     "gains", [[(2, 3, K)], [(K,), (K,)]], ids=["of each token", "of several recurrences"]
 )
 def test_other_gains_are_not_folded(gains):
-    weights = drawn(gains)
-    found = folding.folded(weights)
-    assert found.gains == weights.gains
-    assert found.drive is weights.drive
-    assert found.coupling is None
+    weights = random_inputs(gains)
+    actual = folding.folded(weights)
+    assert actual.gains == weights.gains
+    assert actual.drive is weights.drive
+    assert actual.coupling is None
 
 
 def test_the_coupling_matches_its_docstring():
-    """State j adds the others of its head, real to real and imaginary to imaginary parts."""
-    weights, states = drawn([(K,)]), torch.randn(1, 1, 2 * K, dtype=torch.float64)
-    wanted = states.clone()
+    """State j adds the others of its head: real to real parts, imaginary to imaginary parts."""
+    weights, states = random_inputs([(K,)]), torch.randn(1, 1, 2 * K, dtype=torch.float64)
+    expected = states.clone()
     for part in range(2):
         for k in range(K):
             for j in range(J):
-                wanted[..., part * K + k] += (
+                expected[..., part * K + k] += (
                     RESONANCE * weights.coupling[k, j] * states[..., part * K + k // J * J + j]
                 )
-    torch.testing.assert_close(folding.coupled(states, weights.coupling), wanted)
+    torch.testing.assert_close(folding.coupled(states, weights.coupling), expected)
     torch.testing.assert_close(
-        states @ folding.folded(weights).output.t(), wanted @ weights.output.t()
+        states @ folding.folded(weights).output.t(), expected @ weights.output.t()
     )
 
 
 def test_the_drive_stays_bf16_and_the_parameters_fp32():
-    """The gain of folding: under autocast, nothing of the length of the sequence is widened."""
+    """This is the benefit of folding: autocast widens no tensor of the sequence's length."""
     seen = []
 
-    def noting(log_decay, angle, drive_BTE, **others):
+    def recording(log_decay, angle, drive_BTE, **others):
         seen.append(drive_BTE.dtype)
         return scan.triton_narrow(log_decay, angle, drive_BTE, **others)
 
     for fold in (folding.reference, folding.folded):
-        model = made(fold, torch.float32, num_layers=1)
-        model.blocks[0].recurrence.memories[0].ops = Ops.plain(scan=noting)
+        model = make_model(fold, torch.float32, num_layers=1)
+        model.blocks[0].recurrence.memories[0].ops = Ops.plain(scan=recording)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = with_gradients(model, None)
-        assert all(gradient.dtype == torch.float32 for gradient in found.values())
+            actual = with_gradients(model, None)
+        assert all(gradient.dtype == torch.float32 for gradient in actual.values())
     assert seen == [torch.float32, torch.bfloat16]
 
 
 def test_decoding_states_stay_fp32():
-    model = made(folding.folded, torch.float32)
+    model = make_model(folding.folded, torch.float32)
     for block in model.blocks:
         block.recurrence.memories[0].ops = Ops.plain(scan=scan.triton_narrow)
     reader = model.eval().decoder()

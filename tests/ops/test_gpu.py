@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 import test_heads
 import torch
-from attention_cases import CASES, LONG, drawn, with_gradients
+from attention_cases import CASES, LONG, random_inputs, with_gradients
 from torch.nn.attention import SDPBackend
 
 from flatout.ops import attention, cross_entropy, heads, variants
@@ -53,7 +53,7 @@ COMBINATIONS = [
     for name in ATTENTION
     for case in EVERY
     for dtype, limit in DTYPES
-    if not (name == "varlen" and "two tokens" in case)  # more documents than there is room for
+    if not (name == "varlen" and "two tokens" in case)  # too many documents for the grid
 ]
 GPT2 = {"heads": 12, "groups": 12, "queries": 1024, "keys": 1024, "head_dim": 64, "documents": 4}
 
@@ -75,10 +75,10 @@ def with_gradients_on_gpu(function, tensors, options):
 
 @pytest.mark.parametrize(("name", "case", "dtype", "limit"), COMBINATIONS)
 def test_values_and_gradients_match_the_reference_in_fp64(name, case, dtype, limit):
-    tensors, options = drawn(**EVERY[case] | {"dtype": dtype})
-    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    tensors, options = random_inputs(**EVERY[case] | {"dtype": dtype})
+    expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     for got, want in zip(
-        with_gradients_on_gpu(ATTENTION[name], tensors, options), wanted, strict=True
+        with_gradients_on_gpu(ATTENTION[name], tensors, options), expected, strict=True
     ):
         assert got.dtype == dtype
         torch.testing.assert_close(
@@ -89,14 +89,14 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, dtype, lim
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2(name):
-    tensors, options = drawn(**GPT2 | {"dtype": torch.bfloat16})
-    wanted = with_gradients_on_gpu(attention.fused, tensors, options)
+    tensors, options = random_inputs(**GPT2 | {"dtype": torch.bfloat16})
+    expected = with_gradients_on_gpu(attention.fused, tensors, options)
     eager = with_gradients_on_gpu(ATTENTION[name], tensors, options)
     compiled = with_gradients_on_gpu(
         torch.compile(ATTENTION[name], fullgraph=True, dynamic=False), tensors, options
     )
-    for found in (eager, compiled):
-        for got, want in zip(found, wanted, strict=True):
+    for actual in (eager, compiled):
+        for got, want in zip(actual, expected, strict=True):
             torch.testing.assert_close(
                 got, want, rtol=1e-2, atol=1e-2 * max(float(want.abs().max()), 1)
             )
@@ -106,7 +106,7 @@ def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2(name):
 def test_many_alternating_shapes_run_in_eager_mode(name):
     """Evaluation, short sequences and buckets alternate with training steps."""
     for tokens in (256, 300, 512, 300, 1000, 129, 777, 640, 2048, 333, 256):
-        tensors, options = drawn(
+        tensors, options = random_inputs(
             heads=2,
             groups=2,
             queries=tokens,
@@ -115,9 +115,9 @@ def test_many_alternating_shapes_run_in_eager_mode(name):
             head_dim=64,
             dtype=torch.bfloat16,
         )
-        found = with_gradients_on_gpu(ATTENTION[name], tensors, options)[0]
+        actual = with_gradients_on_gpu(ATTENTION[name], tensors, options)[0]
         torch.testing.assert_close(
-            found.double(),
+            actual.double(),
             attention.reference(*(t.double() for t in tensors), **options),
             rtol=1e-2,
             atol=1e-2,
@@ -126,26 +126,26 @@ def test_many_alternating_shapes_run_in_eager_mode(name):
 
 @pytest.mark.parametrize("name", ["flex", "varlen"])
 def test_a_replayed_cuda_graph_masks_the_new_documents(name):
-    """A graph captured with one micro-batch must skip what the documents of the next one mask."""
-    (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16})
+    """A graph captured with one micro-batch must apply the mask of the next one."""
+    (q, k, v), options = random_inputs(**GPT2 | {"dtype": torch.bfloat16})
     q, k, v, ids = q.cuda(), k.cuda(), v.cuda(), options["doc_ids_BT"].cuda()
     for _ in range(3):
         ATTENTION[name](q, k, v, doc_ids_BT=ids)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = ATTENTION[name](q, k, v, doc_ids_BT=ids)
+        actual = ATTENTION[name](q, k, v, doc_ids_BT=ids)
     ids.copy_((torch.arange(1024) // 100).int())
     graph.replay()
     torch.testing.assert_close(
-        found, attention.fused(q, k, v, doc_ids_BT=ids), rtol=1e-2, atol=1e-2
+        actual, attention.fused(q, k, v, doc_ids_BT=ids), rtol=1e-2, atol=1e-2
     )
 
 
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("name", ATTENTION)
 def test_another_first_document_does_not_change_the_second(name):
-    (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
+    (q, k, v), options = random_inputs(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
     options["doc_ids_BT"] = (torch.arange(1024) >= 300).int()[None]
     first = (torch.arange(1024) < 300)[:, None]
     plain = with_gradients_on_gpu(ATTENTION[name], (q, k, v), options)
@@ -160,7 +160,7 @@ def test_another_first_document_does_not_change_the_second(name):
 
 
 def test_varlen_separates_documents_even_from_nan():
-    (q, k, v), options = drawn(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
+    (q, k, v), options = random_inputs(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
     first = options["doc_ids_BT"][0] == 0
     poisoned = [tensor.masked_fill(first[:, None], math.nan) for tensor in (q, k, v)]
     for tensor in with_gradients_on_gpu(attention.varlen, poisoned, options):
@@ -169,7 +169,7 @@ def test_varlen_separates_documents_even_from_nan():
 
 def test_skipped_blocks_need_no_mask():
     """A mask of 32,768 x 32,768 alone would take 1 GiB."""
-    tensors, options = drawn(
+    tensors, options = random_inputs(
         heads=1,
         groups=1,
         queries=32_768,
@@ -229,21 +229,21 @@ def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extra
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("groups", [12, 4])
 def test_torch_chooses_cudnn_on_hopper(groups):
-    """It makes a separate speedup unnecessary; this fails if a later torch changes the order."""
+    """This makes a separate speedup unnecessary; the test fails if torch changes the order."""
     if torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch takes flash first on other GPUs")
-    for head_dim, wanted in (
+    for head_dim, expected in (
         (64, SDPBackend.CUDNN_ATTENTION),
         (128, SDPBackend.CUDNN_ATTENTION),
         (60, None),
     ):
-        (q, k, v), _ = drawn(
+        (q, k, v), _ = random_inputs(
             **GPT2 | {"groups": groups, "head_dim": head_dim, "dtype": torch.bfloat16}
         )
         chosen = torch._fused_sdp_choice(
             q.cuda(), k.cuda(), v.cuda(), is_causal=True, enable_gqa=groups != 12
         )
-        assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (wanted is not None)
+        assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (expected is not None)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,8 @@ def test_torch_chooses_cudnn_on_hopper(groups):
 @pytest.mark.parametrize("case", test_heads.CASES)
 def test_the_packed_gradient_of_heads_matches_the_reference_in_fp64(case, dtype):
     counts, limit = test_heads.CASES[case]["counts"], 1e-5 if dtype == torch.float32 else 2e-2
-    tensors = test_heads.drawn(**test_heads.CASES[case], dtype=dtype)
-    wanted = test_heads.with_gradients(
+    tensors = test_heads.random_inputs(**test_heads.CASES[case], dtype=dtype)
+    expected = test_heads.with_gradients(
         heads.reference,
         tuple(None if tensor is None else tensor.double() for tensor in tensors),
         counts,
@@ -264,7 +264,7 @@ def test_the_packed_gradient_of_heads_matches_the_reference_in_fp64(case, dtype)
         on_device,
         counts,
     )
-    for got, want in zip(weighted, wanted, strict=True):
+    for got, want in zip(weighted, expected, strict=True):
         torch.testing.assert_close(
             got.cpu().double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1)
         )

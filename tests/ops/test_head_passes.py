@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from test_heads import CASES, drawn, with_gradients
+from test_heads import CASES, random_inputs, with_gradients
 
 from flatout.errors import MissingPackage
 from flatout.ops import heads
@@ -32,14 +32,14 @@ MORE = CASES | {
     ("case", "eps"), [*((case, heads.EPS) for case in MORE), ("grouped, odd", 0.5)]
 )
 def test_gradients_match_the_reference(case, eps, interpreted, poisoned_memory):
-    tensors, counts = drawn(**MORE[case], dtype=torch.float64), MORE[case]["counts"]
-    wanted = with_gradients(partial(heads.reference, eps=eps), tensors, counts)
-    found = with_gradients(
+    tensors, counts = random_inputs(**MORE[case], dtype=torch.float64), MORE[case]["counts"]
+    expected = with_gradients(partial(heads.reference, eps=eps), tensors, counts)
+    actual = with_gradients(
         partial(heads.packed, eps=eps),
         tuple(None if tensor is None else tensor.float() for tensor in tensors),
         counts,
     )
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(
             got.double(), want, rtol=1e-5, atol=1e-5 * max(float(want.abs().max()), 1)
@@ -49,31 +49,30 @@ def test_gradients_match_the_reference(case, eps, interpreted, poisoned_memory):
 def test_a_program_sums_over_several_tiles(interpreted, poisoned_memory, monkeypatch):
     monkeypatch.setattr(head_passes, "ELEMENTS", 32)
     monkeypatch.setattr(head_passes, "TILES", 3)
-    tensors = drawn(counts=(2, 1), head_dim=8, tokens=41)
-    wanted = with_gradients(heads.reference, tensors, (2, 1))
-    for got, want in zip(with_gradients(heads.packed, tensors, (2, 1)), wanted, strict=True):
+    tensors = random_inputs(counts=(2, 1), head_dim=8, tokens=41)
+    expected = with_gradients(heads.reference, tensors, (2, 1))
+    for got, want in zip(with_gradients(heads.packed, tensors, (2, 1)), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_narrow_dtypes_are_rounded_once(interpreted, poisoned_memory):
-    """The gradient stays fp32 throughout: closer to fp64 than the reference, which rounds in
-    between.
+    """The gradient stays fp32 throughout, so it is more exact than the reference.
 
     The test uses fp16: the interpreter truncates to bf16 where a GPU rounds.
     """
-    tensors = drawn(counts=(4, 2), head_dim=16, tokens=30, dtype=torch.float16)
+    tensors = random_inputs(counts=(4, 2), head_dim=16, tokens=30, dtype=torch.float16)
     exact = with_gradients(heads.reference, tuple(tensor.double() for tensor in tensors), (4, 2))
-    plain, found = (
+    plain, actual = (
         with_gradients(function, tensors, (4, 2)) for function in (heads.reference, heads.packed)
     )
-    for got, rounded, want in zip(found[3:], plain[3:], exact[3:], strict=True):
+    for got, rounded, want in zip(actual[3:], plain[3:], exact[3:], strict=True):
         assert got.dtype == torch.float16
         assert (got.double() - want).square().mean() <= (rounded.double() - want).square().mean()
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "last stride 2"])
 def test_gradients_in_any_layout_are_accepted(layout, interpreted, poisoned_memory):
-    product, gain, cos, sin = drawn(counts=(2, 2), head_dim=8, tokens=9)
+    product, gain, cos, sin = random_inputs(counts=(2, 2), head_dim=8, tokens=9)
     generator = torch.Generator().manual_seed(1)
     shape = (2, 2, 9, 8)
     make = {
@@ -82,10 +81,10 @@ def test_gradients_in_any_layout_are_accepted(layout, interpreted, poisoned_memo
         "last stride 2": lambda: torch.randn(2, 2, 9, 16, generator=generator)[..., ::2],
     }[layout]
     grads = [make() for _ in range(3)]
-    found = head_passes.gradient(*grads, product, gain, cos, sin, heads.EPS)
+    actual = head_passes.gradient(*grads, product, gain, cos, sin, heads.EPS)
     leaves = [leaf.requires_grad_() for leaf in (product, gain)]
-    wanted = torch.autograd.grad(heads.reference(*leaves, cos, sin, counts=(2, 2)), leaves, grads)
-    for got, want in zip(found, wanted, strict=True):
+    expected = torch.autograd.grad(heads.reference(*leaves, cos, sin, counts=(2, 2)), leaves, grads)
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -94,14 +93,14 @@ def test_gradients_in_any_layout_are_accepted(layout, interpreted, poisoned_memo
 @pytest.mark.parametrize("case", ["grouped, odd", "normalised alone", "turned alone"])
 def test_it_compiles_as_one_op_without_a_graph_break(case, interpreted):
     torch._dynamo.reset()  # otherwise other shapes recompile with dynamic sizes
-    tensors, counts = drawn(**CASES[case]), CASES[case]["counts"]
+    tensors, counts = random_inputs(**CASES[case]), CASES[case]["counts"]
     compiled = torch.compile(heads.packed, fullgraph=True)
-    for found, wanted in zip(
+    for actual, expected in zip(
         with_gradients(compiled, tensors, counts),
         with_gradients(heads.reference, tensors, counts),
         strict=True,
     ):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +137,4 @@ def test_the_kernel_compiles_for_a_gpu(size, options):
 
 def test_missing_triton_names_the_install_command(without_triton):
     with pytest.raises(MissingPackage, match="pip install triton"):
-        heads.packed(*drawn(counts=(1, 1), head_dim=2, tokens=3), counts=(1, 1))
+        heads.packed(*random_inputs(counts=(1, 1), head_dim=2, tokens=3), counts=(1, 1))

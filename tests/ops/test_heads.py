@@ -14,19 +14,21 @@ CASES = {
     "one head": {"counts": (1, 1), "head_dim": 2, "tokens": 1},
     "equal": {"counts": (4, 4), "head_dim": 8, "tokens": 16},
     "grouped, odd": {"counts": (6, 2), "head_dim": 6, "tokens": 37},
-    "normalised alone": {"counts": (3, 1), "head_dim": 7, "tokens": 5, "turned": False},
+    "normalised alone": {"counts": (3, 1), "head_dim": 7, "tokens": 5, "rotated": False},
     "turned alone": {"counts": (2, 2), "head_dim": 10, "tokens": 19, "normalised": False},
     "cut alone": {
         "counts": (2, 1),
         "head_dim": 3,
         "tokens": 4,
         "normalised": False,
-        "turned": False,
+        "rotated": False,
     },
 }
 
 
-def drawn(*, counts, head_dim, tokens, normalised=True, turned=True, rows=2, dtype=torch.float32):
+def random_inputs(
+    *, counts, head_dim, tokens, normalised=True, rotated=True, rows=2, dtype=torch.float32
+):
     """Return a product, gains, and tables for positions from 5 on."""
     generator = torch.Generator().manual_seed(head_dim * 100 + tokens)
     product = torch.randn(
@@ -42,7 +44,7 @@ def drawn(*, counts, head_dim, tokens, normalised=True, turned=True, rows=2, dty
         else None
     )
     cos = sin = None
-    if turned:
+    if rotated:
         angle = torch.arange(5, 5 + tokens)[:, None] * torch.rand(
             head_dim // 2, generator=generator
         )
@@ -53,20 +55,20 @@ def drawn(*, counts, head_dim, tokens, normalised=True, turned=True, rows=2, dty
     return product.to(dtype), None if gain is None else gain.to(dtype), cos, sin
 
 
-def with_gradients(function, drawn_tensors, counts):
-    product, gain, cos, sin = drawn_tensors
+def with_gradients(function, tensors, counts):
+    product, gain, cos, sin = tensors
     leaves = [leaf.clone().requires_grad_() for leaf in (product, gain) if leaf is not None]
-    found = function(leaves[0], leaves[1] if gain is not None else None, cos, sin, counts=counts)
+    actual = function(leaves[0], leaves[1] if gain is not None else None, cos, sin, counts=counts)
     weights = [
         torch.cos(torch.arange(out.numel(), dtype=torch.float64) + i).view(out.shape).to(out.dtype)
-        for i, out in enumerate(found)
+        for i, out in enumerate(actual)
     ]
-    torch.autograd.backward(found, weights)
-    return [*(out.detach() for out in found), *(leaf.grad for leaf in leaves)]
+    torch.autograd.backward(actual, weights)
+    return [*(out.detach() for out in actual), *(leaf.grad for leaf in leaves)]
 
 
 def by_loops(product, gain, cos, sin, counts, eps=1e-5):
-    """Compute each head of each token separately, as the docstring says."""
+    """Compute each head of each token separately, as the docstring defines it."""
     num_turned = sum(counts)
     rows, tokens, width = product.shape
     head_dim = width // (num_turned + counts[1])
@@ -89,44 +91,44 @@ def by_loops(product, gain, cos, sin, counts, eps=1e-5):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_matches_its_docstring(case):
-    tensors, counts = drawn(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
-    for found, wanted in zip(
+    tensors, counts = random_inputs(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
+    for actual, expected in zip(
         heads.reference(*tensors, counts=counts), by_loops(*tensors, counts), strict=True
     ):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_variant_uses_the_given_eps(name):
     tensors, counts = (
-        drawn(**CASES["grouped, odd"], dtype=torch.float64),
+        random_inputs(**CASES["grouped, odd"], dtype=torch.float64),
         CASES["grouped, odd"]["counts"],
     )
-    for found, wanted in zip(
+    for actual, expected in zip(
         VARIANTS[name](*tensors, counts=counts, eps=0.5),
         by_loops(*tensors, counts, eps=0.5),
         strict=True,
     ):
-        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
-    found, wanted = (
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    actual, expected = (
         with_gradients(partial(function, eps=0.5), tensors, counts)
         for function in (VARIANTS[name], heads.reference)
     )
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_memory):
-    tensors, counts = drawn(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
-    wanted = with_gradients(heads.reference, tensors, counts)
-    found = with_gradients(
+    tensors, counts = random_inputs(**CASES[case], dtype=torch.float64), CASES[case]["counts"]
+    expected = with_gradients(heads.reference, tensors, counts)
+    actual = with_gradients(
         VARIANTS[name],
         tuple(None if tensor is None else tensor.float() for tensor in tensors),
         counts,
     )
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(
             got.double(), want, rtol=1e-5, atol=1e-5 * max(float(want.abs().max()), 1)
@@ -136,7 +138,9 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_match_finite_differences(name, case):
-    product, gain, cos, sin = drawn(**CASES[case] | {"tokens": 3}, rows=1, dtype=torch.float64)
+    product, gain, cos, sin = random_inputs(
+        **CASES[case] | {"tokens": 3}, rows=1, dtype=torch.float64
+    )
     leaves = [leaf.requires_grad_() for leaf in (product, gain) if leaf is not None]
     assert gradcheck(
         lambda *given: VARIANTS[name](given[0], gain, cos, sin, counts=CASES[case]["counts"]),
@@ -146,9 +150,9 @@ def test_gradients_match_finite_differences(name, case):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_low_precision_is_widened_internally(name, poisoned_memory):
-    tensors = drawn(counts=(4, 2), head_dim=8, tokens=9, dtype=torch.bfloat16)
-    wanted = with_gradients(heads.reference, tuple(tensor.double() for tensor in tensors), (4, 2))
-    for got, want in zip(with_gradients(VARIANTS[name], tensors, (4, 2)), wanted, strict=True):
+    tensors = random_inputs(counts=(4, 2), head_dim=8, tokens=9, dtype=torch.bfloat16)
+    expected = with_gradients(heads.reference, tuple(tensor.double() for tensor in tensors), (4, 2))
+    for got, want in zip(with_gradients(VARIANTS[name], tensors, (4, 2)), expected, strict=True):
         assert got.dtype == torch.bfloat16
         torch.testing.assert_close(
             got.double(), want, rtol=2e-2, atol=2e-2 * max(float(want.abs().max()), 1)
@@ -157,7 +161,7 @@ def test_low_precision_is_widened_internally(name, poisoned_memory):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_frozen_products_get_no_gradient(name):
-    product, gain, cos, sin = drawn(counts=(2, 1), head_dim=4, tokens=3)
+    product, gain, cos, sin = random_inputs(counts=(2, 1), head_dim=4, tokens=3)
     gain.requires_grad_()
     sum(out.sum() for out in VARIANTS[name](product, gain, cos, sin, counts=(2, 1))).backward()
     assert product.grad is None
@@ -165,7 +169,7 @@ def test_frozen_products_get_no_gradient(name):
 
 
 def test_mismatched_shapes_are_rejected_with_a_fix():
-    product, gain, cos, sin = drawn(counts=(4, 2), head_dim=8, tokens=6)
+    product, gain, cos, sin = random_inputs(counts=(4, 2), head_dim=8, tokens=6)
     wrong = [
         ((product[..., :-1], gain, cos, sin), (4, 2)),
         ((product, gain[:5], cos, sin), (4, 2)),

@@ -21,11 +21,11 @@ CASES = {
 
 def with_gradients(function, shape, width_in, width_out, dtype, *, bias):
     generator = torch.Generator().manual_seed(width_out)
-    drawn = [
+    random_inputs = [
         torch.randn(*size, generator=generator)
         for size in ((*shape, width_in), (width_out, width_in), (width_out,))
     ]
-    leaves = [tensor.to(dtype).requires_grad_() for tensor in drawn[: 3 if bias else 2]]
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in random_inputs[: 3 if bias else 2]]
     out = function(*leaves)
     out.backward(
         torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(dtype)
@@ -37,10 +37,10 @@ def with_gradients(function, shape, width_in, width_out, dtype, *, bias):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_values_and_gradients_match_the_reference_in_fp64(name, case, bias, poisoned_memory):
-    wanted = with_gradients(linear.reference, *CASES[case], torch.float64, bias=bias)
-    found = with_gradients(VARIANTS[name], *CASES[case], torch.float32, bias=bias)
+    expected = with_gradients(linear.reference, *CASES[case], torch.float64, bias=bias)
+    actual = with_gradients(VARIANTS[name], *CASES[case], torch.float32, bias=bias)
     again = with_gradients(VARIANTS[name], *CASES[case], torch.float32, bias=bias)
-    for got, want, repeated in zip(found, wanted, again, strict=True):
+    for got, want, repeated in zip(actual, expected, again, strict=True):
         assert got.shape == want.shape
         assert torch.equal(got, repeated)
         limit = CLOSE.get(name, 1e-5)
@@ -59,7 +59,7 @@ def test_other_dtypes_and_autocast_work(name):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("activation", [relu2, gelu], ids=["relu2", "gelu"])
 def test_a_narrow_activation_between_two_products_changes_no_result(name, activation):
-    """Whether activated inside or outside, the second product and all gradients are equal."""
+    """The second product and all gradients are equal with the activation inside and outside."""
     function, results = VARIANTS[name], []
     for inside in (True, False):
         generator = torch.Generator().manual_seed(1)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from flatout.ops import cross_entropy, loss_chunks
 
 
-def drawn(targets=40, width=8, vocab=11):
+def random_inputs(targets=40, width=8, vocab=11):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (
         torch.randn(size, generator=generator) for size in ((targets, width), (vocab, width))
@@ -24,11 +24,11 @@ def drawn(targets=40, width=8, vocab=11):
 )
 def test_chunks_have_equal_lengths_and_cover_all_targets(monkeypatch, targets, lengths):
     monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11 * 20)
-    hidden, _, wanted = drawn(targets)
-    found = list(loss_chunks.chunks(hidden, wanted, 11, loss_chunks.LOGITS_AT_ONCE))
-    assert [len(chunk) for _, chunk, _ in found] == lengths
-    assert torch.equal(torch.cat([chunk for _, chunk, _ in found]), hidden)
-    assert torch.equal(torch.cat([chunk for _, _, chunk in found]), wanted)
+    hidden, _, expected = random_inputs(targets)
+    actual = list(loss_chunks.chunks(hidden, expected, 11, loss_chunks.LOGITS_AT_ONCE))
+    assert [len(chunk) for _, chunk, _ in actual] == lengths
+    assert torch.equal(torch.cat([chunk for _, chunk, _ in actual]), hidden)
+    assert torch.equal(torch.cat([chunk for _, _, chunk in actual]), expected)
 
 
 # torch's compiler uses deprecated features of its own.
@@ -44,14 +44,14 @@ def test_a_compiled_model_calls_one_op_for_all_chunks(monkeypatch):
         "compile",
         lambda function, **options: compile_as_before(function, backend=inside, **options),
     )
-    hidden, weight, targets = drawn()
+    hidden, weight, targets = random_inputs()
     outside = CompileCounterWithBackend("aot_eager")
     loss = compile_as_before(cross_entropy.chunked, backend=outside, fullgraph=True)
-    found, _ = loss(hidden[None].requires_grad_(), weight, targets[None])
-    found.backward()
+    actual, _ = loss(hidden[None].requires_grad_(), weight, targets[None])
+    actual.backward()
     loss_chunks._compiled.cache_clear()
-    wanted, _ = cross_entropy.reference(hidden[None], weight, targets[None])
-    torch.testing.assert_close(found.detach(), wanted)
+    expected, _ = cross_entropy.reference(hidden[None], weight, targets[None])
+    torch.testing.assert_close(actual.detach(), expected)
     assert (outside.frame_count, inside.frame_count) == (1, 1)
     called = [
         node.target
@@ -63,7 +63,7 @@ def test_a_compiled_model_calls_one_op_for_all_chunks(monkeypatch):
 
 
 def test_the_ops_return_the_shapes_that_they_declare():
-    hidden, weight, targets = drawn()
+    hidden, weight, targets = random_inputs()
     for operation in (loss_chunks._gradients_op, loss_chunks._loss_op):
         torch.library.opcheck(
             operation,

@@ -10,7 +10,7 @@ import torch
 from test_cross_entropy import (
     CASES,
     EXTRAS,
-    drawn,
+    random_inputs,
     scaled_gradients,
     sure_of_their_targets,
     with_gradients,
@@ -38,8 +38,8 @@ def chunks(request, monkeypatch):
         monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", 700)
 
 
-def assert_near(found, wanted, limit):
-    for got, want in zip(found, wanted, strict=True):
+def assert_near(actual, expected, limit):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(
             got.double(),
             want.double(),
@@ -53,28 +53,28 @@ def assert_near(found, wanted, limit):
 def test_values_and_gradients_match_the_reference_in_fp64(
     interpreted, poisoned_memory, case, extras
 ):
-    hidden, weight, targets = drawn(**CASES[case])
-    wanted = with_gradients(
+    hidden, weight, targets = random_inputs(**CASES[case])
+    expected = with_gradients(
         cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS[extras]
     )
-    found = with_gradients(cross_entropy.triton, hidden, weight, targets, **EXTRAS[extras])
-    assert found[0].dtype == torch.float32
-    assert torch.equal(found[1], wanted[1])
-    assert_near(found, wanted, 1e-5)
+    actual = with_gradients(cross_entropy.triton, hidden, weight, targets, **EXTRAS[extras])
+    assert actual[0].dtype == torch.float32
+    assert torch.equal(actual[1], expected[1])
+    assert_near(actual, expected, 1e-5)
     with torch.no_grad():
         assert_near(
-            cross_entropy.triton(hidden, weight, targets, **EXTRAS[extras]), wanted[:2], 1e-5
+            cross_entropy.triton(hidden, weight, targets, **EXTRAS[extras]), expected[:2], 1e-5
         )
 
 
 def test_chunks_of_odd_lengths_match_the_reference(interpreted, poisoned_memory, chunks):
-    hidden, weight, targets = drawn(**CASES["odd"])
-    wanted = with_gradients(
+    hidden, weight, targets = random_inputs(**CASES["odd"])
+    expected = with_gradients(
         cross_entropy.reference, hidden.double(), weight.double(), targets, **EXTRAS["both"]
     )
     assert_near(
         with_gradients(cross_entropy.triton, hidden, weight, targets, **EXTRAS["both"]),
-        wanted,
+        expected,
         1e-5,
     )
 
@@ -83,12 +83,12 @@ def test_chunks_of_odd_lengths_match_the_reference(interpreted, poisoned_memory,
 def test_narrow_products_give_an_fp32_loss_and_gradients_in_the_dtypes_of_the_leaves(
     interpreted, poisoned_memory, dtype
 ):
-    hidden, weight, targets = drawn(**CASES["odd"])
+    hidden, weight, targets = random_inputs(**CASES["odd"])
     hidden, weight = hidden.to(dtype), weight.to(dtype)
-    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
-    found = with_gradients(cross_entropy.triton, hidden, weight, targets)
-    assert [tensor.dtype for tensor in found] == [torch.float32, torch.int64, dtype, dtype]
-    assert_near(found, wanted, LIMITS[dtype])
+    expected = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
+    actual = with_gradients(cross_entropy.triton, hidden, weight, targets)
+    assert [tensor.dtype for tensor in actual] == [torch.float32, torch.int64, dtype, dtype]
+    assert_near(actual, expected, LIMITS[dtype])
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         mixed = with_gradients(cross_entropy.triton, hidden.float(), weight.float(), targets)
     assert [tensor.dtype for tensor in mixed] == [
@@ -97,7 +97,7 @@ def test_narrow_products_give_an_fp32_loss_and_gradients_in_the_dtypes_of_the_le
         torch.float32,
         torch.float32,
     ]
-    assert_near(mixed, wanted, LIMITS[dtype])
+    assert_near(mixed, expected, LIMITS[dtype])
 
 
 @pytest.mark.parametrize(
@@ -105,31 +105,31 @@ def test_narrow_products_give_an_fp32_loss_and_gradients_in_the_dtypes_of_the_le
     [1, 2, 31, loss_rows.BLOCK, loss_rows.BLOCK + 1, 2 * loss_rows.BLOCK * loss_rows.AT_ONCE + 77],
 )
 def test_vocabularies_that_do_not_fill_blocks(interpreted, poisoned_memory, vocab):
-    hidden, weight, targets = drawn(rows=1, tokens=5, width=4, vocab=vocab, ignored=0.2)
+    hidden, weight, targets = random_inputs(rows=1, tokens=5, width=4, vocab=vocab, ignored=0.2)
     extras = {"softcap": 3.0, "z_loss": 1e-2}
-    wanted = with_gradients(
+    expected = with_gradients(
         cross_entropy.reference, hidden.double(), weight.double(), targets, **extras
     )
     assert_near(
-        with_gradients(cross_entropy.triton, hidden, weight, targets, **extras), wanted, 1e-5
+        with_gradients(cross_entropy.triton, hidden, weight, targets, **extras), expected, 1e-5
     )
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["rising", "falling"])
 def test_distant_logits_neither_overflow_nor_vanish(interpreted, order):
-    """The maximum of a lane changes with each block, or never after the first."""
+    """A lane's maximum changes with each block, or never after the first."""
     hidden, weight = (
         torch.full((1, 2, 1), 1.0),
         torch.linspace(-80.0 * order, 300.0 * order, 3 * loss_rows.BLOCK)[:, None],
     )
     targets = torch.tensor([[0, 3 * loss_rows.BLOCK - 1]])
-    wanted = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
-    assert_near(with_gradients(cross_entropy.triton, hidden, weight, targets), wanted, 1e-4)
+    expected = with_gradients(cross_entropy.reference, hidden.double(), weight.double(), targets)
+    assert_near(with_gradients(cross_entropy.triton, hidden, weight, targets), expected, 1e-4)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 1e30])
 def test_ignored_targets_affect_neither_loss_nor_gradients(interpreted, poison):
-    hidden, weight, targets = drawn(**CASES["some ignored"])
+    hidden, weight, targets = random_inputs(**CASES["some ignored"])
     ignored = targets == cross_entropy.IGNORED
     plain = with_gradients(cross_entropy.triton, hidden, weight, targets)
     poisoned = with_gradients(
@@ -153,7 +153,7 @@ def test_an_ignored_row_is_not_read_and_only_padding_is_overwritten(interpreted,
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_nan_and_infinity_propagate(interpreted, broken):
-    hidden, weight, targets = drawn(**CASES["plain"])
+    hidden, weight, targets = random_inputs(**CASES["plain"])
     hidden[0, 3] = broken
     loss_sum, _, grad_hidden, grad_weight = with_gradients(
         cross_entropy.triton, hidden, weight, targets
@@ -165,35 +165,33 @@ def test_nan_and_infinity_propagate(interpreted, broken):
 
 def test_float16_keeps_small_gradients_that_the_loss_scale_preserves(interpreted, chunks):
     hidden, weight, targets = sure_of_their_targets()
-    wanted = scaled_gradients(
+    expected = scaled_gradients(
         cross_entropy.reference, hidden, weight, targets, scale=2.0**15, dtype=torch.float32
     )
-    found = scaled_gradients(
+    actual = scaled_gradients(
         cross_entropy.triton, hidden, weight, targets, scale=2.0**15, dtype=torch.float16
     )
-    torch.testing.assert_close(found[1][1:, 0], wanted[1][1:, 0], rtol=1e-2, atol=0)
+    torch.testing.assert_close(actual[1][1:, 0], expected[1][1:, 0], rtol=1e-2, atol=0)
     torch.testing.assert_close(
-        found[0][..., 1:],
-        wanted[0][..., 1:],
+        actual[0][..., 1:],
+        expected[0][..., 1:],
         rtol=1e-2,
-        atol=1e-2 * float(wanted[0][..., 1:].abs().max()),
+        atol=1e-2 * float(expected[0][..., 1:].abs().max()),
     )
 
 
 def test_the_weight_gradient_is_not_rounded_per_chunk(interpreted, monkeypatch):
-    """The gradients of logits do not depend on chunks, but in bfloat16 their products would be
-    rounded.
-    """
-    hidden, weight, targets = drawn(rows=1, tokens=128, width=8, vocab=16, ignored=0.0)
-    found = []
+    """The gradients of logits do not depend on the chunks, but bfloat16 products would round."""
+    hidden, weight, targets = random_inputs(rows=1, tokens=128, width=8, vocab=16, ignored=0.0)
+    actual = []
     for at_once in (16 * 128, 16 * 16):
         monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cpu", at_once)
-        found.append(
+        actual.append(
             loss_rows.loss_and_gradients(
                 hidden[0].bfloat16(), weight.bfloat16(), targets[0], None, 0.0
             )[2]
         )
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*actual, rtol=1e-5, atol=1e-5)
 
 
 # torch's compiler uses deprecated features of its own.
@@ -221,24 +219,24 @@ def test_a_compiled_model_calls_one_op_and_never_holds_all_logits(interpreted, m
         loss_sum, num_valid = cross_entropy.triton(hidden * 2, weight, targets)
         return loss_sum * 3, num_valid
 
-    found, wanted = (
+    actual, expected = (
         with_gradients(function, hidden, weight, targets)
         for function in (torch.compile(model, fullgraph=True), model)
     )
     assert seen == [110] * 8
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         assert got.dtype == want.dtype
         assert torch.equal(got, want)
-    assert wanted[2].any()
+    assert expected[2].any()
     with torch.no_grad():
         torch.testing.assert_close(
-            torch.compile(model, fullgraph=True)(hidden, weight, targets)[0], wanted[0]
+            torch.compile(model, fullgraph=True)(hidden, weight, targets)[0], expected[0]
         )
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_the_ops_return_the_shapes_that_they_declare(interpreted, dtype):
-    hidden, weight, targets = drawn(**CASES["one target"])
+    hidden, weight, targets = random_inputs(**CASES["one target"])
     hidden, weight, targets = hidden.flatten(0, 1).to(dtype), weight.to(dtype), targets.flatten()
     for operation in (
         loss_rows._gradients_op,
@@ -257,7 +255,7 @@ def test_the_ops_return_the_shapes_that_they_declare(interpreted, dtype):
     ("dtype", "bytes_of_hidden"), [(torch.bfloat16, 2), (torch.float16, 4)], ids=str
 )
 def test_memory_holds_one_chunk_of_logits_and_both_gradients(monkeypatch, dtype, bytes_of_hidden):
-    """Fake tensors count the memory of a GPU: one chunk of logits, both gradients, little else."""
+    """Fake tensors show a GPU's memory: one chunk of logits, both gradients and little else."""
     monkeypatch.setitem(loss_rows.LOGITS_AT_ONCE, "cuda", 2**22)
     with FakeTensorMode():
         hidden, weight = torch.empty(1, 4096, 64, dtype=dtype), torch.empty(4099, 64, dtype=dtype)
@@ -297,20 +295,20 @@ def test_the_kernel_compiles_for_a_gpu(dtype, learned, vocab, cap):
 
 
 def test_it_is_chunked_where_triton_does_not_run():
-    hidden, weight, targets = drawn(**CASES["some ignored"])
-    for found, wanted in zip(
+    hidden, weight, targets = random_inputs(**CASES["some ignored"])
+    for actual, expected in zip(
         *(
             with_gradients(way, hidden, weight, targets)
             for way in (cross_entropy.triton, cross_entropy.chunked)
         ),
         strict=True,
     ):
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, expected)
 
 
 def test_missing_triton_names_the_install_command(without_triton):
     with pytest.raises(MissingPackage, match="pip install triton"):
-        cross_entropy.triton(*drawn(**CASES["plain"]))
+        cross_entropy.triton(*random_inputs(**CASES["plain"]))
 
 
 # torch's compiler uses deprecated features of its own.
@@ -325,12 +323,12 @@ def test_a_compiled_model_has_the_same_gradients(interpreted, monkeypatch):
         Ops.plain(cross_entropy=cross_entropy.triton),
     )
     tokens = torch.randint(65, (2, 13), generator=torch.Generator().manual_seed(0))
-    found = []
+    actual = []
     for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss_sum, _ = call(tokens[:, :-1], tokens[:, 1:])
         loss_sum.backward()
-        found.append([loss_sum.detach(), *(parameter.grad for parameter in model.parameters())])
-    for got, want in zip(*found, strict=True):
+        actual.append([loss_sum.detach(), *(parameter.grad for parameter in model.parameters())])
+    for got, want in zip(*actual, strict=True):
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))

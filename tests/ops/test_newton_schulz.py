@@ -11,19 +11,19 @@ from flatout.training.metrics.compile_events import CompilationWatch
 VARIANTS = variants(newton_schulz)
 
 
-def drawn(shape, seed, dtype=torch.float64):
+def random_inputs(shape, seed, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def with_singular_values(rows, columns, values):
-    left, _ = torch.linalg.qr(drawn((rows, rows), 1))
-    right, _ = torch.linalg.qr(drawn((columns, columns), 2))
+    left, _ = torch.linalg.qr(random_inputs((rows, rows), 1))
+    right, _ = torch.linalg.qr(random_inputs((columns, columns), 2))
     return left[:, : len(values)] @ torch.diag(values) @ right[:, : len(values)].T
 
 
 @pytest.fixture(params=sorted(VARIANTS.keys() - {"bf16", "compiled"}))
 def iterate(request):
-    """Each variant of the iterations in full precision."""
+    """Each full-precision variant of the iterations."""
     return VARIANTS[request.param]
 
 
@@ -31,7 +31,7 @@ def iterate(request):
     "shape", [(3, 4, 9), (1, 11, 11), (5, 1, 3), (2, 6, 2), (4, 16, 40)], ids=str
 )
 def test_every_variant_matches_the_reference_in_fp64(iterate, shape):
-    matrices_NRC = drawn(shape, 11)
+    matrices_NRC = random_inputs(shape, 11)
     kept_NRC = matrices_NRC.clone()
     wanted_NRC = newton_schulz.reference(matrices_NRC)
     torch.testing.assert_close(iterate(matrices_NRC), wanted_NRC, rtol=1e-10, atol=1e-12)
@@ -50,13 +50,13 @@ def test_zero_matrices_stay_zero(iterate):
 def test_singular_values_approach_one_and_vectors_are_kept(iterate, rows, columns, dtype):
     values = torch.logspace(0, -2, rows, dtype=torch.float64)
     matrix = with_singular_values(rows, columns, values)
-    found = iterate(matrix.to(dtype)[None])[0]
-    assert found.dtype == dtype
-    _, sizes, _ = torch.linalg.svd(found.double(), full_matrices=False)
+    actual = iterate(matrix.to(dtype)[None])[0]
+    assert actual.dtype == dtype
+    _, sizes, _ = torch.linalg.svd(actual.double(), full_matrices=False)
     assert 0.6 < sizes.min() <= sizes.max() < 1.25
     exact_left, _, exact_right = torch.linalg.svd(matrix, full_matrices=False)
-    assert float((found.double() - exact_left @ exact_right).norm() / math.sqrt(rows)) < 0.35
-    aligned = torch.linalg.solve(matrix @ matrix.T, matrix @ found.double().T)
+    assert float((actual.double() - exact_left @ exact_right).norm() / math.sqrt(rows)) < 0.35
+    aligned = torch.linalg.solve(matrix @ matrix.T, matrix @ actual.double().T)
     torch.testing.assert_close(
         aligned, aligned.T, rtol=1e-3, atol=1e-3
     )  # U diag V' with the same U and V
@@ -64,7 +64,7 @@ def test_singular_values_approach_one_and_vectors_are_kept(iterate, rows, column
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-3, 1e6])
 def test_the_scale_of_the_gradient_does_not_matter(iterate, scale):
-    matrix = drawn((1, 5, 8), 3, torch.float32)
+    matrix = random_inputs((1, 5, 8), 3, torch.float32)
     torch.testing.assert_close(iterate(matrix * scale), iterate(matrix), rtol=1e-4, atol=1e-5)
 
 
@@ -83,7 +83,7 @@ def test_compiled_iterations_match_the_reference_and_compile_once_per_shape():
             (torch.float32, 1e-4, 1e-4),
             (torch.bfloat16, 1e-4, 1e-4),
         ):
-            matrices_NRC = drawn((3, 4, 9), seed).to(dtype)
+            matrices_NRC = random_inputs((3, 4, 9), seed).to(dtype)
             matrices_NRC[1] = 0
             found_NRC, wanted_NRC = (
                 newton_schulz.compiled(matrices_NRC),
@@ -92,16 +92,16 @@ def test_compiled_iterations_match_the_reference_and_compile_once_per_shape():
             assert found_NRC.dtype == wanted_NRC.dtype
             torch.testing.assert_close(found_NRC, wanted_NRC, rtol=rtol, atol=atol)
             assert not found_NRC[1].any()
-    found = watch.poll()
-    assert (found.graphs, found.graph_breaks) == (3, 0)
+    actual = watch.poll()
+    assert (actual.graphs, actual.graph_breaks) == (3, 0)
 
 
 def test_bfloat16_on_a_cpu_is_close_to_float32():
-    matrix = drawn((3, 64, 256), 4, torch.float32)
-    found = VARIANTS["bf16"](matrix)
-    assert found.dtype == torch.bfloat16
-    wanted = newton_schulz.reference(matrix)
-    assert float((found.float() - wanted).norm() / wanted.norm()) < 0.05
+    matrix = random_inputs((3, 64, 256), 4, torch.float32)
+    actual = VARIANTS["bf16"](matrix)
+    assert actual.dtype == torch.bfloat16
+    expected = newton_schulz.reference(matrix)
+    assert float((actual.float() - expected).norm() / expected.norm()) < 0.05
     assert not VARIANTS["bf16"](torch.zeros(2, 3, 4)).any()
 
 
@@ -109,8 +109,8 @@ def test_bfloat16_on_a_cpu_is_close_to_float32():
 @pytest.mark.gpu_essential
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_bfloat16_on_a_gpu_is_close_to_float32(variant):
-    matrix = drawn((3, 64, 256), 4, torch.float32)
-    found = VARIANTS[variant](matrix.cuda())
-    assert found.dtype == torch.bfloat16
-    wanted = newton_schulz.reference(matrix)
-    assert float((found.float().cpu() - wanted).norm() / wanted.norm()) < 0.05
+    matrix = random_inputs((3, 64, 256), 4, torch.float32)
+    actual = VARIANTS[variant](matrix.cuda())
+    assert actual.dtype == torch.bfloat16
+    expected = newton_schulz.reference(matrix)
+    assert float((actual.float().cpu() - expected).norm() / expected.norm()) < 0.05

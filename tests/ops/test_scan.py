@@ -40,7 +40,7 @@ def triton_interpreted(request):
         request.getfixturevalue("interpreted")
 
 
-def drawn(
+def random_inputs(
     rows, tokens, eigenstates, *, selective=False, documents=False, start=False, dtype=torch.float64
 ):
     """Return the inputs of a recurrence, the same numbers in every dtype.
@@ -81,14 +81,14 @@ def with_gradients(function, given, doc_ids, weights, chunk_size=128):
     return {"states": states.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def apart(found, wanted):
+def relative_errors(actual, expected):
     """Return the error of each quantity, relative to its norm."""
-    assert found.keys() == wanted.keys()
+    assert actual.keys() == expected.keys()
     return {
         name: float(
-            (found[name].double() - wanted[name]).norm() / wanted[name].norm().clamp_min(1e-30)
+            (actual[name].double() - expected[name]).norm() / expected[name].norm().clamp_min(1e-30)
         )
-        for name in wanted
+        for name in expected
     }
 
 
@@ -114,15 +114,15 @@ def by_complex_numbers(given, doc_ids):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_matches_its_docstring(kind):
-    given, doc_ids, _ = drawn(2, 23, 3, **KINDS[kind])
-    found = scan.reference(
+    given, doc_ids, _ = random_inputs(2, 23, 3, **KINDS[kind])
+    actual = scan.reference(
         given["log_decay"],
         given["angle"],
         given["drive"],
         doc_ids_BT=doc_ids,
         start_BE=given.get("start"),
     )
-    torch.testing.assert_close(found, by_complex_numbers(given, doc_ids), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, by_complex_numbers(given, doc_ids), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -130,13 +130,13 @@ def test_the_reference_matches_its_docstring(kind):
 def test_values_and_gradients_match_the_reference_in_fp64(
     name, kind, tokens, chunk_size, poisoned_memory
 ):
-    given, doc_ids, weights = drawn(2, tokens, 3, **KINDS[kind])
-    wanted = with_gradients(scan.reference, given, doc_ids, weights)
+    given, doc_ids, weights = random_inputs(2, tokens, 3, **KINDS[kind])
+    expected = with_gradients(scan.reference, given, doc_ids, weights)
     exact = with_gradients(VARIANTS[name], given, doc_ids, weights, chunk_size)
-    assert max(apart(exact, wanted).values()) < 1e-11
+    assert max(relative_errors(exact, expected).values()) < 1e-11
     narrow = {name: tensor.float() for name, tensor in given.items()}
-    for quantity, error in apart(
-        with_gradients(VARIANTS[name], narrow, doc_ids, weights, chunk_size), wanted
+    for quantity, error in relative_errors(
+        with_gradients(VARIANTS[name], narrow, doc_ids, weights, chunk_size), expected
     ).items():
         assert error < LIMITS[quantity], quantity
 
@@ -146,8 +146,10 @@ LONG_TEXTS = {"fixed": {}, "one document, then another": {}, "selective": {"sele
 
 @pytest.fixture(scope="module", params=LONG_TEXTS)
 def long_text(request):
-    """Inputs of 32,768 tokens and the expected results; memory spans thousands of tokens."""
-    given, _, weights = drawn(1, 32_768, 4, dtype=torch.float32, **LONG_TEXTS[request.param])
+    """Return inputs of 32,768 tokens and the expected results; memory spans thousands of tokens."""
+    given, _, weights = random_inputs(
+        1, 32_768, 4, dtype=torch.float32, **LONG_TEXTS[request.param]
+    )
     doc_ids = (torch.arange(32_768) >= 9_000).int()[None] if "document" in request.param else None
     exactly = (
         scan.reference if request.param == "fixed" else scan.chunked
@@ -164,8 +166,8 @@ def long_text(request):
 
 @pytest.mark.parametrize("name", sorted({*FAST} - TRITON))  # Triton variants are tested on a GPU
 def test_eigenvalues_keep_their_gradients_over_32768_tokens(name, long_text):
-    given, doc_ids, weights, wanted = long_text
-    errors = apart(with_gradients(VARIANTS[name], given, doc_ids, weights), wanted)
+    given, doc_ids, weights, expected = long_text
+    errors = relative_errors(with_gradients(VARIANTS[name], given, doc_ids, weights), expected)
     assert errors["log_decay"] < 1e-3
     assert errors["angle"] < 1e-3
     assert errors["states"] < 1e-5
@@ -174,45 +176,45 @@ def test_eigenvalues_keep_their_gradients_over_32768_tokens(name, long_text):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_bf16_drive_gives_fp32_states_except_for_triton_narrow(name):
-    given, doc_ids, weights = drawn(2, 30, 3, dtype=torch.bfloat16)
-    wanted = with_gradients(
+    given, doc_ids, weights = random_inputs(2, 30, 3, dtype=torch.bfloat16)
+    expected = with_gradients(
         scan.reference, {key: value.double() for key, value in given.items()}, doc_ids, weights
     )
-    found = with_gradients(VARIANTS[name], given, doc_ids, weights)
-    assert found["states"].dtype == (torch.bfloat16 if name == "triton_narrow" else torch.float32)
-    assert found["drive"].dtype == torch.bfloat16
-    assert max(apart(found, wanted).values()) < 1e-2
+    actual = with_gradients(VARIANTS[name], given, doc_ids, weights)
+    assert actual["states"].dtype == (torch.bfloat16 if name == "triton_narrow" else torch.float32)
+    assert actual["drive"].dtype == torch.bfloat16
+    assert max(relative_errors(actual, expected).values()) < 1e-2
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_autocast_does_not_affect_it(name):
-    given, doc_ids, weights = drawn(1, 20, 2, dtype=torch.float32)
+    given, doc_ids, weights = random_inputs(1, 20, 2, dtype=torch.float32)
     plain = with_gradients(VARIANTS[name], given, doc_ids, weights, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = with_gradients(VARIANTS[name], given, doc_ids, weights, 8)
-    assert all(torch.equal(found[key], plain[key]) for key in plain)
+        actual = with_gradients(VARIANTS[name], given, doc_ids, weights, 8)
+    assert all(torch.equal(actual[key], plain[key]) for key in plain)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("selective", [False, True], ids=["fixed", "selective"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
 def test_documents_are_separate_even_with_nan(name, selective, dtype):
-    given, _, _ = drawn(1, 40, 2, selective=selective, dtype=dtype)
+    given, _, _ = random_inputs(1, 40, 2, selective=selective, dtype=dtype)
     doc_ids = (torch.arange(40) >= 17).int()[None]
 
     def gradients(weights):
         leaves = [tensor.clone().requires_grad_() for tensor in given.values()]
-        found = VARIANTS[name](*leaves, doc_ids_BT=doc_ids, chunk_size=8)
-        return found.detach(), *torch.autograd.grad(found, leaves, weights)
+        actual = VARIANTS[name](*leaves, doc_ids_BT=doc_ids, chunk_size=8)
+        return actual.detach(), *torch.autograd.grad(actual, leaves, weights)
 
     of_second = torch.cat((torch.zeros(1, 17, 4), torch.ones(1, 23, 4)), dim=1).to(dtype)
     kept, *kept_gradients = gradients(of_second)
     given["drive"][:, :17] = float("nan")
-    found, *found_gradients = gradients(of_second)
-    assert torch.equal(found[:, 17:], kept[:, 17:])
+    actual, *found_gradients = gradients(of_second)
+    assert torch.equal(actual[:, 17:], kept[:, 17:])
     assert not found_gradients[-1][:, :17].any()
-    for gradient, wanted in zip(found_gradients, kept_gradients, strict=True):
-        assert gradient.dim() == 1 or torch.equal(gradient[:, 17:], wanted[:, 17:])
+    for gradient, expected in zip(found_gradients, kept_gradients, strict=True):
+        assert gradient.dim() == 1 or torch.equal(gradient[:, 17:], expected[:, 17:])
     given["drive"][:, :17] = 1.0
     _, *kept_gradients = gradients(torch.ones_like(of_second))
     _, *found_gradients = gradients(torch.where(of_second > 0, float("nan"), 1.0))
@@ -221,7 +223,7 @@ def test_documents_are_separate_even_with_nan(name, selective, dtype):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_match_finite_differences(name):
-    given, doc_ids, _ = drawn(1, 9, 2, documents=True, start=True)
+    given, doc_ids, _ = random_inputs(1, 9, 2, documents=True, start=True)
     leaves = [tensor.requires_grad_() for tensor in given.values()]
 
     def call(decay, angle, drive, start):
@@ -235,7 +237,7 @@ def test_gradients_match_finite_differences(name):
     ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
 )
 def test_a_document_in_pieces_gives_the_same_states(name, dtype, limit):
-    given, _, _ = drawn(1, 50, 3, dtype=dtype)
+    given, _, _ = random_inputs(1, 50, 3, dtype=dtype)
     whole = VARIANTS[name](given["log_decay"], given["angle"], given["drive"])
     start, states = None, []
     for piece in given["drive"].split([1, 30, 19], dim=1):
@@ -256,7 +258,7 @@ def test_a_document_in_pieces_gives_the_same_states(name, dtype, limit):
     ],
 )
 def test_mismatched_shapes_are_rejected(name, change, message):
-    given, _, _ = drawn(2, 5, 3)
+    given, _, _ = random_inputs(2, 5, 3)
     given["start_BE"] = None
     arguments = given | change
     with pytest.raises(ShapeError, match=message):
@@ -289,12 +291,14 @@ ON_GPU = [
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "tokens", "chunk_size"), ON_GPU)
 def test_values_and_gradients_on_a_gpu(name, kind, tokens, chunk_size, poisoned_memory):
-    given, doc_ids, weights = on_gpu(*drawn(2, tokens, 40, dtype=torch.float32, **KINDS[kind]))
-    wanted = with_gradients(
+    given, doc_ids, weights = on_gpu(
+        *random_inputs(2, tokens, 40, dtype=torch.float32, **KINDS[kind])
+    )
+    expected = with_gradients(
         scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights
     )
-    found = with_gradients(VARIANTS[name], given, doc_ids, weights, chunk_size)
-    for quantity, error in apart(found, wanted).items():
+    actual = with_gradients(VARIANTS[name], given, doc_ids, weights, chunk_size)
+    for quantity, error in relative_errors(actual, expected).items():
         assert error < (
             1e-3 if quantity in ("log_decay", "angle") and tokens > 10_000 else LIMITS[quantity]
         ), quantity
@@ -303,11 +307,11 @@ def test_values_and_gradients_on_a_gpu(name, kind, tokens, chunk_size, poisoned_
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", WIDE)
 def test_eigenvalues_keep_their_gradients_over_32768_tokens_on_a_gpu(name, long_text):
-    given, doc_ids, weights, wanted = long_text
+    given, doc_ids, weights, expected = long_text
     given, doc_ids, weights = on_gpu(given, doc_ids, weights)
-    errors = apart(
+    errors = relative_errors(
         with_gradients(VARIANTS[name], given, doc_ids, weights),
-        {key: value.cuda() for key, value in wanted.items()},
+        {key: value.cuda() for key, value in expected.items()},
     )
     assert errors["log_decay"] < 1e-3
     assert errors["angle"] < 1e-3
@@ -322,16 +326,18 @@ def test_eigenvalues_keep_their_gradients_over_32768_tokens_on_a_gpu(name, long_
     [pytest.param(name, marks=[pytest.mark.gpu_essential] * (name == "triton")) for name in FAST],
 )
 def test_a_compiled_recurrence_in_bf16_on_a_gpu(name, kind):
-    """There is no graph break, all gradients exist, and a second call gives the same bits."""
-    given, doc_ids, weights = on_gpu(*drawn(2, 1_000, 40, dtype=torch.bfloat16, **KINDS[kind]))
-    wanted = with_gradients(
+    """It has no graph break and all gradients, and a second call gives the same bits."""
+    given, doc_ids, weights = on_gpu(
+        *random_inputs(2, 1_000, 40, dtype=torch.bfloat16, **KINDS[kind])
+    )
+    expected = with_gradients(
         scan.chunked, {key: value.double() for key, value in given.items()}, doc_ids, weights
     )
     compiled = torch.compile(
         lambda *args, **kwargs: 2 * VARIANTS[name](*args, **kwargs), fullgraph=True
     )
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        found, again = (with_gradients(compiled, given, doc_ids, weights / 2) for _ in range(2))
-    found["states"] /= 2
-    assert max(apart(found, wanted).values()) < 1e-2
-    assert all(torch.equal(found[key], again[key]) for key in found if key != "states")
+        actual, again = (with_gradients(compiled, given, doc_ids, weights / 2) for _ in range(2))
+    actual["states"] /= 2
+    assert max(relative_errors(actual, expected).values()) < 1e-2
+    assert all(torch.equal(actual[key], again[key]) for key in actual if key != "states")

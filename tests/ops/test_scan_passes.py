@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 from flatout.ops import scan_kernels, scan_passes  # noqa: E402
 
 
-def drawn(rows, tokens, count, *, drive_dtype=torch.float32):
+def random_inputs(rows, tokens, count, *, drive_dtype=torch.float32):
     generator = torch.Generator().manual_seed(count)
     log_decay = -torch.rand(count, generator=generator)
     angle = torch.rand(count, generator=generator) * 6
@@ -32,33 +32,36 @@ def gradients(call, leaves, doc_ids):
 
 
 def test_eigenstates_that_do_not_fill_blocks(interpreted):
-    leaves = drawn(1, 7, scan_passes.BLOCK + 5)
-    for found, wanted in zip(
+    leaves = random_inputs(1, 7, scan_passes.BLOCK + 5)
+    for actual, expected in zip(
         gradients(scan.triton, leaves, None), gradients(scan.reference, leaves, None), strict=True
     ):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("drive_dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_it_compiles_as_one_op_without_a_graph_break(interpreted, drive_dtype):
-    leaves, doc_ids = drawn(2, 11, 3, drive_dtype=drive_dtype), (torch.arange(22) // 5).view(2, 11)
+    leaves, doc_ids = (
+        random_inputs(2, 11, 3, drive_dtype=drive_dtype),
+        (torch.arange(22) // 5).view(2, 11),
+    )
 
     def model(log_decay, angle, drive, **others):
         return scan.triton(-log_decay.exp(), angle, drive * 2, **others) * 3
 
-    for found, wanted in zip(
+    for actual, expected in zip(
         gradients(torch.compile(model, fullgraph=True), leaves, doc_ids),
         gradients(model, leaves, doc_ids),
         strict=True,
     ):
-        assert found.dtype == wanted.dtype
-        torch.testing.assert_close(found, wanted)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected)
 
 
 def test_a_narrow_drive_is_not_copied(interpreted, monkeypatch):
-    leaves, read = drawn(1, 9, 2, drive_dtype=torch.bfloat16), []
+    leaves, read = random_inputs(1, 9, 2, drive_dtype=torch.bfloat16), []
     launch = scan_passes._Steps.launch
     monkeypatch.setattr(
         scan_passes._Steps,
@@ -84,7 +87,7 @@ def test_narrow_states_are_the_wide_ones_rounded(interpreted, dtype):
     `test_kernels_round_to_nearest` covers that.
     """
     leaves, doc_ids = (
-        drawn(2, 90, 3, drive_dtype=dtype),
+        random_inputs(2, 90, 3, drive_dtype=dtype),
         (torch.arange(180) >= 77).int().view(2, 90),
     )
     wide, narrow = (
@@ -95,30 +98,30 @@ def test_narrow_states_are_the_wide_ones_rounded(interpreted, dtype):
     assert torch.equal(narrow, wide.to(dtype)) or dtype == torch.bfloat16
     assert ((narrow.float() - wide).abs() <= wide.abs() * torch.finfo(dtype).eps).all()
     weights = torch.randn(narrow.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    wanted, found = (
+    expected, actual = (
         torch.autograd.grad(wide, leaves, weights.float()),
         torch.autograd.grad(narrow, leaves, weights),
     )
-    assert torch.equal(found[2], wanted[2])  # the gradient of the drive uses no state
-    for one, other in zip(found[:2], wanted[:2], strict=True):
+    assert torch.equal(actual[2], expected[2])  # the gradient of the drive uses no state
+    for one, other in zip(actual[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
 
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_narrow_states_compile_too(interpreted):
-    leaves = drawn(2, 11, 3, drive_dtype=torch.bfloat16)
+    leaves = random_inputs(2, 11, 3, drive_dtype=torch.bfloat16)
 
     def model(log_decay, angle, drive, **others):
         return scan.triton_narrow(-log_decay.exp(), angle, drive * 2, **others) * 3
 
-    for found, wanted in zip(
+    for actual, expected in zip(
         gradients(torch.compile(model, fullgraph=True), leaves, None),
         gradients(model, leaves, None),
         strict=True,
     ):
-        assert found.dtype == wanted.dtype
-        torch.testing.assert_close(found, wanted)
+        assert actual.dtype == expected.dtype
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(("rows", "chunk"), [(1, scan_passes.SHORT), (4, scan_passes.LONG)])
@@ -180,15 +183,17 @@ REGISTERS = 128
 @pytest.mark.parametrize("form", ["fixed", "polar"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_compile_for_a_gpu_and_fit_its_registers(kernel, form, narrow, tmp_path):
-    """Nothing spills: the stack is used only by CUDA's sine of large angles."""
+    """No registers spill: only CUDA's sine of large angles uses the stack."""
     name, constants = KERNELS[kernel]
     binary = tmp_path / "kernel.cubin"
     binary.write_bytes(compiled(name, form, narrow=narrow, **constants).asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    said = subprocess.run(
+    output = subprocess.run(
         [tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True
     ).stdout
-    used = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", said)}
+    used = {
+        key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", output)
+    }
     assert used["REG"] <= REGISTERS
     assert used["STACK"] <= (32 if form == "polar" else 0)
     assert used["SHARED"] == used["LOCAL"] == 0
@@ -206,13 +211,13 @@ def test_kernels_round_to_nearest(kernel):
 
 
 def test_it_is_chunked_where_triton_does_not_run():
-    leaves = drawn(1, 20, 2)
-    for found, wanted in zip(
+    leaves = random_inputs(1, 20, 2)
+    for actual, expected in zip(
         gradients(scan.triton, leaves, None), gradients(scan.chunked, leaves, None), strict=True
     ):
-        assert torch.equal(found, wanted)
+        assert torch.equal(actual, expected)
 
 
 def test_missing_triton_names_the_install_command(without_triton):
     with pytest.raises(MissingPackage, match="pip install triton"):
-        scan.triton(*drawn(1, 5, 2))
+        scan.triton(*random_inputs(1, 5, 2))

@@ -1,10 +1,16 @@
-"""Updates of split weights: Triton kernels equal the reference, and their memory traffic is
-counted.
-"""
+"""Updates of split weights: Triton kernels equal the reference and move no more than they must."""
 
 import pytest
 import torch
-from split_update_cases import NUMBERS, SHAPES, advance, assert_same_bits, copied, drawn, lists
+from split_update_cases import (
+    NUMBERS,
+    SHAPES,
+    advance,
+    assert_same_bits,
+    copied,
+    lists,
+    random_inputs,
+)
 
 from flatout.ops import split_update
 from flatout.ops.split import join, split
@@ -40,19 +46,20 @@ def bytes_moved(interpreted, monkeypatch):
 @pytest.mark.parametrize("weight_decay", [0.1, 0.0])
 def test_the_kernel_equals_the_reference(interpreted, weight_decay, beta1):
     numbers = NUMBERS | {"weight_decay": weight_decay, "beta1": beta1}
-    wanted = lists(SHAPES)
-    found = copied(wanted)
+    expected = lists(SHAPES)
+    actual = copied(expected)
     for number in range(4):
         for columns, update in (
-            (wanted, split_update.adamw_reference),
-            (found, split_update.adamw),
+            (expected, split_update.adamw_reference),
+            (actual, split_update.adamw),
         ):
             columns[2] = [
-                drawn(tensor.shape, 500 * number + i, 1e-2) for i, tensor in enumerate(columns[2])
+                random_inputs(tensor.shape, 500 * number + i, 1e-2)
+                for i, tensor in enumerate(columns[2])
             ]
             advance(columns[5])
             update(*columns, **numbers | {"lr": 0.01 / (1 + number)})
-        assert_same_bits(found, wanted)
+        assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["adamw", "decay_and_add"])
@@ -64,20 +71,20 @@ def test_a_program_with_several_blocks_gives_the_same_bits(name, interpreted, mo
         columns, numbers = columns[:3], {"kept": 0.99, "alpha": -0.3}
     else:
         numbers = NUMBERS
-    found = copied(columns)
+    actual = copied(columns)
     getattr(split_update, f"{name}_reference")(*columns, **numbers)
-    getattr(split_update, name)(*found, **numbers)
-    assert_same_bits(found, columns)
+    getattr(split_update, name)(*actual, **numbers)
+    assert_same_bits(actual, columns)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_decay_and_add_equals_the_reference(interpreted, dtype):
     highs, lows, steps, *_ = lists(SHAPES)
     steps = [step.to(dtype) for step in steps]
-    found = copied([highs, lows])
+    actual = copied([highs, lows])
     split_update.decay_and_add_reference(highs, lows, steps, kept=0.999, alpha=-0.004)
-    split_update.decay_and_add(*found, steps, kept=0.999, alpha=-0.004)
-    assert_same_bits(found, [highs, lows])
+    split_update.decay_and_add(*actual, steps, kept=0.999, alpha=-0.004)
+    assert_same_bits(actual, [highs, lows])
 
 
 def test_weights_are_stored_as_split_returns_them(interpreted):
@@ -103,10 +110,10 @@ def test_weights_are_stored_as_split_returns_them(interpreted):
     high, low = split(torch.zeros_like(weights))
     split_update.decay_and_add([high], [low], [weights], kept=0.0, alpha=1.0)
     finite = ~weights.isnan()
-    for part, wanted in zip(
+    for part, expected in zip(
         (high, low), split(weights + 0.0), strict=True
     ):  # negative zero plus zero is zero
-        assert torch.equal(part[finite], wanted[finite])
+        assert torch.equal(part[finite], expected[finite])
     assert high[~finite].isnan().all()
     assert join(high, low)[~finite].isnan().all()
 
@@ -116,13 +123,13 @@ def test_weights_are_stored_as_split_returns_them(interpreted):
 )  # NumPy's, about a signalling NaN
 @pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7F800001, -1])
 def test_nan_survives_in_both_parts(interpreted, pattern):
-    """Rounded by its bits, one NaN would become a negative zero and another an infinity."""
+    """Rounding its bits would turn one NaN into a negative zero and another into an infinity."""
     columns = lists([(1, 16)])
     columns[2][0].fill_(1.0).view(torch.int32)[0, 3] = pattern
     advance(columns[5])
     split_update.adamw(*columns, **NUMBERS)
-    found = columns[0][0].isnan(), join(columns[0][0], columns[1][0]).isnan()
-    for nans in found:
+    actual = columns[0][0].isnan(), join(columns[0][0], columns[1][0]).isnan()
+    for nans in actual:
         assert nans[0, 3]
         assert nans.sum() == 1
 
@@ -148,8 +155,8 @@ def test_memory_next_to_a_tensor_is_not_touched(interpreted):
         *[[around[32:-32] for around in column] for column in columns], plain[5], **NUMBERS
     )
     split_update.adamw_reference(*plain, **NUMBERS)
-    for found, wanted, old in zip(columns, plain[:5], before, strict=True):
-        for around, tensor, previous in zip(found, wanted, old, strict=True):
+    for actual, expected, old in zip(columns, plain[:5], before, strict=True):
+        for around, tensor, previous in zip(actual, expected, old, strict=True):
             assert torch.equal(around[32:-32], tensor)
             for edge in (slice(32), slice(-32, None)):
                 assert torch.equal(around[edge].nan_to_num(7), previous[edge].nan_to_num(7))
@@ -204,7 +211,7 @@ def test_vector_loads_and_other_loads_take_one_launch_each(interpreted, monkeypa
 
 
 def test_unsupported_layouts_do_not_fit(interpreted):
-    high, low = split(drawn((6, 10), 1))
+    high, low = split(random_inputs((6, 10), 1))
     kept = torch.zeros(6, 10)
     assert split_update.fits(high, low, kept, kept)
     assert split_update.fits(high.T, low.T, kept.T)
@@ -215,7 +222,7 @@ def test_unsupported_layouts_do_not_fit(interpreted):
 
 
 def test_kernels_do_not_run_on_a_cpu():
-    assert not split_update.fits(*split(drawn((4, 4), 1)))
+    assert not split_update.fits(*split(random_inputs((4, 4), 1)))
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -223,9 +230,9 @@ def test_kernels_do_not_run_on_a_cpu():
     ("name", "constants"), [("adamw", {}), ("decay_and_add", {"DTYPE": triton.language.bfloat16})]
 )
 def test_kernels_compile_for_a_gpu(name, constants, aligned):
-    """They compile to binaries for an H100 or H200, with vector loads where promised.
+    """They compile to binaries for an H100 or H200, with vector loads for aligned tensors.
 
-    Each operation is rounded separately, and threads exchange nothing.
+    Each operation is rounded separately, and threads do not exchange data.
     """
     kernel = getattr(split_kernels, name)
     constants = {"ALIGNED": aligned, "BLOCK": split_update.BLOCK} | constants
@@ -234,11 +241,11 @@ def test_kernels_compile_for_a_gpu(name, constants, aligned):
         kernel, {key: types[key] for key in kernel.arg_names}, constants
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    made = triton.compile(
+    kernel = triton.compile(
         source, target=target, options={"num_warps": 4, "enable_fp_fusion": False}
     )
-    assert made.asm["cubin"]
-    text = made.asm["ptx"]
+    assert kernel.asm["cubin"]
+    text = kernel.asm["ptx"]
     assert ("ld.global.v2.b32" in text) is aligned
     assert ("ld.global.b16" in text) is not aligned
     assert "fma.rn.f32" not in text
@@ -250,17 +257,17 @@ def test_kernels_compile_for_a_gpu(name, constants, aligned):
 @pytest.mark.gpu_essential
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_equals_the_reference():
-    wanted = lists([*SHAPES, (300, 768)])
-    found = [[tensor.cuda() for tensor in column] for column in wanted]
-    for columns, update in ((wanted, split_update.adamw_reference), (found, split_update.adamw)):
+    expected = lists([*SHAPES, (300, 768)])
+    actual = [[tensor.cuda() for tensor in column] for column in expected]
+    for columns, update in ((expected, split_update.adamw_reference), (actual, split_update.adamw)):
         for _ in range(3):
             advance(columns[5])
             update(*columns, **NUMBERS)
-    assert_same_bits([[tensor.cpu() for tensor in column] for column in found], wanted)
+    assert_same_bits([[tensor.cpu() for tensor in column] for column in actual], expected)
     for dtype in (torch.float32, torch.bfloat16):
         for columns, update in (
-            (wanted, split_update.decay_and_add_reference),
-            (found, split_update.decay_and_add),
+            (expected, split_update.decay_and_add_reference),
+            (actual, split_update.decay_and_add),
         ):
             update(
                 columns[0],
@@ -269,4 +276,4 @@ def test_a_gpu_equals_the_reference():
                 kept=0.999,
                 alpha=-0.3,
             )
-    assert_same_bits([[tensor.cpu() for tensor in column] for column in found], wanted)
+    assert_same_bits([[tensor.cpu() for tensor in column] for column in actual], expected)

@@ -1,8 +1,8 @@
-"""Variable-length attention with a loop over documents instead of the kernel, which needs a GPU."""
+"""Variable-length attention, with a loop over documents for the kernel, which needs a GPU."""
 
 import pytest
 import torch
-from attention_cases import CASES, drawn, with_gradients
+from attention_cases import CASES, random_inputs, with_gradients
 
 from flatout.ops import attention, variants, varlen_attention
 
@@ -31,7 +31,7 @@ def looped(
     window_size=(-1, -1),
     enable_gqa=False,
 ):
-    """Compute what torch documents for its kernel, with its signature, document by document.
+    """Compute torch's documented result, with its kernel's signature, document by document.
 
     A window (w, 0) means the query's own key and w keys before it.
     """
@@ -61,19 +61,19 @@ def as_on_gpu(monkeypatch):
 
 @pytest.mark.parametrize("case", PACKED)
 def test_values_and_gradients_match_the_reference(case, as_on_gpu):
-    tensors, options = drawn(**PACKED[case])
+    tensors, options = random_inputs(**PACKED[case])
     assert varlen_attention.takes(*tensors[:2], options["doc_ids_BT"], options["window"]) == (
         tensors[0].shape[-1] % 8 == 0
     )
-    wanted = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
-    for got, want in zip(with_gradients(attention.varlen, tensors, options), wanted, strict=True):
+    expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
+    for got, want in zip(with_gradients(attention.varlen, tensors, options), expected, strict=True):
         torch.testing.assert_close(
             got.double(), want, rtol=1e-5, atol=2e-6 * max(float(want.abs().max()), 1)
         )
 
 
 def test_documents_are_separate_even_with_nan(as_on_gpu):
-    (q, k, v), options = drawn(**PACKED["long"])
+    (q, k, v), options = random_inputs(**PACKED["long"])
     first = options["doc_ids_BT"][0] == 0
     plain = with_gradients(attention.varlen, (q, k, v), options)
     poisoned = with_gradients(
@@ -120,11 +120,11 @@ def test_too_many_documents_are_rejected():
 
 
 def test_most_documents_returns_the_limit_of_varlen_only():
-    wanted = {
+    expected = {
         variant: varlen_attention.max_documents if variant is attention.varlen else None
         for variant in variants(attention).values()
     }
-    assert {variant: attention.most_documents(variant) for variant in wanted} == wanted
+    assert {variant: attention.most_documents(variant) for variant in expected} == expected
     for rows, num_tokens in [(1, 5), (1, 129), (3, 1000), (64, 1024)]:
         ids = torch.zeros(rows, num_tokens, dtype=torch.int32)
         assert (
@@ -133,9 +133,11 @@ def test_most_documents_returns_the_limit_of_varlen_only():
         )
 
 
-def test_the_most_documents_of_one_token_work(as_on_gpu):
+def test_the_maximum_number_of_one_token_documents_works(as_on_gpu):
     """Each token attends only to itself, so the output is its own value."""
-    tensors, options = drawn(heads=2, groups=1, queries=64, keys=64, documents=1, head_dim=16)
+    tensors, options = random_inputs(
+        heads=2, groups=1, queries=64, keys=64, documents=1, head_dim=16
+    )
     assert varlen_attention.max_documents(2, 64) == 2 * 64
     options["doc_ids_BT"] = torch.arange(64, dtype=torch.int32).expand(2, -1)
     out, *_ = with_gradients(attention.varlen, tensors, options)
@@ -158,7 +160,7 @@ def test_unsupported_inputs_use_flex(monkeypatch):
         "dtype": torch.bfloat16,
         "head_dim": 64,
     }
-    for change, wanted in [
+    for change, expected in [
         ({}, "varlen_attention"),
         ({"window": 9}, "varlen_attention"),
         ({"dtype": torch.float32}, "flex_attention"),
@@ -166,10 +168,10 @@ def test_unsupported_inputs_use_flex(monkeypatch):
         ({"head_dim": 256}, "flex_attention"),
         ({"documents": None, "window": 9}, "flex_attention"),
     ]:
-        tensors, options = drawn(**packed | change)
+        tensors, options = random_inputs(**packed | change)
         attention.varlen(*tensors, **options)
-        assert called.pop() == wanted
-    tensors, options = drawn(**packed | {"documents": None})
+        assert called.pop() == expected
+    tensors, options = random_inputs(**packed | {"documents": None})
     attention.varlen(*tensors, **options)
     assert called == []
     monkeypatch.setattr(
@@ -177,7 +179,7 @@ def test_unsupported_inputs_use_flex(monkeypatch):
         "_kernel",
         lambda: lambda q, k, v, bounds_q, bounds_k, longest_q, longest_k, is_causal: q,
     )
-    tensors, options = drawn(**packed)
+    tensors, options = random_inputs(**packed)
     attention.varlen(*tensors, **options)
     assert called == ["flex_attention"], "a torch whose kernel has no window_size"
 
@@ -185,7 +187,7 @@ def test_unsupported_inputs_use_flex(monkeypatch):
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_it_compiles_without_a_graph_break(as_on_gpu, monkeypatch):
-    """The graph contains torch's operator; its kernel is not called."""
+    """The graph contains torch's operator, whose kernel is not called."""
     monkeypatch.undo()
     monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
     graphs = []
@@ -194,7 +196,7 @@ def test_it_compiles_without_a_graph_break(as_on_gpu, monkeypatch):
         graphs.append(graph)
         return lambda *given: (given[0],)
 
-    tensors, options = drawn(**PACKED["long"] | {"dtype": torch.bfloat16})
+    tensors, options = random_inputs(**PACKED["long"] | {"dtype": torch.bfloat16})
     torch.compile(attention.varlen, fullgraph=True, backend=keep)(*tensors, **options)
     assert [str(node.target) for node in graphs[0].graph.nodes].count(
         "torch_attn._varlen_attn"

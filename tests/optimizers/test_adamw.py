@@ -61,12 +61,12 @@ RATES = [0.01, 0.02, 0.02, 0.015, 0.01, 0.005]
 
 @pytest.mark.parametrize("factory", [per_parameter, fused])
 def test_equals_the_formula(factory, gradients):
-    found = trained(factory, torch.float64, gradients, RATES)
+    actual = trained(factory, torch.float64, gradients, RATES)
     start = {name: parameter.detach() for name, parameter in Tiny(torch.float64).named_parameters()}
     for name, kind in KINDS.items():
         decay = CONFIG.weight_decay if kind in ("hidden", "head") else 0.0
         torch.testing.assert_close(
-            found[name],
+            actual[name],
             reference(start[name], gradients[name], RATES, decay),
             rtol=1e-12,
             atol=1e-13,
@@ -83,7 +83,7 @@ def test_both_variants_agree_up_to_rounding(gradients):
 
 def test_a_zero_gradient_leaves_only_the_decay(gradients):
     still = {name: [torch.zeros_like(g) for g in each] for name, each in gradients.items()}
-    found = trained(per_parameter, torch.float64, still, [0.1])
+    actual = trained(per_parameter, torch.float64, still, [0.1])
     start = dict(Tiny(torch.float64).named_parameters())
     for name, kind in KINDS.items():
         expected = (
@@ -91,7 +91,7 @@ def test_a_zero_gradient_leaves_only_the_decay(gradients):
             if kind in ("hidden", "head")
             else start[name]
         )
-        torch.testing.assert_close(found[name], expected.detach(), rtol=1e-14, atol=0)
+        torch.testing.assert_close(actual[name], expected.detach(), rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("factory", [per_parameter, fused])

@@ -79,7 +79,7 @@ def without_peak_lr(model, config, parts):
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("build", "message"),
     [
         (single, r"returned a single SGD, not a tuple of torch optimizers"),
         (lambda model, config, parts: None, r"returned None, not a tuple"),
@@ -92,9 +92,9 @@ def without_peak_lr(model, config, parts):
         (without_peak_lr, r"a parameter group without peak_lr"),
     ],
 )
-def test_a_user_optimizer_that_breaks_the_contract_is_named(monkeypatch, made, said):
-    monkeypatch.setattr(registry.Folder, "get", lambda self, name: made)
-    with pytest.raises(ConfigError, match=said):
+def test_a_user_optimizer_that_breaks_the_contract_is_named(monkeypatch, build, message):
+    monkeypatch.setattr(registry.Folder, "get", lambda self, name: build)
+    with pytest.raises(ConfigError, match=message):
         optimizers_of(load_config(None, ["optim.kind=my:own"]), nn.Linear(2, 2), parts=None)
 
 

@@ -42,7 +42,7 @@ def plain_muon(weight, gradients, rate, decay, momentum):
     return weight
 
 
-def drawn(shape, seed, dtype=torch.float64):
+def random_matrix(shape, seed, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
@@ -50,9 +50,10 @@ def drawn(shape, seed, dtype=torch.float64):
 @pytest.mark.parametrize("limit", [2**27, 30])
 def test_a_batch_of_many_shapes_equals_one_matrix_at_a_time(monkeypatch, limit, variant):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
-    weights = [nn.Parameter(drawn(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
+    weights = [nn.Parameter(random_matrix(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
     gradients = [
-        [drawn(shape, 100 * step + i) for step in range(4)] for i, shape in enumerate(SHAPES)
+        [random_matrix(shape, 100 * step + i) for step in range(4)]
+        for i, shape in enumerate(SHAPES)
     ]
     expected = [
         plain_muon(w.detach(), g, 0.02, 0.3, 0.9) for w, g in zip(weights, gradients, strict=True)
@@ -73,9 +74,9 @@ def test_a_batch_of_many_shapes_equals_one_matrix_at_a_time(monkeypatch, limit, 
 @pytest.mark.parametrize("rows", [(4, 4, 4), (8, 2, 2), (5, 7)], ids=str)
 def test_stacked_matrices_are_updated_separately(monkeypatch, limit, rows):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", limit)
-    whole, other = nn.Parameter(drawn((12, 6), 1)), nn.Parameter(drawn((6, 4), 2))
+    whole, other = nn.Parameter(random_matrix((12, 6), 1)), nn.Parameter(random_matrix((6, 4), 2))
     apart = [nn.Parameter(part.clone()) for part in whole.detach().split(rows)]
-    gradients = [drawn((12, 6), 50 + step) for step in range(4)]
+    gradients = [random_matrix((12, 6), 50 + step) for step in range(4)]
     expected = [
         plain_muon(part.detach(), [g.split(rows)[i] for g in gradients], 0.02, 0.3, 0.9)
         for i, part in enumerate(apart)
@@ -85,7 +86,7 @@ def test_stacked_matrices_are_updated_separately(monkeypatch, limit, rows):
     )
     separate = Muon(apart, lr=0.02, weight_decay=0.3, momentum=0.9)
     for gradient in gradients:
-        whole.grad, other.grad = gradient.clone(), drawn((6, 4), 3)
+        whole.grad, other.grad = gradient.clone(), random_matrix((6, 4), 3)
         for part, part_gradient in zip(apart, gradient.split(rows), strict=True):
             part.grad = part_gradient.clone()
         stacked.step()
@@ -113,7 +114,7 @@ def test_a_zero_gradient_leaves_only_the_decay():
 @pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)])
 def test_updates_are_as_large_as_those_of_adamw(shape):
     weight = nn.Parameter(torch.zeros(shape))
-    weight.grad = drawn(shape, 5, torch.float32)
+    weight.grad = random_matrix(shape, 5, torch.float32)
     Muon([weight], lr=1.0, weight_decay=0.0).step()
     assert 0.13 < float(weight.detach().square().mean().sqrt()) < 0.24
 
@@ -129,10 +130,10 @@ def test_parameters_without_gradient_are_skipped():
 def test_a_saved_state_resumes():
     def steps(weight, optimizer, numbers):
         for number in numbers:
-            weight.grad = drawn((4, 6), number, torch.float32)
+            weight.grad = random_matrix((4, 6), number, torch.float32)
             optimizer.step()
 
-    whole, first = (nn.Parameter(drawn((4, 6), 9, torch.float32)) for _ in range(2))
+    whole, first = (nn.Parameter(random_matrix((4, 6), 9, torch.float32)) for _ in range(2))
     whole_optimizer, first_optimizer = (
         Muon([{"params": [w], "peak_lr": 0.1}], lr=0.1) for w in (whole, first)
     )
@@ -211,7 +212,7 @@ def test_muon_gets_hidden_matrices_and_adamw_the_rest(factory):
 
 def test_a_model_declares_stacked_matrices():
     def weight_after_a_step(model):
-        model.inner.grad = drawn((4, 4), 1, torch.float32)
+        model.inner.grad = random_matrix((4, 4), 1, torch.float32)
         build(model, OptimConfig(lr=0.3), OptimizerParts(fused, reference))[0].step()
         return model.inner.detach()
 
@@ -224,7 +225,7 @@ def test_a_model_declares_stacked_matrices():
     one, other = weight_after_a_step(together), weight_after_a_step(apart)
     parts = [nn.Parameter(torch.ones(rows, 4)) for rows in apart.rows]
     for part, gradient in zip(
-        parts, drawn((4, 4), 1, torch.float32).split(apart.rows), strict=True
+        parts, random_matrix((4, 4), 1, torch.float32).split(apart.rows), strict=True
     ):
         part.grad = gradient
     Muon(
@@ -250,7 +251,10 @@ def test_an_optimizer_without_parameters_is_omitted():
 
 
 def test_it_learns_a_linear_map():
-    target, inputs = drawn((8, 12), 7, torch.float32), drawn((256, 12), 8, torch.float32)
+    target, inputs = (
+        random_matrix((8, 12), 7, torch.float32),
+        random_matrix((256, 12), 8, torch.float32),
+    )
     layer = nn.Linear(12, 8, bias=False)
     optimizer = Muon(layer.parameters(), lr=0.5, weight_decay=0.0)
     for step in range(120):
@@ -271,7 +275,7 @@ def test_the_warm_up_covers_every_shape_and_changes_nothing():
         calls.append((tuple(matrices_NRC.shape), torch.is_grad_enabled(), bool(matrices_NRC.any())))
         return newton_schulz.batched(matrices_NRC)
 
-    weights = [nn.Parameter(drawn(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
+    weights = [nn.Parameter(random_matrix(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
     before = [weight.detach().clone() for weight in weights]
     optimizer = Muon(weights, lr=0.02, newton_schulz=recorded)
     optimizer.warm_up()
@@ -292,7 +296,7 @@ def test_the_warm_up_covers_every_shape_and_changes_nothing():
 def test_batches_have_equal_sizes_as_far_as_possible(monkeypatch):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", 4 * 12)
     sizes = []
-    weights = [nn.Parameter(drawn((3, 4), seed)) for seed in range(6)]
+    weights = [nn.Parameter(random_matrix((3, 4), seed)) for seed in range(6)]
     Muon(weights, lr=0.1, newton_schulz=lambda stack: sizes.append(len(stack)) or stack).warm_up()
     assert sizes == [3, 3]
 
@@ -302,7 +306,7 @@ def test_a_step_makes_few_calls_and_never_waits_for_the_device():
 
     def calls_of(count):
         weights = [
-            nn.Parameter(drawn(shape, seed, torch.float32))
+            nn.Parameter(random_matrix(shape, seed, torch.float32))
             for seed in range(count)
             for shape in ((6, 6), (4, 10), (10, 4))
         ]

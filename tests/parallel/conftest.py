@@ -19,9 +19,7 @@ def free_port():
 
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory):
-    """Run a file of this folder as several processes, as torchrun does, and return the report of
-    the main one.
-    """
+    """Run a file of this directory in several processes, and return the main one's report."""
 
     def run(worker, world_size, *arguments):
         report = tmp_path_factory.mktemp("launch") / "report.json"

@@ -1,4 +1,4 @@
-"""Accumulate gradients with and without a reduction per micro-batch, in several processes."""
+"""Accumulates gradients with and without a reduction per micro-batch, in several processes."""
 
 import json
 import sys
@@ -26,9 +26,7 @@ SCATTER = (
 
 
 def trained(mesh, exchange, steps):
-    """Return the weights after some steps of gradient descent, and the number of reductions in the
-    last one.
-    """
+    """Return the weights after some steps of gradient descent, and the last step's reductions."""
     core = Tiny(0, torch.float32)
     model = wrap(core, mesh)
     exchanged, scatter = [], getattr(dist, SCATTER)
@@ -55,14 +53,14 @@ def trained(mesh, exchange, steps):
 def main(report, shard):
     ranks = connect("cpu")
     mesh = make_mesh(ParallelConfig(shard=int(shard)), "cpu", ranks)
-    found = {
+    actual = {
         way.__name__: dict(zip(("weights", "exchanges"), trained(mesh, way, 4), strict=True))
         for way in (sync_every_micro_batch, sync_with_the_last)
     }
     mesh.barrier()
     disconnect()
     if mesh.is_main:
-        Path(report).write_text(json.dumps(found))
+        Path(report).write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

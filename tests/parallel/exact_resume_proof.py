@@ -1,4 +1,4 @@
-"""Compare gradients of a model in training with those of a new DDP, as one of several processes."""
+"""Compares the gradients of a model in training with those of a new DDP, in several processes."""
 
 import json
 import sys

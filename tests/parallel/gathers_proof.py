@@ -1,6 +1,4 @@
-"""Compare a sharded model with weights gathered in bfloat16 and in fp32, as one of several
-processes.
-"""
+"""Compares weights gathered in bfloat16 and in fp32, in several processes."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Record when a compiled model runs backward and reduces gradients, as one of several processes."""
+"""Records when a compiled model runs backward and reduces gradients, in several processes."""
 
 import json
 import sys
@@ -29,16 +29,16 @@ from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 
 def order(mesh, compiled):
-    """Return the events: "backward" of a compiled piece, "exchange" of a bucket."""
+    """Return the events in order: "backward" of a compiled graph, "exchange" of a bucket."""
     happened = []
 
-    def noted(graph, _inputs):
+    def recorded(graph, _inputs):
         return make_boxed_func(lambda *args: happened.append("backward") or graph.forward(*args))
 
     torch.compile = partial(
         torch.compile,
         backend=aot_autograd(
-            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=noted
+            fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=recorded
         ),
     )
     config = Transformer.check(

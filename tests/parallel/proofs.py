@@ -1,4 +1,4 @@
-"""Compare what several processes compute with what one process computes, as one of them."""
+"""Compares the results of several processes with those of one process."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A model with the contract of the step: forward contains the loss."""
+    """A model that meets the contract of the step: forward contains the loss."""
 
     def __init__(self, seed, dtype):
         super().__init__()
@@ -112,9 +112,9 @@ def backward_alone(model, world_size, step):
     (loss / count).backward()
 
 
-def distance(found, expected):
+def distance(actual, expected):
     """Return the largest relative distance between tensors of two lists, by norm."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
 
 
@@ -130,7 +130,7 @@ def gradients(mesh, dtype):
 
 
 def averaged_naively(mesh):
-    """Return the error of the mean of means, which shows that the proof can fail."""
+    """Return the error of the mean of means, which shows that the comparison can fail."""
     alone, naive = Tiny(0, torch.float64), Tiny(0, torch.float64)
     backward_alone(alone, mesh.world_size, 0)
     tokens, targets = (each.flatten(0, 1) for each in batches(mesh.world_size, 0))
@@ -141,9 +141,7 @@ def averaged_naively(mesh):
 
 
 def weights_after_training(mesh, builder, factory):
-    """Return the distance of the weights and of Muon's state after four steps from those of one
-    process.
-    """
+    """Return how far weights and Muon's state are from those of one process after four steps."""
     alone, core = Tiny(0, torch.float64), Tiny(mesh.rank, torch.float64)
     model = wrap(core, mesh)
     pairs = [
@@ -171,9 +169,7 @@ def weights_after_training(mesh, builder, factory):
 
 
 def resumed_with_sharded_state(mesh):
-    """Return the distance between two steps and one step, a state_dict, a new optimizer and another
-    step.
-    """
+    """Return the distance between two steps in a row and two with a restored optimizer between."""
     straight, broken = Tiny(0, torch.float64), Tiny(0, torch.float64)
     models = [wrap(straight, mesh), wrap(broken, mesh)]
     optimizers = [
@@ -221,7 +217,7 @@ def logits_called_beside_forward(mesh):
 def main(report, shard):
     ranks = connect("cpu")
     mesh = make_mesh(ParallelConfig(shard=int(shard)), "cpu", ranks)
-    found = {
+    actual = {
         "replicate": mesh.replicate,
         "fp32": gradients(mesh, torch.float32),
         "fp64": gradients(mesh, torch.float64),
@@ -234,9 +230,9 @@ def main(report, shard):
     mesh.barrier()
     disconnect()
     disconnect()
-    found["left"] = not dist.is_initialized()
+    actual["left"] = not dist.is_initialized()
     if mesh.is_main:
-        Path(report).write_text(json.dumps(found))
+        Path(report).write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

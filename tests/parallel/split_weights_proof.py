@@ -1,4 +1,4 @@
-"""Compare copies with split weights and copies with fp32 weights, as one of several processes."""
+"""Compares copies with split weights and with fp32 weights, in several processes."""
 
 import json
 import sys
@@ -25,9 +25,7 @@ def move_off_ties(model):
 
 
 def trained(mesh, *, in_parts):
-    """Return losses and weights; the processes start with different weights, and those of the main
-    one count.
-    """
+    """Return losses and weights; the initial weights differ, but the main process's count."""
     torch.manual_seed(mesh.rank)
     config = Transformer.check(
         {"vocab_size": 101, "num_layers": 2, "d_model": 32, "num_heads": 2}, seq_len=16

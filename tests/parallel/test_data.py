@@ -74,13 +74,13 @@ def test_the_buckets_of_ddp_do_not_change_after_the_first_reduction(group_of_one
     assert all(parameter.grad is None for parameter in core.parameters())
     names, exchanged = {parameter: name for name, parameter in core.named_parameters()}, []
 
-    def noted(_state, bucket):
+    def recorded(_state, bucket):
         exchanged.append([names[parameter] for parameter in bucket.parameters()])
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
         return done
 
-    model.register_comm_hook(None, noted)
+    model.register_comm_hook(None, recorded)
     layouts = []
     for _ in range(3):
         exchanged.clear()

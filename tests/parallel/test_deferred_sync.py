@@ -53,7 +53,7 @@ def test_one_process_reduces_nothing():
 def test_the_weights_are_equal_with_fewer_reductions(launch, shard):
     report = launch("deferred.py", 2, shard)
     always, last = report["sync_every_micro_batch"], report["sync_with_the_last"]
-    for found, expected in zip(last["weights"], always["weights"], strict=True):
-        assert found == [pytest.approx(row, rel=1e-5, abs=1e-7) for row in expected]
+    for actual, expected in zip(last["weights"], always["weights"], strict=True):
+        assert actual == [pytest.approx(row, rel=1e-5, abs=1e-7) for row in expected]
     assert last["exchanges"] > 0
     assert always["exchanges"] == 3 * last["exchanges"]

@@ -40,7 +40,7 @@ def test_auto_replicates_over_the_remaining_processes():
 
 
 @pytest.mark.parametrize(
-    ("config", "world_size", "says"),
+    ("config", "world_size", "message"),
     [
         (
             ParallelConfig(shard=2),
@@ -57,6 +57,6 @@ def test_auto_replicates_over_the_remaining_processes():
         (ParallelConfig(replicate=2), 4, "parallel.replicate=2 x parallel.shard=1"),
     ],
 )
-def test_a_product_other_than_the_number_of_processes_is_rejected(config, world_size, says):
-    with pytest.raises(ConfigError, match=says):
+def test_a_product_other_than_the_number_of_processes_is_rejected(config, world_size, message):
+    with pytest.raises(ConfigError, match=message):
         make_mesh(config, "cpu", Ranks(0, world_size, 0))

@@ -1,8 +1,8 @@
 """Gradients of a compiled model are reduced during its backward pass."""
 
 
-def last_piece(happened):
-    return len(happened) - 1 - happened[::-1].index("backward")
+def last_piece(events):
+    return len(events) - 1 - events[::-1].index("backward")
 
 
 def test_gradients_are_reduced_during_the_backward_pass_of_a_compiled_model(launch):

@@ -47,7 +47,13 @@ def environment(monkeypatch):
     return state
 
 
-WHOLE = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+COMPLETE = {
+    "RANK": 1,
+    "WORLD_SIZE": 2,
+    "LOCAL_RANK": 1,
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": 1,
+}
 
 
 def test_without_torchrun_there_is_one_process_and_no_group(environment):
@@ -57,24 +63,24 @@ def test_without_torchrun_there_is_one_process_and_no_group(environment):
 
 
 def test_one_process_under_torchrun_needs_no_group(environment):
-    environment(**WHOLE | {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0})
+    environment(**COMPLETE | {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0})
     assert connect("cpu") == Ranks()
     assert not dist.is_initialized()
 
 
 def test_ranks_are_read(environment):
-    environment(**WHOLE)
+    environment(**COMPLETE)
     assert stated_ranks() == Ranks(1, 2, 1, 2)
 
 
 def test_the_local_world_size_is_read(environment):
-    environment(**WHOLE | {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4})
+    environment(**COMPLETE | {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4})
     assert stated_ranks() == Ranks(5, 8, 1, 4)
 
 
 @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_an_incomplete_environment_is_rejected(environment, missing):
-    environment(**{name: value for name, value in WHOLE.items() if name != missing})
+    environment(**{name: value for name, value in COMPLETE.items() if name != missing})
     with pytest.raises(ConfigError, match=f"{missing}.*torchrun"):
         connect("cpu")
 
@@ -91,13 +97,13 @@ def test_an_incomplete_environment_is_rejected(environment, missing):
     ],
 )
 def test_impossible_ranks_are_rejected(environment, wrong):
-    environment(**WHOLE | wrong)
+    environment(**COMPLETE | wrong)
     with pytest.raises(ConfigError, match="RANK"):
         connect("cpu")
 
 
 def test_two_processes_cannot_share_a_gpu(environment, monkeypatch):
-    environment(**WHOLE)
+    environment(**COMPLETE)
     with pytest.raises(ConfigError, match="names one GPU"):
         connect("cuda:0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -131,7 +137,7 @@ def test_torchrun_connects_them(tmp_path):
 def test_a_port_in_use_is_named(environment, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        environment(**WHOLE | {"RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": port})
+        environment(**COMPLETE | {"RANK": 0, "LOCAL_RANK": 0, "MASTER_PORT": port})
         with pytest.raises(
             ConfigError, match=f"MASTER_PORT={port} is in use .*torchrun --standalone"
         ):
@@ -141,21 +147,20 @@ def test_a_port_in_use_is_named(environment, monkeypatch):
 
 @pytest.mark.parametrize("port", ["many", "0", "70000"])
 def test_an_invalid_port_is_rejected(environment, port):
-    environment(**WHOLE | {"MASTER_PORT": port})
+    environment(**COMPLETE | {"MASTER_PORT": port})
     with pytest.raises(ConfigError, match=f"MASTER_PORT={port} is not a port"):
         connect("cpu")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_lonely_process_reports_that_it_waits_and_gives_up(environment, monkeypatch, capfd, rank):
+def test_a_process_alone_reports_that_it_waits_and_gives_up(environment, monkeypatch, capfd, rank):
     monkeypatch.setattr(rendezvous, "START_TIMEOUT_S", 1.0)
     monkeypatch.setattr(rendezvous, "REPORT_EVERY_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    environment(**WHOLE | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port})
-    with pytest.raises(
-        RunFailed, match=f"The 2 processes of this run did not meet at 127.0.0.1:{port} within 1 s"
-    ):
+    environment(**COMPLETE | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port})
+    message = f"The 2 processes of this run did not connect at 127.0.0.1:{port} within 1 s"
+    with pytest.raises(RunFailed, match=message):
         connect("cpu")
     assert (
         f"[rank {rank}] Waiting at 127.0.0.1:{port} for the other processes of 2: 0 s of 1 s"

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back. Each file with a TOKENIZER defines one kind.
+"""Tokenizers convert text to ids and back. Each file with a TOKENIZER defines one kind.
 
 Whatever its origin, a tokenizer saves to one self-contained JSON file in the dataset's directory.
 Loading it needs no network, no other file, and no package except the engine.
@@ -63,23 +63,23 @@ def make_tokenizer(
     """
     kind = kind_named(spec)
     if kind is not None and kind.needs_corpus:
-        made = kind.from_corpus(spec.partition(":")[2], sample, train_on or sample, progress)
-        cache = None  # a tokenizer that was trained here is not met again
+        tokenizer = kind.from_corpus(spec.partition(":")[2], sample, train_on or sample, progress)
+        cache = None  # results for a newly trained tokenizer would not be used again
     else:
-        made = existing_tokenizer(spec, pattern, end_of_text, progress=progress)
-    # twice as much, since parts without text leave some of it out
-    texts = sample(2 * WORTHWHILE_CHARACTERS) if made.engines else ()
-    return choose_engine(made, texts, cache=cache, progress=progress)
+        tokenizer = existing_tokenizer(spec, pattern, end_of_text, progress=progress)
+    # twice as much, since the sample may include parts without text
+    texts = sample(2 * WORTHWHILE_CHARACTERS) if tokenizer.engines else ()
+    return choose_engine(tokenizer, texts, cache=cache, progress=progress)
 
 
 def _kinds_by(constant: str) -> dict[str, str]:
     """Return the kinds of tokenizers whose files assign `constant`, by its value."""
-    stated = {kind: TOKENIZERS.stated(kind, constant) for kind in TOKENIZERS.names()}
-    return {value: kind for kind, value in stated.items() if value is not None}
+    values = {kind: TOKENIZERS.stated(kind, constant) for kind in TOKENIZERS.names()}
+    return {value: kind for kind, value in values.items() if value is not None}
 
 
 def kind_named(spec: str) -> type[Tokenizer] | None:
-    """Return the kind of tokenizer whose SPEC `spec` has, such as `train:4096`; None for a file."""
+    """Return the kind whose SPEC matches `spec`, such as `train:4096`; None for a file."""
     name, colon, _ = spec.partition(":")
     for form, kind in _kinds_by("SPEC").items():
         if form.partition(":")[:2] == (name, colon):
@@ -126,7 +126,9 @@ def existing_tokenizer(
 
 
 def tokenizer_path(spec: str) -> Path:
-    """Return the file that `spec` names, directly or by its directory; it may not exist.
+    """Return the path of the file that `spec` names, directly or by its directory.
+
+    The file may not exist.
 
     Raises: DataError for a directory without a tokenizer.json.
     """
@@ -177,8 +179,8 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer in a file: a saved one, a tokenizer.json, or a .tiktoken file.
 
-    `pattern` splits text for a .tiktoken file that is not a published one; `end_of_text` names that
-    token of a tokenizer.json; `name` is what messages call the file, by default its path; `sha256`
+    `pattern` splits text for an unpublished .tiktoken file; `end_of_text` is the name of that token
+    in a tokenizer.json; `name` stands for the file in messages and defaults to its path; `sha256`
     is the digest that the file must have.
 
     Raises: DataError when the file cannot be read, is none of these, or has another digest.
@@ -199,16 +201,17 @@ def load_tokenizer(
     kind = _kinds_by("SUFFIX").get(path.suffix)
     if kind is None:
         return parse_tokenizer(data, name, end_of_text=end_of_text)
-    made: Tokenizer = TOKENIZERS.get(kind).from_file(TokenizerFile(name, data, pattern=pattern))
-    if not made.proven:
-        require_usable(made.text.encode(), name, cache=CACHE)
-    return made
+    file = TokenizerFile(name, data, pattern=pattern)
+    tokenizer: Tokenizer = TOKENIZERS.get(kind).from_file(file)
+    if not tokenizer.proven:
+        require_usable(tokenizer.text.encode(), name, cache=CACHE)
+    return tokenizer
 
 
 def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = None) -> Tokenizer:
-    """Return the tokenizer in a JSON text called `name`.
+    """Return the tokenizer in a JSON text; messages call the text `name`.
 
-    Raises: DataError when it contains none.
+    Raises: DataError when it contains no tokenizer.
     """
     data = data.encode() if isinstance(data, str) else data
     try:
@@ -225,8 +228,8 @@ def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = N
     if document.get("format") == FORMAT:
         return _restored(document, name)
     file = TokenizerFile(name, data, document, end_of_text=end_of_text)
-    made: Tokenizer = TOKENIZERS.get(_JSON_KIND).from_file(file)
-    return made
+    tokenizer: Tokenizer = TOKENIZERS.get(_JSON_KIND).from_file(file)
+    return tokenizer
 
 
 def _kind_of(document: Document) -> tuple[type[Tokenizer] | None, Document]:
@@ -248,10 +251,8 @@ def try_out(name: str, cpu_s: float) -> int:
     def load() -> Tokenizer:
         if document.get("format") == FORMAT:
             return _restored(document, name)
-        made: Tokenizer = TOKENIZERS.get(_JSON_KIND).to_try_out(
-            TokenizerFile(name, document=document)
-        )
-        return made
+        file = TokenizerFile(name, document=document)
+        return TOKENIZERS.get(_JSON_KIND).to_try_out(file)  # type: ignore[no-any-return]
 
     strings = kind.strings_in(description) if kind is not None else ()
     return try_out_within_limits(load, name, strings, cpu_s)

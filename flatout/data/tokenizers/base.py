@@ -29,7 +29,7 @@ MAX_PIECE_CHARACTERS = 1 << 20
 LOOKAHEAD_CHARACTERS = 4096
 """Characters after a cut that a tokenizer may inspect to decide whether the cut is safe."""
 MAX_VOCAB_SIZE = 1 << 24
-"""Tables of this length must fit in memory. Vocabularies in use have a few hundred thousand ids."""
+"""Tables of this length must fit in memory. Real vocabularies have a few hundred thousand ids."""
 UNKNOWN = "\ufffd".encode()
 """The bytes that an unknown id decodes to."""
 SKIP_DOCUMENTS = "skip such documents with --on-bad-row skip."
@@ -37,7 +37,7 @@ SKIP_DOCUMENTS = "skip such documents with --on-bad-row skip."
 Ids = NDArray[np.uint32]
 Encode = Callable[[str], Ids]
 Sample = Callable[[int | None], Iterable[str]]
-"""Returns about this many bytes of the corpus, evenly spread; None asks for the whole corpus."""
+"""Returns about this many bytes of the corpus, evenly spread; None means the whole corpus."""
 BoundedSample = Callable[[int], Iterable[str]]
 Document = dict[str, Any]
 """A parsed JSON file, either our own or a tokenizer.json, whose schema `tokenizers` defines."""
@@ -52,7 +52,7 @@ class TokenizerFile:
     """A tokenizer file that another program wrote."""
 
     name: str
-    """What error messages call it."""
+    """Its name in error messages."""
     data: bytes = b""
     document: Document | None = None
     """The parsed content of a JSON file."""
@@ -71,8 +71,8 @@ class Tokenizer(ABC):
     """Converts text to ids below `vocab_size` and back; one JSON document describes it completely.
 
     Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
-    to TOKENIZER. A kind that `--tokenizer` makes by name also assigns SPEC (`"char"`, or
-    `"train:N"` with an argument), and one that reads the files of another program SUFFIX.
+    to TOKENIZER. A kind that `--tokenizer` selects by name also assigns SPEC (`"char"`, or
+    `"train:N"` with an argument), and one that reads another program's files assigns SUFFIX.
     """
 
     kind: ClassVar[str]
@@ -91,7 +91,7 @@ class Tokenizer(ABC):
     eot_id: int
     """End-of-text, which packing appends to each document."""
     proven = True
-    """Whether text length bounds the time and memory of encoding, whatever the text is.
+    """Whether the length of a text bounds the time and memory of encoding it, whatever it contains.
 
     Otherwise the bound depends on the content of the tokenizer file.
     """
@@ -122,12 +122,12 @@ class Tokenizer(ABC):
 
     @classmethod
     def is_proven(cls, document: Document) -> bool:
-        """Return what `proven` will be for `document`, without loading it."""
+        """Return the value that `proven` will have for `document`, without loading it."""
         return True
 
     @classmethod
     def strings_in(cls, document: Document) -> Iterator[str]:
-        """Yield strings of `document` that it should be tried on."""
+        """Yield strings of `document` to try the tokenizer on."""
         return iter(())
 
     @abstractmethod
@@ -160,10 +160,10 @@ class Tokenizer(ABC):
     @final
     def with_engine(self, engine: str) -> Self:
         """Return a copy of this tokenizer that uses another engine."""
-        made = object.__new__(type(self))
-        made.__dict__ |= self.__dict__ | {"engine": engine}
-        made.__dict__.pop("encoder", None)
-        return made
+        copy = object.__new__(type(self))
+        copy.__dict__ |= self.__dict__ | {"engine": engine}
+        copy.__dict__.pop("encoder", None)
+        return copy
 
     @final
     def encode_stream(self, chunks: Iterable[str]) -> Iterator[Ids]:
@@ -186,7 +186,7 @@ class Tokenizer(ABC):
         yield ids
 
     def _next_piece(self, text: str, start: int, offset: int) -> tuple[Ids, int] | None:
-        """Return the ids of the piece that begins at `start`, and its end.
+        """Return the ids of the piece that starts at `start`, and its end.
 
         None when the rest of the text may be one piece.
         """
@@ -242,7 +242,7 @@ class Tokenizer(ABC):
 
 
 def _blocks(chunks: Iterable[str]) -> Iterator[str]:
-    """Join small chunks into blocks of at least PIECE_CHARACTERS, so that few cuts are searched."""
+    """Join small chunks into blocks of at least PIECE_CHARACTERS, to search for fewer cuts."""
     waiting: list[str] = []
     size = 0
     for chunk in chunks:

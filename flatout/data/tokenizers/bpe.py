@@ -66,7 +66,7 @@ _WHOLE_FILE = "Use a complete .tiktoken file."
 
 
 class KnownFile(NamedTuple):
-    """What a published .tiktoken file does not state itself."""
+    """Properties of a published .tiktoken file that the file itself does not state."""
 
     name: str
     pattern: str
@@ -93,7 +93,7 @@ KNOWN_FILES = {
 class RankTokenizer(Tokenizer):
     """Byte-level BPE: a pattern splits text, then neighbours merge, lowest resulting id first.
 
-    `pieces` holds the bytes of each id; None for an unused id, such as end-of-text.
+    `pieces` contains the bytes of each id; None for an unused id, such as end-of-text.
     """
 
     kind: ClassVar[str] = "bpe"
@@ -131,13 +131,13 @@ class RankTokenizer(Tokenizer):
                 "for example train:4096.",
             )
         size = int(argument)
-        made = train_bpe(train_on(TRAINING_BYTES), size, progress=progress)
-        if made.vocab_size < size:
+        tokenizer = train_bpe(train_on(TRAINING_BYTES), size, progress=progress)
+        if tokenizer.vocab_size < size:
             progress.say(
-                f"The vocabulary has {made.vocab_size:,} tokens, not {size:,}: "
+                f"The vocabulary has {tokenizer.vocab_size:,} tokens, not {size:,}: "
                 "no other pairs repeat in the text."
             )
-        return made
+        return tokenizer
 
     @classmethod
     def from_file(cls, file: TokenizerFile) -> Self:
@@ -147,7 +147,7 @@ class RankTokenizer(Tokenizer):
         """
         if file.pattern == "":
             raise DataError(
-                "--pattern '' splits no text.",
+                "--pattern must not be empty.",
                 fix="Give the regular expression that the tokenizer was trained with.",
             )
         known = KNOWN_FILES.get(hashlib.sha256(file.data).hexdigest())
@@ -215,7 +215,7 @@ class RankTokenizer(Tokenizer):
             ) from error
 
     def next_cut(self, text: str, start: int, end: int) -> int | None:
-        """Return the next position that no token crosses, proved or tried for the pattern."""
+        """Return the next position that no token crosses, by proof or by trial."""
         if self.proven:
             return known_cut(text, start, end)
         return confirmed_cut(self.encoder, text, start, end)
@@ -299,10 +299,10 @@ def train_bpe(
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield the text in pieces that split as the whole does.
+    """Yield the text in pieces that the pattern splits like the whole text.
 
     A text that cannot be cut is truncated, because the trainer needs a hundred bytes of memory per
-    character of a piece, and for a word time that grows with the square of its length.
+    character of a piece, and its time grows with the square of the length of a word.
     """
     start = 0
     while (cut := known_cut(text, start + TRAINING_PIECE_CHARACTERS, len(text))) is not None:

@@ -46,7 +46,7 @@ class ByteTokenizer(Tokenizer):
         return cls()
 
     def document(self) -> Document:
-        """Return nothing: there is only one byte tokenizer."""
+        """Return an empty document: there is only one byte tokenizer."""
         return {}
 
     def encode_piece(self, text: str, offset: int) -> Ids:

@@ -45,7 +45,7 @@ class Layout:
     """The model of the file: vocab, merges, ignore_merges."""
     pre_tokenizer: Document
     pattern: str
-    """The regular expression by which the pre-tokeniser splits text."""
+    """The regular expression with which the pre-tokeniser splits text."""
     normalizer: Literal["NFC"] | None
     raw_added: Mapping[str, int | None]
     """Added tokens that are matched in the original text; None for special ones, which stay text.
@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def splits_in_bounds(self) -> bool:
-        """Whether the pattern is a known one: text length bounds its time and memory."""
+        """Whether the pattern is a known one, whose time and memory the text length bounds."""
         return self.pattern in CUT_PATTERNS
 
     @property
@@ -144,9 +144,9 @@ def layout_of(definition: Document) -> Layout | None:
         {
             entry["content"]: None if entry.get("special") else int(entry["id"])
             for entry in added
-            if bool(entry.get("normalized")) == wanted
+            if bool(entry.get("normalized")) == is_normalized
         }
-        for wanted in (False, True)
+        for is_normalized in (False, True)
     )
     return Layout(model, pre_tokenizer, pattern, normalizer, raw, normalized)
 

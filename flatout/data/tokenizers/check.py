@@ -1,8 +1,8 @@
 """Tries out an unproven tokenizer file in another process, with limits on CPU time and memory.
 
-Its regular expressions may backtrack without end, its normalisers may double a text over and over,
-and a damaged file may crash the process. A file that passes is remembered by its digest. The trial
-proves nothing about other text, so the workers of prepare have limits too.
+Its regular expressions may backtrack endlessly, its normalisers may double a text again and again,
+and a damaged file may crash the process. The digest of a file that passes is cached. The trial
+proves nothing about other texts, so the workers of prepare have limits too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _refused(name: str, why: str, fix: str = _FIX) -> DataError:
 
 
 def bound_pieces(tokenizer: object) -> None:
-    """Limit the CPU time and memory of this process for each piece, unless it is proven.
+    """Limit the CPU time and memory of this process per piece, unless the tokenizer is proven.
 
     The operating system ends the process when it exceeds a limit.
     """
@@ -91,7 +91,7 @@ def try_out_within_limits(
 ) -> int:
     """Load a tokenizer and encode texts within limits; print any error, and return the exit code.
 
-    Some of the texts are made of `strings`, which come from the file itself.
+    Some of the texts are built from `strings`, which come from the file itself.
     """
     bound_memory(MEMORY_BYTES)
     with cpu_bounded(cpu_s):
@@ -125,8 +125,8 @@ def _try_out(tokenizer: Tokenizer, name: str, strings: Iterable[str]) -> None:
 def _texts(strings: Iterable[str]) -> Iterator[str]:
     yield from CORNERS
     yield " ".join(CORNERS)
-    for own in strings:
-        yield own
-        yield own * (LONG_CHARACTERS // max(len(own), 1)) + "\x00"
+    for string in strings:
+        yield string
+        yield string * (LONG_CHARACTERS // max(len(string), 1)) + "\x00"
     for piece in ("a", "ab", " ", "\n", "1", ".", "é", "日", "a ", "A", "\t"):
         yield piece * (LONG_CHARACTERS // len(piece)) + "!"

@@ -1,8 +1,8 @@
 """Chooses the fastest engine whose ids equal those of the reference engine.
 
-They are compared on strings made to reveal differences, and on text of the corpus. The result on
-the strings is cached for a tokenizer and the engine versions; the corpus is compared every time. An
-engine that is missing, fails or differs is skipped with a message, and is never an error.
+They are compared on strings designed to reveal differences, and on text of the corpus. The result
+on the strings is cached per tokenizer and engine versions; the comparison on the corpus runs every
+time. An engine that is missing, fails or differs is skipped with a message; it is never an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROBES_VERSION = 1
 SHOWN_CHARACTERS = 20
 
 _SAMPLED_FROM = 0x20000
-"""Unicode beyond here is mostly ideographs, of which a sample is enough."""
+"""Beyond this code point Unicode is mostly ideographs, of which a sample is enough."""
 CORNERS = (
     "",
     " ",
@@ -132,9 +132,9 @@ def difference(candidate: Tokenizer, reference: Tokenizer, texts: Iterable[str])
 
 
 def _ids_or_error(tokenizer: Tokenizer, text: str) -> Ids | str:
-    """Return the ids, or the error.
+    """Return the ids, or the error as text.
 
-    Panics are caught too, which are not Exceptions: a slower engine may still encode the text.
+    Panics, which are not Exceptions, are caught too: a slower engine may still encode the text.
     """
     try:
         return tokenizer.encode_piece(text, 0)
@@ -218,7 +218,7 @@ def _literal_tokens(tokenizer: Tokenizer) -> Iterable[str]:
 def _every_character() -> Iterator[str]:
     """Yield every assigned character in words, in numbers and at line ends.
 
-    Of large uniform blocks, one character in sixteen.
+    Large uniform blocks contribute one character in sixteen.
     """
     waiting: list[str] = []
     for code in chain(range(_SAMPLED_FROM), range(_SAMPLED_FROM, 0x110000, 251)):
@@ -248,7 +248,7 @@ def _vocabulary(tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _random(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield random mixtures, the same every time."""
+    """Yield random mixtures, the same on every run."""
     stream = random.Random(0)
     alphabets: list[Callable[[], str]] = [
         lambda: chr(stream.randrange(0x20, 0x7F)),

@@ -1,4 +1,4 @@
-"""The packages that encode text. The choice changes the speed, never the ids (`engine_choice`).
+"""The packages that encode text. The choice affects the speed, never the ids (`engine_choice`).
 
 An encoder takes text and returns its ids. It knows no special tokens, and raises UnicodeEncodeError
 for half of a surrogate pair.
@@ -40,7 +40,7 @@ NEVER_CHANGED_BY_NFC = (
 _PARTS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", re.DOTALL)
 """An escape, a character class, a parenthesis, or a bar."""
 _FLAGS = re.compile(r"\(\?[a-zA-Z-]+\)")
-"""A flag for the rest of the pattern, which a group would end."""
+"""A flag for the rest of the pattern; the end of a group would end its effect."""
 _POSSESSIVE = r"(?<!\\)(?:[+*?]|\{[\d,]+\})\+"
 _HARD = re.compile(rf"\(\?(?:[=!>]|<[=!])|{_POSSESSIVE}|\\[1-9k]")
 """Lookaround, possessive quantifiers, and back references."""
@@ -262,9 +262,9 @@ def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Enc
 def after_nfc(encode: Encode) -> Encode:
     """Return an encoder that first applies NFC.
 
-    `tokenizers` normalises, since other packages follow newer versions of Unicode. It only receives
-    the runs of characters that may change, each with the character before it, to which the run may
-    be joined.
+    The package `tokenizers` does it, since other packages follow newer versions of Unicode. It only
+    receives the runs of characters that may change, each with the character before it, with which
+    the run may combine.
     """
     from tokenizers import normalizers
 

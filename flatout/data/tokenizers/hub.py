@@ -68,7 +68,7 @@ def tokenizer_file(
 
 
 def _explained(error: Exception, name: str, repository: str, revision: str | None) -> DataError:
-    """Return the error and its fix for what huggingface_hub raised."""
+    """Return the error to report for an exception of huggingface_hub."""
     from huggingface_hub import errors
 
     where = f"{repository}{f' at revision {revision}' if revision else ''}"

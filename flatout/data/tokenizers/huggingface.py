@@ -45,16 +45,16 @@ USUAL_NAMES = (
     "<|eot_id|>",
     "<|im_end|>",
 )
-"""Names of end-of-text, most likely first."""
+"""Usual names of the end-of-text token, most likely first."""
 MAX_STRINGS = 256
-"""Strings of a file that are among the texts that it is tried on."""
+"""The maximum number of a file's own strings to try it on."""
 MAX_STRING_CHARACTERS = 5_000
 
 
 class HuggingFaceTokenizer(Tokenizer):
     """The tokenizer of a tokenizer.json, without its post-processing (BOS, truncation, padding).
 
-    Special tokens that are written in a text are text: they are split like other words.
+    Special tokens that appear in a text count as text: they are split like other words.
     """
 
     kind: ClassVar[str] = "huggingface"
@@ -74,8 +74,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def from_file(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
         """Return the tokenizer of a parsed tokenizer.json.
 
-        Raises: DataError when it is not one, or has no token of the given or a usual name for
-                end-of-text.
+        Raises: DataError when it is not one, or has no end-of-text token of the given name or a
+                usual one.
         """
         definition = file.document or {}
         vocabulary = _vocabulary_of(definition, file.name)
@@ -98,7 +98,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @classmethod
     def to_try_out(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
-        """Return the tokenizer of a parsed tokenizer.json, with any id as end-of-text.
+        """Return the tokenizer of a parsed tokenizer.json, with an arbitrary id as end-of-text.
 
         Raises: DataError when it is not one.
         """
@@ -158,15 +158,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        made = _loaded(self.definition)
-        made.encode_special_tokens = True
-        return made
+        tokenizer = _loaded(self.definition)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """The tokens that text must not be encoded as, by content.
+        """The ids that text must not be encoded as, by token.
 
-        The unknown token is not among them: unknown text is encoded as it.
+        The unknown token is not among them, since unknown text is encoded as that token.
         """
         unknown = {self.definition.get("model", {}).get("unk_token"), "<unk>", "[UNK]"}
         entries = self.definition.get("added_tokens") or []
@@ -211,7 +211,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _has_special(self, ids: Ids) -> bool:
         """Return whether a special token is among the ids.
 
-        Special tokens are usually the last ids, so that the largest id is checked first.
+        Special tokens usually have the largest ids, so the largest id is checked first.
         """
         return bool(ids.max(initial=0) >= self._lowest_special) and bool(
             np.isin(ids, list(self._special.values())).any()
@@ -219,7 +219,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _bytes(self) -> list[bytes] | None:
-        """The bytes of each id of a byte-level model; other models only decode whole sequences."""
+        """The bytes of each id of a byte-level model; None for other models."""
         if (self.definition.get("decoder") or {}).get("type") != "ByteLevel":
             return None
         byte_of = byte_level_alphabet()
@@ -231,7 +231,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return table
 
     def next_cut(self, text: str, start: int, end: int) -> int | None:
-        """Return the next position that no token crosses, proved or tried for the pattern.
+        """Return the next position that no token crosses, by proof or by trial.
 
         None without a pre-tokeniser.
         """
@@ -274,13 +274,13 @@ def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
 def _loaded(definition: Document) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
-    # These parts change no id of the text, and may be nested without bound.
+    # These parts change no ids, and may be nested without limit.
     unused = {"post_processor": None, "truncation": None, "padding": None}
     return Tokenizer.from_str(json.dumps(definition | unused))
 
 
 def _is_proven(definition: Document) -> bool:
-    """Return whether text length bounds the time and memory of a tokenizer.json.
+    """Return whether the length of a text bounds the time and memory of encoding it.
 
     True for the patterns of GPT-2, Llama 3 and Qwen.
     """

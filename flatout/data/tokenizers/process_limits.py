@@ -40,7 +40,7 @@ def _lower(limit: int, value: int) -> None:
 
 
 def failure_of(code: int) -> str:
-    """Return how a process with these limits ended, from its exit code, as a verb phrase."""
+    """Return a verb phrase for how a process with these limits ended, from its exit code."""
     if code == -signal.SIGXCPU:
         return "takes too much CPU time"
     return "crashes or takes too much memory"

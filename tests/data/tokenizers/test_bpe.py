@@ -16,7 +16,7 @@ from flatout.data.tokenizers.engines import grouped_alternatives
 
 @pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
 def test_no_token_of_a_known_pattern_crosses_a_cut(known, monkeypatch):
-    """Every run of characters is a piece, so that a token across a cut would be found."""
+    """Every run of characters is a piece, so a token across a cut would show."""
     text = "".join(
         random.Random(1).choices(
             ["a", "Z", "é", "7", "²", "_", ".", " ", "\n", "\r", "\t", "'s", "/"], k=3000
@@ -28,11 +28,11 @@ def test_no_token_of_a_known_pattern_crosses_a_cut(known, monkeypatch):
     pieces = [bytes([value]) for value in range(256)] + [
         piece for piece in merged if len(piece) > 1
     ]
-    made = bpe.RankTokenizer(known.name, pieces, known.pattern, len(pieces))
-    whole = made.encode(text)
+    tokenizer = bpe.RankTokenizer(known.name, pieces, known.pattern, len(pieces))
+    whole = tokenizer.encode(text)
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 3)
-    assert len(list(made.encode_stream([text]))) > 50
-    assert made.encode(text) == whole
+    assert len(list(tokenizer.encode_stream([text]))) > 50
+    assert tokenizer.encode(text) == whole
 
 
 def test_training_is_deterministic_and_gives_the_requested_size():
@@ -57,7 +57,7 @@ PATTERNS = {known.name: known.pattern for known in KNOWN_FILES.values()} | {
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_grouping_alternatives_does_not_change_the_split(name):
-    """Every run of characters is a piece, so that a different split gives different ids."""
+    """Every run of characters is a piece, so a different split gives different ids."""
     stream = random.Random(2)
     text = "".join(
         stream.choice(
@@ -121,9 +121,9 @@ def test_lookaround_and_possessive_alternatives_are_not_grouped():
 def test_special_tokens_in_text_are_encoded_as_text(engine):
     """An engine may know a special token that this vocabulary does not have."""
     text = "a <|unused|> b<|unused|><|endoftext|>"
-    made = train_bpe(CORPUS, 300).with_engine(engine)
-    assert made.decode(made.encode(text)) == text
-    assert max(made.encode(text)) < made.eot_id
+    tokenizer = train_bpe(CORPUS, 300).with_engine(engine)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert max(tokenizer.encode(text)) < tokenizer.eot_id
 
 
 def test_training_and_encoding_split_text_alike():
@@ -159,11 +159,11 @@ def test_byte_level_alphabet_equals_that_of_tokenizers():
 
 @pytest.mark.parametrize("known", KNOWN_FILES.values(), ids=lambda known: known.name)
 def test_every_known_pattern_compiles_and_matches_all_text(known):
-    made = bpe.RankTokenizer(
+    tokenizer = bpe.RankTokenizer(
         known.name, [bytes([value]) for value in range(256)], known.pattern, known.eot_id
     )
     for text in CORPUS + STRANGE:
-        assert made.decode(made.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_known_files_agree_with_tiktoken():
@@ -183,10 +183,10 @@ def test_known_files_agree_with_tiktoken():
         original = public.load_tiktoken_bpe
         public.load_tiktoken_bpe = load
         try:
-            made = getattr(public, name)()
+            definition = getattr(public, name)()
         finally:
             public.load_tiktoken_bpe = original
-        return pieces, made["pat_str"], made["special_tokens"]["<|endoftext|>"]
+        return pieces, definition["pat_str"], tokenizer["special_tokens"]["<|endoftext|>"]
 
     for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
         pieces, pattern, eot = definition(name)

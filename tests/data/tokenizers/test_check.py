@@ -1,4 +1,4 @@
-"""Harmful tokenizer files end in an error that names the file, in bounded time and memory."""
+"""Harmful tokenizer files give an error that names the file, in bounded time and memory."""
 
 import base64
 import json
@@ -39,7 +39,7 @@ BYTES = [bytes([value]) for value in range(256)]
 
 @pytest.fixture
 def tokenizers_are_trusted():
-    """Override the fixture of the whole suite: here tokenizers are tried out."""
+    """Override the suite's fixture, so that tokenizers are tried out here."""
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def charsmap(data):
 
 
 @pytest.mark.parametrize(
-    ("parts", "said"),
+    ("parts", "message"),
     [
         ({"normalizer": charsmap(b"\x08\0\0\0" + b"\xff" * 8 + b"abc")}, "index out of bounds"),
         (
@@ -96,14 +96,14 @@ def charsmap(data):
     ],
     ids=["a panic", "allocation", "doubling", "no length"],
 )
-def test_harmful_file_is_refused_in_bounded_time(tmp_path, monkeypatch, parts, said):
+def test_harmful_file_is_refused_in_bounded_time(tmp_path, monkeypatch, parts, message):
     if DOUBLING in parts.values():
         monkeypatch.setattr(check, "CPU_S", 0)
     path = hub_file(tmp_path, **parts)
     with pytest.raises(
         DataError,
         match=r"tokenizer\.json cannot be used: loading it and encoding a few short texts fails: "
-        rf".*({said})",
+        rf".*({message})",
     ) as caught:
         load_tokenizer(path)
     assert "another tokenizer" in caught.value.fix
@@ -112,8 +112,8 @@ def test_harmful_file_is_refused_in_bounded_time(tmp_path, monkeypatch, parts, s
 
 def test_usable_file_is_tried_once(tmp_path, cache, monkeypatch):
     path = hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})
-    made = load_tokenizer(path)
-    assert not made.proven
+    tokenizer = load_tokenizer(path)
+    assert not tokenizer.proven
     assert len(list((cache / "tokenizers").iterdir())) == 1
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
     assert load_tokenizer(path).encode("a b") == [2, 3]
@@ -142,7 +142,7 @@ def test_proven_tokenizers_start_no_process(tmp_path, no_process):
         "trim_offsets": True,
         "use_regex": True,
     }
-    made = load_tokenizer(
+    tokenizer = load_tokenizer(
         hub_file(
             tmp_path,
             model=model,
@@ -151,8 +151,8 @@ def test_proven_tokenizers_start_no_process(tmp_path, no_process):
             decoder=level,
         )
     )
-    assert made.proven
-    made.save(tmp_path / "saved.json")
+    assert tokenizer.proven
+    tokenizer.save(tmp_path / "saved.json")
     assert load_tokenizer(tmp_path / "saved.json").proven
     for kind in ("byte", "char", "train:300"):
         make_tokenizer(kind, lambda _: ["the cat sat on the mat"], cache=None).save(
@@ -163,7 +163,7 @@ def test_proven_tokenizers_start_no_process(tmp_path, no_process):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (
             b"YWI= 1099511627776\n",
@@ -176,8 +176,8 @@ def test_proven_tokenizers_start_no_process(tmp_path, no_process):
     ],
     ids=["large", "negative", "twice", "base64", "digits"],
 )
-def test_error_names_an_invalid_rank(tmp_path, no_process, more, said):
-    with pytest.raises(DataError, match=said):
+def test_error_names_an_invalid_rank(tmp_path, no_process, more, message):
+    with pytest.raises(DataError, match=message):
         load_tokenizer(tiktoken_file(tmp_path, more), pattern=GPT2_PATTERN)
 
 
@@ -200,7 +200,7 @@ def try_pattern(pattern, name="x"):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "said"),
+    ("pattern", "message"),
     [
         (r"\w+", "leaves out text"),
         ("(", "The pattern of the tokenizer 'x' cannot be used"),
@@ -208,8 +208,8 @@ def try_pattern(pattern, name="x"):
         ("(a|a)*", "fails: the engine failed internally"),
     ],
 )
-def test_pattern_that_does_not_split_text_is_refused(pattern, said):
-    with pytest.raises(DataError, match=said):
+def test_pattern_that_does_not_split_text_is_refused(pattern, message):
+    with pytest.raises(DataError, match=message):
         try_pattern(pattern)
 
 
@@ -226,7 +226,7 @@ def test_invalid_pattern_is_refused_when_the_file_is_loaded(tmp_path):
 
 
 def test_empty_pattern_is_refused(tmp_path):
-    with pytest.raises(DataError, match="--pattern '' splits no text"):
+    with pytest.raises(DataError, match="--pattern must not be empty"):
         load_tokenizer(tiktoken_file(tmp_path), pattern="")
 
 
@@ -297,8 +297,8 @@ def test_worker_reports_that_the_tokenizer_ran_out_of_cpu_time():
 
 
 def test_failure_is_not_cached(tmp_path, monkeypatch):
-    said = SimpleNamespace(returncode=3, stdout=b'{"what": "x is bad.", "fix": "Mend it."}')
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: said)
+    message = SimpleNamespace(returncode=3, stdout=b'{"what": "x is bad.", "fix": "Mend it."}')
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: message)
     with pytest.raises(DataError, match=r"x is bad\. Fix: Mend it\."):
         require_usable(b"{}", "x", cache=tmp_path / "kept")
     assert not (tmp_path / "kept").exists()

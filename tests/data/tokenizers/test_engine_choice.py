@@ -72,15 +72,15 @@ def from_json(trained):
     """Return a tokenizer.json with the same vocabulary."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
     )
-    made.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
-    return parse_tokenizer(made.to_str(), "tokenizer.json")
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True, normalized=False)])
+    return parse_tokenizer(tokenizer.to_str(), "tokenizer.json")
 
 
 def wrong(monkeypatch, *, only_if: str = ""):
@@ -228,8 +228,8 @@ def test_invalid_text_is_left_to_packing(trained, listener):
 
 def test_difference_shows_the_text_around_it(trained, monkeypatch):
     wrong(monkeypatch, only_if="here")
-    found = difference(trained.with_engine("gigatoken"), trained, ["fine", "x" * 100 + " here"])
-    assert found == f"gigatoken differs from tiktoken at {('x' * 5 + ' here')!a}"
+    actual = difference(trained.with_engine("gigatoken"), trained, ["fine", "x" * 100 + " here"])
+    assert actual == f"gigatoken differs from tiktoken at {('x' * 5 + ' here')!a}"
 
 
 def test_make_tokenizer_chooses_the_engine(tmp_path, trained, from_json, listener):
@@ -242,14 +242,14 @@ def test_make_tokenizer_chooses_the_engine(tmp_path, trained, from_json, listene
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "tokenizer.json").write_text(json.dumps(from_json.definition))
     for spec in (str(path), str(tmp_path / "folder"), "train:300"):
-        made = make_tokenizer(
+        tokenizer = make_tokenizer(
             spec,
             lambda limit: TEXTS,
             pattern=GPT2_PATTERN,
             cache=tmp_path / "cache",
             progress=listener,
         )
-        assert made.engine == "gigatoken"
+        assert tokenizer.engine == "gigatoken"
     assert len(list((tmp_path / "cache" / "engines").iterdir())) == 2, (
         "results on a newly trained vocabulary are not cached"
     )
@@ -264,22 +264,22 @@ def test_gigatoken_and_tiktoken_agree_on_every_known_pattern(known, crossing):
 
 @pytest.fixture(scope="module")
 def crossing():
-    """Return pieces that cross every boundary of a pattern."""
+    """Return pieces that cross every boundary of the pattern."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     stream = random.Random(2)
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     texts = [
         "".join(stream.choices([*" \n\rabB1é日.'/", "'s", "  ", "12", "the"], k=400))
         for _ in range(20)
     ]
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
     )
     byte_of = byte_level_alphabet()
-    by_id = sorted(made.get_vocab().items(), key=lambda item: item[1])
+    by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return [bytes(byte_of[character] for character in piece) for piece, _ in by_id]
 
 

@@ -1,4 +1,4 @@
-"""Repositories on the hub: the real code against a local server that answers like the hub."""
+"""Hub repositories: huggingface_hub against a local server that answers like the hub."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ TEXTS = ["the cat sat on the mat "] * 20
 def content():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(
+    tokenizer.train_from_iterator(
         TEXTS, trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet, show_progress=False)
     )
-    made.add_special_tokens(["<|endoftext|>"])
-    return made.to_str().encode()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str().encode()
 
 
 @pytest.fixture
@@ -177,10 +177,12 @@ def test_tokenizer_is_made_from_a_repository_name(hub, tmp_path, monkeypatch, co
         ),
     )
     monkeypatch.chdir(tmp_path)
-    made = make_tokenizer("org/small", lambda limit: TEXTS)
-    assert made.name == "small"
-    assert made.vocab_size == 1 + max(entry["id"] for entry in json.loads(content)["added_tokens"])
-    assert made.encode("the cat") != train_bpe(TEXTS, 260).encode("the cat")
+    tokenizer = make_tokenizer("org/small", lambda limit: TEXTS)
+    assert tokenizer.name == "small"
+    assert tokenizer.vocab_size == 1 + max(
+        entry["id"] for entry in json.loads(content)["added_tokens"]
+    )
+    assert tokenizer.encode("the cat") != train_bpe(TEXTS, 260).encode("the cat")
     (tmp_path / "org").mkdir()
     with pytest.raises(DataError, match="no tokenizer file org/small"):
         make_tokenizer("org/small", lambda limit: TEXTS)

@@ -1,4 +1,4 @@
-"""In the layouts of GPT-2, Llama 3 and Qwen, every engine gives the ids of `tokenizers`."""
+"""For the layouts of GPT-2, Llama 3 and Qwen, every engine gives the ids of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -62,33 +62,37 @@ ENGINES = ["gigatoken", "tiktoken"]
 
 def definition(style: str) -> dict:
     """Return a small tokenizer.json in the layout of the real one."""
-    made = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
+    make_tokenizer = Tokenizer(models.BPE(ignore_merges=style == "llama3"))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style == "gpt2")
     split = (
         None
         if style == "gpt2"
         else pre_tokenizers.Split(Regex(LLAMA3 if style == "llama3" else QWEN2), "isolated")
     )
-    made.pre_tokenizer = level if split is None else pre_tokenizers.Sequence([split, level])
+    make_tokenizer.pre_tokenizer = (
+        level if split is None else pre_tokenizers.Sequence([split, level])
+    )
     if style == "qwen2":
-        made.normalizer = normalizers.NFC()
-    made.decoder = decoders.ByteLevel()
+        make_tokenizer.normalizer = normalizers.NFC()
+    make_tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made.train_from_iterator(
+    make_tokenizer.train_from_iterator(
         TEXT, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
     )
-    made.add_special_tokens(
+    make_tokenizer.add_special_tokens(
         [
             AddedToken(token, special=True, normalized=False)
             for token in [END[style], *SPECIAL[style]]
         ]
     )
-    made.add_tokens([AddedToken(token, special=False, normalized=False) for token in KEPT[style]])
-    return json.loads(made.to_str())
+    make_tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in KEPT[style]]
+    )
+    return json.loads(make_tokenizer.to_str())
 
 
 @cache
-def made(style: str) -> HuggingFaceTokenizer:
+def make_tokenizer(style: str) -> HuggingFaceTokenizer:
     return parse_tokenizer(json.dumps(definition(style)), "tokenizer.json")
 
 
@@ -110,7 +114,7 @@ def style(request):
 
 @pytest.fixture(params=[*ENGINES, "tokenizers"])
 def tokenizer(request, style):
-    return made(style).with_engine(request.param)
+    return make_tokenizer(style).with_engine(request.param)
 
 
 def test_every_engine_gives_the_ids_of_tokenizers(tokenizer, style):
@@ -135,7 +139,7 @@ def test_every_engine_gives_the_ids_of_tokenizers(tokenizer, style):
 @settings(max_examples=60, deadline=None)
 def test_engines_agree_on_random_text(engine, text):
     for style in END:
-        assert made(style).with_engine(engine).encode(text) == ids_of(style, text)
+        assert make_tokenizer(style).with_engine(engine).encode(text) == ids_of(style, text)
 
 
 def test_engines_agree_on_a_word_of_100_000_characters(tokenizer, style):
@@ -154,7 +158,7 @@ def test_special_tokens_in_text_are_encoded_as_text(tokenizer, style):
 
 def test_added_tokens_that_are_not_special_are_tokens():
     for engine in [*ENGINES, "tokenizers"]:
-        tokenizer = made("qwen2").with_engine(engine)
+        tokenizer = make_tokenizer("qwen2").with_engine(engine)
         call, end = (reference("qwen2").token_to_id(token) for token in ("<tool_call>", "|>"))
         assert tokenizer.encode("<tool_call>")[0] == call
         assert tokenizer.encode("<tool_call>\u0338x") == ids_of("qwen2", "<tool_call>\u0338x"), (
@@ -183,11 +187,11 @@ def test_other_engines_do_not_load_tokenizers(style, monkeypatch):
     """Loading a large tokenizer.json into `tokenizers` takes a second, which workers can save."""
     import tokenizers
 
-    wanted = ids_of(style, "The cat sat")
-    data = pickle.dumps(made(style).with_engine("gigatoken"))
+    expected = ids_of(style, "The cat sat")
+    data = pickle.dumps(make_tokenizer(style).with_engine("gigatoken"))
     monkeypatch.setattr(tokenizers, "Tokenizer", None)
     assert pickle.loads(data).vocab_size > 380
-    assert pickle.loads(data).encode("The cat sat") == wanted
+    assert pickle.loads(data).encode("The cat sat") == expected
 
 
 LONG = (
@@ -215,7 +219,7 @@ def test_cuts_change_no_ids(text):
     for style in END:
         whole = ids_of(style, text)
         for place in range(1, len(text)):
-            cut = made(style).next_cut(text, place, len(text))
+            cut = make_tokenizer(style).next_cut(text, place, len(text))
             if cut is not None:
                 assert ids_of(style, text[:cut]) + ids_of(style, text[cut:]) == whole
 

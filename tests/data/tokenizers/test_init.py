@@ -32,17 +32,17 @@ def huggingface_file(path: Path, end_of_text="<|endoftext|>", special=True) -> P
     """Write a byte-level BPE in the layout of GPT-2's tokenizer.json."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(CORPUS, trainer)
-    made.add_tokens([AddedToken(end_of_text, special=special, normalized=False)])
-    path.write_text(made.to_str(), encoding="utf-8")
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken(end_of_text, special=special, normalized=False)])
+    path.write_text(tokenizer.to_str(), encoding="utf-8")
     return path
 
 
@@ -136,46 +136,46 @@ def test_encoding_in_pieces_gives_the_same_ids(tokenizer, monkeypatch, size):
 
 
 def test_characters_are_numbered_in_order_before_end_of_text():
-    made = make_tokenizer("char", lambda limit: ["banana", "cab!"])
-    assert made.encode("!abcn") == [0, 1, 2, 3, 4]
-    assert (made.vocab_size, made.eot_id) == (6, 5)
+    tokenizer = make_tokenizer("char", lambda limit: ["banana", "cab!"])
+    assert tokenizer.encode("!abcn") == [0, 1, 2, 3, 4]
+    assert (tokenizer.vocab_size, tokenizer.eot_id) == (6, 5)
 
 
 @pytest.mark.parametrize("text", ["abd", "ab~", "ab\U0010ffff", "ab "])
 def test_error_names_the_position_of_an_unknown_character(text):
-    made = make_tokenizer("char", lambda limit: ["abce"])
+    tokenizer = make_tokenizer("char", lambda limit: ["abce"])
     with pytest.raises(DataError, match="Character 2,"):
-        made.encode(text)
+        tokenizer.encode(text)
 
 
 def test_char_reads_the_whole_corpus_and_training_a_bounded_sample():
-    asked = []
+    searched = []
 
     def sample(limit):
-        asked.append(limit)
+        searched.append(limit)
         return CORPUS
 
     make_tokenizer("char", sample)
     make_tokenizer("train:260", sample)
-    assert asked[0] is None
-    assert 1_000_000 <= asked[1] <= 50_000_000
+    assert searched[0] is None
+    assert 1_000_000 <= searched[1] <= 50_000_000
 
 
 def test_training_reports_a_smaller_vocabulary_than_requested():
-    said = []
+    message = []
 
     class Listener:
         def say(self, line):
-            said.append(line)
+            message.append(line)
 
         def task(self, what, *, total=None, unit=""):
             from flatout.progress import SILENT
 
             return SILENT.task(what)
 
-    made = make_tokenizer("train:4096", lambda limit: ["abab"], progress=Listener())
-    assert made.vocab_size < 300
-    assert "not 4,096" in said[0]
+    tokenizer = make_tokenizer("train:4096", lambda limit: ["abab"], progress=Listener())
+    assert tokenizer.vocab_size < 300
+    assert "not 4,096" in message[0]
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_unknown_tiktoken_file_requires_a_pattern(tmp_path):
     path = tiktoken_file(tmp_path / "mine.tiktoken")
     with pytest.raises(DataError, match="--pattern"):
         load_tokenizer(path)
-    made = load_tokenizer(path, pattern=r"\S+|\s+")
-    assert (made.name, made.vocab_size, made.eot_id) == ("mine", 263, 262)
-    assert made.encode("the") == [258]
+    tokenizer = load_tokenizer(path, pattern=r"\S+|\s+")
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot_id) == ("mine", 263, 262)
+    assert tokenizer.encode("the") == [258]
 
 
 def test_published_tiktoken_file_needs_no_pattern(tmp_path, monkeypatch):
@@ -224,9 +224,9 @@ def test_published_tiktoken_file_needs_no_pattern(tmp_path, monkeypatch):
     monkeypatch.setitem(
         KNOWN_FILES, hashlib.sha256(data).hexdigest(), KnownFile("known", GPT2_PATTERN, 300)
     )
-    made = load_tokenizer(tmp_path / "known.tiktoken")
-    assert (made.name, made.vocab_size, made.eot_id) == ("known", 301, 300)
-    assert made.decode([299]) == "\ufffd"
+    tokenizer = load_tokenizer(tmp_path / "known.tiktoken")
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eot_id) == ("known", 301, 300)
+    assert tokenizer.decode([299]) == "\ufffd"
 
 
 @pytest.mark.parametrize("line", [b"notbase64! 5", b"YQ==", b"YQ== x", b"YQ== 1 2"])
@@ -250,14 +250,14 @@ def test_unusual_end_of_text_must_be_named(tmp_path):
         load_tokenizer(path)
     with pytest.raises(DataError, match="Did you mean '<fin>'"):
         load_tokenizer(path, end_of_text="<fim>")
-    made = load_tokenizer(path, end_of_text="<fin>")
-    assert made.eot_id not in made.encode("a<fin>b")
-    assert made.decode(made.encode("a<fin>b")) == "a<fin>b"
+    tokenizer = load_tokenizer(path, end_of_text="<fin>")
+    assert tokenizer.eot_id not in tokenizer.encode("a<fin>b")
+    assert tokenizer.decode(tokenizer.encode("a<fin>b")) == "a<fin>b"
 
 
 def test_end_of_text_is_special_even_if_the_file_does_not_say_so(tmp_path):
-    made = load_tokenizer(huggingface_file(tmp_path / "tokenizer.json", special=False))
-    assert made.eot_id not in made.encode("a<|endoftext|>b")
+    tokenizer = load_tokenizer(huggingface_file(tmp_path / "tokenizer.json", special=False))
+    assert tokenizer.eot_id not in tokenizer.encode("a<|endoftext|>b")
 
 
 def test_unigram_model_never_encodes_text_as_a_special_token(tmp_path):
@@ -272,10 +272,10 @@ def test_unigram_model_never_encodes_text_as_a_special_token(tmp_path):
         (">", -2.0),
         ("a", -2.0),
     ]
-    made = Tokenizer(models.Unigram(scores, unk_id=0))
-    made.decoder = decoders.Fuse()
-    made.add_special_tokens(["<unk>", "</s>"])
-    (tmp_path / "tokenizer.json").write_text(made.to_str())
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     assert tokenizer.eot_id == 1
     assert tokenizer.encode("a</s></s>a") == [6, 2, 3, 4, 5, 2, 3, 4, 5, 6]
@@ -288,14 +288,14 @@ def test_post_processing_truncation_and_padding_are_ignored(tmp_path):
 
     path = huggingface_file(tmp_path / "tokenizer.json")
     plain = load_tokenizer(path).encode("The cat said 12")
-    made = Tokenizer.from_file(str(path))
-    made.post_processor = processors.TemplateProcessing(
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A",
-        special_tokens=[("<|endoftext|>", made.token_to_id("<|endoftext|>"))],
+        special_tokens=[("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))],
     )
-    made.enable_truncation(2)
-    made.enable_padding(length=40)
-    path.write_text(made.to_str())
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=40)
+    path.write_text(tokenizer.to_str())
     assert load_tokenizer(path).encode("The cat said 12") == plain
     assert len(plain) > 2
 
@@ -344,16 +344,16 @@ def test_encoding_chunks_gives_the_same_ids(tokenizer, monkeypatch, chunk):
 
 
 def test_small_chunks_do_not_repeat_the_search_for_a_cut(monkeypatch):
-    """Where text cannot be cut, a new chunk must not cause another search of all pending text."""
-    made = train_bpe(CORPUS, 260)
-    asked = []
+    """Where text cannot be cut, a new chunk must not repeat the search of all pending text."""
+    tokenizer = train_bpe(CORPUS, 260)
+    searched = []
     monkeypatch.setattr(
-        type(made), "next_cut", lambda self, text, place, end: asked.append(len(text))
+        type(tokenizer), "next_cut", lambda self, text, start, end: searched.append(len(text))
     )
     monkeypatch.setattr(base, "PIECE_CHARACTERS", 1000)
-    (ids,) = made.encode_stream("a" for _ in range(20_000))
-    assert len(ids) == len(made.encode("a" * 20_000))
-    assert len(asked) < 50
+    (ids,) = tokenizer.encode_stream("a" for _ in range(20_000))
+    assert len(ids) == len(tokenizer.encode("a" * 20_000))
+    assert len(searched) < 50
 
 
 def test_directory_without_a_tokenizer_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""A kind of tokenizer is one file: adding or deleting the file is all it takes."""
+"""A kind of tokenizer is one file; adding or deleting it is all it takes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TOKENIZER = ShiftedTokenizer
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Return a copy of the folder, which the registry lists and Python imports from."""
+    """Return a copy of the directory, which the registry lists and Python imports from."""
     folder = tmp_path / "data/tokenizers"
     shutil.copytree(registry.PACKAGE_DIR / "data/tokenizers", folder)
     monkeypatch.setattr(registry, "PACKAGE_DIR", tmp_path)
@@ -76,17 +76,17 @@ def test_the_kinds_are_the_files():
 
 def test_a_new_file_is_a_new_kind(folder, tmp_path):
     (folder / "shifted.py").write_text(SHIFTED)
-    made = make_tokenizer("shifted:3", lambda limit: ())
-    assert (made.encode("abc"), made.decode([100])) == ([100, 101, 102], "a")
-    made.save(tmp_path / "tokenizer.json")
-    assert load_tokenizer(tmp_path / "tokenizer.json").digest() == made.digest()
+    tokenizer = make_tokenizer("shifted:3", lambda limit: ())
+    assert (tokenizer.encode("abc"), tokenizer.decode([100])) == ([100, 101, 102], "a")
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert load_tokenizer(tmp_path / "tokenizer.json").digest() == tokenizer.digest()
     (tmp_path / "own.shift").write_text("3")
-    assert load_tokenizer(tmp_path / "own.shift").digest() == made.digest()
+    assert load_tokenizer(tmp_path / "own.shift").digest() == tokenizer.digest()
     with pytest.raises(DataError, match=r"Give byte, char, shifted:N, train:N, a tokenizer\.json"):
         make_tokenizer("shift", lambda limit: ())
 
 
-def test_a_deleted_file_is_no_kind(folder):
+def test_a_deleted_file_removes_its_kind(folder):
     (folder / "char.py").unlink()
     with pytest.raises(DataError, match=r"There is no tokenizer 'char'\. Fix: Give byte, train:N"):
         make_tokenizer("char", lambda limit: ["text"])
@@ -97,7 +97,7 @@ def test_a_deleted_file_is_no_kind(folder):
 
 
 @pytest.mark.parametrize("kind", ["os:system", "base", "engines", 3, None, ["byte"]])
-def test_a_file_cannot_name_any_other_module(kind):
+def test_a_file_cannot_name_another_module(kind):
     with pytest.raises(DataError, match="of format_version 1, kind "):
         tokenizers._restored(
             {"format": "flatout-tokenizer", "format_version": 1, "kind": kind}, "x.json"
