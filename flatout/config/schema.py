@@ -154,10 +154,8 @@ def load_config(
         config = validate(document)
     except ConfigError as error:
         raise _with_path(error, path) from error
-    for folder in (
-        {path.parent, path.resolve().parent} if path is not None and not trust_code else ()
-    ):
-        if trust.is_run_folder(folder):
+    if path is not None and not trust_code:
+        for folder in filter(trust.is_run_folder, {path.parent, path.resolve().parent}):
             trust.require_trusted(folder, config.references(), named=trust.references_in(layer))
     return config
 
@@ -193,20 +191,14 @@ def validate(document: Mapping[str, Any], *, file: Path | None = None) -> RunCon
     Raises: ConfigError naming the key, the nearest known key when it is unknown, and `file`.
     """
     try:
-        return _checked(document)
-    except ConfigError as error:
-        raise (
-            error if file is None else ConfigError(f"{file}: {error.what}", fix=error.fix)
-        ) from error
-
-
-def _checked(document: Mapping[str, Any]) -> RunConfig:
-    try:
         return RunConfig.model_validate(
             {key: value for key, value in document.items() if value is not None}
         )
-    except ValidationError as error:
-        raise explain(error, RunConfig) from error
+    except (ConfigError, ValidationError) as error:
+        answer = error if isinstance(error, ConfigError) else explain(error, RunConfig)
+        if file is not None:
+            answer = ConfigError(f"{file}: {answer.what}", fix=answer.fix)
+        raise answer from error
 
 
 def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()) -> list[str]:

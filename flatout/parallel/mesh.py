@@ -113,13 +113,11 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
     )
     launch = f"with `torchrun --nproc-per-node {replicate * config.shard} -m flatout ...`"
-    if world_size == 1:
-        raise ConfigError(
-            f"{stated} does not fit 1 process.",
-            fix=f"Start {launch}, or remove parallel.replicate and parallel.shard.",
-        )
-    raise ConfigError(
-        f"{stated} does not fit {world_size} processes.",
-        fix=f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
-        f"start {launch}.",
+    fix = (
+        f"Start {launch}, or remove parallel.replicate and parallel.shard."
+        if world_size == 1
+        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
+        f"start {launch}."
     )
+    processes = "process" if world_size == 1 else "processes"
+    raise ConfigError(f"{stated} does not fit {world_size} {processes}.", fix=fix)

@@ -267,13 +267,17 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextmanager
-def engine_failures(name: str) -> Iterator[None]:
+def engine_failures(name: str, offset: int = 0) -> Iterator[None]:
     """Convert a bare Exception or a panic of an engine to an error that names the tokenizer.
+
+    `offset` is the position of the text in its document, for `not_text`.
 
     Raises: NotEncodable.
     """
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise not_text(error, offset) from error
     except BaseException as error:
         if type(error) is not Exception and not is_panic(error):
             raise

@@ -24,7 +24,6 @@ from flatout.data.tokenizers.base import (
     engine_failures,
     is_panic,
     join_pieces,
-    not_text,
     require_ids,
 )
 from flatout.data.tokenizers.byte_level import byte_level_alphabet
@@ -204,10 +203,8 @@ class RankTokenizer(Tokenizer):
         """Return the ids of a piece of text."""
         encoder = self.encoder
         try:
-            with engine_failures(self.name):
+            with engine_failures(self.name, offset):
                 return encoder(text)
-        except UnicodeEncodeError as error:
-            raise not_text(error, offset) from error
         except ValueError as error:
             raise NotEncodable(
                 f"The tokenizer's pattern cannot split the text: {error}.",

@@ -23,7 +23,6 @@ from flatout.data.tokenizers.base import (
     engine_failures,
     is_panic,
     join_pieces,
-    not_text,
     require_ids,
 )
 from flatout.data.tokenizers.byte_level import Layout, byte_level_alphabet, layout_of
@@ -180,11 +179,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text."""
-        try:
-            with engine_failures(self.name):
-                ids = self.encoder(text)
-        except UnicodeEncodeError as error:
-            raise not_text(error, offset) from error
+        with engine_failures(self.name, offset):
+            ids = self.encoder(text)
         if not self._has_special(ids):
             return ids
         literal = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))

@@ -183,10 +183,10 @@ def test_known_files_agree_with_tiktoken():
         original = public.load_tiktoken_bpe
         public.load_tiktoken_bpe = load
         try:
-            definition = getattr(public, name)()
+            options = getattr(public, name)()
         finally:
             public.load_tiktoken_bpe = original
-        return pieces, definition["pat_str"], tokenizer["special_tokens"]["<|endoftext|>"]
+        return pieces, options["pat_str"], options["special_tokens"]["<|endoftext|>"]
 
     for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
         pieces, pattern, eot = definition(name)
