@@ -154,7 +154,7 @@ def test_a_module_that_does_not_return_logits_is_named(returned, actual):
     kind = adapt(build)
     with pytest.raises(
         ShapeError,
-        match=rf"forward\(\) of Wrong returned {actual} instead of logits of shape \(1, 4, 7\)",
+        match=rf"forward\(\) of Returns returned {actual} instead of logits of shape \(1, 4, 7\)",
     ):
         kind(kind.check({"vocab_size": 7}, seq_len=4), Ops.plain()).embed(
             torch.zeros(1, 4, dtype=torch.int64)

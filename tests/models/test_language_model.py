@@ -289,7 +289,7 @@ def test_a_key_of_another_kind_names_that_kind():
     eigenstate = MODELS.get("eigenstate")
     with pytest.raises(
         ConfigError,
-        match=r"has no model.activation and model.qk_norm; .*'transformer' has.*start from",
+        match=r"has no model.activation and model.qk_norm; .*'transformer' does.*start from",
     ):
         eigenstate.check({"vocab_size": 10, "activation": "relu2", "qk_norm": True}, seq_len=8)
     with pytest.raises(ConfigError, match=r"Did you mean 'model.d_model'"):
