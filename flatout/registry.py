@@ -256,6 +256,7 @@ def _assigned_names(path: Path) -> set[str]:
 
 
 COMMANDS = Folder("commands", "COMMAND", "command")
+FINDINGS = Folder("measure/findings", "FINDING", "finding", has=("look",))
 MODELS = Folder(
     "models",
     "MODEL",

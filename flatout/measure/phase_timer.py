@@ -1,0 +1,130 @@
+"""Times the phases of steps on the host, without counting any moment twice. No torch.
+
+    timer = PhaseTimer()
+    with timer.step():
+        with timer.phase("data_wait"):
+            batch = next(batches)
+        with timer.phase("compute"):
+            ...
+
+Phases may nest: the inner one's time does not count for the outer one. With `collecting_gc`, runs
+of Python's garbage collector are a phase of their own wherever they happen. A phase costs about a
+microsecond.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+GC = "gc"
+"""The phase of the garbage collector."""
+
+
+class PhaseTimer:
+    """Adds up the seconds of each phase, for the thread that creates it.
+
+    Time outside all phases is not attributed to any.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds: Counter[str] = Counter()
+        """Seconds by phase, in all steps so far."""
+        self.calls: Counter[str] = Counter()
+        """How often each phase was entered."""
+        self.step_times_s: list[float] = []
+        """Seconds of each step, from its start to the start of the next."""
+        self.full_collections = 0
+        """Runs of the garbage collector over its oldest generation."""
+        self.thread = threading.get_ident()
+        """The thread that is timed."""
+        self._clock = clock
+        self._stack: list[str] = []
+        self._since_s = clock()
+        self._step_start_s: float | None = None
+
+    @property
+    def current(self) -> str | None:
+        """The phase that is running; None outside all phases. Any thread may read it."""
+        try:
+            return self._stack[-1]
+        except IndexError:
+            return None
+
+    def enter(self, name: str) -> None:
+        """Start a phase, which interrupts the current one."""
+        self._charge()
+        self._stack.append(name)
+        self.calls[name] += 1
+
+    def leave(self) -> None:
+        """End the current phase and continue the one that it interrupted."""
+        self._charge()
+        if self._stack:
+            self._stack.pop()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as a phase."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def start_step(self) -> None:
+        """Mark the start of a step, which ends the one before."""
+        now_s = self._clock()
+        if self._step_start_s is not None:
+            self.step_times_s.append(now_s - self._step_start_s)
+        self._step_start_s = now_s
+
+    def end_steps(self) -> None:
+        """End the current step without starting another."""
+        if self._step_start_s is not None:
+            self.step_times_s.append(self._clock() - self._step_start_s)
+        self._step_start_s = None
+
+    def reset(self) -> None:
+        """Forget everything so far; a running phase starts anew."""
+        self.seconds.clear()
+        self.calls.clear()
+        self.step_times_s.clear()
+        self.full_collections = 0
+        self._since_s = self._clock()
+        self._step_start_s = None
+
+    def per_step(self) -> Mapping[str, float]:
+        """Return the seconds of each phase in an average step; {} before the first step ends."""
+        steps = len(self.step_times_s)
+        return {name: value / steps for name, value in self.seconds.items()} if steps else {}
+
+    @contextmanager
+    def collecting_gc(self) -> Iterator[None]:
+        """Time the garbage collector as the phase `gc` inside the block."""
+        gc.callbacks.append(self._on_gc)
+        try:
+            yield
+        finally:
+            gc.callbacks.remove(self._on_gc)
+
+    def _on_gc(self, event: str, info: Mapping[str, Any]) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        if event == "start":
+            self.enter(GC)
+            self.full_collections += info.get("generation") == 2
+        else:
+            self.leave()
+
+    def _charge(self) -> None:
+        """Add the time since the last change to the current phase."""
+        now_s = self._clock()
+        if self._stack:
+            self.seconds[self._stack[-1]] += now_s - self._since_s
+        self._since_s = now_s

@@ -1,0 +1,67 @@
+"""The sampler names the line that takes the time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+
+import pytest
+
+import flatout
+from flatout.measure import sampling
+from flatout.measure.phase_timer import PhaseTimer
+from flatout.measure.sampling import LineSampler, is_user_code, line_of, user_frame
+
+
+def test_user_code_is_what_nobody_installed():
+    assert is_user_code(__file__)
+    assert is_user_code("<ipython-input-3-abc>")
+    assert not is_user_code(flatout.__file__)
+    assert not is_user_code(json.__file__)
+    assert not is_user_code(pytest.__file__)
+    assert not is_user_code("<frozen importlib._bootstrap>")
+    assert not is_user_code("<string>")
+
+
+def test_the_innermost_user_frame_counts():
+    file, line = user_frame(sys._getframe())
+    assert file == __file__
+    assert line_of(file, line) == "file, line = user_frame(sys._getframe())"
+    assert line_of("absent.py", 1) == ""
+    assert user_frame(None) is None
+
+
+def slow_source():
+    time.sleep(0.2)
+
+
+def test_a_slow_line_is_named_with_its_phase():
+    timer = PhaseTimer()
+    with LineSampler(lambda: timer.current) as sampler, timer.phase("data_wait"):
+        slow_source()
+    (site, *_) = sampler.sites(2)["data"]
+    assert site.text == "time.sleep(0.2)"
+    assert site.file == __file__
+    assert 0.01 < site.seconds_per_step
+    assert "compute" not in sampler.sites(2)
+
+
+def test_the_thread_that_prepares_data_counts_while_the_loop_waits(monkeypatch):
+    monkeypatch.setattr(sampling, "is_user_code", lambda file: file == "feed.py")
+    timer, ready = PhaseTimer(), threading.Event()
+    code = compile("\nfor _ in range(40): time.sleep(0.005)\nready.set()", "feed.py", "exec")
+    feed = threading.Thread(target=exec, args=(code, {"time": time, "ready": ready}))
+    with LineSampler(lambda: timer.current) as sampler:
+        feed.start()
+        with timer.phase("data_wait"):
+            ready.wait(10)
+        feed.join()
+    assert [(site.file, site.line) for site in sampler.sites(1)["data"]] == [("feed.py", 2)]
+
+
+def test_lines_seen_by_chance_are_not_reported():
+    with LineSampler(lambda: None) as sampler:
+        pass
+    assert all(not sites for sites in sampler.sites(1).values())
