@@ -85,7 +85,9 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
                 update={"name": rule.name, "fixes": ranked(finding.fixes, evidence.remaining_s)}
             )
     specific = [
-        found[rule.name] for rule in every if rule.name in found and not found.keys() & {*rule.unless}
+        found[rule.name]
+        for rule in every
+        if rule.name in found and not found.keys() & {*rule.unless}
     ]
     findings = sorted(specific, key=lambda one: (ORDER.index(one.harm), -(one.share or 0.0)))
     return Diagnosis(

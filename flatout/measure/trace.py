@@ -122,7 +122,9 @@ class Trace:
                 kind=kind,
                 seconds=seconds[kind] / self.steps,
                 calls=calls[kind] / self.steps,
-                tflops=flops[kind] / seconds[kind] / 1e12 if flops[kind] and seconds[kind] else None,
+                tflops=flops[kind] / seconds[kind] / 1e12
+                if flops[kind] and seconds[kind]
+                else None,
             )
             for kind in KINDS
             if calls[kind]

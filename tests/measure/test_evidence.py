@@ -78,4 +78,9 @@ def test_evidence_and_every_finding_load_without_torch():
         " import flatout.measure.sampling;"
         " diagnosis_of(Evidence(source='preflight')); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], cwd=Path(flatout.__file__).parents[1], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(flatout.__file__).parents[1],
+        check=True,
+        timeout=120,
+    )

@@ -84,4 +84,3 @@ def test_kernels_of_a_gpu_are_the_work_and_overlaps_count_once():
     assert {share.kind for share in found.shares()} == {"matmul", "communication", "copy"}
     assert [op.name for op in found.pageable_copies()] == ["Memcpy HtoD (Pageable -> Device)"]
     assert found.tiny()[0] == 1
-
