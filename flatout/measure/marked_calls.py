@@ -38,12 +38,14 @@ class MarkedCalls:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         """Calls by kind, from anywhere."""
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         """Their seconds."""
         self.copied_bytes = 0
         """Bytes of copies from memory that is not pinned."""
         self._calls: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
-        self._seconds: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
+        self._seconds: dict[str, dict[tuple[str, int], float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
         self._inside = False
 
     def by_user(self, kind: str) -> int:

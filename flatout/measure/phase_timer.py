@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +33,7 @@ class PhaseTimer:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         """Seconds by phase, in all steps so far."""
         self.calls: Counter[str] = Counter()
         """How often each phase was entered."""

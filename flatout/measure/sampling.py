@@ -87,7 +87,9 @@ class LineSampler:
         self._phase, self._interval_s = phase, interval_s
         self._watched = threading.get_ident() if thread is None else thread
         self._samples: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
-        self._seconds: dict[str, Counter[tuple[str, int]]] = defaultdict(Counter)
+        self._seconds: dict[str, dict[tuple[str, int], float]] = defaultdict(
+            lambda: defaultdict(float)
+        )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
 
@@ -109,7 +111,9 @@ class LineSampler:
                     text=line_of(file, number),
                     seconds_per_step=seconds / max(steps, 1),
                 )
-                for (file, number), seconds in found.most_common(MOST_SITES)
+                for (file, number), seconds in sorted(found.items(), key=lambda pair: -pair[1])[
+                    :MOST_SITES
+                ]
                 if self._samples[kind][file, number] >= MIN_SAMPLES
             )
             for kind, found in self._seconds.items()

@@ -12,7 +12,7 @@ profiler's stacks lack them.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +20,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from flatout.measure.evidence import KernelShare
 from flatout.measure.kernels import KINDS, kind_of
@@ -110,7 +109,7 @@ class Trace:
 
     def shares(self) -> tuple[KernelShare, ...]:
         """Return the time of an average step by class of operation."""
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         calls: Counter[str] = Counter()
         flops: Counter[str] = Counter()
         for op in self.work:
@@ -174,7 +173,7 @@ def read(profiler: profile, *, steps: int, wall_s: float) -> Trace:
     """Return the events of a finished profiler."""
     ops: list[Op] = []
     kernels: list[Op] = []
-    for event in profiler.events() or ():
+    for event in profiler.events() or ():  # type: ignore[no-untyped-call]
         if event.is_user_annotation:
             continue
         if event.device_type == DeviceType.CPU:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
+from torch.profiler import DeviceType
 
 from flatout.measure.trace import Trace, profiling, read
 
