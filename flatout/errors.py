@@ -19,9 +19,11 @@ FlatoutError
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import re
 import shlex
+from typing import Any
 
 _SCHEME = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*:(?://+|/(?=[^/\s]*:[^/\s]*@)))")
 """The start of a URL; a Path made from a URL has one slash."""
@@ -80,6 +82,10 @@ class FlatoutError(Exception):
         self.what = on_one_line(without_secrets(what))
         self.fix = on_one_line(without_secrets(fix))
         super().__init__(f"{self.what} {self.advice}: {self.fix}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what `__init__` has made of its arguments, and the notes."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class UsageError(FlatoutError):

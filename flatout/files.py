@@ -16,7 +16,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -41,10 +41,14 @@ _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
 
 
-class FileEntry(BaseModel):
-    """The size and checksums of one binary file, as a manifest lists them."""
+class StoredModel(BaseModel):
+    """A value that is stored as JSON; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class FileEntry(StoredModel):
+    """The size and checksums of one binary file, as a manifest lists them."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
     """File name inside the folder."""
@@ -65,7 +69,7 @@ class Unfinished(DataError):
 class CheckedFile:
     """A binary file written under a temporary name, with a CRC-32 per 4 MiB block.
 
-    `close` renames it to `path`.
+    `close` renames it to `path`. As a context manager, it is closed, or abandoned after an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,6 +80,14 @@ class CheckedFile:
         self._crcs: list[int] = []
         self._entry: FileEntry | None = None
         self.size = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        self.abandon()
 
     def write(self, items: Array) -> None:
         """Append the array's bytes."""

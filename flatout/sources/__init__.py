@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from flatout.errors import DataError, without_secrets
+from flatout.sources.input_file import InputFile
 from flatout.sources.long import Text
-from flatout.sources.originals import Original
 from flatout.sources.packed import open_bytes
 from flatout.transfer.urls import is_url
 
@@ -127,7 +127,7 @@ class ReadTask:
     """Changes with the documents; empty when an earlier task's fingerprint covers them."""
     num_bytes: int = 0
     """Approximate bytes to read; 0 when unknown."""
-    originals: tuple[Original, ...] = ()
+    files: tuple[InputFile, ...] = ()
     """The files covered by the fingerprint, as they were when listed."""
 
     def rows(self) -> Iterator[Row]:

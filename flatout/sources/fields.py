@@ -8,7 +8,7 @@ from typing import Any
 
 from flatout.errors import in_shell
 from flatout.registry import nearest
-from flatout.sources import BadRow, Document, Row, RowLocation
+from flatout.sources import BadRow, Document, Row
 
 ROW_BYTES = 8 << 20
 """A longer row is a bad row: memory holds several copies, with up to four bytes per character."""
@@ -35,6 +35,12 @@ class Fields:
     """The field with the text."""
     prompt: str | None = None
     """The field with preceding text that is excluded from the loss; null and empty: no prompt."""
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """The fields that are read, each with the option that names it."""
+        options = {"--text-field": self.text, "--mask-field": self.prompt}
+        return [(field, option) for option, field in options.items() if field is not None]
 
 
 def value_at(row: dict[str, Any], field: str) -> Any:
@@ -63,16 +69,16 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
         )
     text = value_at(row, fields.text)
     if not isinstance(text, str):
-        return _unusable(row, text, RowLocation(name, offset), fields.text, "--text-field")
+        return _unusable(row, text, name, offset, fields.text, "--text-field")
     if fields.prompt is None:
         return Document(text, name, offset)
     prompt = value_at(row, fields.prompt)
     if prompt is None or isinstance(prompt, str):
         return Document(text, name, offset, prompt or "")
-    return _unusable(row, prompt, RowLocation(name, offset), fields.prompt, "--mask-field")
+    return _unusable(row, prompt, name, offset, fields.prompt, "--mask-field")
 
 
-def no_field(location: RowLocation, field: str, names: list[str], option: str) -> BadRow:
+def no_field(name: str, offset: int | None, field: str, names: list[str], option: str) -> BadRow:
     """Return the bad row for a missing field; `names` are the candidates, most likely first."""
     guess = nearest(field, names) or (names[0] if names else None)
     fix = (
@@ -80,30 +86,25 @@ def no_field(location: RowLocation, field: str, names: list[str], option: str) -
         if guess
         else f"Name the field that contains the text with {option}."
     )
-    return BadRow(
-        f"has no field {field!r}", fix, f"no field {field!r}", location.name, location.offset
-    )
+    return BadRow(f"has no field {field!r}", fix, f"no field {field!r}", name, offset)
 
 
-def too_long(location: RowLocation, limit: int) -> BadRow:
+def too_long(name: str, offset: int | None, limit: int) -> BadRow:
     """Return the bad row for a row that is longer than `limit` bytes."""
     fix = (
         "Write its text to a separate text file, which may have any length, "
         "or skip such rows with --on-bad-row skip."
     )
-    return BadRow(
-        f"is longer than {limit >> 20} MiB", fix, "too long", location.name, location.offset
-    )
+    return BadRow(f"is longer than {limit >> 20} MiB", fix, "too long", name, offset)
 
 
 def _unusable(
-    row: dict[str, Any], value: Any, location: RowLocation, field: str, option: str
+    row: dict[str, Any], value: Any, name: str, offset: int | None, field: str, option: str
 ) -> BadRow:
     if value is _MISSING:
         texts = dict(_texts(row))
-        return no_field(
-            location, field, sorted(texts, key=lambda name: len(texts[name]), reverse=True), option
-        )
+        names = sorted(texts, key=lambda name: len(texts[name]), reverse=True)
+        return no_field(name, offset, field, names, option)
     kind = _KINDS.get(type(value), type(value).__name__)
     fix = (
         f"Repair the row, name another field with {option}, "
@@ -113,8 +114,8 @@ def _unusable(
         f"has {field!r}, but it is {kind}, not text",
         fix,
         f"{field!r} is not text",
-        location.name,
-        location.offset,
+        name,
+        offset,
     )
 
 

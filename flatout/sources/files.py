@@ -5,11 +5,10 @@ Text and HTML are one document per file; JSONL, JSON, CSV and Parquet are one do
 
 from __future__ import annotations
 
-import os
 import urllib.parse
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -26,8 +25,8 @@ from flatout.sources.file_reading import (
     read_pieces,
 )
 from flatout.sources.html import HTML_SUFFIXES, require_html
+from flatout.sources.input_file import InputFile, fingerprint
 from flatout.sources.local import Wanted, find_local, full_suffix_of, is_hidden, suffix_of
-from flatout.sources.originals import LocalFile, Original, RemoteFile, fingerprint
 from flatout.sources.packed import is_packed, require_opener
 from flatout.sources.parquet import PARQUET_SUFFIXES, cut_parquet, require_parquet
 from flatout.transfer.reading import find_remote
@@ -45,21 +44,6 @@ COMPARED_BYTES = 1 << 20
 """Bytes read, at most, to tell whether a file is a copy of another."""
 PARALLEL_FILES = 16
 """Parquet files whose row groups are listed at the same time: this mostly waits for a server."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """A file to read."""
-
-    path: str
-    name: str
-    """Its name inside the folder or pattern, or its URL."""
-    size: int
-    mark: str = ""
-    """The server's checksum or date of its content; empty for a local file, whose content is read.
-    """
-    stat: os.stat_result | None = None
-    """The status of a local file."""
 
 
 def files(
@@ -94,8 +78,8 @@ def files(
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(PARALLEL_FILES) as threads:
         cut = threads.map(lambda file: _cut(file, fields, encoding), found)
-        originals = threads.map(lambda file: _original(file, path, per_file), found)
-        first, *others = _tasks(list(zip(found, originals, cut, strict=True)), fields)
+        marked = threads.map(lambda file: _with_fingerprint(file, per_file), found)
+        first, *others = _tasks(list(zip(marked, cut, strict=True)), fields)
     return [replace(first, arguments=(*first.arguments, _count_skipped(skipped))), *others]
 
 
@@ -129,7 +113,7 @@ def skipped_files_in(tasks: Iterable[ReadTask]) -> tuple[LeftOut, ...]:
     )
 
 
-def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
+def _cut(file: InputFile, fields: Fields, encoding: str | None) -> list[Piece]:
     limit = REMOTE_PART_BYTES if is_url(file.path) else PART_BYTES
     if is_parquet(file.name):
         return list(cut_parquet(file.path, file.size, fields, limit))
@@ -142,32 +126,29 @@ def _cut(file: Found, fields: Fields, encoding: str | None) -> list[Piece]:
     ]
 
 
-def _tasks(cut: list[tuple[Found, Original, list[Piece]]], fields: Fields) -> Iterator[ReadTask]:
+def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator[ReadTask]:
     """Yield tasks of about PART_BYTES; a file's fingerprint goes to the task of its first piece."""
     pieces: list[Piece] = []
-    marks: list[str] = []
-    originals: list[Original] = []
+    started: list[InputFile] = []
     num_bytes = 0
 
     def task() -> ReadTask:
-        return ReadTask(
-            read_pieces, (tuple(pieces), fields), "\n".join(marks), num_bytes, tuple(originals)
-        )
+        marks = "\n".join(f"{file.name} {file.size} {file.mark}" for file in started)
+        return ReadTask(read_pieces, (tuple(pieces), fields), marks, num_bytes, tuple(started))
 
-    for file, original, of_file in cut:
+    for file, of_file in cut:
         for index, piece in enumerate(of_file):
             if pieces and num_bytes + piece.num_bytes > PART_BYTES:
                 yield task()
-                pieces, marks, originals, num_bytes = [], [], [], 0
+                pieces, started, num_bytes = [], [], 0
             pieces.append(piece)
             num_bytes += piece.num_bytes
             if index == 0:
-                marks.append(_mark(file, original))
-                originals.append(original)
+                started.append(file)
     yield task()
 
 
-def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], list[str]]:
+def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[InputFile], list[str]]:
     """Return the files at `path`, sorted, and the files of folders that are skipped by name.
 
     Raises: DataError when there are none.
@@ -186,36 +167,21 @@ def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[Found], l
                 return False
             return True
 
-        entries = find_remote(path, takes)
-        return [Found(entry.url, entry.url, entry.size, entry.mark) for entry in entries], sorted(
-            skipped
-        )
-    search = find_local(path, wanted)
-    stats = ((file, name, file.stat()) for file, name in search.files)
-    return [
-        Found(str(file), name, stat.st_size, stat=stat) for file, name, stat in stats
-    ], search.skipped
+        found = [
+            InputFile(entry.url, entry.url, entry.size, entry.mark, listed=path)
+            for entry in find_remote(path, takes)
+        ]
+        return found, sorted(skipped)
+    local, others = find_local(path, wanted)
+    stats = [(str(file), name, file.stat()) for file, name in local]
+    return [InputFile(file, name, stat.st_size, stat=stat) for file, name, stat in stats], others
 
 
-def _original(file: Found, asked: str, limit: int) -> Original:
-    """Return the file as found, with a digest of its content or its server's description."""
+def _with_fingerprint(file: InputFile, limit: int) -> InputFile:
+    """Return the file, if it is local with a digest of its content."""
     if file.stat is None:
-        return RemoteFile(file.path, asked, file.size, file.mark)
-    return LocalFile(
-        file.path,
-        file.size,
-        file.stat.st_mtime_ns,
-        file.stat.st_ctime_ns,
-        file.stat.st_ino,
-        fingerprint(Path(file.path), file.size, limit),
-        limit,
-    )
-
-
-def _mark(file: Found, original: Original) -> str:
-    """Return a line that changes with the file: its name, size, and digest or server's mark."""
-    mark = original.digest if isinstance(original, LocalFile) else original.mark
-    return f"{file.name} {file.size} {mark}"
+        return file
+    return replace(file, mark=fingerprint(Path(file.path), file.size, limit), limit=limit)
 
 
 def first_changed(tasks: Iterable[ReadTask]) -> str | None:
@@ -225,17 +191,17 @@ def first_changed(tasks: Iterable[ReadTask]) -> str | None:
 
     Raises: Unreachable when a store does not answer.
     """
-    remote: dict[str, list[RemoteFile]] = {}
-    for original in (original for task in tasks for original in task.originals):
-        if isinstance(original, RemoteFile):
-            remote.setdefault(original.asked, []).append(original)
-        elif original.has_changed():
-            return original.path
-    for asked, before in remote.items():
-        if not is_web(asked):
-            entries = find_remote(asked, lambda _: True)
+    remote: dict[str, list[InputFile]] = {}
+    for file in chain.from_iterable(task.files for task in tasks):
+        if file.stat is None:
+            remote.setdefault(file.listed, []).append(file)
+        elif file.has_changed():
+            return file.path
+    for url, before in remote.items():
+        if not is_web(url):
+            entries = find_remote(url, lambda _: True)
             now = {(entry.url, entry.size, entry.mark) for entry in entries}
-            changed = (file.url for file in before if (file.url, file.size, file.mark) not in now)
+            changed = (file.path for file in before if (file.path, file.size, file.mark) not in now)
             if (first := next(changed, None)) is not None:
                 return first
     return None

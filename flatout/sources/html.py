@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.sources import Document, Row, RowLocation
+from flatout.sources import Document, Row
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import too_long
 from flatout.sources.long import decoded
-from flatout.sources.packages import import_package
+from flatout.sources.packed import import_package
 
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
 PAGE_BYTES = 32 << 20
@@ -24,7 +24,7 @@ def read_html(path: str, encoding: str | None) -> Row:
     with open_utf8(path, encoding) as file:
         data = file.read(PAGE_BYTES + 1)
     if len(data) > PAGE_BYTES:
-        return too_long(RowLocation(path), PAGE_BYTES)
+        return too_long(path, None, PAGE_BYTES)
     return Document(_package(path).extract_plain_text(decoded(data, path), alt_texts=False), path)
 
 

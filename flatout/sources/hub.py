@@ -13,7 +13,7 @@ from flatout.errors import DataError, in_shell
 from flatout.registry import nearest
 from flatout.sources import ReadTask, Row
 from flatout.sources.fields import Fields, document
-from flatout.sources.packages import import_package
+from flatout.sources.packed import import_package
 
 
 def hub(
@@ -107,8 +107,8 @@ def _cannot_open(name: str, which: str, error: Exception) -> DataError:
 
 def _check_fields(dataset: str, columns: list[str], fields: Fields) -> None:
     """Refuse a field that is not a column, if the columns are known before a row is read."""
-    for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
-        if field is None or not columns or field in columns or field.partition(".")[0] in columns:
+    for field, option in fields.named:
+        if not columns or field in columns or field.partition(".")[0] in columns:
             continue
         guess = nearest(field, columns)
         hint = f"Did you mean {option} {in_shell(guess)}? " if guess else ""

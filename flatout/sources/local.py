@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from flatout.errors import DataError
 from flatout.files import expanded
@@ -35,13 +34,10 @@ class Wanted:
         )
 
 
-class Search(NamedTuple):
-    """The local files found for a path."""
-
-    files: list[tuple[Path, str]]
-    """The files to read, each with its name inside the folder or pattern."""
-    skipped: list[str]
-    """The other files of the searched folders, except hidden ones."""
+Search = tuple[list[tuple[Path, str]], list[str]]
+"""The files to read, each with its name inside the folder or pattern, and the paths of the other
+files of the searched folders, except hidden ones.
+"""
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -64,7 +60,7 @@ def find_local(path: str, wanted: Wanted) -> Search:
     try:
         if target.is_file():
             _require_text([target], wanted)
-            return Search([(target, target.name)], [])
+            return [(target, target.name)], []
         if target.is_dir():
             return _in_folder(target, wanted)
         if glob.has_magic(path):
@@ -118,10 +114,8 @@ def _in_folder(folder: Path, wanted: Wanted) -> Search:
     files = [(file, name) for name, file in shown if wanted.takes(name)]
     if files:
         taken = {name for _, name in files}
-        return Search(
-            [_checked(file, name) for file, name in files],
-            [str(file) for name, file in shown if name not in taken],
-        )
+        skipped = [str(file) for name, file in shown if name not in taken]
+        return [_checked(file, name) for file, name in files], skipped
     known = recognise(folder)
     if known is not None:
         raise DataError(known.instead_of("text"), fix=known.fix)
@@ -196,10 +190,7 @@ def _matching(pattern: str, wanted: Wanted) -> Search:
             fix="Quote the pattern and check it with `ls`; `**` crosses folders.",
         )
     _require_text([file for file, _ in found.values()], wanted)
-    return Search(
-        sorted(found.values()),
-        sorted(file for key, file in skipped.items() if key not in found),
-    )
+    return sorted(found.values()), sorted(skipped[key] for key in skipped.keys() - found)
 
 
 def _require_text(files: list[Path], wanted: Wanted) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import io
 from collections.abc import Callable
 from typing import IO, Any, cast
 
-from flatout.errors import DataError
-from flatout.sources.packages import import_package
+from flatout.errors import DataError, MissingPackage
 from flatout.transfer.reading import open_remote
 from flatout.transfer.urls import is_url, name_in
 
@@ -171,3 +171,17 @@ _OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
     ".bz2": lambda path: cast(IO[bytes], bz2.BZ2File(open_remote(path) if is_url(path) else path)),
     ".zst": _open_zstd,
 }
+
+
+def import_package(module: str, path: str, *, extra: str) -> Any:
+    """Import and return a module that is needed to read `path`.
+
+    Raises: MissingPackage with the install line.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackage(
+            f"Reading {path} needs the package {module.partition('.')[0]}, which is not installed.",
+            fix=f'Install it: `pip install "flatout[{extra}]"`.',
+        ) from error

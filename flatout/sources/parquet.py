@@ -7,10 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flatout.sources import BadRow, Row, RowLocation
+from flatout.sources import BadRow, Row
 from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, too_long
-from flatout.sources.packages import import_package
-from flatout.sources.packed import CANNOT_BE_READ, NotHandedOut, open_bytes, unreadable
+from flatout.sources.packed import (
+    CANNOT_BE_READ,
+    NotHandedOut,
+    import_package,
+    open_bytes,
+    unreadable,
+)
 from flatout.sources.parquet_pages import PAGE_BYTES, PAGE_RATIO, Page, pages_at
 
 PARQUET_SUFFIXES = {".parquet"}
@@ -87,7 +92,7 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
             parquet = _open_parquet(groups.path, file)
             missing = _missing_field(parquet.schema_arrow, fields)
             if missing is not None:
-                yield no_field(RowLocation(groups.path), *missing)
+                yield no_field(groups.path, None, *missing)
                 return
             rows = groups.first_row
             for group in range(
@@ -161,12 +166,12 @@ def _unread(path: str, where: str, error: Exception, num_bytes: int) -> BadRow:
 
 
 def _requested(fields: Fields) -> list[str]:
-    return [field for field in (fields.text, fields.prompt) if field is not None]
+    return [field for field, _ in fields.named]
 
 
 def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where: str) -> Row:
     if row is None:
-        return too_long(RowLocation(where), ROW_BYTES)
+        return too_long(where, None, ROW_BYTES)
     if isinstance(row, UnicodeDecodeError):
         return BadRow(
             f"is not UTF-8: {row.reason}",
@@ -196,8 +201,8 @@ def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | 
 def _missing_field(schema: Any, fields: Fields) -> tuple[str, list[str], str] | None:
     """Return the first field without a column, the text columns and the field's option, or None."""
     names = list(_columns(schema))
-    for field, option in ((fields.text, "--text-field"), (fields.prompt, "--mask-field")):
-        if field is not None and not any(_belongs_to(name, field) for name, _ in names):
+    for field, option in fields.named:
+        if not any(_belongs_to(name, field) for name, _ in names):
             return (
                 field,
                 [name for name, kind in names if kind in ("string", "large_string", "string_view")],

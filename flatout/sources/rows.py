@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import IO
 
 from flatout.documents import parser_says
-from flatout.sources import BadRow, Row, RowLocation
+from flatout.sources import BadRow, Row
 from flatout.sources.encodings import open_utf8
 from flatout.sources.fields import ROW_BYTES, Fields, document, too_long
 from flatout.sources.long import CHUNK_BYTES, not_utf8
@@ -37,7 +37,7 @@ def read_rows(
             number += 1
             row: Row | None = None
             if len(line) > ROW_BYTES:
-                row = too_long(RowLocation(path, position), ROW_BYTES)
+                row = too_long(path, position, ROW_BYTES)
                 position += 0 if line.endswith(b"\n") else _skip_line(file)
             elif not line.isspace():
                 row = _row(line, path, position, fields)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from time import sleep
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
 from flatout.transfer.urls import is_web, protocol_of
@@ -111,7 +111,6 @@ def with_retries(
     access: Access = "read",
     where: str = "",
     attempts: int = ATTEMPTS,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> T:
     """Return the result of `action`, retrying transient errors with growing pauses.
 
@@ -129,17 +128,9 @@ def with_retries(
                 raise permanent from error
             raise
 
-    try:
-        return tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(attempts),
-            wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S),
-            retry=tenacity.retry_if_exception(_may_be_transient),
-            sleep=sleep,
-            reraise=True,
-        )(attempt)
-    except Exception as error:
-        if not _may_be_transient(error):
-            raise
+    def unreachable(state: tenacity.RetryCallState) -> NoReturn:
+        error = state.outcome.exception() if state.outcome else None
+        assert error is not None
         cause = _root_cause(url, error)
         message = _message_of(cause) or type(cause).__name__
         raise Unreachable(
@@ -147,26 +138,35 @@ def with_retries(
             fix=_CHECK_NETWORK,
         ) from cause
 
+    result: T = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(attempts),
+        wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S),
+        retry=tenacity.retry_if_exception(_may_be_transient),
+        retry_error_callback=unreachable,
+        sleep=sleep,
+    )(attempt)
+    return result
+
 
 def _may_be_transient(error: BaseException) -> bool:
     return isinstance(error, Exception) and not isinstance(error, FlatoutError | CancelledError)
 
 
-def _root_cause(url: str, error: Exception) -> Exception:
+def _root_cause(url: str, error: BaseException) -> BaseException:
     """Return the underlying error: for HTTP, fsspec reports any failure as a missing file."""
     cause = error.__cause__
     is_wrapped = is_web(url) and isinstance(error, FileNotFoundError)
-    return cause if is_wrapped and isinstance(cause, Exception) else error
+    return cause if is_wrapped and cause is not None else error
 
 
-def _message_of(error: Exception) -> str:
+def _message_of(error: BaseException) -> str:
     """Return an error's message in one line; for an HTTP error, its status and reason."""
     if hasattr(error, "status") and hasattr(error, "message"):
         return f"{error.status} {error.message}".strip()
     return next((line for line in str(error).splitlines() if line.strip()), "").strip().rstrip(".")
 
 
-def _permanent_error(url: str, error: Exception, access: Access) -> DataError | None:
+def _permanent_error(url: str, error: BaseException, access: Access) -> DataError | None:
     """Return the error to raise when a retry cannot help, or None."""
     error = _root_cause(url, error)
     status = getattr(error, "status", None) or getattr(

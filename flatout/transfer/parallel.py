@@ -2,57 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from threading import Event, Lock
 
-from flatout.progress import Task
+from flatout.progress import Progress
 
 MAX_PARALLEL = 8
 """Files transferred at the same time: a transfer mostly waits for a server."""
 
+Advance = Callable[[int], None]
+"""Reports bytes as transferred; raises CancelledError when another transfer has failed."""
 
-class Transfers:
-    """Jobs that each move one file; the first failure stops the others at their next block."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._lock = Lock()
-        self._stopped = Event()
+def transfer_all(
+    title: str, jobs: Iterable[Callable[[Advance], object]], num_bytes: int, progress: Progress
+) -> None:
+    """Run jobs that each move one file, and show the progress of all their bytes.
 
-    def run(self, jobs: Sequence[Callable[[], object]]) -> None:
-        """Run all jobs.
+    A job calls its argument with the bytes of each block: the first failure stops the other jobs at
+    their next block.
 
-        Raises: the error of the first job that failed.
-        """
+    Raises: the error of the first job that failed.
+    """
+    lock, stopped = Lock(), Event()
+    with progress.task(title, total=num_bytes / 1e6, unit="MB") as task:
+
+        def advance(moved: int) -> None:
+            if stopped.is_set():
+                raise CancelledError
+            with lock:
+                task.advance(moved / 1e6)
+
+        def run(job: Callable[[Advance], object]) -> None:
+            if stopped.is_set():
+                raise CancelledError
+            try:
+                job(advance)
+            except BaseException:
+                stopped.set()
+                raise
+
         with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="flatout-transfer") as pool:
             try:
-                errors = [
-                    done.exception()
-                    for done in as_completed([pool.submit(self._run_job, job) for job in jobs])
-                ]
+                running = [pool.submit(run, job) for job in jobs]
+                errors = [done.exception() for done in as_completed(running)]
             except BaseException:
-                self._stopped.set()
+                stopped.set()
                 raise
-        for error in errors:
-            if error is not None and not isinstance(error, CancelledError):
-                raise error
-
-    def _run_job(self, job: Callable[[], object]) -> None:
-        if self._stopped.is_set():
-            raise CancelledError
-        try:
-            job()
-        except BaseException:
-            self._stopped.set()
-            raise
-
-    def advance(self, num_bytes: int) -> None:
-        """Report bytes as transferred; called by the jobs.
-
-        Raises: CancelledError when another job has failed.
-        """
-        if self._stopped.is_set():
-            raise CancelledError
-        with self._lock:
-            self._task.advance(num_bytes / 1e6)
+    for error in errors:
+        if error is not None and not isinstance(error, CancelledError):
+            raise error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import io
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 
 from flatout.errors import DataError
 from flatout.files import BLOCK_BYTES as CHECKED_BLOCK_BYTES
-from flatout.files import CheckedFile, FileEntry
+from flatout.files import Array, CheckedFile, FileEntry
 from flatout.transfer.connection import ATTEMPTS, NothingThere, open_filesystem, with_retries
 from flatout.transfer.urls import name_in, protocol_of
 
@@ -78,11 +77,10 @@ class RemoteFile(io.RawIOBase):
             server keeps failing.
     """
 
-    def __init__(self, url: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._sleep = sleep
         self._filesystem, self._path = open_filesystem(url)
-        description = with_retries(url, lambda: self._filesystem.info(self._path), sleep=sleep)
+        description = with_retries(url, lambda: self._filesystem.info(self._path))
         self.size = _entry(url, description).size
         self._options = _READ_OPTIONS.get(protocol_of(url), {})
         self._position = 0
@@ -134,12 +132,10 @@ class RemoteFile(io.RawIOBase):
                 )
             raise EOFError(f"got {len(block):,} bytes of {end - start:,}")
 
-        return with_retries(self._url, fetch, where=f" at byte {start:,}", sleep=self._sleep)
+        return with_retries(self._url, fetch, where=f" at byte {start:,}")
 
 
-def find_remote(
-    url: str, wanted: Callable[[str], bool], *, sleep: Callable[[float], None] = time.sleep
-) -> list[RemoteEntry]:
+def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteEntry]:
     """Return the files at a URL, sorted: a single file, the matches of a pattern, or a folder's.
 
     `wanted` selects the files of a folder by their names inside it; a pattern matches any file.
@@ -164,7 +160,7 @@ def find_remote(
             )
         )
 
-    entries = sorted(with_retries(url, search, sleep=sleep), key=lambda entry: entry.url)
+    entries = sorted(with_retries(url, search), key=lambda entry: entry.url)
     if not entries:
         raise DataError(
             f"No file matches {url}.",
@@ -193,9 +189,7 @@ def _entry(url: str, description: Description) -> RemoteEntry:
     )
 
 
-def read_remote(
-    url: str, *, attempts: int = ATTEMPTS, sleep: Callable[[float], None] = time.sleep
-) -> bytes:
+def read_remote(url: str, *, attempts: int = ATTEMPTS) -> bytes:
     """Return the content of a small remote file.
 
     Raises: NothingThere; Unreachable when every attempt failed; DataError when it may not be read;
@@ -207,31 +201,32 @@ def read_remote(
         content: bytes = filesystem.cat_file(path, **_READ_OPTIONS.get(protocol_of(url), {}))
         return content
 
-    return with_retries(url, read, attempts=attempts, sleep=sleep)
+    return with_retries(url, read, attempts=attempts)
 
 
-def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
+def checked_blocks(url: str, entry: FileEntry) -> Iterator[tuple[Array, str | None]]:
     """Yield each block of a remote file with its problem, or with None when it matches the entry.
 
     Raises: DataError when the file cannot be read.
     """
     expected = f"the manifest says {entry.size_bytes} bytes"
+    nothing = np.empty(0, np.uint8)
     try:
         file = open_remote(url)
     except NothingThere:
-        yield b"", f"{url} is missing; {expected}."
+        yield nothing, f"{url} is missing; {expected}."
         return
     with file:
         size = file.seek(0, os.SEEK_END)
         if size != entry.size_bytes:
-            yield b"", f"{url} has {size} bytes; {expected}."
+            yield nothing, f"{url} has {size} bytes; {expected}."
             return
         file.seek(0)
         for number, crc in enumerate(entry.block_crc32):
-            block = file.read(CHECKED_BLOCK_BYTES)
+            block = np.frombuffer(file.read(CHECKED_BLOCK_BYTES), np.uint8)
             start = number * CHECKED_BLOCK_BYTES
             where = f"{url}, byte {start}: the {len(block)}-byte block at this offset"
-            yield block, None if zlib.crc32(block) == crc else f"{where} fails its checksum."
+            yield block, None if zlib.crc32(block.data) == crc else f"{where} fails its checksum."
 
 
 def fetch_file(
@@ -242,13 +237,9 @@ def fetch_file(
     Raises: DataError with `fix` when a block fails its checksum; DataError when the file cannot be
             read; OSError.
     """
-    file = CheckedFile(target)
-    try:
+    with CheckedFile(target) as file:
         for block, problem in checked_blocks(url, entry):
             if problem:
                 raise DataError(problem, fix=fix)
-            file.write(np.frombuffer(block, np.uint8))
+            file.write(block)
             advance(len(block))
-        file.close()
-    finally:
-        file.abandon()

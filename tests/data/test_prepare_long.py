@@ -13,7 +13,7 @@ import pytest
 
 from flatout import files as disk
 from flatout.data.prepare.pack import jobs, tokenize
-from flatout.data.prepare.pack.assignment import ByHash
+from flatout.data.prepare.pack.jobs import ByHash
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.tokenizers import base, cut_points
 from flatout.errors import DataError

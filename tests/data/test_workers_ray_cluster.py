@@ -13,14 +13,11 @@ from pathlib import Path
 import pytest
 
 from flatout.data.prepare.pack import jobs
-from flatout.data.prepare.pack.assignment import ByHash
-from flatout.data.prepare.pack.jobs import Job, Range
+from flatout.data.prepare.pack.jobs import ByHash, Job, Range
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
 from flatout.data.prepare.workers import ray as ray_workers
-from flatout.data.prepare.workers import ray_tasks
-from flatout.data.prepare.workers.local import LocalWorkers
-from flatout.data.prepare.workers.protocol import Setup
+from flatout.data.prepare.workers.local import LocalWorkers, Setup
 from flatout.data.prepare.workers.ray import RayWorkers
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
@@ -247,7 +244,7 @@ def test_a_killed_process_costs_only_its_range(other, source, setup, tmp_path, c
 
 
 def test_a_range_that_kills_every_process_is_named(other, source, setup, monkeypatch):
-    monkeypatch.setattr(ray_tasks, "RETRIES", 1)
+    monkeypatch.setattr(ray_workers, "RETRIES", 1)
     with pytest.raises(
         RunFailed,
         match=r"packed range 1 died 2 times.*it continues where it stopped.*fewer --workers",

@@ -17,7 +17,7 @@ def write(root, *names):
 
 
 def found(path):
-    return [(str(file), name) for file, name in find_local(str(path), WANTED).files]
+    return [(str(file), name) for file, name in find_local(str(path), WANTED)[0]]
 
 
 def names(path):
@@ -137,9 +137,9 @@ def test_skipped_files_of_a_folder_are_listed(tmp_path):
         "texts/sub/.e.py",
     )
     folder = tmp_path / "texts"
-    assert find_local(str(folder), WANTED).skipped == [f"{folder}/b.py", f"{folder}/sub/d.py"]
-    assert find_local(f"{folder}/*", WANTED).skipped == [f"{folder}/sub/d.py"]
-    assert find_local(f"{folder}/**", WANTED).skipped == []
+    assert find_local(str(folder), WANTED)[1] == [f"{folder}/b.py", f"{folder}/sub/d.py"]
+    assert find_local(f"{folder}/*", WANTED)[1] == [f"{folder}/sub/d.py"]
+    assert find_local(f"{folder}/**", WANTED)[1] == []
     taken, passed_over = find_local(str(folder), Wanted(WANTED.suffixes, ("sub/*.py",)))
     assert [name for _, name in taken] == ["a.txt", "sub/c.txt", "sub/d.py"]
     assert passed_over == [f"{folder}/b.py"]

@@ -1,14 +1,20 @@
+import contextlib
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
 
-from flatout.transfer.parallel import MAX_PARALLEL, Transfers
+from flatout.transfer.parallel import MAX_PARALLEL, transfer_all
 
 
 class Counted:
+    """A progress, and its only task."""
+
     def __init__(self):
         self.megabytes = 0.0
+
+    def task(self, title, *, total, unit):
+        return contextlib.nullcontext(self)
 
     def advance(self, amount=1.0):
         self.megabytes += amount
@@ -18,36 +24,34 @@ class Counted:
 
 
 def test_jobs_run_in_parallel_and_their_bytes_add_up():
-    task = Counted()
-    transfers = Transfers(task)
+    progress = Counted()
     together = threading.Barrier(MAX_PARALLEL)
 
-    def job():
+    def job(advance):
         together.wait(60)
         for _ in range(100):
-            transfers.advance(10_000)
+            advance(10_000)
 
-    transfers.run([job] * MAX_PARALLEL)
-    assert task.megabytes == pytest.approx(MAX_PARALLEL)
+    transfer_all("Sending", [job] * MAX_PARALLEL, 8_000_000, progress)
+    assert progress.megabytes == pytest.approx(MAX_PARALLEL)
 
 
 def test_the_first_failure_stops_the_other_jobs_and_is_raised():
-    transfers = Transfers(Counted())
     begun, ended = threading.Event(), []
 
-    def endless():
+    def endless(advance):
         begun.set()
         try:
             while True:
-                transfers.advance(1)
+                advance(1)
         except CancelledError:
             ended.append(True)
             raise
 
-    def failing():
+    def failing(advance):
         begun.wait(60)
         raise KeyError("first")
 
     with pytest.raises(KeyError, match="first"):
-        transfers.run([endless, failing])
+        transfer_all("Sending", [endless, failing], 2, Counted())
     assert ended == [True]

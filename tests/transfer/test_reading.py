@@ -26,6 +26,14 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.0)
 
 
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses between attempts, which take no time."""
+    taken = []
+    monkeypatch.setattr(connection, "sleep", taken.append)
+    return taken
+
+
 def test_names_that_are_urls():
     assert [
         is_url(name)
@@ -69,21 +77,19 @@ def test_a_web_server_is_read_in_blocks(web):
 
 
 @pytest.mark.parametrize("faults", [["500"], [4000], [0, 9999, "503", "429"], ["500", 1]])
-def test_failed_and_short_responses_are_requested_again(web, faults):
+def test_failed_and_short_responses_are_requested_again(web, pauses, faults):
     web.files["/a.bin"] = CONTENT[:25_000]
     web.faults = list(faults)
-    pauses = []
-    file = RemoteFile(f"{web.address}/a.bin", sleep=pauses.append)
+    file = RemoteFile(f"{web.address}/a.bin")
     assert file.readall() == CONTENT[:25_000]
     assert len(web.asked) == 3 + len(faults)
     assert len(pauses) == len(faults)
 
 
-def test_pauses_double_and_the_error_names_url_byte_and_reason(web, monkeypatch):
+def test_pauses_double_and_the_error_names_url_byte_and_reason(web, pauses, monkeypatch):
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.5)
     web.files["/a.bin"] = CONTENT[:25_000]
-    pauses = []
-    file = RemoteFile(f"{web.address}/a.bin", sleep=pauses.append)
+    file = RemoteFile(f"{web.address}/a.bin")
     file.seek(10_000)
     web.faults = [7] * 9
     with pytest.raises(
@@ -100,8 +106,7 @@ def test_pauses_double_and_the_error_names_url_byte_and_reason(web, monkeypatch)
         file.read(5)
 
 
-def test_permanent_errors_are_not_retried(web):
-    pauses = []
+def test_permanent_errors_are_not_retried(web, pauses):
     for status, said in (
         (404, "There is nothing at http"),
         (403, "is not allowed"),
@@ -111,11 +116,11 @@ def test_permanent_errors_are_not_retried(web):
         web.files["/a.txt"] = b"text"
         web.statuses["/a.txt"] = status
         with pytest.raises(DataError, match=said):
-            find_remote(f"{web.address}/a.txt", bool, sleep=pauses.append)
+            find_remote(f"{web.address}/a.txt", bool)
     assert pauses == []
     web.statuses["/a.txt"] = 500
     with pytest.raises(DataError, match=r"500.*5 attempts"):
-        find_remote(f"{web.address}/a.txt", bool, sleep=pauses.append)
+        find_remote(f"{web.address}/a.txt", bool)
     assert len(pauses) == 4
 
 

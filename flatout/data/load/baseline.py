@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from flatout.data.store.integrity import Array
-from flatout.data.store.shards import SplitReader
+from flatout.data.store.mix import SplitReader
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 
 from flatout.data.store.integrity import Array
-from flatout.data.store.shards import SplitReader
+from flatout.data.store.mix import SplitReader
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 

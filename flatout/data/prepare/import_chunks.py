@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -15,19 +15,16 @@ from flatout.data.prepare.chunks.find import METADATA as METADATA
 from flatout.data.prepare.chunks.find import check_stated, read_metadata
 from flatout.data.prepare.chunks.find import find_chunks as find_chunks
 from flatout.data.prepare.chunks.torch_file import load_tensor
-from flatout.data.prepare.request.destination import existing_dataset
-from flatout.data.prepare.request.split_rule import parse_rule
+from flatout.data.prepare.pack.range_files import SplitWriter
+from flatout.data.prepare.request.options import parse_rule
+from flatout.data.prepare.request.request import existing_dataset
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import Manifest
 from flatout.data.tokenizers import Tokenizer, existing_tokenizer, kind_named
 from flatout.errors import DataError
-from flatout.files import expanded
+from flatout.files import Array, expanded
 from flatout.progress import SILENT, Progress
 
-if TYPE_CHECKING:
-    from flatout.data.prepare.pack.range_files import SplitWriter
-
-Array = np.ndarray[Any, np.dtype[Any]]
 Documents = Literal["end-of-text", "chunk"]
 
 

@@ -12,21 +12,17 @@ from typing import Unpack
 from flatout.data.prepare.join.duplicates import find_duplicates, first_dropped, without_dropped
 from flatout.data.prepare.join.shards import check_files, join
 from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord, record_path
-from flatout.data.prepare.pack.skipped import Skipped, no_documents
+from flatout.data.prepare.pack.records import RangeRecord, Skipped, no_documents, record_path
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally
 from flatout.data.prepare.plan.limits import BadRowLimit
 from flatout.data.prepare.plan.make import check_same, plan_work
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
 from flatout.data.prepare.plan.work_plan import WorkPlan
-from flatout.data.prepare.request.destination import existing_dataset
 from flatout.data.prepare.request.inputs import require_unchanged
+from flatout.data.prepare.request.options import NAMED, not_positive
 from flatout.data.prepare.request.options import Options as Options
-from flatout.data.prepare.request.options import not_positive
-from flatout.data.prepare.request.request import Access, Request, open_request
-from flatout.data.prepare.request.split_rule import NAMED
-from flatout.data.prepare.workers.local import LocalWorkers
-from flatout.data.prepare.workers.protocol import Setup, Workers
+from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
+from flatout.data.prepare.workers.local import LocalWorkers, Setup, Workers
 from flatout.data.store.manifest import SPLITS, Manifest
 from flatout.errors import DataError
 from flatout.files import Unfinished, expanded

@@ -16,12 +16,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from flatout.cache import CACHE
 from flatout.data.prepare.pipeline import Engine, Options, check_workers, local, prepare_request
-from flatout.data.prepare.request.identity import difference
-from flatout.data.prepare.request.request import Request, open_request
+from flatout.data.prepare.request.request import Request, difference, open_request
 from flatout.data.store.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from flatout.data.store.remote import (
     cache_dir_of,
@@ -33,9 +32,9 @@ from flatout.data.store.remote import (
 )
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
-from flatout.files import entry_of, write_text
+from flatout.files import StoredModel, entry_of, write_text
 from flatout.progress import SILENT, Progress
-from flatout.transfer.parallel import Transfers
+from flatout.transfer.parallel import Advance, transfer_all
 from flatout.transfer.reading import Description, read_remote
 from flatout.transfer.sending import RemoteFolder
 
@@ -57,10 +56,8 @@ class Uploaded:
     """Whether the URL already contained this dataset."""
 
 
-class Claim(BaseModel):
+class Claim(StoredModel):
     """upload.json: which dataset is being sent to a URL."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     format_version: int = FORMAT_VERSION
     """Version of this file's format."""
@@ -207,20 +204,9 @@ def _send(
     if claim != own:
         remote.put(claim_path, CLAIM)
     entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
-    with progress.task(
-        f"Sending {remote.url}",
-        total=sum(entry.size_bytes for entry in entries) / 1e6,
-        unit="MB",
-    ) as task:
-        transfers = Transfers(task)
-        transfers.run(
-            [
-                partial(
-                    _send_file, remote, folder / entry.name, entry, sent.get(entry.name), transfers
-                )
-                for entry in entries
-            ]
-        )
+    jobs = [partial(_send_file, remote, folder, entry, sent.get(entry.name)) for entry in entries]
+    num_bytes = sum(entry.size_bytes for entry in entries)
+    transfer_all(f"Sending {remote.url}", jobs, num_bytes, progress)
     remote.put(folder / MANIFEST, MANIFEST)
     if manifest_bytes(remote.url) != (folder / MANIFEST).read_bytes():
         remote.remove(MANIFEST)
@@ -230,15 +216,16 @@ def _send(
 
 def _send_file(
     remote: RemoteFolder,
-    path: Path,
+    folder: Path,
     entry: FileEntry,
     sent: Description | None,
-    transfers: Transfers,
+    advance: Advance,
 ) -> None:
+    path = folder / entry.name
     if sent is not None and remote.holds(path, entry, sent):
-        transfers.advance(entry.size_bytes)
+        advance(entry.size_bytes)
         return
-    remote.put(path, entry.name, transfers.advance)
+    remote.put(path, entry.name, advance)
     if not remote.holds(path, entry, remote.describe(entry.name)):
         raise _altered(remote, entry.name)
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.plan.limits import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir
-from flatout.data.prepare.request.destination import refuse_occupied
+from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import Manifest, SkippedEntry
+from flatout.data.tokenizers import Tokenizer
 from flatout.files import expanded
-
-if TYPE_CHECKING:
-    from flatout.data.tokenizers import Tokenizer
 
 
 class DatasetWriter:

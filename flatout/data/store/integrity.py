@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flatout.files import Array as Array
 
 PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` again."
 
@@ -75,20 +74,28 @@ def manifest_problems(origin: Path | str, manifest: Manifest) -> Iterator[Proble
                 )
 
 
-def local_blocks(path: Path, entry: FileEntry) -> Iterator[tuple[bytes, str | None]]:
+def local_blocks(path: Path, entry: FileEntry) -> Iterator[tuple[Array, str | None]]:
     """Yield each block of a file with its problem, or with None when it matches the entry."""
-    for number, crc in enumerate(entry.block_crc32):
-        start = number * BLOCK_BYTES
-        size = min(entry.size_bytes - start, BLOCK_BYTES)
-        where = f"{path}, byte {start}: the {size}-byte block at this offset"
-        try:
-            with path.open("rb") as file:
-                file.seek(start)
-                block = file.read(size)
-        except OSError as error:
-            yield b"", f"{where} cannot be read: {error.strerror or error}."
-        else:
-            yield block, None if zlib.crc32(block) == crc else f"{where} fails its checksum."
+    return (read_block(path, entry, number) for number in range(len(entry.block_crc32)))
+
+
+def read_block(path: Path, entry: FileEntry, number: int) -> tuple[Array, str | None]:
+    """Return a block of a file with its problem, or with None when it matches the entry.
+
+    Shapes:  returns (bytes,), uint8; empty when the block cannot be read.
+    """
+    start = number * BLOCK_BYTES
+    block = np.empty(min(entry.size_bytes - start, BLOCK_BYTES), np.uint8)
+    where = f"{path}, byte {start}: the {len(block)}-byte block at this offset"
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            if file.readinto(block.data) != len(block):
+                return block[:0], f"{where} ends early."
+    except OSError as error:
+        return block[:0], f"{where} cannot be read: {error.strerror or error}."
+    matches = zlib.crc32(block.data) == entry.block_crc32[number]
+    return block, None if matches else f"{where} fails its checksum."
 
 
 @dataclass(frozen=True)

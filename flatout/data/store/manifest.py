@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from flatout.errors import DataError, in_shell
 from flatout.files import BLOCK_BYTES as BLOCK_BYTES
 from flatout.files import FileEntry as FileEntry
+from flatout.files import StoredModel
 from flatout.recognised import read_regular, recognise
 from flatout.registry import nearest
 
@@ -24,11 +25,7 @@ SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-
-class SplitEntry(_Entry):
+class SplitEntry(StoredModel):
     """One split: its token shards, document ends and optional loss mask."""
 
     tokens: int = Field(ge=0)
@@ -45,7 +42,7 @@ class SplitEntry(_Entry):
     """One uint8 per token, 0 where a target does not count; one file per shard, or no files."""
 
 
-class TokenizerEntry(_Entry):
+class TokenizerEntry(StoredModel):
     """The dataset's tokenizer file."""
 
     name: str
@@ -56,7 +53,7 @@ class TokenizerEntry(_Entry):
     """SHA-256 of that file."""
 
 
-class SkippedEntry(_Entry):
+class SkippedEntry(StoredModel):
     """Rows of the source that were left out for one reason."""
 
     reason: str
@@ -67,7 +64,7 @@ class SkippedEntry(_Entry):
     """Locations of the first few."""
 
 
-class Manifest(_Entry):
+class Manifest(StoredModel):
     """The content of a complete dataset folder."""
 
     format_version: int = FORMAT_VERSION

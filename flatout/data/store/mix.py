@@ -10,7 +10,7 @@ it would be alone, and a position is still one integer.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -136,31 +136,37 @@ class MixedSplit:
 
         Shapes:  indices (N,), out (N, T + 1).
         """
-        for split, rows, own in self._by_split(indices, seq_len):
-            sequences = np.empty((len(rows), out.shape[1]), split.dtype)
-            split.read_sequences(own, seq_len, sequences)
-            out[rows] = sequences
+        self._read(Split.read_sequences, indices, seq_len, out)
 
     def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
         """Write True where a sequence's target counts: everywhere, in a dataset without a mask.
 
         Shapes:  indices (N,), out (N, T) bool.
         """
-        for split, rows, own in self._by_split(indices, seq_len):
-            mask = np.ones((len(rows), out.shape[1]), np.bool_)
-            if split.has_mask:
-                split.read_mask(own, seq_len, mask)
-            out[rows] = mask
+        self._read(Split.read_mask, indices, seq_len, out)
 
     def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
         """Number the documents within each sequence's inputs, from 0 for the first.
 
         Shapes:  indices (N,), out (N, T) int32.
         """
-        for split, rows, own in self._by_split(indices, seq_len):
-            doc_ids = np.empty((len(rows), out.shape[1]), out.dtype)
-            split.read_document_ids(own, seq_len, doc_ids)
-            out[rows] = doc_ids
+        self._read(Split.read_document_ids, indices, seq_len, out)
+
+    def _read(
+        self,
+        read: Callable[[Split, Array, int, Array], None],
+        indices: Array,
+        seq_len: int,
+        out: Array,
+    ) -> None:
+        """Read the rows of `out` from the split that each index belongs to."""
+        first = self._first_sequences(seq_len)
+        split_of = np.searchsorted(first, indices, side="right") - 1
+        for number in np.unique(split_of).tolist():
+            split, rows = self._splits[number], np.flatnonzero(split_of == number)
+            found = np.empty((len(rows), out.shape[1]), out.dtype)
+            read(split, indices[rows] - first[number], seq_len, found)
+            out[rows] = found
 
     def _first_sequences(self, seq_len: int) -> Array:
         """Return the index of each dataset's first sequence, followed by the total number."""
@@ -175,18 +181,9 @@ class MixedSplit:
                 )
         return np.cumsum([0, *counts])
 
-    def _by_split(self, indices: Array, seq_len: int) -> list[tuple[Split, Array, Array]]:
-        """Group sequences by split: return each split with their rows and their indices in it."""
-        first = self._first_sequences(seq_len)
-        split_of = np.searchsorted(first, indices, side="right") - 1
-        return [
-            (
-                self._splits[number],
-                rows := np.flatnonzero(split_of == number),
-                indices[rows] - first[number],
-            )
-            for number in np.unique(split_of).tolist()
-        ]
+
+SplitReader = Split | MixedSplit
+"""A split from which a feed reads sequences."""
 
 
 def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:

@@ -25,7 +25,7 @@ from flatout.errors import DataError, in_shell, without_secrets
 from flatout.files import PART, CheckedFile, expanded, lock, unless_broken
 from flatout.progress import SILENT, Progress, readable_size
 from flatout.transfer.connection import ATTEMPTS, NothingThere, Unreachable
-from flatout.transfer.parallel import Transfers
+from flatout.transfer.parallel import transfer_all
 from flatout.transfer.reading import fetch_file, read_remote
 from flatout.transfer.urls import is_url, protocol_of
 
@@ -219,32 +219,20 @@ def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: P
                 fix="Free some space there, or make ~/.cache/flatout a link to a folder "
                 "on a larger disk.",
             )
-        with progress.task(f"Fetching {url}", total=size / 1e6, unit="MB") as task:
-            transfers = Transfers(task)
-            transfers.run(
-                [
-                    partial(
-                        fetch_file,
-                        f"{url}/{entry.name}",
-                        entry,
-                        copy / entry.name,
-                        transfers.advance,
-                        fix=_verify_fix(url),
-                    )
-                    for entry in missing
-                ]
+        jobs = [
+            partial(
+                fetch_file, f"{url}/{entry.name}", entry, copy / entry.name, fix=_verify_fix(url)
             )
-            _write(copy / manifest.tokenizer.file, remote_tokenizer(url, manifest))
-            _write(copy / MANIFEST, content)
+            for entry in missing
+        ]
+        transfer_all(f"Fetching {url}", jobs, size, progress)
+        _write(copy / manifest.tokenizer.file, remote_tokenizer(url, manifest))
+        _write(copy / MANIFEST, content)
 
 
 def _write(path: Path, content: bytes) -> None:
-    file = CheckedFile(path)
-    try:
+    with CheckedFile(path) as file:
         file.write(np.frombuffer(content, np.uint8))
-        file.close()
-    finally:
-        file.abandon()
 
 
 def remote_tokenizer(url: str, manifest: Manifest) -> bytes:

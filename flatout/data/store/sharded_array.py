@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.data.store.integrity import PREPARE_AGAIN, Array, ValueCheck
+from flatout.data.store.integrity import PREPARE_AGAIN, Array, ValueCheck, read_block
 from flatout.errors import DataError
 from flatout.files import BLOCK_BYTES, FileEntry
 
@@ -147,20 +146,8 @@ class ShardedArray:
         """
         file = int(np.searchsorted(self._first_block, block, side="right")) - 1
         number = block - int(self._first_block[file])
-        path, entry = self._paths[file], self._entries[file]
-        start = number * BLOCK_BYTES
-        content = np.empty(min(entry.size_bytes - start, BLOCK_BYTES), np.uint8)
-        where = f"{path}, byte {start}: the {len(content)}-byte block at this offset"
-        try:
-            with path.open("rb") as opened:
-                opened.seek(start)
-                if opened.readinto(content.data) != len(content):
-                    return f"{where} ends early."
-        except OSError as error:
-            return f"{where} cannot be read: {error.strerror or error}."
-        if zlib.crc32(content.data) != entry.block_crc32[number]:
-            return f"{where} fails its checksum."
-        return self._check.problem(content, path, start)
+        content, problem = read_block(self._paths[file], self._entries[file], number)
+        return problem or self._check.problem(content, self._paths[file], number * BLOCK_BYTES)
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -77,42 +77,6 @@ class Dataset:
         return self._splits[name]
 
 
-class SplitReader(Protocol):
-    """A split, or the splits of a mix, from which a feed reads sequences."""
-
-    name: str
-    num_tokens: int
-    has_mask: bool
-    dtype: np.dtype[Any]
-
-    def num_sequences(self, seq_len: int) -> int:
-        """Return the number of sequences of seq_len + 1 tokens; their indices are below it."""
-
-    def sequences_at(self, positions: Array, seq_len: int, *, seed: int) -> Array:
-        """Return the index of the sequence at each position of the endless order given by `seed`.
-
-        Shapes:  positions (N,), integers from 0; returns (N,).
-        """
-
-    def read_sequences(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Copy sequences into `out`.
-
-        Shapes:  indices (N,), out (N, T + 1).
-        """
-
-    def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Write True where a sequence's target counts; only if `has_mask`.
-
-        Shapes:  indices (N,), out (N, T) bool.
-        """
-
-    def read_document_ids(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Number the documents within each sequence's inputs.
-
-        Shapes:  indices (N,), out (N, T) int32.
-        """
-
-
 class Split:
     """One split's tokens as one long array, read in sequences.
 
@@ -159,11 +123,14 @@ class Split:
         self._tokens.read(indices.astype(np.int64) * seq_len, out)
 
     def read_mask(self, indices: Array, seq_len: int, out: Array) -> None:
-        """Write True where a sequence's target counts; only for a split that has a mask.
+        """Write True where a sequence's target counts: everywhere, in a split without a mask.
 
         Shapes:  indices (N,), out (N, T) bool.
         """
-        self._masks.read(indices.astype(np.int64) * seq_len + 1, out)
+        if self.has_mask:
+            self._masks.read(indices.astype(np.int64) * seq_len + 1, out)
+        else:
+            out[:] = True
 
     def read_tokens(self, start: int, stop: int) -> Array:
         """Return a copy of the tokens [start, stop)."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from flatout.data.store.integrity import (
     MASK_VALUES,
+    Array,
     Problem,
     ValueCheck,
     document_end_check,
@@ -29,10 +30,10 @@ from flatout.errors import DataError, FlatoutError
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.transfer.connection import Unreachable
-from flatout.transfer.parallel import Transfers
+from flatout.transfer.parallel import Advance, transfer_all
 from flatout.transfer.reading import checked_blocks
 
-BlocksOf = Callable[[FileEntry], Iterator[tuple[bytes, str | None]]]
+BlocksOf = Callable[[FileEntry], Iterator[tuple[Array, str | None]]]
 """Yields each block of a file with its problem, or with None."""
 
 
@@ -96,21 +97,24 @@ def _verify(
     sizes: list[int] = []
 
     def verify_file(
-        problems: list[str], entry: FileEntry, check: ValueCheck, split: SplitName | None
+        problems: list[str],
+        entry: FileEntry,
+        check: ValueCheck,
+        split: SplitName | None,
+        advance: Advance,
     ) -> None:
-        ends: list[bytes] = []
+        ends: list[Array] = []
         start = 0
         for block, problem in blocks_of(entry):
-            if block and problem is None:
-                values = np.frombuffer(block, np.uint8)
-                problem = check.problem(values, f"{origin}/{entry.name}", start)
+            if len(block):
+                problem = problem or check.problem(block, f"{origin}/{entry.name}", start)
+                sizes.append(len(block))
             start += len(block)
             problems += [problem] if problem else []
-            sizes.extend([len(block)] if block else [])
             ends += [block] if split else []
-            transfers.advance(len(block))
+            advance(len(block))
         if split and not problems and split not in damaged:
-            values = np.frombuffer(b"".join(ends), "<i8")
+            values = np.frombuffer(b"".join(block.data for block in ends), "<i8")
             problems += end_problems(origin, split, values, manifest.splits[split].tokens)
 
     files = [
@@ -125,12 +129,9 @@ def _verify(
         if entry.name not in damaged
     ]
     problems: list[list[str]] = [[] for _ in files]
-    total = sum(entry.size_bytes for entry, _, _ in files) / 1e6
-    with progress.task(f"Reading {origin}", total=total, unit="MB") as task:
-        transfers = Transfers(task)
-        transfers.run(
-            [partial(verify_file, own, *file) for own, file in zip(problems, files, strict=True)]
-        )
+    jobs = [partial(verify_file, own, *file) for own, file in zip(problems, files, strict=True)]
+    num_bytes = sum(entry.size_bytes for entry, _, _ in files)
+    transfer_all(f"Reading {origin}", jobs, num_bytes, progress)
     return Verified(
         (*(problem.what for problem in found), *chain.from_iterable(problems)),
         len(manifest.files) + 1,

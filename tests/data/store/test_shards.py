@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from manifests import seal
 
-from flatout.data.store import sharded_array
+from flatout.data.store import integrity, sharded_array
 from flatout.data.store.manifest import BLOCK_BYTES
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
@@ -180,9 +180,9 @@ def test_document_ends_and_masks_are_checked_too(write_set, name, read):
 def test_each_block_is_checked_once(write_set, monkeypatch):
     split = Dataset.open(write_set(np.zeros(BLOCK_BYTES, int), vocab_size=10)).split("train")
     checked = []
-    original = sharded_array.zlib.crc32
+    original = integrity.zlib.crc32
     monkeypatch.setattr(
-        sharded_array.zlib, "crc32", lambda data: checked.append(len(data)) or original(data)
+        integrity.zlib, "crc32", lambda data: checked.append(len(data)) or original(data)
     )
     for _ in range(3):
         read(split, 1000, [0, 1, 2])

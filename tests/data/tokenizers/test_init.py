@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from texts import CORPUS, STRANGE
 
-from flatout.data.prepare.request.identity import tokenizer_mark
+from flatout.data.prepare.request.request import tokenizer_mark
 from flatout.data.tokenizers import base, load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.data.tokenizers.bpe import GPT2_PATTERN, KNOWN_FILES, KnownFile, train_bpe
 from flatout.errors import DataError

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 
@@ -22,12 +22,10 @@ from flatout.data.prepare.pack.jobs import Range
 from flatout.data.prepare.pack.records import RangeRecord
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.plan.work_plan import WorkPlan
-from flatout.data.prepare.request.split_rule import NAMED
+from flatout.data.prepare.request.options import NAMED
 from flatout.data.store.manifest import SPLITS, SplitName
-from flatout.files import writing
+from flatout.files import Array, writing
 from flatout.sources import FIRST_NAMED, Document, RowLocation
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 ZEROS_AT_ONCE = 1 << 20
 SORTED_AT_ONCE = 1 << 20

@@ -8,13 +8,12 @@ shard more than the tokens, and resumes where it was killed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from flatout.data.prepare.join.duplicates import Dropped
-from flatout.data.prepare.pack.records import RECORD, RangeRecord, record_path
+from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_stored, record_path
 from flatout.data.prepare.plan.limits import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.store.manifest import (
@@ -29,8 +28,11 @@ from flatout.data.store.manifest import (
     TokenizerEntry,
     token_dtype,
 )
+from flatout.data.tokenizers import Tokenizer
 from flatout.files import (
+    Array,
     CheckedFile,
+    StoredModel,
     Unfinished,
     check_blocks,
     sync,
@@ -39,19 +41,12 @@ from flatout.files import (
     writing,
 )
 
-if TYPE_CHECKING:
-    from flatout.data.tokenizers import Tokenizer
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
 _COPIED = 4 << 20
 """Bytes copied at a time."""
 
 
-class _Shard(BaseModel):
+class _Shard(StoredModel):
     """The record of a complete shard."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: FileEntry
     mask: FileEntry | None
@@ -170,7 +165,7 @@ class _SplitJoiner:
         stem = f"{self._name}-{number:05d}"
         record = self._work.path / f"{stem}{RECORD}"
         if record.is_file():
-            shard = _Shard.model_validate_json(record.read_text(encoding="utf-8"))
+            shard = read_stored(record, _Shard, work_dir=self._work.path)
         else:
             files = {kind: self._write_shard(kind, stem, start, stop) for kind in self._itemsizes}
             shard = _Shard(tokens=files["bin"], mask=files.get("mask"))
@@ -185,8 +180,7 @@ class _SplitJoiner:
     def _write_shard(self, kind: str, stem: str, start: int, stop: int) -> FileEntry:
         """Write the tokens from `start` up to `stop`, or their mask, to a file."""
         suffix = "bin" if kind == "bin" else f"{kind}.bin"
-        file = CheckedFile(self._work.joined / f"{stem}.{suffix}")
-        try:
+        with CheckedFile(self._work.joined / f"{stem}.{suffix}") as file:
             first = int(np.searchsorted(self._starts[1:], start, side="right"))
             last = int(np.searchsorted(self._starts[1:], stop, side="left"))
             for index in range(first, min(last + 1, len(self._splits))):
@@ -196,10 +190,7 @@ class _SplitJoiner:
                 if inside_start < inside_stop:
                     for begin, end in self._kept(index, inside_start, inside_stop):
                         self._copy(index, kind, file, begin, end)
-            return file.close()
-        except BaseException:
-            file.abandon()
-            raise
+        return file.close()
 
     def _kept(self, index: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield the spans in a range's files of its remaining tokens from `start` up to `stop`."""
@@ -231,8 +222,7 @@ class _SplitJoiner:
             raise _damaged(f"{path} was")
 
     def _write_ends(self) -> FileEntry:
-        file = CheckedFile(self._work.joined / f"{self._name}-documents.bin")
-        try:
+        with CheckedFile(self._work.joined / f"{self._name}-documents.bin") as file:
             for start, number, split in zip(
                 self._starts, self._numbers, self._splits, strict=False
             ):
@@ -241,10 +231,7 @@ class _SplitJoiner:
                     keep = ~self._dropped.of(number, self._name)
                     ends = np.cumsum(np.diff(ends, prepend=0)[keep])
                 file.write((ends + start).astype("<i8"))
-            return file.close()
-        except BaseException:
-            file.abandon()
-            raise
+        return file.close()
 
 
 def runs(ends: Array, drops: Array) -> list[tuple[int, int]]:

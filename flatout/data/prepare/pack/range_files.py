@@ -6,22 +6,21 @@ loss mask, and the marks that identify duplicates. The range's record is written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord, RangeSplit, record_path
-from flatout.data.prepare.pack.skipped import Skipped, storable
-from flatout.data.prepare.pack.tokenize import Packing, Report, pack
+from flatout.data.prepare.pack.records import (
+    RangeRecord,
+    RangeSplit,
+    Skipped,
+    record_path,
+    storable,
+)
 from flatout.data.store.manifest import SPLITS, token_dtype
 from flatout.errors import DataError
-from flatout.files import CheckedFile, sync, write_whole, writing
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from flatout.files import Array, CheckedFile, sync, write_whole, writing
 
 
 class SplitWriter:
@@ -144,22 +143,3 @@ class RangeWriter:
         """Remove what was written."""
         for split in self.splits.values():
             split.abandon()
-
-
-def pack_range(
-    work: Range, packing: Packing, folder: Path, report: Report = lambda _: None
-) -> Callable[[], RangeRecord]:
-    """Pack a range into files; return a function, callable from any thread, that records them.
-
-    Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
-            full disk.
-    """
-    writer = RangeWriter(
-        folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes
-    )
-    try:
-        skipped = pack(work.jobs, packing, writer.splits, report)
-    except BaseException:
-        writer.abandon()
-        raise
-    return partial(writer.finish, skipped)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
-from flatout.data.prepare.pack.assignment import Assignment
-from flatout.data.prepare.pack.jobs import Job, num_bytes_of
-from flatout.data.prepare.pack.records import MARK
-from flatout.data.prepare.pack.skipped import Skipped
+from flatout.data.prepare.pack.jobs import Assignment, Job, Range, num_bytes_of
+from flatout.data.prepare.pack.range_files import RangeWriter, SplitWriter
+from flatout.data.prepare.pack.records import MARK, RangeRecord, Skipped
 from flatout.data.prepare.request.options import Duplicates, OnBadRow
 from flatout.data.store.manifest import SplitName
-from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable
+from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
+from flatout.files import Array
 from flatout.sources import BadRow, Document, LeftOut
 from flatout.sources.long import Text, chunks_of
-
-if TYPE_CHECKING:
-    from flatout.data.tokenizers import Tokenizer
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 HELD_TOKENS = 1 << 20
 """Maximum tokens of a split held in memory before they are written."""
@@ -59,28 +55,10 @@ class Packing:
     """With drop, packing marks documents; duplicates are dropped once all ranges are packed."""
 
 
-class Sink(Protocol):
-    """Receives the tokens of a split."""
-
-    def append(
-        self,
-        tokens: Array,
-        ends: Array,
-        *,
-        text_bytes: int,
-        mask: Array | None = None,
-        marks: Array | None = None,
-    ) -> None:
-        """Append tokens, as `SplitWriter.append` does.
-
-        Shapes:  tokens (T,); ends (documents,); mask (T,); marks (documents,) of MARK.
-        """
-
-
 def pack(
     jobs: Iterable[Job],
     packing: Packing,
-    sinks: Mapping[SplitName, Sink],
+    sinks: Mapping[SplitName, SplitWriter],
     report: Report = lambda _: None,
 ) -> Skipped:
     """Tokenise some jobs into the sinks of both splits, and return the rows left out.
@@ -99,6 +77,25 @@ def pack(
     for packer in packers.values():
         packer.flush()
     return skipped
+
+
+def pack_range(
+    work: Range, packing: Packing, folder: Path, report: Report = lambda _: None
+) -> Callable[[], RangeRecord]:
+    """Pack a range into files; return a function, callable from any thread, that records them.
+
+    Raises: DataError for the first unusable row, unless such rows are skipped; Unfinished for a
+            full disk.
+    """
+    writer = RangeWriter(
+        folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes
+    )
+    try:
+        skipped = pack(work.jobs, packing, writer.splits, report)
+    except BaseException:
+        writer.abandon()
+        raise
+    return partial(writer.finish, skipped)
 
 
 def _pack_job(
@@ -173,7 +170,7 @@ def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:
 class _Packer:
     """Collects the documents of one split, and flushes them before they take much memory."""
 
-    def __init__(self, packing: Packing, sink: Sink) -> None:
+    def __init__(self, packing: Packing, sink: SplitWriter) -> None:
         self._sink = sink
         self._end_of_text = np.array([packing.tokenizer.eot_id], np.uint32)
         self._masked = packing.mask_field is not None

@@ -5,20 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flatout.data.prepare.pack.records import RangeRecord
 from flatout.data.store.manifest import token_dtype
+from flatout.data.tokenizers import Tokenizer
 from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.progress import readable_size
 from flatout.sources import FIRST_NAMED, RowLocation
 from flatout.sources.packed import CANNOT_BE_READ
-
-if TYPE_CHECKING:
-    from flatout.data.tokenizers import Tokenizer
 
 SHARD_BYTES = 128 * 1024 * 1024
 """Size of a shard; joining needs this much space besides the tokens."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from flatout.data.prepare.pack.jobs import Job
-from flatout.data.prepare.pack.skipped import Skipped, no_documents
+from flatout.data.prepare.pack.records import Skipped, no_documents
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.plan.limits import check_space
 from flatout.data.prepare.plan.sample import (
@@ -18,8 +18,7 @@ from flatout.data.prepare.plan.sample import (
 from flatout.data.prepare.plan.split import make_plan
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.plan.work_plan import PlanFile, WorkPlan
-from flatout.data.prepare.request.identity import difference
-from flatout.data.prepare.request.request import Request
+from flatout.data.prepare.request.request import Request, difference
 from flatout.data.tokenizers import Tokenizer, make_tokenizer
 from flatout.errors import DataError
 from flatout.sources import Document, LeftOut

@@ -6,8 +6,7 @@ import hashlib
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
-from flatout.data.prepare.pack.assignment import sha256_of
-from flatout.data.prepare.pack.jobs import Job
+from flatout.data.prepare.pack.jobs import Job, sha256_of
 from flatout.sources import Document
 from flatout.sources.long import Text, chunks_of
 

@@ -9,19 +9,21 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
 
-from flatout.data.prepare.pack.assignment import (
+from flatout.data.prepare.pack.jobs import (
     Assignment,
     ByHash,
     ByPosition,
+    Job,
     Whole,
+    cut_to_bytes,
     hash_fraction,
+    make_ranges,
+    num_bytes_of,
 )
-from flatout.data.prepare.pack.jobs import Job, cut_to_bytes, make_ranges, num_bytes_of
-from flatout.data.prepare.pack.skipped import Skipped
+from flatout.data.prepare.pack.records import Skipped
 from flatout.data.prepare.plan.work_plan import WorkPlan, validation_jobs
 from flatout.data.prepare.request.inputs import Corpus
-from flatout.data.prepare.request.options import Options
-from flatout.data.prepare.request.split_rule import NAMED, parse_rule
+from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.errors import TooLittleText
 from flatout.progress import SILENT, Progress
 from flatout.sources import BadRow, LeftOut, ReadTask

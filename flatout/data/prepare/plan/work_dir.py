@@ -14,17 +14,15 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_records
+from flatout.data.prepare.pack.records import RECORD, RangeRecord, read_records, read_stored
 from flatout.data.prepare.plan.work_plan import PlanFile
-from flatout.data.prepare.request.destination import refuse_occupied
+from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import TOKENIZER
+from flatout.data.tokenizers import Tokenizer
 from flatout.errors import DataError
 from flatout.files import PART, is_open_at, lock, sync, write_first, writing
-
-if TYPE_CHECKING:
-    from flatout.data.tokenizers import Tokenizer
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"
@@ -214,13 +212,7 @@ class WorkDir:
         path = self.path / PLAN
         if not self._locks or not path.is_file():
             return None
-        try:
-            return PlanFile.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{path} is damaged or was not written by this version of flatout.",
-                fix=f"Remove the directory {self.path} to start over.",
-            ) from error
+        return read_stored(path, PlanFile, work_dir=self.path)
 
     @property
     def tokenizer(self) -> Path:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from flatout.data.prepare.pack.assignment import Assignment, Whole
-from flatout.data.prepare.pack.jobs import Job, Range
+from flatout.data.prepare.pack.jobs import Assignment, Job, Range, Whole
+from flatout.data.prepare.request.request import Request
+from flatout.data.tokenizers import Tokenizer
+from flatout.files import StoredModel
 from flatout.sources import ReadTask
-
-if TYPE_CHECKING:
-    from flatout.data.prepare.request.request import Request
-    from flatout.data.tokenizers import Tokenizer
 
 FORMAT_VERSION = 1
 
@@ -44,15 +42,8 @@ def validation_jobs(read_tasks: Sequence[ReadTask]) -> tuple[Job, ...]:
     return tuple(Job(task, assignment=Whole("val")) for task in read_tasks)
 
 
-class PlanFile(BaseModel):
+class PlanFile(StoredModel, populate_by_name=True):
     """plan.json: the work plan without the text, and the request that it was made for."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        populate_by_name=True,
-    )
 
     format_version: int = FORMAT_VERSION
     """Version of this file's format."""

@@ -19,7 +19,6 @@ from flatout.registry import DATASETS
 from flatout.sources import ReadTask
 from flatout.sources.files import files_of, first_changed, has_rows, shared_file, skipped_files_in
 from flatout.sources.local import matches
-from flatout.sources.originals import LocalFile
 
 
 @dataclass(frozen=True)
@@ -161,13 +160,13 @@ def _report_passed_over(name: str, tasks: Sequence[ReadTask], progress: Progress
 def _mtime_digest(opened: Iterable[Sequence[ReadTask]]) -> str:
     """Return a digest of the sizes and mtimes of the local files that are read; empty if none."""
     found = {
-        file.path: file
+        file.path: file.stat
         for tasks in opened
         for task in tasks
-        for file in task.originals
-        if isinstance(file, LocalFile)
+        for file in task.files
+        if file.stat is not None
     }
-    marks = "".join(f"{file.size} {file.mtime_ns}\n" for file in found.values())
+    marks = "".join(f"{stat.st_size} {stat.st_mtime_ns}\n" for stat in found.values())
     return hashlib.sha256(marks.encode()).hexdigest() if marks else ""
 
 

@@ -1,19 +1,28 @@
-"""A request to prepare a dataset: its text and options, opened and checked."""
+"""A request to prepare a dataset: its text and options, opened and checked.
+
+Its description in the manifest identifies the dataset: it decides whether a directory already
+contains the requested one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from flatout.cache import CACHE
-from flatout.data.prepare.request.destination import refuse_mount
-from flatout.data.prepare.request.identity import describe
+from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.inputs import Corpus, in_both_splits, open_corpus
-from flatout.data.prepare.request.options import Options
-from flatout.errors import DataError
+from flatout.data.prepare.request.options import NAMED, Options, parse_rule
+from flatout.data.store.manifest import MANIFEST, Manifest
+from flatout.data.store.shards import Dataset
+from flatout.data.tokenizers import kind_named, read_tokenizer, tokenizer_path
+from flatout.errors import DataError, OutputInUse, in_shell, without_secrets
 from flatout.progress import SILENT, Progress
+from flatout.registry import DATASETS
 from flatout.sources.encodings import codec_of
 
 
@@ -70,3 +79,152 @@ def open_request(
         access.get("cache", CACHE),
         access.get("progress", SILENT),
     )
+
+
+def refuse_mount(out: Path) -> None:
+    """Check that `out` can be replaced by a rename, or is already a dataset.
+
+    Raises: DataError when it is a mount point.
+    """
+    target = out.resolve()
+    if os.path.ismount(target) and not (target / MANIFEST).is_file():
+        raise DataError(
+            f"{out} is a mount point: the finished dataset is renamed into place, which a mount "
+            "point does not allow.",
+            fix=f"Choose a directory in it: --out {in_shell(out / 'NAME')}.",
+        )
+
+
+def refuse_occupied(out: Path) -> None:
+    """Check that `out` is absent or an empty directory.
+
+    Raises: DataError when it is not, or is a mount point.
+    """
+    refuse_mount(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise OutputInUse(
+            f"{out} already exists and is not an empty directory.",
+            fix="Choose another --out, or remove what is there.",
+        )
+
+
+def existing_dataset(out: Path, source: Mapping[str, Any], progress: Progress) -> Manifest | None:
+    """Return the manifest of `out` when it is the dataset that `source` describes, None when empty.
+
+    Raises: DataError when it contains anything else.
+    """
+    if not (out / MANIFEST).is_file():
+        refuse_occupied(out)
+        return None
+    manifest = Dataset.open(out).manifest
+    require_same(
+        f"{out} contains a different dataset",
+        manifest.source,
+        source,
+        fix="Choose another --out, or remove that directory.",
+    )
+    progress.say(f"{out} already contains this dataset: {manifest.tokens:,} tokens. Nothing to do.")
+    return manifest
+
+
+DEFAULT_FIELD = "text"
+"""The field of a row that contains its text, unless another is named."""
+
+
+def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
+    """Return the manifest's description of the text and options.
+
+    Equal descriptions, apart from names, mean equal datasets.
+    """
+    validation = corpus.validation
+    return {
+        "names": [without_secrets(name) for name in corpus.names],
+        "fingerprint": corpus.fingerprint,
+        "tokenizer": tokenizer_mark(options.tokenizer),
+        "pattern": options.pattern,
+        "end_of_text": options.end_of_text,
+        "text_field": options.text_field or _default_fields(corpus),
+        "split": NAMED if validation else _normalised("split", corpus.split),
+        "val": [without_secrets(name) for name in validation.names] if validation else None,
+        "val_fingerprint": validation.fingerprint if validation else None,
+        "max_documents": options.max_documents,
+        "max_bytes": options.max_bytes,
+        "on_bad_row": options.on_bad_row,
+        "mask_field": options.mask_field,
+        "duplicates": None if options.duplicates == "keep" else options.duplicates,
+        "include": list(options.include) or None,
+        "encoding": options.encoding,
+    }
+
+
+def _default_fields(corpus: Corpus) -> str:
+    """Return the fields read by default: each card's own, and `text` for everything else."""
+    names = (*corpus.names, *(corpus.validation.names if corpus.validation else ()))
+    cards = DATASETS.names()
+    return " and ".join(
+        sorted({load_card(name).text_field if name in cards else DEFAULT_FIELD for name in names})
+    )
+
+
+def _normalised(key: str, value: Any) -> Any:
+    """Return one spelling for equivalent values; old manifests contain them as typed."""
+    if key == "text_field":
+        return value or DEFAULT_FIELD
+    if key == "split" and value not in (None, NAMED):
+        kind, fraction = parse_rule(value)
+        return f"{kind} {fraction}"
+    return value
+
+
+def tokenizer_mark(spec: str) -> str:
+    """Return the identity of a tokenizer: its name, or the digest of its file.
+
+    Raises: DataError when its file cannot be read, or is missing from a directory.
+    """
+    if kind_named(spec) is not None:
+        return spec
+    path = tokenizer_path(spec)
+    return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec
+
+
+def require_same(
+    what: str, existing: Mapping[str, Any], requested: Mapping[str, Any], *, fix: str
+) -> None:
+    """Check that two descriptions are of the same dataset.
+
+    Raises: OutputInUse that starts with `what` and lists the differences.
+    """
+    if different := difference(existing, requested):
+        raise OutputInUse(f"{what}: {different}.", fix=fix)
+
+
+def difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str:
+    """Return how two descriptions differ, in words; empty when they are of the same dataset."""
+    different = {
+        key: (there, wanted)
+        for key in requested
+        if key not in ("names", "val")
+        and (there := _normalised(key, existing.get(key)))
+        != (wanted := _normalised(key, requested[key]))
+    }
+    words = [
+        f"{key} is {there!r}, and {wanted!r} is requested"
+        for key, (there, wanted) in different.items()
+        if not key.endswith("fingerprint") and key != "metadata"
+    ]
+    for key, names_key, text in (
+        ("fingerprint", "names", "text"),
+        ("val_fingerprint", "val", "validation text"),
+    ):
+        if key in different:
+            there, wanted = (
+                " ".join(one.get(names_key) or ["nothing"]) for one in (existing, requested)
+            )
+            words.append(
+                f"the {text} has changed"
+                if there == wanted
+                else f"its {text} is {there}, and {wanted} is requested"
+            )
+    if "metadata" in different:
+        words.append("metadata.json has changed")
+    return "; ".join(words)

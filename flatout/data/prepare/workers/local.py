@@ -14,27 +14,99 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from typing import Self
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
 
 from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.range_files import pack_range
 from flatout.data.prepare.pack.records import RangeRecord
-from flatout.data.prepare.pack.tokenize import Report, Tally
-from flatout.data.prepare.workers.protocol import (
-    RESUMES,
-    Answer,
-    Failure,
-    Setup,
-    attempt,
-    in_order,
-)
+from flatout.data.prepare.pack.tokenize import Packing, Report, Tally, pack_range
 from flatout.data.tokenizers.check import PIECE_CPU_S, bound_pieces
-from flatout.errors import RunFailed
+from flatout.errors import FlatoutError, RunFailed
+
+T = TypeVar("T")
+
+RESUMES = "Run the same command again: it continues where it stopped."
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Sent to each worker once."""
+
+    packing: Packing
+    folder: Path
+    """Directory to which ranges are written."""
+
+
+class WorkerFailed(RunFailed):
+    """An unexpected error in a worker; its traceback is a note."""
+
+
+class Workers(Protocol):
+    """Packs ranges, on this machine or elsewhere."""
+
+    def pack(
+        self, ranges: Sequence[Range], setup: Setup, report: Report = lambda _: None
+    ) -> Iterator[RangeRecord]:
+        """Pack the ranges and yield their records in order.
+
+        Raises: DataError for the first bad row in the order of the ranges.
+        """
+        ...
+
+
+Answer = tuple[int, RangeRecord | FlatoutError]
+"""The index of a finished range, and its result."""
+
+
+def in_order(
+    ranges: Sequence[Range],
+    submit: Callable[[Sequence[Range], int], int],
+    collect: Callable[[], Iterable[Answer]],
+) -> Iterator[RangeRecord]:
+    """Yield the records of ranges in order, whatever order they finish in.
+
+    `submit(ranges, submitted)` submits ranges from that index while workers have room, and returns
+    the next index; `collect()` waits for some to finish. Nothing is submitted after a range that
+    failed.
+
+    Raises: the error of the first range that failed.
+    """
+    done: dict[int, RangeRecord | FlatoutError] = {}
+    submitted, stop = 0, len(ranges)
+    for wanted in range(len(ranges)):
+        while wanted not in done:
+            submitted = submit(ranges[:stop], submitted)
+            for index, result in collect():
+                done[index] = result
+                if isinstance(result, FlatoutError):
+                    stop = min(stop, index + 1)
+        result = done.pop(wanted)
+        if isinstance(result, FlatoutError):
+            raise result
+        yield result
+
+
+def attempt(
+    call: Callable[[], T],
+    failed: str = "A worker of prepare failed",
+    fix: str = "The traceback above names the line; --workers 1 shows it in one process.",
+) -> T | FlatoutError:
+    """Return the result of a call, or its error; for an unexpected one, what `failed`."""
+    try:
+        return call()
+    except FlatoutError as error:
+        return error
+    except Exception as error:
+        unexpected = WorkerFailed(f"{failed}: {type(error).__name__}: {error}.", fix=fix)
+        unexpected.add_note(traceback.format_exc())
+        return unexpected
+
 
 QUEUED = 3
 """Ranges per worker: the one being synced, the one being packed, and the next."""
@@ -178,7 +250,7 @@ def serve(descriptor: int) -> None:
                 record = attempt(partial(pack_range, work, setup.packing, setup.folder, answer))
                 if number == 0:
                     gc.freeze()  # spares the collector the 100,000 objects of a vocabulary
-                if isinstance(record, Failure):
+                if isinstance(record, FlatoutError):
                     answer((index, record))
                 else:
                     recorder.submit(

@@ -8,9 +8,10 @@ other's files.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import io
+import os
+import pickle
 import re
 import signal
 import socket
@@ -18,20 +19,30 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any, Self, TextIO
 
 import psutil
 
 from flatout.data.prepare.pack.jobs import Range
 from flatout.data.prepare.pack.records import RangeRecord
-from flatout.data.prepare.pack.tokenize import Report, Tally
-from flatout.data.prepare.workers.protocol import RESUMES, Answer, Setup, in_order
-from flatout.data.prepare.workers.ray_tasks import RayTasks
-from flatout.errors import Interrupted, MissingPackage, RunFailed
-from flatout.files import PART
+from flatout.data.prepare.pack.tokenize import Report, Tally, pack_range
+from flatout.data.prepare.workers.local import (
+    RESUMES,
+    Answer,
+    Setup,
+    WorkerFailed,
+    attempt,
+    in_order,
+)
+from flatout.errors import DataError, FlatoutError, Interrupted, MissingPackage, RunFailed
+from flatout.files import PART, Unfinished
 from flatout.progress import SILENT, Progress
 
+RETRIES = 3
+"""Number of times that a range is packed again when its process or node dies."""
 QUEUED = 2
 """Ranges per CPU of the cluster: the one being packed, and the next."""
 WAIT_S = 1.0
@@ -114,23 +125,32 @@ class RayWorkers:
         """
         mark = setup.folder / f"{uuid.uuid4().hex}{PART}"
         mark.touch()
+        environment = (_version(), sys.path, os.getcwd(), str(mark))
+        sent = [self._ray.put(pickle.dumps(setup))]
+        task = self._ray.remote(num_cpus=1, max_retries=RETRIES)(_remote_function())
+
+        def start(work: Range) -> Any:
+            # A node unpickles the range only after checking that the versions are equal.
+            return task.remote(*environment, pickle.dumps(work), sent)
+
         try:
-            tasks = RayTasks(self._ray, setup, mark)
-            submit = functools.partial(self._submit, tasks)
-            yield from in_order(ranges, submit, lambda: self._collect(tasks, report))
+            submit = partial(self._submit, start)
+            yield from in_order(ranges, submit, lambda: self._collect(setup, report))
         finally:
             self._stop()
             mark.unlink(missing_ok=True)
 
-    def _submit(self, tasks: RayTasks, ranges: Sequence[Range], submitted: int) -> int:
+    def _submit(
+        self, start: Callable[[Range], Any], ranges: Sequence[Range], submitted: int
+    ) -> int:
         """Submit ranges from `submitted` on while the cluster has room; return the next index."""
         room = self._limit or max(1, QUEUED * self._cpus())
         while submitted < len(ranges) and len(self._running) < room:
-            self._running[tasks.submit(ranges[submitted])] = (submitted, ranges[submitted])
+            self._running[start(ranges[submitted])] = (submitted, ranges[submitted])
             submitted += 1
         return submitted
 
-    def _collect(self, tasks: RayTasks, report: Report) -> list[Answer]:
+    def _collect(self, setup: Setup, report: Report) -> list[Answer]:
         """Wait up to `WAIT_S` for ranges to finish, and return their results."""
         ready, _ = self._ray.wait(list(self._running), timeout=WAIT_S)
         if not ready:
@@ -138,11 +158,38 @@ class RayWorkers:
         ended = []
         for reference in ready:
             index, work = self._running.pop(reference)
-            result = tasks.result(reference, work)
+            result = self._result(reference, work, setup)
             if isinstance(result, RangeRecord):
                 report(Tally(result.num_bytes, result.documents, result.tokens))
             ended.append((index, result))
         return ended
+
+    def _result(self, reference: Any, work: Range, setup: Setup) -> RangeRecord | FlatoutError:
+        """Return the record, or the error as this machine reports it."""
+        exceptions = self._ray.exceptions
+        try:
+            node, result = self._ray.get(reference)
+        except exceptions.RayTaskError as error:
+            return RunFailed(
+                f"Ray could not run prepare's task: {error}",
+                fix="Check that the nodes have the packages of this machine.",
+            )
+        except (exceptions.WorkerCrashedError, exceptions.OutOfMemoryError) as error:
+            return RunFailed(
+                f"The process that packed range {work.number} died {RETRIES + 1} times: "
+                f"{_first_line(error)}",
+                fix=f"{RESUMES} The usual cause is too little memory: use fewer --workers.",
+            )
+        except exceptions.RayError as error:
+            return RunFailed(
+                f"The Ray cluster gave up on range {work.number}: {_first_line(error)}", fix=RESUMES
+            )
+        if isinstance(result, str):
+            return RunFailed(
+                f"The node {node} {result}.",
+                fix=f"Install flatout {_version()} on every node, as on this machine.",
+            )
+        return _explained(result, node, work, setup) if isinstance(result, FlatoutError) else result
 
     def _cpus(self) -> int:
         """Return the number of CPUs of the cluster; report when it changes.
@@ -232,3 +279,88 @@ def _own_sigterm() -> Iterator[None]:
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+def _explained(
+    error: FlatoutError, node: str, work: Range, setup: Setup
+) -> RangeRecord | FlatoutError:
+    """Return a node's error as this machine's if packing fails here too, else as its own."""
+    if type(error) is DataError:
+        here = attempt(lambda: pack_range(work, setup.packing, setup.folder)())
+        if isinstance(here, FlatoutError):
+            return here
+        return RunFailed(
+            f"The node {node} cannot do what this machine can: {error.what}",
+            fix="Name sources that every node can read.",
+        )
+    if type(error) in (Unfinished, WorkerFailed):
+        return error
+    return type(error)(f"On the node {node}: {error.what}", fix=error.fix)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") + "."
+
+
+def _version() -> str:
+    return str(importlib.import_module("flatout").__version__)
+
+
+def _remote_function() -> Callable[..., tuple[str, Any]]:
+    """Return the function that a node runs.
+
+    It is defined here so that Ray sends its code: the node may have another version of flatout, or
+    none.
+    """
+
+    def run(version: str, search_path: list[str], *rest: Any) -> tuple[str, Any]:
+        import importlib
+        import socket
+        import sys
+
+        sys.path.extend(entry for entry in search_path if entry not in sys.path)
+        node = socket.gethostname()
+        try:
+            there = importlib.import_module("flatout").__version__
+        except ImportError as error:
+            return node, f"has no flatout ({error})"
+        if there != version:
+            return node, f"has flatout {there}, and this machine {version}"
+        module = importlib.import_module("flatout.data.prepare.workers.ray")
+        return node, module.pack_here(*rest)
+
+    return run
+
+
+def pack_here(
+    directory: str, mark: str, work: bytes, setup: list[Any]
+) -> RangeRecord | FlatoutError:
+    """Pack a range on a node, in the caller's current directory if it exists there.
+
+    The work directory must contain the mark, which shows that the node sees the same disk.
+    """
+    if not Path(mark).exists():
+        return RunFailed(
+            f"It does not see the directory {Path(mark).parent}, or sees another one with that "
+            "name.",
+            fix="Choose an --out on a disk that every node sees under the same name.",
+        )
+    with contextlib.suppress(OSError):
+        os.chdir(directory)
+
+    def pack() -> RangeRecord:
+        sent = _setup(setup[0])
+        return pack_range(pickle.loads(work), sent.packing, sent.folder)()
+
+    return attempt(
+        pack,
+        f"A worker of prepare failed on the node {socket.gethostname()}",
+        "--engine local --workers 1 shows the traceback.",
+    )
+
+
+@lru_cache(maxsize=1)
+def _setup(reference: Any) -> Setup:
+    """Return the setup, which a node's process fetches once."""
+    setup: Setup = pickle.loads(importlib.import_module("ray").get(reference))
+    return setup

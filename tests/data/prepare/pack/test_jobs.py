@@ -2,8 +2,7 @@ import os
 
 import pytest
 
-from flatout.data.prepare.pack.records import RangeRecord, read_records
-from flatout.data.prepare.pack.skipped import SkippedRows
+from flatout.data.prepare.pack.records import RangeRecord, SkippedRows, read_records
 from flatout.errors import DataError
 from flatout.sources import RowLocation
 

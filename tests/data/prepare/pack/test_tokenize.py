@@ -1,9 +1,15 @@
 import pytest
 
 from flatout.data.prepare.pack import tokenize as stage
-from flatout.data.prepare.pack.assignment import ByHash, ByPosition, Whole, hash_fraction
-from flatout.data.prepare.pack.jobs import Job, cut_to_bytes
-from flatout.data.prepare.pack.skipped import Skipped
+from flatout.data.prepare.pack.jobs import (
+    ByHash,
+    ByPosition,
+    Job,
+    Whole,
+    cut_to_bytes,
+    hash_fraction,
+)
+from flatout.data.prepare.pack.records import Skipped
 from flatout.data.prepare.pack.tokenize import Packing, Tally
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer

@@ -7,8 +7,7 @@ from collections import namedtuple
 import pytest
 
 from flatout import sources
-from flatout.data.prepare.pack.records import RangeRecord, RangeSplit
-from flatout.data.prepare.pack.skipped import SkippedRows
+from flatout.data.prepare.pack.records import RangeRecord, RangeSplit, SkippedRows
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import limits
 from flatout.data.prepare.plan.limits import BadRowLimit, check_space

@@ -3,8 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from flatout.data.prepare.pack.assignment import hash_fraction
-from flatout.data.prepare.pack.jobs import Job
+from flatout.data.prepare.pack.jobs import Job, hash_fraction
 from flatout.data.prepare.plan import sample
 from flatout.data.prepare.plan.sample import sample_texts, texts_by_hash
 from flatout.sources import BadRow, LeftOut, ReadTask, file_reading, files

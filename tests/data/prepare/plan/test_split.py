@@ -2,11 +2,10 @@ import random
 
 import pytest
 
-from flatout.data.prepare.pack.assignment import ByHash, ByPosition, Whole, hash_fraction
+from flatout.data.prepare.pack.jobs import ByHash, ByPosition, Whole, hash_fraction
 from flatout.data.prepare.plan import split as stage
 from flatout.data.prepare.request.inputs import Corpus
-from flatout.data.prepare.request.options import Options
-from flatout.data.prepare.request.split_rule import parse_rule
+from flatout.data.prepare.request.options import Options, parse_rule
 from flatout.errors import DataError
 from flatout.sources import BadRow, Document, LeftOut, ReadTask
 

@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from flatout.data.prepare.pack.assignment import ByHash, ByPosition, Whole
+from flatout.data.prepare.pack.jobs import ByHash, ByPosition, Whole
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.plan.split import make_plan
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart

@@ -5,7 +5,7 @@ import pytest
 from corpora import TEXT
 
 from flatout.data.prepare.request import cards as cards_module
-from flatout.data.prepare.request import identity, inputs, names
+from flatout.data.prepare.request import inputs, names, request
 
 
 class Folder:
@@ -37,6 +37,6 @@ def cards(monkeypatch):
             "split": "tail 0.2",
         }
     }
-    for module in (cards_module, identity, inputs, names):
+    for module in (cards_module, request, inputs, names):
         monkeypatch.setattr(module, "DATASETS", Folder(known))
     return known

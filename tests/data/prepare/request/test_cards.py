@@ -5,7 +5,7 @@ from corpora import TEXT, open_corpus, texts
 
 from flatout.data.prepare.request import inputs, names
 from flatout.data.prepare.request.cards import Card, load_card
-from flatout.data.prepare.request.split_rule import parse_rule
+from flatout.data.prepare.request.options import parse_rule
 from flatout.errors import ConfigError, DataError
 from flatout.registry import DATASETS
 

@@ -6,13 +6,11 @@ import sys
 import psutil
 import pytest
 
-from flatout.data.prepare.pack.assignment import ByHash
-from flatout.data.prepare.pack.jobs import Job, Range
+from flatout.data.prepare.pack.jobs import ByHash, Job, Range
 from flatout.data.prepare.pack.records import read_records
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.workers import local as local_workers
-from flatout.data.prepare.workers.local import LocalWorkers
-from flatout.data.prepare.workers.protocol import Setup
+from flatout.data.prepare.workers.local import LocalWorkers, Setup
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
 from flatout.sources import ReadTask, RowLocation
@@ -182,12 +180,12 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
         "import sys; sys.path[:] = " + repr(sys.path) + "\n"
         "from pathlib import Path\n"
         "import worker_source as source\n"
-        "from flatout.data.prepare.pack.assignment import ByHash\n"
+        "from flatout.data.prepare.pack.jobs import ByHash\n"
         "from flatout.data.prepare.pack.tokenize import Packing\n"
         "from flatout.data.prepare.pack.jobs import Job, Range\n"
         "from flatout.data.tokenizers import make_tokenizer\n"
         "from flatout.data.prepare.workers.local import LocalWorkers\n"
-        "from flatout.data.prepare.workers.protocol import Setup\n"
+        "from flatout.data.prepare.workers.local import Setup\n"
         "from flatout.sources import ReadTask\n"
         "packing = Packing(make_tokenizer('byte', lambda limit: ()), ByHash(0.3), 'raise')\n"
         "ranges = [Range(number, (Job(ReadTask(source.numbered, (0, 1), 'x')),)) for number in "

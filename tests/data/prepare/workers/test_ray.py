@@ -13,14 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.data.prepare.pack.assignment import ByHash
-from flatout.data.prepare.pack.jobs import Job, Range
+from flatout.data.prepare.pack.jobs import ByHash, Job, Range
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.pipeline import Options, engine_named, prepare_dataset
 from flatout.data.prepare.workers import ray as ray_workers
-from flatout.data.prepare.workers import ray_tasks
-from flatout.data.prepare.workers.local import LocalWorkers
-from flatout.data.prepare.workers.protocol import Failure, Setup
+from flatout.data.prepare.workers.local import LocalWorkers, Setup
 from flatout.data.prepare.workers.ray import RayWorkers
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import ConfigError, DataError, Interrupted, MissingPackage, RunFailed
@@ -70,7 +67,7 @@ class StandIn:
         return reference
 
     def remote(self, **options):
-        assert options == {"num_cpus": 1, "max_retries": ray_tasks.RETRIES}
+        assert options == {"num_cpus": 1, "max_retries": ray_workers.RETRIES}
         return lambda function: SimpleNamespace(
             remote=lambda *arguments: self._begun(function, arguments)
         )
@@ -238,7 +235,7 @@ def raised(kind):
 
 
 def test_another_version_on_a_node_is_reported(ray, setup, monkeypatch):
-    monkeypatch.setattr(ray_tasks, "_version", lambda: "9.9")
+    monkeypatch.setattr(ray_workers, "_version", lambda: "9.9")
     with pytest.raises(
         RunFailed,
         match=r"The node .* has flatout .*, and this machine 9\.9.*Install flatout 9\.9 on "
@@ -303,9 +300,9 @@ def test_a_faulty_node_keeps_the_work_of_others(ray, tmp_path, monkeypatch):
     options = Options(tokenizer="byte", val=(str(tmp_path / "valid.txt"),))
     with monkeypatch.context() as patch:
         patch.setattr(
-            ray_tasks,
+            ray_workers,
             "pack_here",
-            lambda *_: Failure("It does not see the folder.", "Mount it.", RunFailed),
+            lambda *_: RunFailed("It does not see the folder.", fix="Mount it."),
         )
         with pytest.raises(RunFailed, match="does not see the folder"):
             prepare_dataset([str(rows)], tmp_path / "out", options, engine=engine_named("ray"))

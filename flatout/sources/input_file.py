@@ -1,8 +1,9 @@
-"""Records source files as they were when listed, to detect changes while preparing."""
+"""Records input files as they were when listed, to detect changes while preparing."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,48 +11,40 @@ from flatout.sources.packed import unreadable
 
 
 @dataclass(frozen=True, slots=True)
-class LocalFile:
-    """A local file as it was listed, before it was read."""
+class InputFile:
+    """A file to read, as it was when it was listed."""
 
     path: str
+    """Its path or URL."""
+    name: str
+    """Its name inside the folder or pattern, or its URL."""
     size: int
-    mtime_ns: int
-    ctime_ns: int
-    inode: int
-    digest: str
-    """Its fingerprint with this `limit`."""
-    limit: int
+    mark: str = ""
+    """The server's checksum or date of its content; for a local file, the fingerprint with `limit`.
+    """
+    listed: str = ""
+    """The URL that was listed to find it: its own, a folder's, or a pattern."""
+    stat: os.stat_result | None = None
+    """The status of a local file."""
+    limit: int = 0
 
     def has_changed(self) -> bool:
-        """Return whether the file's size, modification time or content has changed, or it is gone.
+        """Return whether a local file's size, modification time or content has changed.
 
         The content is read again only if the file was touched and its modification time restored,
         or if it was replaced by a copy.
         """
+        assert self.stat is not None
+        before = self.stat
         try:
             now = Path(self.path).stat()
         except FileNotFoundError:
             return True
-        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
+        if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             return True
-        if (now.st_ctime_ns, now.st_ino) == (self.ctime_ns, self.inode):
+        if (now.st_ctime_ns, now.st_ino) == (before.st_ctime_ns, before.st_ino):
             return False
-        return fingerprint(Path(self.path), self.size, self.limit) != self.digest
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A remote file as its server described it when it was listed."""
-
-    url: str
-    asked: str
-    """The URL that was listed: the file's own, a folder's, or a pattern."""
-    size: int
-    mark: str
-    """Its checksum or date; empty when the server reports neither."""
-
-
-Original = LocalFile | RemoteFile
+        return fingerprint(Path(self.path), self.size, self.limit) != self.mark
 
 
 def fingerprint(file: Path, size: int, limit: int) -> str:
