@@ -85,9 +85,11 @@ class CheckedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.close()
-        self.abandon()
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            self.abandon()
 
     def write(self, items: Array) -> None:
         """Append the array's bytes."""

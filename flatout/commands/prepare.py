@@ -23,7 +23,7 @@ from flatout.data.prepare.pipeline import (
     prepare_part,
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
-from flatout.data.prepare.upload import Uploaded, prepare_upload
+from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.manifest import Manifest
 from flatout.errors import UsageError
 from flatout.progress import SILENT, Progress
@@ -209,7 +209,7 @@ def _check_work_sharing(part: str | None, join: bool, engine: str, out: str) -> 
         )
 
 
-def _result(made: Prepared | Uploaded) -> PrepareResult:
+def _result(made: Prepared) -> PrepareResult:
     manifest = made.manifest
     return PrepareResult(
         path=made.path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
@@ -41,11 +41,12 @@ BYTES_PER_WORKER = 8_000_000
 class Prepared:
     """A prepared dataset, and how long it took."""
 
-    path: Path
+    path: Path | str
+    """Its directory or URL."""
     manifest: Manifest
     seconds: float
     existed: bool
-    """Whether the directory already contained this dataset."""
+    """Whether this dataset was already there."""
 
 
 @dataclass(frozen=True)
@@ -104,22 +105,21 @@ def prepare_dataset(
     started = time.perf_counter()
     check_workers(workers)
     out = expanded(out)
-    prepared = prepare_request(open_request(sources, out, options, **access), out, workers, engine)
-    return replace(prepared, seconds=time.perf_counter() - started)
+    request = open_request(sources, out, options, **access)
+    manifest, existed = prepare_request(request, out, workers, engine)
+    return Prepared(out, manifest, time.perf_counter() - started, existed)
 
 
 def prepare_request(
-    request: Request, out: Path, workers: int | None = None, engine: Engine = local
-) -> Prepared:
-    """Prepare the dataset of a request as `prepare_dataset` does."""
-    started = time.perf_counter()
+    request: Request, out: Path, workers: int | None, engine: Engine
+) -> tuple[Manifest, bool]:
+    """Prepare the dataset of a request as `prepare_dataset` does; return whether it existed."""
     with WorkDir(out) as work:
         manifest = _existing_or_claimed(request, work)
-        existed = manifest is not None
-        if manifest is None:
-            with engine(request, workers) as crew:
-                manifest = _write(work, request, crew)
-    return Prepared(out, manifest, time.perf_counter() - started, existed)
+        if manifest is not None:
+            return manifest, True
+        with engine(request, workers) as crew:
+            return _write(work, request, crew), False
 
 
 def prepare_part(

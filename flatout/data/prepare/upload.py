@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,7 +18,14 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from flatout.cache import CACHE
-from flatout.data.prepare.pipeline import Engine, Options, check_workers, local, prepare_request
+from flatout.data.prepare.pipeline import (
+    Engine,
+    Options,
+    Prepared,
+    check_workers,
+    local,
+    prepare_request,
+)
 from flatout.data.prepare.request.request import Request, difference, open_request
 from flatout.data.store.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from flatout.data.store.remote import (
@@ -44,18 +50,6 @@ FORMAT_VERSION = 1
 _CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
 
 
-@dataclass(frozen=True)
-class Uploaded:
-    """A dataset at a URL, and how long it took."""
-
-    path: str
-    """The URL."""
-    manifest: Manifest
-    seconds: float
-    existed: bool
-    """Whether the URL already contained this dataset."""
-
-
 class Claim(StoredModel):
     """upload.json: which dataset is being sent to a URL."""
 
@@ -77,7 +71,7 @@ def prepare_upload(
     engine: Engine = local,
     cache: Path = CACHE,
     progress: Progress = SILENT,
-) -> Uploaded:
+) -> Prepared:
     """Prepare a dataset and send it to a URL; the manifest appears once it is complete.
 
     Both steps resume where an earlier call stopped. A URL that already contains this dataset is
@@ -116,9 +110,7 @@ def prepare_upload(
             manifest = _prepare(request, folder, workers, engine)
             _send(remote, folder, manifest, claim, progress)
         _keep(folder, cache_dir, uploaded)
-    return Uploaded(
-        remote.url, manifest, time.perf_counter() - started, existed=uploaded is not None
-    )
+    return Prepared(remote.url, manifest, time.perf_counter() - started, uploaded is not None)
 
 
 def _refuse(url: str) -> NoReturn:
@@ -137,7 +129,7 @@ def _require_same(holder: str, source: Mapping[str, Any], request: Request) -> N
 def _prepare(request: Request, folder: Path, workers: int | None, engine: Engine) -> Manifest:
     """Prepare the dataset in `folder`, unless an earlier call did, and return its manifest."""
     if not (folder / MANIFEST).is_file():
-        return prepare_request(request, folder, workers, engine).manifest
+        return prepare_request(request, folder, workers, engine)[0]
     manifest = Dataset.open(folder).manifest
     _require_same(f"{folder}, which waits to be sent, contains a", manifest.source, request)
     request.progress.say(f"{folder} was already prepared.")

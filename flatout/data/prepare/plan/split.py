@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Literal
@@ -117,39 +117,34 @@ def _survey(
     tasks: Sequence[ReadTask], options: Options, enough: int | None, progress: Progress
 ) -> _Survey:
     """Read the documents without tokenising, up to the limits, or until there are `enough`."""
-    with progress.task("Counting documents", unit="documents") as task:
-        return _count(tasks, options, enough, task.advance)
-
-
-def _count(
-    tasks: Sequence[ReadTask], options: Options, enough: int | None, advance: Callable[[], None]
-) -> _Survey:
     found = _Survey()
     room = options.max_bytes
-    for task in tasks:
-        found.taken.append(0)
-        for row in task.rows():
-            if isinstance(row, BadRow):
-                Skipped().add_bad(row, options.on_bad_row)
-            if isinstance(row, BadRow | LeftOut):
-                continue
-            advance()
-            found.taken[-1] += 1
-            found.lengths.append(len(row.text))
-            if len(found.sides) < 2:
-                found.sides.add(hash_fraction(row.text) < SMALL_FRACTION)
-            if room is not None:
-                size = num_bytes_of(row.text)
-                if size >= room:
-                    found.last_bytes, found.lengths[-1] = room, len(cut_to_bytes(row.text, room))
-                    found.stopped = "at a limit"
+    with progress.task("Counting documents", unit="documents") as counter:
+        for task in tasks:
+            found.taken.append(0)
+            for row in task.rows():
+                if isinstance(row, BadRow):
+                    Skipped().add_bad(row, options.on_bad_row)
+                if isinstance(row, BadRow | LeftOut):
+                    continue
+                counter.advance()
+                found.taken[-1] += 1
+                found.lengths.append(len(row.text))
+                if len(found.sides) < 2:
+                    found.sides.add(hash_fraction(row.text) < SMALL_FRACTION)
+                if room is not None:
+                    size = num_bytes_of(row.text)
+                    if size >= room:
+                        found.last_bytes = room
+                        found.lengths[-1] = len(cut_to_bytes(row.text, room))
+                        found.stopped = "at a limit"
+                        return found
+                    room -= size
+                count = len(found.lengths)
+                if count in (options.max_documents, enough):
+                    limit = count == options.max_documents
+                    found.stopped = "at a limit" if limit else "with enough"
                     return found
-                room -= size
-            count = len(found.lengths)
-            if count in (options.max_documents, enough):
-                limit = count == options.max_documents
-                found.stopped = "at a limit" if limit else "with enough"
-                return found
     return found
 
 
