@@ -107,10 +107,10 @@ class RunConfig(Section):
 
     def value(self, key: str) -> Any:
         """Return the value at a dotted key, such as `optim.lr`."""
-        found: Any = self
+        value: Any = self
         for part in key.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain values for YAML and JSON."""
@@ -218,10 +218,10 @@ def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()
 
 def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested sections as one flat mapping with dotted keys."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in document.items():
         if isinstance(value, Mapping) and f"{prefix}{key}" not in MAPPINGS:
-            found.update(flat(value, f"{prefix}{key}."))
+            result.update(flat(value, f"{prefix}{key}."))
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            result[f"{prefix}{key}"] = value
+    return result

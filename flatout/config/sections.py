@@ -74,18 +74,18 @@ class DataConfig(Section):
             raise ConfigError(
                 f"data.mix={mix!r} is not a mapping of datasets to weights.", fix=example
             )
-        for folder, weight in mix.items():
+        for path, weight in mix.items():
             if (
                 isinstance(weight, bool)
                 or not isinstance(weight, int | float)
                 or not 0 < weight < float("inf")
             ):
                 raise ConfigError(
-                    f"data.mix gives {folder!r} the weight {weight!r}, which is not a number above "
+                    f"data.mix gives {path!r} the weight {weight!r}, which is not a number above "
                     f"0.",
                     fix=example,
                 )
-        return {str(folder): weight for folder, weight in mix.items()}
+        return {str(path): weight for path, weight in mix.items()}
 
 
 class BatchConfig(Section):

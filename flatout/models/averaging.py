@@ -21,7 +21,7 @@ from flatout.ops import at_least_fp32
 
 @dataclass(frozen=True)
 class Groups:
-    """Where the groups of packed documents are.
+    """The positions of the groups of packed documents.
 
     A row has room for T // S groups and is filled from the left: no shape depends on the documents.
     """

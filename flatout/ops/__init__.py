@@ -45,13 +45,13 @@ class Ops:
 
 def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:
     """Return the public functions of `op` that share the signature of its `reference`, by name."""
-    wanted = inspect.signature(op.reference)
+    signature = inspect.signature(op.reference)
     return {
         name: value
         for name, value in vars(op).items()
         if not name.startswith("_")
         and inspect.isfunction(value)
-        and inspect.signature(value) == wanted
+        and inspect.signature(value) == signature
     }
 
 

@@ -136,7 +136,7 @@ def varlen(
 
     For GPUs, bf16 or fp16, and packed documents; `flex` handles everything else, including heads
     that the kernel does not support (above 192 or not a multiple of 8). The tokens of a document
-    are contiguous, and a row holds at most T / 64 + 1 documents on average: the feed, which numbers
+    are contiguous, and rows have at most T / 64 + 1 documents on average: the feed, which numbers
     the documents on the host, rejects a micro-batch with more (`most_documents`) before it reaches
     the device.
 

@@ -191,7 +191,7 @@ def liger(
 
     Shapes:  as `reference`.
     Returns: as `reference`.
-    Cost:    as `chunked`; holds about as many logits as there are components of hidden states.
+    Cost:    as `chunked`; keeps about as many logits as there are components of hidden states.
     Raises:  ShapeError as `reference`; MissingPackage.
     Source:  Hsu et al. 2024, arXiv:2410.10989.
     """
@@ -274,7 +274,7 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None, None]:
-        """Return the kept gradients times that of the loss, multiplied in at least fp32.
+        """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
 
         The gradient of the hidden states is rounded to the dtype of their product with the weight,
         so that values beyond the range of float16 become infinite.

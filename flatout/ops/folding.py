@@ -52,7 +52,7 @@ def folded(weights: Weights) -> Weights:
 
     Shapes:  as in `Weights`.
     Returns: weights of the same shapes; the coupling is None, and so is a gain that was folded.
-    Cost:    2 D E J FLOP and a few passes over two weights, whatever the number of tokens.
+    Cost:    2 D E J FLOP and a few passes over two weights, for any number of tokens.
     """
     drive_ED, bias_E, gains, coupling_KJ, output_DE = weights
     if len(gains) == 1 and gains[0] is not None and gains[0].dim() == 1:

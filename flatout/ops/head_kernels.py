@@ -30,7 +30,7 @@ def _rotated_back(grad_1, grad_2, cos, sin, row, i, second, mask_1, mask_2):
 
 @triton.jit
 def _before_norm(grad_1, grad_2, x_1, x_2, gain_1, gain_2, SIZE: tl.constexpr, EPS: tl.constexpr):
-    """The gradient before the RMS norm, and the contributions of these rows to that of the gain."""
+    """The gradient before the RMS norm, and what these rows contribute to the gain's gradient."""
     square = tl.sum(x_1 * x_1, axis=1) + tl.sum(x_2 * x_2, axis=1)
     scale = (1.0 / tl.sqrt(square / SIZE + EPS))[:, None]
     of_gain_1 = tl.sum(grad_1 * x_1 * scale, axis=0)

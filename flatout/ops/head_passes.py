@@ -79,7 +79,7 @@ def _launch(
     first_head: int,
     eps: float,
 ) -> Tensor:
-    """Write the gradient of some heads of the product, and return that of their gains.
+    """Write the gradient of some heads of the product, and return the gradient of their gains.
 
     Returns: grad_gain_HC, empty without a gain.
     """

@@ -207,8 +207,8 @@ def _gradient_of(hidden_ND: Tensor) -> Tensor:
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
     """Set `total` to beta total + alpha left @ right in one pass, accumulated in its own dtype.
 
-    That dtype may be wider than that of the factors; the result is rounded once. A CPU has no such
-    product of narrow factors and widens them first.
+    That dtype may be wider than the dtype of the factors; the result is rounded once. CPUs have no
+    such product, so narrow factors are widened first.
 
     Shapes:  total (M, N); left (M, K) and right (K, N) of one dtype, that of `total` or narrower.
     Cost:    2 M N K FLOP; reads `total` unless beta is 0, and writes it.

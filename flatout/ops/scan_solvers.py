@@ -1,6 +1,6 @@
 """Solvers of the recurrence in ops/scan.py that start from a state of zero, and complex arithmetic.
 
-A complex tensor holds its real and imaginary parts in the dimension before the last.
+The second-to-last dimension of a complex tensor contains its real and imaginary parts.
 
 Letters: B rows, T tokens, K eigenstates, C tokens per chunk, N chunks, M = B N 2, P powers.
 """

@@ -1,4 +1,4 @@
-"""Where Triton kernels run, and how the modules that contain them are imported."""
+"""Imports the modules of Triton kernels, and tells where such kernels run."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
             kind.
     """
     kinds: dict[str, str] = model.parameter_kinds()  # type: ignore[operator]
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
         kind = kinds.get(name)
         if kind not in KINDS:
@@ -94,8 +94,8 @@ def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
                 fix=f"Return one of {', '.join(KINDS)} for it from parameter_kinds().",
             )
         if parameter.requires_grad:
-            found[name] = (kind, parameter)
-    return found
+            parameters[name] = (kind, parameter)
+    return parameters
 
 
 def adamw_groups(

@@ -75,7 +75,7 @@ CASES = [
     Case(
         "an empty --pattern",
         "prepare book.txt --out data/new --tokenizer own.tiktoken --pattern ''",
-        ("--pattern ''",),
+        ("--pattern",),
         ("regular expression",),
         lambda w: w.write("own.tiktoken", "YQ== 0\n"),
     ),

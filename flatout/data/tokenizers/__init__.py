@@ -83,8 +83,8 @@ def kind_named(spec: str) -> type[Tokenizer] | None:
     name, colon, _ = spec.partition(":")
     for form, kind in _kinds_by("SPEC").items():
         if form.partition(":")[:2] == (name, colon):
-            found: type[Tokenizer] = TOKENIZERS.get(kind)
-            return found
+            tokenizer: type[Tokenizer] = TOKENIZERS.get(kind)
+            return tokenizer
     return None
 
 

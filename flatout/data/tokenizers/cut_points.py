@@ -31,8 +31,8 @@ MAX_TRIES = 64
 
 def known_cut(text: str, start: int, end: int) -> int | None:
     """Return the first position in `start`..`end` that no known pattern matches across."""
-    found = CUT.search(text, start, end)
-    return found.start() if found else None
+    match = CUT.search(text, start, end)
+    return match.start() if match else None
 
 
 def confirmed_cut(encode: Encode, text: str, start: int, end: int) -> int | None:
@@ -41,8 +41,8 @@ def confirmed_cut(encode: Encode, text: str, start: int, end: int) -> int | None
     Positions near the end of the text are not tried, so that text after it cannot matter.
     """
     last = min(end, len(text) - LOOKAHEAD_CHARACTERS)
-    for found in islice(CUT.finditer(text, start, last), MAX_TRIES):
-        cut = found.start()
+    for match in islice(CUT.finditer(text, start, last), MAX_TRIES):
+        cut = match.start()
         right = text[cut : cut + LOOKAHEAD_CHARACTERS]
         right_ids = encode(right)
         lefts = (text[max(cut - LOOKAHEAD_CHARACTERS // part, 0) : cut] for part in (1, 2))

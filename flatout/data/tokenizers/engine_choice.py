@@ -161,15 +161,15 @@ def _cached_difference(candidate: Tokenizer, reference: Tokenizer, cache: Path |
         cached = {}
     if isinstance(cached, dict) and isinstance(cached.get("difference"), str):
         return str(cached["difference"])
-    found = difference(candidate, reference, probes(reference))
-    write_verdict(path, {"engines": versions, "difference": found})
-    return found
+    result = difference(candidate, reference, probes(reference))
+    write_verdict(path, {"engines": versions, "difference": result})
+    return result
 
 
-def verdict_path(cache: Path | None, folder: str, facts: Iterable[str]) -> Path | None:
+def verdict_path(cache: Path | None, directory: str, facts: Iterable[str]) -> Path | None:
     """Return the path of the cached result for `facts`, or None without a cache."""
     key = hashlib.sha256("\n".join(facts).encode()).hexdigest()
-    return None if cache is None else cache.expanduser() / folder / f"{key[:32]}.json"
+    return None if cache is None else cache.expanduser() / directory / f"{key[:32]}.json"
 
 
 def write_verdict(path: Path | None, verdict: dict[str, object]) -> None:

@@ -230,8 +230,8 @@ def with_fallback(encode: Encode, reference: Encode) -> Encode:
 def around_added_tokens(encode: Encode, tokens: Mapping[str, int | None]) -> Encode:
     """Return an encoder that maps added tokens to their ids, and encodes the text between them.
 
-    At each position the longest token wins. A token without an id is text, and so is any token that
-    overlaps it: `tokenizers` does the same.
+    At each position the longest token wins. A token without an id is text, and so are tokens that
+    overlap it, as in `tokenizers`.
     """
     if all(index is None for index in tokens.values()):
         return encode

@@ -122,12 +122,12 @@ class HuggingFaceTokenizer(Tokenizer):
         waiting = [definition.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
         left = MAX_STRINGS
         while waiting and left:
-            found = waiting.pop(0)
-            if isinstance(found, str) and 0 < len(found) <= MAX_STRING_CHARACTERS:
+            value = waiting.pop(0)
+            if isinstance(value, str) and 0 < len(value) <= MAX_STRING_CHARACTERS:
                 left -= 1
-                yield found.encode(errors="ignore").decode()
-            elif isinstance(found, dict | list):
-                waiting += found.values() if isinstance(found, dict) else found
+                yield value.encode(errors="ignore").decode()
+            elif isinstance(value, dict | list):
+                waiting += value.values() if isinstance(value, dict) else value
 
     def document(self) -> Document:
         """Return the end-of-text id and the whole definition."""
@@ -197,8 +197,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _encode_by_reference(self, text: str) -> Ids:
         text.encode()
-        found = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
-        return np.array(found.ids, np.uint32)
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.array(encoding.ids, np.uint32)
 
     @cached_property
     def _lowest_special(self) -> int:
