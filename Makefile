@@ -27,6 +27,7 @@ GPU ?= gpu
 
 COMMA := ,
 # One process per core, at most four, each with one thread; the tests of a file stay together, because they share expensive fixtures.
+ONE_THREAD = OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 PYTEST = -m pytest -n logical --maxprocesses 4 --dist loadscope
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 OLDEST_TORCH := $(shell sed -n 's/^ *"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml).0
@@ -93,25 +94,25 @@ docs: .venv/test/.installed
 	@.venv/test/bin/python docs/tools/build_site.py && echo "Open site/index.html"
 
 test-fast: .venv/test/.installed
-	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) -m "not slow and not faults and not gpu" -q $(ARGS)
+	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) -m "not slow and not faults and not gpu" -q $(ARGS)
 
 test: check
 	@echo "pytest: collecting the tests takes about half a minute"
-	@OMP_NUM_THREADS=1 .venv/test/bin/python $(PYTEST) $(ARGS)
+	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) $(ARGS)
 
 # Warnings from compilers and drivers do not fail these tests. A test that hangs in the driver ends only its own process.
 test-gpu: .venv/test/.installed
-	@OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 .venv/test/bin/python -m pytest -m $(GPU) -q -W default --disable-warnings \
+	@$(ONE_THREAD) .venv/test/bin/python -m pytest -m $(GPU) -q -W default --disable-warnings \
 	  -n logical --maxprocesses 12 --dist worksteal --timeout 300 --timeout-method thread $$(grep -rlE "mark\.gpu" tests --include="test_*.py") $(ARGS)
 
 test-faults: .venv/test/.installed
 	@.venv/test/bin/python -m pytest -m faults --timeout 1800 $(ARGS)
 
 test-extras: .venv/extras/.installed
-	@OMP_NUM_THREADS=1 .venv/extras/bin/python $(PYTEST) $(ARGS)
+	@$(ONE_THREAD) .venv/extras/bin/python $(PYTEST) $(ARGS)
 
 test-oldest: .venv/oldest/.installed
-	@OMP_NUM_THREADS=1 .venv/oldest/bin/python $(PYTEST) $(ARGS)
+	@$(ONE_THREAD) .venv/oldest/bin/python $(PYTEST) $(ARGS)
 
 wheel: .venv/test/.installed
 	@rm -rf build && .venv/test/bin/python -m build --no-isolation --wheel

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 import sys
 from pathlib import Path
@@ -68,8 +70,14 @@ def parser_says(error: Exception) -> str:
 def parse_yaml(text: str, *, name: str) -> Any:
     """Return the value of a YAML text; error messages call it `name`.
 
+    A text that was parsed before costs a copy: a run reads its config.yaml at every save.
     Raises: ConfigError with the line that could not be read.
     """
+    return copy.deepcopy(_parsed(text, name))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str, name: str) -> Any:
     try:
         loader = _Loader(text)
     except yaml.reader.ReaderError as error:

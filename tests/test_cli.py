@@ -254,6 +254,7 @@ def python(*words, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -274,6 +275,7 @@ def test_light_commands_never_import_torch(words):
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr
 
 
+@pytest.mark.slow
 def test_help_imports_almost_nothing():
     program = (
         "import sys\ntry:\n from flatout.cli import main; main(['--help'])\nexcept SystemExit:\n "
@@ -282,6 +284,7 @@ def test_help_imports_almost_nothing():
     assert python("-c", program).stdout.splitlines()[-1].endswith("set()")
 
 
+@pytest.mark.slow
 def test_python_m_flatout_runs_the_program():
     done = python("-m", "flatout", "lst")
     assert done.returncode == 2

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 RAIN = "An empty shelf. A door ajar. Rain on the roof.\n" * 400
 

@@ -18,6 +18,7 @@ WITH_GPU = Machine("Some CPU", 16, 128.0, (H200,), "3.11.7")
 WITHOUT = dataclasses.replace(WITH_GPU, gpus=())
 
 
+@pytest.mark.slow
 def test_probing_does_not_import_torch():
     code = (
         "import sys, flatout.hardware as h; m = h.probe(); "
@@ -82,6 +83,7 @@ def test_a_machine_is_immutable():
         WITH_GPU.cores = 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MACHINES.names())
 def test_every_row_is_complete_and_plausible(name):
     row = hardware.row_of(MACHINES.get(name)["gpu_names"][0])

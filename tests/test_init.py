@@ -66,6 +66,7 @@ def test_import_loads_neither_torch_nor_anything_slow():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [str, Path])
 def test_paths_may_be_text_or_path_objects(form, fox_run, tmp_path):
     root, trained = fox_run

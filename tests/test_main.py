@@ -16,6 +16,8 @@ from flatout.registry import load_reference
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import write_sealed
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 PLANTED = (
     "torchao",

@@ -46,6 +46,7 @@ def test_a_step_that_may_fail_leaves_the_words_to_its_caller(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (1, "Installing ...\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_the_demo_and_the_tests_share_an_environment(tmp_path, target):
     """In a fresh folder, and where the other one has made it: its tools are added, torch stays."""

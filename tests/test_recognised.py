@@ -122,6 +122,7 @@ def test_a_folder_of_chunks_is_imported_wherever_it_is_named(tmp_path):
     assert find_chunks(tmp_path / "chunks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.bin", "fineweb.bin", "tokens.npy", "tokens.npz"])
 def test_the_command_that_is_given_makes_chunks_of_tokens(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
@@ -215,6 +216,7 @@ def test_the_name_of_a_file_is_one_word_of_every_command(tmp_path, name):
         )
 
 
+@pytest.mark.slow
 def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
     fox_run = fox_run[0] / "runs" / "fox"
     with pytest.raises(FlatoutError, match="is a run directory, not a prepared dataset"):

@@ -18,6 +18,7 @@ def seen_by_torch(monkeypatch, *, count=0):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "NVIDIA H200")
 
 
+@pytest.mark.slow
 def test_measuring_a_cpu_is_quick_and_leaves_the_generator_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -33,6 +34,7 @@ def test_a_dtype_without_a_plain_product_cannot_be_measured():
         roof.measure("cpu", "fp8")
 
 
+@pytest.mark.slow
 def test_a_cpu_has_a_measured_peak():
     peak = roof.peak_tflops(WITH_GPU, "cpu", "fp32")
     assert peak is not None

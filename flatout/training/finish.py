@@ -16,6 +16,9 @@ from flatout.training.run_dir import layout
 from flatout.training.saving import save_last, wait_for_saves
 from flatout.training.step import Drop
 
+MEASURE_AGAIN_S = 10.0
+"""Seconds of training after which a measured peak is measured again at the end."""
+
 
 def finish(
     run: Run, log: Log, sample: Callable[[Run], str] | None, *, drop: Drop | None = None
@@ -113,10 +116,11 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
 def best_peak(run: Run, log: Log) -> Peak | None:
     """Return the run's peak; if it was measured, measure again and return the higher of the two.
 
-    On a busy machine, the measured peak is too low.
+    On a busy machine, the measured peak is too low. In a run of a few seconds the machine is as
+    busy at the end as at the start, so there is no second measurement.
     """
     peak = run.peak
-    if peak is None or not peak.source.startswith("measured"):
+    if peak is None or not peak.source.startswith("measured") or log.wall_s < MEASURE_AGAIN_S:
         return peak
     again = peak_tflops(run.machine, str(run.mesh.device), run.arithmetic)
     if again is None or again.tflops <= peak.tflops:

@@ -113,8 +113,10 @@ def train_plan(request: RunRequest, plan: RunPlan) -> dict[str, Any]:
 
 def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
     """Warn when other processes use the cores, which can slow down training several times."""
+    if torch.get_num_threads() == 1:
+        return  # one thread waits for no other
     busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
-    if torch.get_num_threads() > 1 and busy_cores > 0.4:
+    if busy_cores > 0.4:
         progress.say(
             f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Training threads that "
             "wait for each other can then be several times slower: set OMP_NUM_THREADS=1 or "

@@ -12,6 +12,8 @@ from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, scan, variants
 from flatout.registry import MODELS, SPEEDUPS
 
+pytestmark = pytest.mark.slow
+
 OPS = {
     "plain": Ops.plain(),
     "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused),

@@ -21,6 +21,8 @@ from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
 from flatout.ops import scan
 
+pytestmark = pytest.mark.slow
+
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
 

@@ -41,6 +41,7 @@ BEGIN, END = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.wrong)
 def test_bad_input_is_answered(case, answers):
     answer = answers(case)
@@ -88,6 +89,7 @@ def test_the_table_shows_what_is_said(answers, request):
         )
 
 
+@pytest.mark.slow
 def test_simple_mistakes_are_answered_before_torch_is_loaded(world):
     lines = [
         "trian",
@@ -113,6 +115,7 @@ def test_simple_mistakes_are_answered_before_torch_is_loaded(world):
     assert done.stderr.count("\n") == 2 * len(lines)
 
 
+@pytest.mark.slow
 def test_the_program_itself_answers(world):
     done = _python("-m", "flatout", "prepare", "bok.txt", "--out", "data/new", folder=world)
     assert (done.returncode, done.stdout) == (2, "")

@@ -26,6 +26,7 @@ def toy(benchmark):
     ]
 
 
+@pytest.mark.slow
 def test_every_model_is_run_with_and_without_over_three_seeds(
     benchmark, toy, monkeypatch, tiny_set, tmp_path
 ):

@@ -16,6 +16,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("checkpoints")
 
 
+@pytest.mark.slow
 def test_it_counts_the_saves_of_both_ways(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "SHAPE", {"num_layers": 1, "d_model": 16, "num_heads": 2})
     found = benchmark.measure(tmp_path, repeats=1, saves=2, every=2, device="cpu")

@@ -16,6 +16,8 @@ import pytest
 
 from flatout.hardware import Gpu, probe
 
+pytestmark = pytest.mark.slow
+
 H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
 
 

@@ -14,6 +14,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("copy_task")
 
 
+@pytest.mark.slow
 def test_what_was_learned_and_what_was_not_is_told_apart(benchmark):
     forms = {
         name: keys

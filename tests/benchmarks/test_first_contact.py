@@ -145,6 +145,7 @@ def test_outcomes_of_tests_are_read_as_they_come(kit, line, found):
     assert (match and (match[1] or match[4], match[2] or match[3])) == found
 
 
+@pytest.mark.slow
 def test_tests_that_are_stopped_are_counted_as_far_as_they_came(kit, monkeypatch, tmp_path):
     steps = importlib.import_module("contact_steps")
     program = (
@@ -163,6 +164,7 @@ def test_tests_that_are_stopped_are_counted_as_far_as_they_came(kit, monkeypatch
     assert steps.gpu_tests(60.0, tiny=False)["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_the_environment_is_told(kit):
     found = importlib.import_module("contact_steps").environment(120.0, tiny=True)
     assert (found["status"], found["packages"]["torch"] is not None) == ("ok", True)

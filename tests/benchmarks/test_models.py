@@ -115,6 +115,7 @@ def test_losses_survive_a_kill_and_are_compared_by_the_seed(
     assert "transformer 1.010, 0.010, 1.010" in text, "half the rate, the rate, twice the rate"
 
 
+@pytest.mark.slow
 def test_models_are_timed_in_turns_with_their_memory(toy, monkeypatch, tiny_set, tmp_path):
     dataset, turns = Dataset.open(tiny_set), []
     monkeypatch.setattr(toy, "SPEED_LENGTHS", (16, 32))

@@ -18,6 +18,8 @@ import torch
 from flatout.hardware import Gpu, probe
 from flatout.registry import SPEEDUPS
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
 NANOGPT = """

@@ -26,6 +26,7 @@ def worker(benchmark):
     torch.set_float32_matmul_precision(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "status", "reason"),
     [

@@ -13,6 +13,8 @@ from flatout.json_io import read_lines
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run_dir.layout import read_config, read_summary
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def quick(monkeypatch, tmp_path):

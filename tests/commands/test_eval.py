@@ -75,6 +75,7 @@ def mixed_run(tiny_run, tmp_path_factory):
     return root / "run", train_config(config, run=root / "run"), root / "tale"
 
 
+@pytest.mark.slow
 def test_a_mix_has_a_line_per_dataset_and_a_total(mixed_run):
     folder, trained, _ = mixed_run
     result = evaluate(str(folder), "last")

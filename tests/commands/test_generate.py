@@ -15,6 +15,8 @@ from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 
+pytestmark = pytest.mark.slow
+
 
 def test_samples_start_with_the_prompt_and_differ(tiny_run):
     samples = generate(str(tiny_run), "It was", num_samples=2, max_tokens=20).samples

@@ -9,6 +9,8 @@ import torch
 from flatout.commands.import_ import COMMAND, check, import_chunks
 from flatout.registry import COMMANDS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path):

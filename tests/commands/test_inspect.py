@@ -173,6 +173,7 @@ def test_the_command_and_its_example():
     assert COMMAND.example.startswith("flatout inspect ")
 
 
+@pytest.mark.slow
 def test_it_never_imports_torch(folder):
     code = (
         f"import sys; from flatout.commands.inspect import inspect; inspect({str(folder)!r}); "

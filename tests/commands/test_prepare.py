@@ -41,6 +41,7 @@ def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_summary_describes_the_dataset(book, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     result = prepare([str(book), str(tmp_path / "empty.txt")], tmp_path / "out", tokenizer="char")

@@ -181,6 +181,7 @@ def test_the_result_is_json(tmp_path):
     assert COMMAND.call is runs
 
 
+@pytest.mark.slow
 def test_listing_runs_does_not_import_torch(tmp_path):
     make(tmp_path / "run")
     code = (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from flatout.commands.train import TrainResult, train_config
 from flatout.training.run_dir.layout import read_config, read_summary
 
 
+@pytest.mark.slow
 def test_a_run_that_ended_early_gives_the_reason_last(tiny_run):
     summary = read_summary(tiny_run)
     result = TrainResult(

@@ -29,6 +29,7 @@ def test_an_intact_dataset_is_ok(folder):
     assert result.summary().startswith(f"{folder} is intact: 4 blocks of 5 files read")
 
 
+@pytest.mark.slow
 def test_a_damaged_dataset_gives_exit_code_1_and_lists_the_problems(folder):
     shard = folder / "train-00000.bin"
     shard.write_bytes(b"x" + shard.read_bytes()[1:])
@@ -67,6 +68,7 @@ def test_a_directory_without_a_dataset_is_refused(tmp_path):
         verify(tmp_path)
 
 
+@pytest.mark.slow
 def test_it_never_imports_torch(folder):
     code = (
         f"import sys; from flatout.commands.verify import verify; verify({str(folder)!r}); "

@@ -81,6 +81,7 @@ def test_finished_ranges_survive_a_refusal_by_a_server_or_the_system(tmp_path, m
     assert again.manifest == whole.manifest
 
 
+@pytest.mark.slow
 def test_a_killed_prepare_resumes_and_repeats_no_work(tmp_path, monkeypatch):
     stopping_source(tmp_path, monkeypatch)
     options = Options(tokenizer="byte", split="hash 0.3")
@@ -108,6 +109,7 @@ def test_a_killed_prepare_resumes_and_repeats_no_work(tmp_path, monkeypatch):
     assert not (tmp_path / ".out.part").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -15,6 +15,8 @@ import pytest
 
 from flatout.data.store.shards import Dataset
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE.parent.parent), "OMP_NUM_THREADS": "1"}
 

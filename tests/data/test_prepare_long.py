@@ -20,6 +20,8 @@ from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.sources import file_reading, files, long
 
+pytestmark = pytest.mark.slow
+
 WORDS = [
     "the",
     "cat",

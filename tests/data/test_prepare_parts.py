@@ -36,6 +36,7 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_joined_parts_give_the_same_bytes(rows, tmp_path):
     prepare_dataset([rows], tmp_path / "whole", OPTIONS)
     out = tmp_path / "out"
@@ -93,6 +94,7 @@ def test_parts_of_a_different_dataset_are_refused(rows, tmp_path):
             call()
 
 
+@pytest.mark.slow
 def test_a_bad_row_in_one_part_prevents_the_join_and_explains_what_to_do(rows, tmp_path):
     out, work = tmp_path / "out", tmp_path / ".out.part"
     good = Path(rows).read_text()

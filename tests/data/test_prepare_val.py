@@ -16,6 +16,8 @@ from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 from flatout.sources import files
 
+pytestmark = pytest.mark.slow
+
 TRAIN = [f"row {number} " * (number % 5 + 1) for number in range(300)]
 VAL = [f"held {number} é" for number in range(90)]
 

@@ -17,6 +17,8 @@ import pytest
 import flatout
 from flatout.cli import main
 
+pytestmark = pytest.mark.slow
+
 FILES = Path(__file__).parent / "files"
 TRAIN_LOSS, VAL_LOSS = 4.956408977508545, 4.9542544447063825
 FINISHED = {

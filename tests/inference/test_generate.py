@@ -17,6 +17,8 @@ from flatout.models.language_model import LanguageModel
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
 
+pytestmark = pytest.mark.slow
+
 
 def generated(text, prompt="", **options):
     return "".join(sample(Script(text.encode()), ByteTokenizer(), prompt, **options))

@@ -100,6 +100,7 @@ def test_changed_training_settings_do_not_prevent_loading(copied_run):
     load.load_run(copied_run, device="cpu")
 
 
+@pytest.mark.slow
 def test_a_damaged_tokenizer_is_detected_by_every_use_of_the_run(copied_run):
     path = copied_run / "tokenizer.json"
     edit(path, "Tab", "Uab")
@@ -157,6 +158,7 @@ def narrow_run(tiny_config, tmp_path, monkeypatch):
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bf16-products", "bf16"])
 def test_a_run_loads_in_fp32_and_is_scored_in_its_training_precision(narrow_run, name):
     folder, summary = narrow_run(name)

@@ -17,6 +17,8 @@ from flatout.measure.results import read
 from flatout.measure.spec import TrialResult
 from flatout.registry import SPEEDUPS
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def auto_config(tiny_config):

@@ -21,6 +21,8 @@ from flatout.measure.resolving import (
     with_needs,
 )
 
+pytestmark = pytest.mark.slow
+
 GPU = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 
 

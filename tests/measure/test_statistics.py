@@ -18,6 +18,8 @@ from flatout.measure.statistics import (
     student,
 )
 
+pytestmark = pytest.mark.slow
+
 UNKNOWN = Spread(0.0, 0)
 
 

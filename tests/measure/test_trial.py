@@ -18,6 +18,8 @@ from flatout.measure import trial
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.trial import measured, run_trial
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 SPEC = TrialSpec(config={}, folder="unused")
 

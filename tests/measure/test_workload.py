@@ -14,6 +14,8 @@ from flatout.measure.spec import TrialSpec
 from flatout.measure.workload import measure
 from flatout.training.run import run_training
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"seconds": 0.02, "loss_steps": 8, "warmup_s": 0.05}
 
 

@@ -27,6 +27,8 @@ from flatout.registry import MODELS
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extend.md"
 
 

@@ -92,6 +92,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.slow
 @every_model
 @pytest.mark.parametrize("ops", [PLAIN, FAST], ids=["reference", "fused"])
 @pytest.mark.parametrize("cut", CUTS, ids=str)

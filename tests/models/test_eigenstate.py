@@ -15,6 +15,8 @@ from flatout.optimizers import muon
 from flatout.optimizers.adamw import per_parameter
 from flatout.optimizers.groups import OptimizerParts
 
+pytestmark = pytest.mark.slow
+
 FAST = Ops.plain(scan=scan.chunked, cross_entropy=cross_entropy.fused)
 SMALL = {"vocab_size": 11, "num_layers": 2, "d_model": 16, "num_eigenstates": 8, "num_heads": 2}
 

@@ -95,6 +95,7 @@ def through_two_documents(model, tokens, ids, poison=None):
     return logits.detach(), actual[-1].grad[:, 8:], gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "mixer"), list(mixed_shapes()))
 def test_packed_documents_do_not_leak(shape, mixer):
     """Replacing the first document changes no bit of the second one's logits and gradients.
@@ -129,6 +130,7 @@ def test_packed_documents_do_not_leak(shape, mixer):
         assert torch.equal(inputs, inputs_after)
 
 
+@pytest.mark.slow
 @every_model
 def test_overfits_one_batch(shape):
     model = make_model(shape, dropout=0.0)
@@ -158,6 +160,7 @@ def only_visible(q_BHTC, k_BGSC, v_BGSC, *, doc_ids_BT=None, window=None):
     return torch.cat(rows, dim=2)
 
 
+@pytest.mark.slow
 @every_model
 @pytest.mark.parametrize("seq_len", [1, 4, SEQ_LEN])
 def test_flops_match_torchs_count(shape, seq_len):

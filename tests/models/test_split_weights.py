@@ -129,6 +129,7 @@ def test_copies_are_independent():
 
 
 # torch's compiler uses deprecated features of its own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_code_splits_and_joins_exactly():
     """A fused kernel may skip rounding to bfloat16 and back, but stored parts must be rounded."""

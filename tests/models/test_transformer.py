@@ -222,6 +222,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", LIMITS)
 @pytest.mark.parametrize("name", variants(attention))
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -112,6 +112,7 @@ def test_masked_keys_affect_neither_outputs_nor_gradients(name, options):
 
 
 # torch's compiler uses deprecated features of its own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", ["documents", "window"])
 @pytest.mark.parametrize("name", VARIANTS)

@@ -184,6 +184,7 @@ def test_variants_have_the_signature_of_the_reference():
 
 
 # torch's compiler uses deprecated features of its own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_chunked_loss_has_gradients():
     """torch 2.11 silently traces some autograd functions into ones whose gradients are all zero."""

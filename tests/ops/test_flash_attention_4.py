@@ -16,6 +16,8 @@ from flatout.errors import MissingPackage
 from flatout.models.transformer import Transformer, TransformerConfig
 from flatout.ops import Ops, attention, flash_attention_4, heads
 
+pytestmark = pytest.mark.slow
+
 CAUSAL = {
     "equal": {"heads": 4, "groups": 4, "queries": 16, "keys": 16},
     "grouped, odd": {"heads": 6, "groups": 2, "queries": 37, "keys": 37, "head_dim": 24},

@@ -11,6 +11,8 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flatout.ops import attention, flex_attention
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):

@@ -16,6 +16,8 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 
 from flatout.ops import head_kernels, head_passes  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 MORE = CASES | {
     "heads of 96": {"counts": (2, 1), "head_dim": 96, "tokens": 23},
     "heads of 128, more than one program": {"counts": (1, 1), "head_dim": 128, "tokens": 150},

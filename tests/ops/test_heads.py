@@ -135,6 +135,7 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, poisoned_m
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_match_finite_differences(name, case):

@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatout.ops import cross_entropy, loss_chunks
 
+pytestmark = pytest.mark.slow
+
 
 def random_inputs(targets=40, width=8, vocab=11):
     generator = torch.Generator().manual_seed(0)

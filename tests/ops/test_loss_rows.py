@@ -26,9 +26,10 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 
 from flatout.ops import loss_kernels, loss_rows  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::RuntimeWarning"
-)  # NumPy's, about uninitialised padding
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # NumPy's, about uninitialised padding
+]
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 

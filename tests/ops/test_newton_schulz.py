@@ -73,6 +73,7 @@ def test_half_precision_is_orthogonalised_in_float32_on_the_cpu(iterate):
 
 
 # torch's compiler uses deprecated features of its own.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_iterations_match_the_reference_and_compile_once_per_shape():
     torch._dynamo.reset()

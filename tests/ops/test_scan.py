@@ -125,6 +125,7 @@ def test_the_reference_matches_its_docstring(kind):
     torch.testing.assert_close(actual, by_complex_numbers(given, doc_ids), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "tokens", "chunk_size"), CASES)
 def test_values_and_gradients_match_the_reference_in_fp64(
@@ -164,6 +165,7 @@ def long_text(request):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*FAST} - TRITON))  # Triton variants are tested on a GPU
 def test_eigenvalues_keep_their_gradients_over_32768_tokens(name, long_text):
     given, doc_ids, weights, expected = long_text
@@ -195,6 +197,7 @@ def test_autocast_does_not_affect_it(name):
     assert all(torch.equal(actual[key], plain[key]) for key in plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("selective", [False, True], ids=["fixed", "selective"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])

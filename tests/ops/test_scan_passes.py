@@ -17,6 +17,8 @@ triton = pytest.importorskip("triton", reason="the package triton is not install
 
 from flatout.ops import scan_kernels, scan_passes  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 
 def random_inputs(rows, tokens, count, *, drive_dtype=torch.float32):
     generator = torch.Generator().manual_seed(count)

@@ -42,6 +42,7 @@ def bytes_moved(interpreted, monkeypatch):
     return moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beta1", [0.9, 0.0])
 @pytest.mark.parametrize("weight_decay", [0.1, 0.0])
 def test_the_kernel_equals_the_reference(interpreted, weight_decay, beta1):

@@ -7,6 +7,8 @@ from flatout.config.sections import ParallelConfig
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, make_mesh
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {"ddp": (2, 1), "fully_shard": (2, 2), "hsdp": (4, 2)}
 
 

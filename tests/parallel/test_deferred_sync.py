@@ -9,6 +9,8 @@ from flatout.assembly.selection import speedup_named
 from flatout.hardware import Machine
 from flatout.speedups.deferred_sync import sync_with_the_last
 
+pytestmark = pytest.mark.slow
+
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 
 

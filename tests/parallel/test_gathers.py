@@ -7,6 +7,8 @@ import pytest
 from flatout.assembly.selection import speedup_named
 from flatout.hardware import Machine
 
+pytestmark = pytest.mark.slow
+
 MACHINE = Machine("a CPU", 2, 8.0, (), "3.11")
 LAYOUTS = {"fully_shard": (2, 2), "hsdp": (4, 2)}
 

@@ -1,5 +1,9 @@
 """Gradients of a compiled model are reduced during its backward pass."""
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 
 def last_piece(events):
     return len(events) - 1 - events[::-1].index("backward")

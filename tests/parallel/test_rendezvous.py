@@ -19,6 +19,8 @@ from flatout.parallel.rendezvous import (
     stated_ranks,
 )
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 UNDER_TORCHRUN = """
 import warnings, torch

@@ -18,6 +18,8 @@ from flatout.errors import ConfigError
 from flatout.parser import build
 from flatout.registry import COMMANDS, MODELS, RECIPES
 
+pytestmark = pytest.mark.slow
+
 SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:flatout|make|torchrun|python -m flatout) [^`\n]+)`")
 MESSAGES = re.compile(r"<!-- errors: generated .*?<!-- end of errors -->", re.DOTALL)

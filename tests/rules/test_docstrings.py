@@ -7,6 +7,10 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 SHAPED = re.compile(r"^[a-z][a-z0-9_]*_[A-Z][A-Z0-9]*$")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 ALLOWED = {"flatout/parallel/rendezvous.py", "flatout/cli.py"}
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
@@ -30,6 +32,7 @@ def reads_environment(source) -> list[str]:
     return [f"{source.path}:{line}" for line in sorted(lines)]
 
 
+@pytest.mark.slow
 def test_environment_is_read_in_two_places_only(package, no_offenders):
     no_offenders(
         [

@@ -7,6 +7,8 @@ from __future__ import annotations
 import ast
 import inspect
 
+import pytest
+
 import flatout.errors
 
 FAMILY = {
@@ -105,6 +107,7 @@ def test_users_only_see_errors_of_ours(package, no_offenders):
     no_offenders([line for source in package for line in raised_at_users(source)])
 
 
+@pytest.mark.slow
 def test_no_exception_is_swallowed(repository, no_offenders):
     no_offenders([line for source in repository for line in swallowed(source)])
 

@@ -8,7 +8,11 @@ import io
 import re
 import tokenize
 
+import pytest
+
 import flatout
+
+pytestmark = pytest.mark.slow
 
 EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "misc", "stuff", "manager"}
 BANNER = re.compile(r"^#\s*([-=#*~_+.─═])\1{3,}|^#{2,}[^!]|([-=#*~─═])\2{3,}\s*$")

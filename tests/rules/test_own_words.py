@@ -7,6 +7,8 @@ from __future__ import annotations
 import re
 import subprocess
 
+import pytest
+
 # Written in pieces, so that this file does not find itself.
 FOREIGN = re.compile(
     "|".join(
@@ -49,6 +51,7 @@ def written_files(root) -> list[str]:
     )
 
 
+@pytest.mark.slow
 def test_no_file_names_a_machine_or_an_index(root, no_offenders):
     wrong = []
     for name in written_files(root):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 FILE_LINES, FUNCTION_LINES = 400, 50
 
 
@@ -41,6 +43,7 @@ def test_files_are_short(repository, no_offenders):
     )
 
 
+@pytest.mark.slow
 def test_functions_are_short(repository, no_offenders):
     no_offenders([line for source in repository for line in long_functions(source)])
 

@@ -9,6 +9,8 @@ import zipfile
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PLURAL_FOLDERS = ("datasets", "machines", "recipes")
 
 

@@ -10,6 +10,8 @@ from flatout.registry import DATASETS
 
 pytest.importorskip("huggingface_hub")
 
+pytestmark = pytest.mark.slow
+
 READ = """
 import json, sys
 from flatout.data.prepare.request import inputs as corpus

@@ -30,6 +30,7 @@ def test_links_to_folders_are_followed(tmp_path):
     assert names(tmp_path / "texts") == ["a/a.txt", "a/deep/c.txt", "b.txt"]
 
 
+@pytest.mark.slow
 def test_a_folder_is_searched_once_even_with_several_links(tmp_path):
     write(tmp_path, "texts/a/x.txt", "texts/b/y.txt")
     (tmp_path / "texts" / "a" / "up").symlink_to("..")

@@ -72,6 +72,7 @@ def test_a_file_with_the_wrong_suffix_is_named(tmp_path, ending):
     assert re.search(rf"a\.jsonl{ending} cannot be read", str(bad.error))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", PACKERS)
 def test_a_file_that_cannot_be_opened_leaves_no_reader_behind(tmp_path, ending):
     """Python reports an object that cannot be finalised only in development mode."""
@@ -86,6 +87,7 @@ def test_a_file_that_cannot_be_opened_leaves_no_reader_behind(tmp_path, ending):
     assert (done.returncode, done.stdout, done.stderr) == (0, "none\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", PACKERS)
 def test_a_damaged_file_is_closed(tmp_path, ending):
     if ending == ".zst":

@@ -7,6 +7,8 @@ from flatout.progress import SILENT
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
+pytestmark = pytest.mark.slow
+
 
 class NoLog:
     progress = SILENT

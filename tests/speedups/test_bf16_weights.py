@@ -15,6 +15,8 @@ from flatout.models.split_weights import SplitTensor, join, split
 from flatout.training.checkpoint import read_write
 from flatout.training.step import train_step
 
+pytestmark = pytest.mark.slow
+
 SPLIT = "bf16-weights"
 
 

@@ -11,6 +11,8 @@ from flatout.speedups.collector import STEPS_BETWEEN, at_fixed_steps
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 
+pytestmark = pytest.mark.slow
+
 
 class Node:
     """Refers to itself."""

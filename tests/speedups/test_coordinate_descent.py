@@ -16,6 +16,8 @@ from flatout.assembly.selection import select, speedup_named
 from flatout.hardware import Gpu, Machine
 from flatout.speedups.coordinate_descent import OPTION
 
+pytestmark = pytest.mark.slow
+
 GPU = Machine("a CPU", 2, 8.0, (Gpu("an H200", 140.0, (9, 0), "1"),), "3.11")
 MESH = SimpleNamespace(shard=1, world_size=1)
 SPEEDUP = speedup_named("coordinate-descent")

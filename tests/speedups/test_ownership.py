@@ -103,6 +103,7 @@ def test_a_file_or_a_folder_is_all_that_adding_takes(path, copied):
     assert not next(d for d in dropped if d.name == "brand-new").on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPEEDUPS.names())
 def test_deleting_a_speedup_leaves_the_rest_working(name, monkeypatch):
     files = {other: path for other, path in SPEEDUPS._files.items() if other != name}
@@ -151,6 +152,7 @@ def imported_modules(path: Path) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPEEDUPS.names())
 def test_nothing_but_its_own_folder_imports_a_speedup(name):
     source = source_of(name)
@@ -162,6 +164,7 @@ def test_nothing_but_its_own_folder_imports_a_speedup(name):
             assert not users, f"{path} imports {users}"
 
 
+@pytest.mark.slow
 def test_no_name_of_a_speedup_is_wired_into_another_folder():
     """Names as whole strings; `compile`, `bf16` and the like are also words of torch."""
     words = {"bf16", "checkpointing", "collector", "compile", "cuda-graphs", "fp16", "fp8"}

@@ -12,6 +12,8 @@ from flatout.registry import MODELS
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 WINDOWS = 16
 """Two micro-batches of 8 rows in the baseline, one of 16 with `micro-batch`."""

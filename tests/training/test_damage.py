@@ -18,6 +18,8 @@ from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.training.checkpoint import catalog
 
+pytestmark = pytest.mark.slow
+
 RETYPED = (None, -3, "x", [], {})
 """Replacement values. Successive keys take successive values, so that each file sees every kind."""
 FEW_KEYS, MANY_KEYS = 2, 20

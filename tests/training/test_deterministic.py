@@ -14,6 +14,8 @@ from flatout.training import loop
 from flatout.training import run as training
 from flatout.training.run import run_training
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def back_to_any_algorithm():

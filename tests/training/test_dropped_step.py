@@ -18,6 +18,8 @@ from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 
+pytestmark = pytest.mark.slow
+
 MICRO_BATCHES = 8
 
 

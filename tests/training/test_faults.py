@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 WAYS = pytest.mark.parametrize("way", ["loop", "beside"])
 

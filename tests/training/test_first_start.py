@@ -14,6 +14,8 @@ from flatout.training.run_dir import layout, lock
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_dir.resume import resume_from
 
+pytestmark = pytest.mark.slow
+
 NUM_RENAMES = 6
 """origin.json, owner.json twice, asked.yaml, config.yaml, tokenizer.json."""
 

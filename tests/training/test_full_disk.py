@@ -15,6 +15,8 @@ from flatout.errors import RunFailed
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 
+pytestmark = pytest.mark.slow
+
 
 def refusing(error):
     def refuse(*_args, **_kwargs):

@@ -21,6 +21,8 @@ from flatout.training.init_from import find_weights, run_of
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def source(tiny_set, tiny, tmp_path_factory):

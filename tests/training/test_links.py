@@ -19,6 +19,8 @@ from flatout.training.run import run_training
 from flatout.training.run_dir import config_seal, layout, lock
 from flatout.training.run_dir.lock import hold_lock, is_locked
 
+pytestmark = pytest.mark.slow
+
 ORIGINAL = "the original content\n"
 
 

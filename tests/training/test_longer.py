@@ -17,6 +17,8 @@ from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 
+pytestmark = pytest.mark.slow
+
 OPEN = {"schedule__kind": "constant", "schedule__warmup": 2}
 FALLING = {
     "schedule__kind": "wsd",

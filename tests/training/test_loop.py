@@ -20,6 +20,8 @@ from flatout.training.loop import out_of_patience
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
 
+pytestmark = pytest.mark.slow
+
 LOSSES = {2: 5.0, 4: 3.0, 6: 4.0, 8: 3.0, 10: 3.5, 12: 1.0, 14: 2.0, 16: 2.0, 18: 2.0, 20: 0.5}
 """Validation losses by step: step 4 is the best of the first 11, and step 8 only equals it."""
 

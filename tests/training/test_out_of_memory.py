@@ -11,6 +11,8 @@ from flatout.training.out_of_memory import explained
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 
+pytestmark = pytest.mark.slow
+
 
 def test_out_of_memory_reports_the_need_and_what_fits(tiny_config, tmp_path, monkeypatch):
     def fail(run, batch, drop):

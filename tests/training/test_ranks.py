@@ -13,6 +13,8 @@ from stand_in import build, outcome, train
 
 from flatout.training.checkpoint import catalog, read_write
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 LAYOUTS = {"ddp": 2, "fsdp": 2, "fsdp4": 4, "hsdp": 4}
 

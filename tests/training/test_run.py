@@ -22,6 +22,8 @@ from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
 
+pytestmark = pytest.mark.slow
+
 NAMES = {
     "train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "perf/tokens_per_s",
     "perf/samples_per_s", "perf/steps_per_s", "perf/mfu", "perf/step_ms", "perf/data_wait_ms",

@@ -11,6 +11,8 @@ from flatout.inference.load import load_run
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.run import run_training
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_finished_run_returns_its_summary_and_does_nothing(tiny_config, tmp_path):
     first = run_training(tiny_config(), tmp_path / "run")

@@ -16,6 +16,8 @@ from flatout.config.schema import load_config
 from flatout.speedups.async_checkpoints.host_copy import bytes_of
 from flatout.training.run import run_training
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def recipe(ragged_set, tiny, tmp_path_factory):

@@ -97,6 +97,7 @@ def test_the_schedule_counts_optimizer_steps_not_micro_batches(build_run, tiny_c
         assert rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.slow
 def test_float16_scales_the_loss_but_not_the_result(build_run, tiny_config):
     plain = steps(build_run(tiny_config(train__precision="fp32")))
     scaled_run = build_run(tiny_config(train__precision="fp16"))

@@ -16,6 +16,8 @@ from flatout.training.evaluation import batch_shapes, score
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
+pytestmark = pytest.mark.slow
+
 # torch's compiler instantiates its own deprecated functions
 COMPILES = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

@@ -21,6 +21,8 @@ from flatout.errors import CheckpointError, ConfigError, UntrustedCode
 from flatout.inference.load import load_run
 from flatout.training.run_dir import layout
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_from_elsewhere_is_not_opened(gift, way, tmp_path):

@@ -264,6 +264,7 @@ def test_an_error_in_the_thread_is_raised_at_its_step(train_split):
         assert next(feed).position == 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_block_damaged_during_a_run_is_named_at_its_step(write_set, feed_class):
     per_block = BLOCK_BYTES // 2
@@ -276,9 +277,8 @@ def test_a_block_damaged_during_a_run_is_named_at_its_step(write_set, feed_class
         shard.seek(bad % 3 * BLOCK_BYTES + 9)
         shard.write(b"\1")
     good = int(np.flatnonzero((blocks == bad).any(axis=0))[0])
-    with feed_class(
-        SequenceSteps(split, plan(seq_len=8191, rows_per_device=1, accumulate=1), ShardReader())
-    ) as feed:
+    long_rows = plan(seq_len=8191, rows_per_device=1, accumulate=1)
+    with feed_class(SequenceSteps(split, long_rows, ShardReader())) as feed:
         for _ in range(good):
             next(feed)
         with pytest.raises(
@@ -339,6 +339,7 @@ def test_closing_ends_the_thread_and_reading_can_continue(train_split):
     feed.close()
 
 
+@pytest.mark.slow
 def test_a_feed_that_is_dropped_leaves_no_thread(train_split):
     feed = PrefetchFeed(SequenceSteps(train_split(np.arange(300)), plan(), ShardReader()))
     next(feed)
@@ -348,6 +349,7 @@ def test_a_feed_that_is_dropped_leaves_no_thread(train_split):
     assert feed_threads() == []
 
 
+@pytest.mark.slow
 def test_a_program_that_never_closes_its_feed_ends(write_set):
     code = f"""
 from flatout.data.load.feed import PrefetchFeed

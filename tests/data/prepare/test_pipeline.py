@@ -60,6 +60,7 @@ def test_rows_are_stored_completely_and_in_order(rows, tmp_path, tokenizer):
     assert abs(sum(map(len, values[272:])) / sum(map(len, values)) - 0.1) < 0.005
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
@@ -69,6 +70,7 @@ def test_any_number_of_workers_writes_the_same_bytes(rows, tmp_path, monkeypatch
     assert content(tmp_path / "out1") == content(tmp_path / "out2") == content(tmp_path / "out3")
 
 
+@pytest.mark.slow
 def test_tail_cuts_the_longer_of_two_texts_for_any_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 500)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 1200)
@@ -141,6 +143,7 @@ def test_a_rule_with_an_empty_split_is_refused_and_leaves_nothing(rows, tmp_path
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+@pytest.mark.slow
 def test_limits_take_the_beginning(rows, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PART_BYTES", 700)
     monkeypatch.setattr(jobs, "RANGE_BYTES", 700)
@@ -207,6 +210,7 @@ def test_a_full_disk_leaves_nothing(rows, tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_finished_ranges_and_leaves_no_process(tmp_path):
     (tmp_path / "slow_source.py").write_text(
         "import time\nfrom flatout.sources import ReadTask\n"

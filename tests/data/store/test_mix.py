@@ -54,6 +54,7 @@ def read(split, indices):
     return out
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9))
 @settings(deadline=None)
 def test_no_dataset_is_ever_a_whole_sequence_off_its_share(turns):

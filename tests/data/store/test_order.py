@@ -11,6 +11,7 @@ def epoch(number, num_sequences, seed=0):
     return shuffled(np.arange(num_sequences) + number * num_sequences, num_sequences, seed=seed)
 
 
+@pytest.mark.slow
 def test_every_epoch_is_a_permutation_for_small_sizes():
     for num_sequences in range(1, 201):
         for number in (0, 1, 17):

@@ -25,6 +25,7 @@ def read(split, seq_len, indices=None):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 200, 30, 10])
 @pytest.mark.parametrize("seq_len", [1, 7, 10, 64])
 def test_sequences_contain_the_right_tokens_across_shard_boundaries(

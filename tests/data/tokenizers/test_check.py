@@ -83,6 +83,7 @@ def charsmap(data):
     return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -110,6 +111,7 @@ def test_harmful_file_is_refused_in_bounded_time(tmp_path, monkeypatch, parts, m
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_usable_file_is_tried_once(tmp_path, cache, monkeypatch):
     path = hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})
     tokenizer = load_tokenizer(path)
@@ -121,6 +123,7 @@ def test_usable_file_is_tried_once(tmp_path, cache, monkeypatch):
         load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "WhitespaceSplit"}))
 
 
+@pytest.mark.slow
 def test_saved_tokenizer_is_tried_too(tmp_path, monkeypatch):
     load_tokenizer(hub_file(tmp_path, pre_tokenizer={"type": "Whitespace"})).save(
         tmp_path / "saved.json"
@@ -218,6 +221,7 @@ def test_patterns_that_split_all_text_pass():
     try_pattern(r"[\s\S]")
 
 
+@pytest.mark.slow
 def test_invalid_pattern_is_refused_when_the_file_is_loaded(tmp_path):
     with pytest.raises(
         DataError, match=r"The pattern of the tokenizer 'own' cannot be used: .* Correct --pattern"
@@ -285,6 +289,7 @@ def test_workers_limit_unproven_tokenizers(monkeypatch):
     assert limits[0][0] != resource.RLIM_INFINITY
 
 
+@pytest.mark.slow
 def test_worker_reports_that_the_tokenizer_ran_out_of_cpu_time():
     code = (
         "from flatout.data.tokenizers.process_limits import cpu_bounded\n"

@@ -32,6 +32,8 @@ from flatout.data.tokenizers.engine_choice import choose_engine, difference, pro
 from flatout.errors import DataError
 from flatout.progress import SILENT
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "The cat sat on the mat. It's 12345 cats!\n",
     "Ein Käfer fliegt. 日本語のテキスト 🙂\n",

@@ -117,6 +117,7 @@ def tokenizer(request, style):
     return make_tokenizer(style).with_engine(request.param)
 
 
+@pytest.mark.slow
 def test_every_engine_gives_the_ids_of_tokenizers(tokenizer, style):
     specials = {reference(style).token_to_id(token) for token in [END[style], *SPECIAL[style]]}
     for text in probes(tokenizer):
@@ -125,6 +126,7 @@ def test_every_engine_gives_the_ids_of_tokenizers(tokenizer, style):
         assert not specials & set(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @given(
     text=st.lists(
@@ -142,6 +144,7 @@ def test_engines_agree_on_random_text(engine, text):
         assert make_tokenizer(style).with_engine(engine).encode(text) == ids_of(style, text)
 
 
+@pytest.mark.slow
 def test_engines_agree_on_a_word_of_100_000_characters(tokenizer, style):
     for word in ("abcde" * 20_000, "é" * 100_000, "\u0301" * 100_000):
         assert tokenizer.encode(word) == ids_of(style, word)
@@ -201,6 +204,7 @@ LONG = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 7, 100])
 def test_cutting_and_streaming_text_gives_the_same_ids(tokenizer, style, monkeypatch, size):
     whole = ids_of(style, LONG)

@@ -18,6 +18,8 @@ from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code
 
+pytestmark = pytest.mark.slow
+
 BESIDE = "auto,-compile,+async-checkpoints"
 
 

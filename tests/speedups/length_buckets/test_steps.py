@@ -60,6 +60,7 @@ WANTED = np.concatenate(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 1000])
 def test_every_target_is_read_once_per_epoch_in_a_new_order(documents, shard_bytes):
     reader = BucketedSteps(documents(LENGTHS, shard_bytes=shard_bytes), plan(), None)
@@ -69,6 +70,7 @@ def test_every_target_is_read_once_per_epoch_in_a_new_order(documents, shard_byt
     assert not np.array_equal(epochs[0], epochs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lengths",
     [[2], [1, 1, 2], [T + 1] * 9, [T + 2] * 3, [17] * 1000, [2, 500], [1, 33, 34, 65, 66, 129]],
@@ -126,6 +128,7 @@ def test_short_documents_take_short_rows(documents):
     assert np.mean(filled) > 0.72, "padded to the longest it would be half"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_any_number_of_ranks_reads_the_same_rows_per_step(documents, world_size):
     split = documents(LENGTHS)
@@ -142,6 +145,7 @@ def test_any_number_of_ranks_reads_the_same_rows_per_step(documents, world_size)
         assert np.array_equal(np.sort(whole, axis=0), np.sort(shared, axis=0))
 
 
+@pytest.mark.slow
 def test_every_rank_reports_what_all_ranks_read(documents):
     split = documents(LENGTHS, mask=RNG.integers(0, 2, LENGTHS.sum()))
     alone, *ranks = (
@@ -172,6 +176,7 @@ def test_the_plan_never_changes_silently(documents):
     assert found == FROZEN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feed_class", [DirectFeed, PrefetchFeed])
 def test_the_feed_reads_any_shape_and_can_seek(documents, feed_class):
     mask = RNG.integers(0, 2, LENGTHS.sum())

@@ -127,6 +127,7 @@ def real_train(run, num_steps):
     return losses
 
 
+@pytest.mark.slow
 def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path):
     """With Muon, AdamW and dropout on a real dataset, unlike the stand-in of the test above."""
 

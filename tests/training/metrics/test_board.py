@@ -13,6 +13,8 @@ from flatout.training.metrics.board import Board
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events
 
+pytestmark = pytest.mark.slow
+
 
 def curves(folder):
     found = EventAccumulator(str(folder))

@@ -20,7 +20,7 @@ from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
 # torch's compiler instantiates its own deprecated functions
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.step import StepResult
 
+pytestmark = pytest.mark.slow
+
 
 def test_figures_are_read_back_one_step_late_and_in_order():
     readback = DelayedReadback()

@@ -11,6 +11,8 @@ from flatout.errors import ConfigError, Stopped
 from flatout.training.run import run_training
 from flatout.training.run_dir.config_seal import COPY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def stopped(tiny_config, tmp_path, stop_at):

@@ -19,6 +19,8 @@ from flatout.training.run_dir.data_location import require_tokenizer, with_absol
 from flatout.training.run_dir.layout import read_config, read_events
 from flatout.training.run_dir.resume import config_to_resume
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def mix(tiny_set, ragged_set):

@@ -35,6 +35,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_the_first_one_named(tmp_path):
     run = tmp_path / "run"
     holder = subprocess.Popen(
@@ -56,6 +57,7 @@ def test_a_second_process_is_refused_and_the_first_one_named(tmp_path):
     assert not is_locked(run)
 
 
+@pytest.mark.slow
 def test_testing_the_lock_does_not_stop_a_run_from_starting(tmp_path):
     with hold_lock(tmp_path):
         pass

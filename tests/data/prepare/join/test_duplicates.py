@@ -15,6 +15,8 @@ from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.sources import files
 
+pytestmark = pytest.mark.slow
+
 
 def documents(folder, name):
     dataset = Dataset.open(folder)

@@ -63,6 +63,7 @@ def test_a_source_takes_parameters():
         open_corpus(["synthetic:seed=[1"])
 
 
+@pytest.mark.slow
 def test_dashes_and_underscores_in_source_names_are_equivalent():
     assert open_corpus(["python_stdlib"]).fingerprint == open_corpus(["python-stdlib"]).fingerprint
 

@@ -15,6 +15,8 @@ from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError, RunFailed
 from flatout.sources import ReadTask, RowLocation
 
+pytestmark = pytest.mark.slow
+
 SOURCE = """
 import os, signal, time
 from flatout.errors import DataError
