@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,19 +28,21 @@ SHARED_FIX = (
     "Start all processes in one shared directory, "
     "or set --run-dir to an absolute path on a disk that all machines mount."
 )
+Result = TypeVar("Result")
 WRITING, READING = "cannot write", "cannot read"
 
 
-def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
-    """Run this rank's part of WRITING or READING a checkpoint, and wait for the other ranks.
+def together(mesh: Mesh, work: Callable[[], Result], what: str) -> Result:
+    """Do this rank's part of WRITING or READING a checkpoint, and return its result.
 
-    If it fails on one rank, it fails on all, so no rank waits for one that has ended.
+    All ranks call it. If it fails on one rank, it fails on all, so no rank waits for one that has
+    ended.
     Raises: RunFailed when the disk returns an error or another rank failed; other errors of `work`
             unchanged.
     """
     error: Exception | None = None
     try:
-        work()
+        result = work()
     except (OSError, SafetensorError) as cause:
         error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix=disk_fix(cause))
         error.__cause__ = cause
@@ -60,6 +62,7 @@ def together(mesh: Mesh, work: Callable[[], object], what: str) -> None:
             "Another process of this run could not read or write a checkpoint.",
             fix="See the message of that process.",
         )
+    return result
 
 
 def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -> None:

@@ -13,7 +13,7 @@ from flatout.progress import SILENT, Progress
 from flatout.speedups.async_checkpoints.host_copy import HostCopy, bytes_of
 from flatout.training.agreement import Vote
 from flatout.training.checkpoint.catalog import prune
-from flatout.training.checkpoint.job import AtOnce, Job, Saving, Work
+from flatout.training.checkpoint.job import Job, Saving, Work, at_once, do
 from flatout.training.checkpoint.read_write import set_aside_line
 from flatout.training.checkpoint.snapshot import Snapshot, tensors_to_save
 
@@ -21,29 +21,14 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 
-class InThread:
-    """Work done by a daemon thread: a process that exits does not wait for it.
+def in_thread(work: Work) -> Job:
+    """Start the work in a daemon thread: a process that exits does not wait for it.
 
     A half-written checkpoint does not count.
     """
-
-    def __init__(self, work: Work) -> None:
-        self._outcome: AtOnce | None = None
-        self._thread = Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Work) -> None:
-        self._outcome = AtOnce(work)
-
-    def is_done(self) -> bool:
-        """Return whether the thread has ended."""
-        return self._outcome is not None
-
-    def result(self) -> None:
-        """Wait for the thread, and raise the error of the work, if any."""
-        self._thread.join()
-        assert self._outcome is not None, "a thread that has ended has an outcome"
-        self._outcome.result()
+    job = Job()
+    Thread(target=do, args=(work, job), name="checkpoint", daemon=True).start()
+    return job
 
 
 class BackgroundSaver:
@@ -158,13 +143,13 @@ class BackgroundSaver:
 
     def _start(self, work: Work) -> Job:
         if not self._has_copy:
-            return AtOnce(work)
+            return at_once(work)
 
         def copied_work() -> None:
             self._copy.wait()
             work()
 
-        return InThread(copied_work)
+        return in_thread(copied_work)
 
     def _all_ready(self, saving: Saving) -> bool:
         """Return whether every rank has finished its stage; with several ranks, one step late."""

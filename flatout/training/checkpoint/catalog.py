@@ -131,30 +131,21 @@ def tokenizer_of(checkpoint: Path) -> str | None:
     return digest if digest is None else str(digest)
 
 
-def verify(checkpoint: Path, *, only: str = "", progress: Progress = SILENT) -> list[str]:
-    """Return what is wrong with a checkpoint, one sentence per file; [] when it is complete.
-
-    `only` restricts the check to files whose names start with it.
-    """
+def verify(checkpoint: Path, *, progress: Progress = SILENT) -> list[str]:
+    """Return what is wrong with a checkpoint, one sentence per file; [] when it is complete."""
     try:
         files = read_manifest(checkpoint).files
     except CheckpointError as error:
         return [error.what]
     problems = []
-    wanted = {name: facts for name, facts in files.items() if name.startswith(only)}
-    with progress.task(
-        f"Checking {checkpoint.name}",
-        total=sum(facts.bytes for facts in wanted.values()),
-        unit="bytes",
-    ) as task:
-        for name, facts in wanted.items():
+    total = sum(facts.bytes for facts in files.values())
+    with progress.task(f"Checking {checkpoint.name}", total=total, unit="bytes") as task:
+        for name, facts in files.items():
             if problem := check_file(checkpoint / name, facts):
                 problems.append(problem)
             task.advance(facts.bytes)
     return problems or [
-        not_listed(checkpoint / name)
-        for name in sorted(_required_files(checkpoint) - set(files))
-        if name.startswith(only)
+        not_listed(checkpoint / name) for name in sorted(_required_files(checkpoint) - set(files))
     ]
 
 

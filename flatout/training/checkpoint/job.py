@@ -9,8 +9,9 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from flatout.training.agreement import WRITING, together
 from flatout.training.checkpoint import catalog
@@ -23,34 +24,24 @@ if TYPE_CHECKING:
 Work = Callable[[], object]
 
 
-class Job(Protocol):
-    """Work that has been started."""
-
-    def is_done(self) -> bool:
-        """Return whether the work has ended, with or without an error."""
-
-    def result(self) -> None:
-        """Wait for the end of the work, and raise its error."""
+Job = Future[None]
+"""Work that has been started; `result` waits for its end, and raises its error."""
 
 
-class AtOnce:
-    """A job that the constructor completes."""
+def at_once(work: Work) -> Job:
+    """Do the work, and return the finished job."""
+    job = Job()
+    do(work, job)
+    return job
 
-    def __init__(self, work: Work) -> None:
-        self._error: BaseException | None = None
-        try:
-            work()
-        except BaseException as error:  # raised by `result`, where all ranks learn of it
-            self._error = error
 
-    def is_done(self) -> bool:
-        """Return True."""
-        return True
-
-    def result(self) -> None:
-        """Raise the error of the work."""
-        if self._error is not None:
-            raise self._error
+def do(work: Work, job: Job) -> None:
+    """Do the work of a job; its error is raised by `result`, where all ranks learn of it."""
+    try:
+        work()
+        job.set_result(None)
+    except BaseException as error:
+        job.set_exception(error)
 
 
 def nothing() -> None:
@@ -85,17 +76,16 @@ class Saving:
         self._temporary = self.path.with_name(
             run.mesh.broadcast_object(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
         )
-        taken: list[Snapshot] = []
 
         def make() -> None:
             claim(run.folder, checkpoints_folder(run.folder))
             self._temporary.mkdir(parents=True)
 
         def write() -> None:
-            write_share(taken[0], self._temporary)
+            write_share(snapshot, self._temporary)
 
         def merge() -> None:
-            self.aside += complete(taken[0], self._temporary)
+            self.aside += complete(snapshot, self._temporary)
             afterwards()
 
         def write_and_merge() -> None:
@@ -104,7 +94,7 @@ class Saving:
 
         try:
             together(run.mesh, make if run.mesh.is_main else nothing, WRITING)
-            together(run.mesh, lambda: taken.append(copied(take(run, environment))), WRITING)
+            snapshot = together(run.mesh, lambda: copied(take(run, environment)), WRITING)
         except BaseException:
             self._remove()
             raise
@@ -117,7 +107,7 @@ class Saving:
 
     def is_ready(self) -> bool:
         """Return whether `advance` would not have to wait for this rank."""
-        return self._job.is_done()
+        return self._job.done()
 
     def advance(self) -> bool:
         """Wait for the current stage on all ranks, start the next, and return whether all are done.
@@ -127,7 +117,7 @@ class Saving:
         try:
             together(self._mesh, self._job.result, WRITING)
         except BaseException:
-            if self._job.is_done():
+            if self._job.done():
                 self._remove()
             # else an interrupt leaves the thread running: the run's next start cleans up
             raise

@@ -64,14 +64,8 @@ def claim(run_folder: Path, folder: Path) -> None:
     try:
         if not mine.exists():
             run_folder.mkdir(parents=True, exist_ok=True)
-            write_json(
-                mine,
-                {
-                    "id": secrets.token_hex(16),
-                    "run": str(run_folder.absolute()),
-                    "place": str(folder.absolute()),
-                },
-            )
+            run, place = str(run_folder.absolute()), str(folder.absolute())
+            write_json(mine, Owner(id=secrets.token_hex(16), run=run, place=place).model_dump())
         if not theirs.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_json(theirs, read_json(mine))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
 from flatout.optimizers.moments import how_to_resume, kept_by, stored_as
-from flatout.training.checkpoint.tensors import Entry, dtype_of
+from flatout.training.checkpoint.tensors import Entry, dtype_of, empty
 from flatout.training.checkpoint.weights import parameter_names
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def _empty_for(parameter: Tensor, entry: Entry, device: torch.device) -> Tensor:
         device == parameter.device or isinstance(parameter, DTensor)
     ):
         return torch.empty_like(parameter, dtype=dtype_of(entry), requires_grad=False)
-    return torch.empty(entry.shape, dtype=dtype_of(entry), device=device)
+    return empty(entry, device)
 
 
 def restore_groups(run: Run, value: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,7 @@ from flatout.progress import SILENT, Progress, Task
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.catalog import Check, FileFacts
-from flatout.training.checkpoint.job import AtOnce, Saving
+from flatout.training.checkpoint.job import Saving, at_once
 from flatout.training.checkpoint.state import STATE, VERSION, StateItem
 from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_of
@@ -52,7 +51,7 @@ def save(
     Raises: RunFailed, on every rank, when a file cannot be written.
     """
     with progress.task(f"Saving step {run.step}"):
-        saving = Saving(run, environment or {}, start=AtOnce)
+        saving = Saving(run, environment or {}, start=at_once)
         while not saving.advance():
             pass
     for path in saving.aside:
@@ -81,19 +80,18 @@ def load(
     Raises: CheckpointError, before the weights change, when a file is missing or damaged, or does
             not fit this run.
     """
-    found: list[_Opened] = []
     with progress.task(f"Loading {checkpoint.name}") as task:
-        together(run.mesh, lambda: found.append(_open(run, checkpoint, check, task)), READING)
-        (opened,) = found
-        tensors.fill(opened.targets, opened.index, checkpoint, task)
-        for item in opened.items:
+        index, state, items, targets = together(
+            run.mesh, lambda: _open(run, checkpoint, check, task), READING
+        )
+        tensors.fill(targets, index, checkpoint, task)
+        for item in items:
             with parsing(checkpoint / catalog.STATE):
-                _restore(run, item, opened.state)
-    differences = _differences(run, opened.state, environment)
-    return differences + _forget_best(run, opened.state, environment or {})
+                _restore(run, item, state)
+    return _differences(run, state, environment) + _forget_best(run, state, environment or {})
 
 
-def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, Tensor]:
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     """Return every weight, unsharded, by its name in the model's state_dict.
 
     Any number of ranks may have written them.
@@ -103,10 +101,8 @@ def read_weights(checkpoint: Path, *, progress: Progress = SILENT) -> dict[str, 
     """
     index, aliases, manifest = _read_index(checkpoint, catalog.check_file)
     targets = {name: tensors.empty(entry) for name, entry in _weights_in(index).items()}
-    with progress.task(f"Loading the weights of {checkpoint.name}") as task:
-        needed = tensors.files_needed(targets, index)
-        _check(checkpoint, manifest, needed, catalog.check_file, task)
-        tensors.fill(targets, index, checkpoint, task)
+    _check(checkpoint, manifest, tensors.files_needed(targets, index), catalog.check_file)
+    tensors.fill(targets, index, checkpoint)
     weights = targets | {alias: targets[name] for alias, name in aliases.items()}
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
 
@@ -120,18 +116,17 @@ def load_weights(
     Raises: CheckpointError, before the weights change, when a file is missing or damaged, or does
             not fit this run.
     """
-    found: list[dict[str, Entry]] = []
     targets = weights_of(run)
 
-    def open_files(task: Task) -> None:
+    def open_files(task: Task) -> dict[str, Entry]:
         index, _, manifest = _read_index(checkpoint, check)
         tensors.check_fits(targets, index, prefix=WEIGHTS, source=checkpoint)
         _check(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
-        found.append(index)
+        return index
 
     with progress.task(f"Loading the weights of {checkpoint.name}") as task:
-        together(run.mesh, lambda: open_files(task), READING)
-        tensors.fill(targets, found[0], checkpoint, task)
+        index = together(run.mesh, lambda: open_files(task), READING)
+        tensors.fill(targets, index, checkpoint, task)
 
 
 def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
@@ -161,7 +156,7 @@ def _read_index(
 ) -> tuple[dict[str, Entry], dict[str, str], dict[str, FileFacts]]:
     """Return the entries of the tensors, the aliases, and the manifest's files."""
     manifest = catalog.read_manifest(checkpoint).files
-    _check(checkpoint, manifest, {catalog.INDEX}, check, None)
+    _check(checkpoint, manifest, {catalog.INDEX}, check)
     document = read_json(checkpoint / catalog.INDEX)
     with parsing(checkpoint / catalog.INDEX):
         index = {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}
@@ -175,7 +170,7 @@ def _check(
     manifest: Mapping[str, FileFacts],
     names: set[str],
     check: Check,
-    task: Task | None,
+    task: Task | None = None,
 ) -> None:
     for name in sorted(names):
         path = checkpoint / name
@@ -186,19 +181,13 @@ def _check(
             task.note(f"{name} is complete")
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A checkpoint whose needed files have been checked, with tensors allocated to fill."""
+def _open(
+    run: Run, checkpoint: Path, check: Check, task: Task
+) -> tuple[dict[str, Entry], dict[str, Any], list[StateItem], dict[str, Tensor]]:
+    """Check every file that this rank will read, and allocate the tensors to fill.
 
-    index: dict[str, Entry]
-    state: dict[str, Any]
-    items: list[StateItem]
-    """The items to restore."""
-    targets: dict[str, Tensor]
-
-
-def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> _Opened:
-    """Check every file that this rank will read, and allocate the tensors to fill."""
+    Returns: the index, the state, the items to restore, the tensors to fill.
+    """
     index, _, manifest = _read_index(checkpoint, check)
     _check(checkpoint, manifest, {catalog.STATE}, check, task)
     state = read_json(checkpoint / catalog.STATE)
@@ -210,15 +199,15 @@ def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> _Opened:
             f"The state in {checkpoint} has version {version}; this flatout reads up to {VERSION}.",
             fix="Install a newer flatout.",
         )
-    items = [
-        item for item in STATE if item.used(run) and (item.name in stored or not _optional(item))
-    ]
-    for item in items:
-        if item.name not in stored:
+    used = [item for item in STATE if item.used(run)]
+    for item in used:
+        # a run on a GPU resumes from a checkpoint written on a CPU
+        if item.name not in stored and item.name != "rng_cuda":
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
                 fix="Use another checkpoint, or the version of flatout that wrote this one.",
             )
+    items = [item for item in used if item.name in stored]
     targets: dict[str, Tensor] = {}
     for item in items:
         if item.targets:
@@ -227,19 +216,11 @@ def _open(run: Run, checkpoint: Path, check: Check, task: Task) -> _Opened:
             tensors.check_fits(wanted, index, prefix=item.prefix, source=checkpoint)
             targets |= wanted
     _check(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
-    return _Opened(index, state, items, targets)
+    return index, state, items, targets
 
 
 def _stored_items(state: Mapping[str, Any]) -> set[str]:
     return {*state["values"], *state["ranks"][0]}
-
-
-def _optional(item: StateItem) -> bool:
-    """Return whether a checkpoint may lack an item that the run has.
-
-    A run on a GPU resumes from a checkpoint written on a CPU.
-    """
-    return item.name == "rng_cuda"
 
 
 def _restore(run: Run, item: StateItem, state: Mapping[str, Any]) -> None:

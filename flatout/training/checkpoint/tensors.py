@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +151,8 @@ def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
     merged: dict[str, Entry] = {}
     for part in parts:
         for name, entry in part.items():
-            known = merged.get(name)
-            merged[name] = (
-                entry
-                if known is None
-                else Entry(entry.dtype, entry.shape, known.slices + entry.slices)
-            )
+            known = merged[name].slices if name in merged else ()
+            merged[name] = replace(entry, slices=known + entry.slices)
     return merged
 
 
@@ -198,7 +194,10 @@ def check_fits(
 
 
 def fill(
-    targets: Mapping[str, Tensor], index: Mapping[str, Entry], folder: Path, task: Task
+    targets: Mapping[str, Tensor],
+    index: Mapping[str, Entry],
+    folder: Path,
+    task: Task | None = None,
 ) -> None:
     """Copy the stored values into this rank's parts of `targets`, in place.
 
@@ -228,7 +227,8 @@ def fill(
                     f"The slices of {name} in {folder} do not cover it.",
                     fix="Use another checkpoint.",
                 )
-            task.advance(part.numel() * part.element_size())
+            if task:
+                task.advance(part.numel() * part.element_size())
 
 
 def _opened(path: Path) -> Any:
@@ -240,12 +240,12 @@ def _opened(path: Path) -> Any:
         raise CheckpointError(f"Cannot read {path}: {error}.", fix=disk_fix(error)) from error
 
 
-def empty(entry: Entry) -> Tensor:
-    """Return an unfilled tensor of an entry's dtype and shape, on the CPU.
+def empty(entry: Entry, device: torch.device | None = None) -> Tensor:
+    """Return an unfilled tensor of an entry's dtype and shape, by default on the CPU.
 
     Shapes: the entry's.
     """
-    return torch.empty(entry.shape, dtype=dtype_of(entry))
+    return torch.empty(entry.shape, dtype=dtype_of(entry), device=device)
 
 
 def dtype_of(entry: Entry) -> torch.dtype:
@@ -283,12 +283,10 @@ def _overlap(
     start: tuple[int, ...], shape: tuple[int, ...], piece: Slice
 ) -> list[tuple[int, int]] | None:
     """Return the bounds, per dimension, of the overlap of a box and a slice, or None."""
-    lows = [max(a, b) for a, b in zip(start, piece.offset, strict=True)]
-    highs = [
-        min(a + m, b + n)
+    box = [
+        (max(a, b), min(a + m, b + n))
         for a, m, b, n in zip(start, shape, piece.offset, piece.shape, strict=True)
     ]
-    box = list(zip(lows, highs, strict=True))
     return box if all(low < high for low, high in box) else None
 
 

@@ -5,43 +5,43 @@ import threading
 import pytest
 from stand_in import build, train
 
-from flatout.speedups.async_checkpoints.saver import InThread
+from flatout.speedups.async_checkpoints.saver import in_thread
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import job as saving
-from flatout.training.checkpoint.job import AtOnce, Saving
+from flatout.training.checkpoint.job import Saving, at_once
 
 
 def fail():
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("start", [AtOnce, InThread])
+@pytest.mark.parametrize("start", [at_once, in_thread])
 def test_result_raises_the_error_of_the_work(start):
     done = []
     job = start(lambda: done.append(threading.current_thread() is threading.main_thread()))
     job.result()
-    assert job.is_done()
-    assert done == [start is AtOnce]
+    assert job.done()
+    assert done == [start is at_once]
     failed = start(fail)
     with pytest.raises(ZeroDivisionError):
         failed.result()
-    assert failed.is_done()
+    assert failed.done()
 
 
 def test_a_thread_is_done_when_its_work_is_done():
     gate = threading.Event()
-    job = InThread(lambda: gate.wait(60))
-    assert not job.is_done()
+    job = in_thread(lambda: gate.wait(60))
+    assert not job.done()
     gate.set()
     job.result()
-    assert job.is_done()
+    assert job.done()
 
 
 def test_afterwards_runs_once_the_checkpoint_is_complete(tmp_path):
     run, followed = build(tmp_path / "run"), []
     train(run, 2)
     made = Saving(
-        run, {}, start=AtOnce, afterwards=lambda: followed.append(catalog.steps(run.folder))
+        run, {}, start=at_once, afterwards=lambda: followed.append(catalog.steps(run.folder))
     )
     assert made.is_ready()
     assert made.advance()
@@ -50,7 +50,7 @@ def test_afterwards_runs_once_the_checkpoint_is_complete(tmp_path):
     assert followed == [[2]]
 
 
-@pytest.mark.parametrize("start", [AtOnce, InThread])
+@pytest.mark.parametrize("start", [at_once, in_thread])
 def test_an_error_leaves_no_partial_checkpoint(tmp_path, monkeypatch, start):
     run = build(tmp_path / "run")
     monkeypatch.setattr(saving, "complete", lambda *_: fail())
