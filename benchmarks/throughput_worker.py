@@ -32,7 +32,7 @@ from flatout.errors import FlatoutError
 from flatout.hardware import fingerprint
 from flatout.measure.resolving import resolve_here
 from flatout.measure.trial import end_with
-from flatout.measure.workload import QUIET, FirstLosses
+from flatout.measure.workload import QUIET
 from flatout.parallel.mesh import make_mesh
 from flatout.registry import MODELS
 from flatout.training.loop import fit
@@ -199,12 +199,18 @@ def train_ours(
         decisions=settled.decisions,
     )
     wanted = {decision.name for decision in run.decisions if decision.on}
-    losses = run.readback = FirstLosses(run.readback, steps)
+    losses: list[torch.Tensor] = []
     try:
         with Log(run) as log:
             run.feed.prime(steps + 1)
             warm_up(run, log)
-            fit(run, log, times)
+
+            def stop(run: Run) -> bool:
+                if log.last_result is not None:
+                    losses.append(log.last_result.loss)
+                return times.asked(run)
+
+            fit(run, log, stop)
             log.time_breakdown()
             peak_gib = memory_gib(device)["mem/peak_gib"]
             profiled = profile_of(run, log, spec) if spec.get("profile_steps") else {}
@@ -218,7 +224,7 @@ def train_ours(
         "rows_per_device": run.rows_per_device,
         "accumulate": run.config.batch.accumulate,
         "speedups": [decision.name for decision in run.decisions if decision.on],
-        "losses": losses.losses(),
+        "losses": [float(loss) for loss in losses[:steps]],
         "peak_gib": peak_gib,
         **profiled,
         "instead": (
@@ -235,7 +241,7 @@ def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
     for optimizer in run.optimizers:
         optimizer.step = in_range(optimizer.step)  # type: ignore[method-assign]
     try:
-        fit(run, log, steps)
+        fit(run, log, steps.asked)
         return {"profile": steps.groups(Path(spec["folder"]))}
     except (
         Exception

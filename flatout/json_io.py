@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flatout.errors import CheckpointError
 from flatout.files import open_own, write_text
@@ -19,6 +19,12 @@ Document = TypeVar("Document", bound=BaseModel)
 
 RESTORE = "Restore it from a copy, or use another checkpoint or run."
 """The fix for a damaged file."""
+
+
+class Stored(BaseModel):
+    """Base class of frozen values that are written as JSON; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 def write_json(path: Path, document: Any) -> None:

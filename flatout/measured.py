@@ -13,10 +13,11 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from flatout.files import write_text
 from flatout.hardware import Machine
+from flatout.json_io import Stored
 
 FORMAT_VERSION = 1
 MINUTES = 30
@@ -25,10 +26,8 @@ compilation; two rounds.
 """
 
 
-class Gain(BaseModel):
+class Gain(Stored):
     """What a speedup gained in the last ladder that measured it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     gain: float
     """How many times faster training is with it."""
@@ -68,18 +67,16 @@ class Gain(BaseModel):
         return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
 
 
-class MeasuredHere(BaseModel):
+class MeasuredHere(Stored):
     """The file of one GPU or CPU."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True
-    )
+    model_config = ConfigDict(populate_by_name=True)
 
     format_version: int = FORMAT_VERSION
     """Version of this file's format."""
     hardware: str = Field(alias="gpu")
     """The GPU as its driver names it, or the CPU and its cores. The key on disk is `gpu`."""
-    speedups: dict[str, Gain] = {}
+    speedups: dict[str, Gain] = Field({})
     """By name; empty if nothing has been measured and the user has been told so."""
 
 

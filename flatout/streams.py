@@ -20,6 +20,15 @@ class _LossyStream(io.FileIO):
             return memoryview(data).nbytes
 
 
+def can_show(text: str, encoding: str) -> bool:
+    """Return whether an encoding can represent a text."""
+    try:
+        text.encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
 def open_streams() -> None:
     """Open closed standard streams (`2>&-`) on the null device, and make standard error lossy.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +13,6 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, Interrupted, RunFailed
 from flatout.measure import exactness
 from flatout.measure.budget import Budget
-from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.ladder import BASELINE, Ladder, make_ladder, promise_between
 from flatout.measure.picture import picture
 from flatout.measure.promises import Measured, ladder_rows
@@ -24,7 +22,6 @@ from flatout.measure.results import (
     TRIALS,
     Report,
     Row,
-    Trial,
     claim,
     commit_of_package,
     is_less,
@@ -32,7 +29,14 @@ from flatout.measure.results import (
     results_dir,
     write,
 )
-from flatout.measure.rounds import Measurement, Rounds, RunTrial
+from flatout.measure.rounds import (
+    Experiment,
+    Measurement,
+    Point,
+    Rounds,
+    RunTrial,
+    with_speedups,
+)
 from flatout.measure.statistics import Figure, median_of, spread
 from flatout.measure.sweep import require_sweep, sweep_experiment
 from flatout.measure.table import table
@@ -86,10 +90,10 @@ def run_bench(
         clock=clock,
     )
     claim(out)
-    label = (requested.name, experiment.kind, requested.digest())
-    rounds = _measure(
+    label = [requested.name, experiment.kind, requested.digest()]
+    rounds = Measurement(
         experiment, requested, budget, trial, lambda ended: keep(ended, label, began, out), progress
-    )
+    ).run()
     require_figures(rounds, out)
     wall_s = clock() - start_s
     report = report_of(
@@ -99,23 +103,6 @@ def run_bench(
     if cache is not None:
         remember(report, resolved.machine, resolved.config.train.device, cache, progress=progress)
     return report, out
-
-
-def _measure(
-    experiment: Experiment,
-    requested: RunConfig,
-    budget: Budget,
-    trial: RunTrial,
-    keep_trial: Callable[[Trial], None],
-    progress: Progress,
-) -> Rounds:
-    with (
-        tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch,
-        progress.task("Measuring") as task,
-    ):
-        return Measurement(
-            experiment, requested, budget, Path(scratch), trial, keep=keep_trial, task=task
-        ).run()
 
 
 def _check(sweep: str | None) -> None:

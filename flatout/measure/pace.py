@@ -6,6 +6,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from flatout.assembly.run import Run
 from flatout.training.metrics.clocks import TimeBreakdown
 from flatout.training.metrics.log import Log
@@ -77,6 +79,8 @@ class Pace:
         """Whether the step time was steady by then."""
         self.measured = TimeBreakdown()
         """The time of the measured steps, by activity."""
+        self.losses: list[Tensor] = []
+        """Losses of the first `loss_steps` steps, on the device, so that nothing waits for them."""
         self._log, self._clock = log, clock
         self._seconds, self._loss_steps, self._max_warmup_s, self._limit_s = (
             seconds,
@@ -90,6 +94,8 @@ class Pace:
 
     def asked(self, run: Run) -> bool:
         """Return whether the trial is over; the loop calls it before each step."""
+        if self._log.last_result and len(self.losses) < self._loss_steps:
+            self.losses.append(self._log.last_result.loss)
         if self.warmup_steps is None:
             self._warm_up(run)
             return False

@@ -58,14 +58,17 @@ def picture(report: Report) -> str:
     figure_module = importlib.import_module("matplotlib.figure")
     drawn = [(heading, rows) for heading, rows in groups(report) if rows[0].kind != "absent"]
     notes = [
-        line for text in (*unreached(report), setting(report)) for line in _lines(text, COLUMNS)
+        line
+        for text in (*unreached(report), setting(report))
+        for line in textwrap.wrap(text, COLUMNS, break_on_hyphens=False)
     ]
     num_lines = sum(len(rows) + bool(heading) for heading, rows in drawn)
     height = TOP + ROW * (num_lines + 0.6 * len(notes) + 1)
     with matplotlib.rc_context(STYLE):
         figure = figure_module.Figure(figsize=(WIDTH, height), facecolor="white")
         axes = figure.add_axes((0.3, 0, 0.69, 1 - TOP / height))
-        _titles(axes, report, height)
+        figure.text(0.02, 1 - 0.22 / height, _short(title(report), 80), size=14, weight="bold")
+        figure.text(0.02, 1 - 0.45 / height, _short(total_text(report), COLUMNS), size=10)
         position = _draw_groups(axes, drawn)
         for number, line in enumerate(notes):
             axes.text(
@@ -83,13 +86,6 @@ def picture(report: Report) -> str:
             page, format="svg", metadata={"Date": None}, bbox_inches="tight", pad_inches=0.2
         )
     return page.getvalue()
-
-
-def _titles(axes: Axes, report: Report, height: float) -> None:
-    figure = axes.figure
-    total = total_text(report)
-    figure.text(0.02, 1 - 0.22 / height, _short(title(report), 80), size=14, weight="bold")
-    figure.text(0.02, 1 - 0.45 / height, _short(total, COLUMNS), size=10)
 
 
 def _draw_groups(axes: Axes, drawn: list[tuple[str, list[Row]]]) -> int:
@@ -138,7 +134,3 @@ def _draw_row(axes: Axes, row: Row, position: int, longest: float) -> None:
 
 def _short(text: str, columns: int) -> str:
     return text if len(text) <= columns else text[: columns - 3].rstrip() + "..."
-
-
-def _lines(text: str, columns: int) -> list[str]:
-    return textwrap.wrap(text, columns, break_on_hyphens=False)

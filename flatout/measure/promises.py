@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flatout.assembly.recipe import Promise
 from flatout.config.schema import RunConfig
@@ -31,6 +31,16 @@ class Measured:
     repeats_to_the_bit: bool = True
     """Whether two runs of one command give equal losses on this device."""
 
+    def named(self, points: Mapping[str, str]) -> Measured:
+        """Return the trials under other names: `points` maps each to the point that it uses."""
+        trials = [
+            trial.model_copy(update={"point": name})
+            for name, point in points.items()
+            for trial in self.trials
+            if trial.point == point
+        ]
+        return replace(self, trials=trials)
+
     def ok(self, point: str) -> dict[int, TrialResult]:
         """Return the point's timed results with figures, by round."""
         return {trial.round: trial.result for trial in self._timed(point) if trial.result.is_ok}
@@ -45,10 +55,12 @@ class Measured:
 
     def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
         """Return the losses of two points on the same batches, one pair per common round."""
-        these, those = self.ok(one), self.ok(other)
-        return exactness.paired(
-            (these[r].losses, those[r].losses) for r in sorted(these.keys() & those.keys())
-        )
+        return exactness.paired((a.losses, b.losses) for a, b in self._rounds(one, other))
+
+    def _rounds(self, *points: str) -> list[tuple[TrialResult, TrialResult]]:
+        """Return the results of two points in each common round."""
+        these, those = map(self.ok, points)
+        return [(these[r], those[r]) for r in sorted(these.keys() & those.keys())]
 
     def _timed(self, point: str) -> list[Trial]:
         return [trial for trial in self.trials if trial.point == point and not trial.deterministic]
@@ -59,14 +71,11 @@ class Measured:
 
     def ratios(self, fast: str, slow: str) -> list[float]:
         """Return how many times faster `fast` was than `slow`, one value per common round."""
-        one, other = self.ok(fast), self.ok(slow)
-        return [
-            (one[r].tokens_per_s or 0.0) / (other[r].tokens_per_s or 1.0)
-            for r in sorted(one.keys() & other.keys())
-        ]
+        pairs = self._rounds(fast, slow)
+        return [(one.tokens_per_s or 0.0) / (other.tokens_per_s or 1.0) for one, other in pairs]
 
 
-def measured_row(name: str, kind: str, point: str, found: Measured, shared: Spread) -> Row:
+def measured_row(point: str, kind: str, found: Measured, shared: Spread) -> Row:
     """Return the row of one point, without comparisons."""
     results = list(found.ok(point).values())
     failed = found.failed(point)
@@ -76,10 +85,10 @@ def measured_row(name: str, kind: str, point: str, found: Measured, shared: Spre
             if failed
             else ("not-measured", f"not measured: {found.stopped_by} before its turn.")
         )
-        return Row(name=name, kind=kind, status=status, reason=reason)
+        return Row(name=point, kind=kind, status=status, reason=reason)
     peaks = [result.peak_gib for result in results if result.peak_gib is not None]
     return Row(
-        name=name,
+        name=point,
         kind=kind,
         reason=f"{failed.status} in one repeat: {failed.reason}" if failed else None,
         repeats=len(results),
@@ -114,15 +123,14 @@ def ladder_rows(
     `points` maps each rung to the point whose trials it uses; `loss_steps` is the number of losses
     that decide a promise.
     """
-    compared = {
-        rung.name: against
-        for rung in ladder.rungs
-        if (against := measured_against(rung, ladder, points, found)) is not None
-    }
-    ratios = {
-        name: gains(ladder.rung(name), against, points, found) for name, against in compared.items()
-    }
     rate_noise = spread(found.rates(point) for point in dict.fromkeys(points.values()))
+    found = found.named(points)
+    compared = {rung.name: measured_against(rung, ladder, found) for rung in ladder.rungs}
+    ratios = {
+        name: gains(ladder.rung(name), against, found)
+        for name, against in compared.items()
+        if against
+    }
     gain_noise = spread(ratios.values())
     rows = []
     for rung in ladder.rungs:
@@ -132,14 +140,14 @@ def ladder_rows(
             "against": rung.against,
             "replaced": list(rung.replaced),
         }
-        against = compared.get(rung.name)
+        against = compared[rung.name]
         if against is not None and ratios[rung.name]:
             update |= _gain(rung, against, ratios[rung.name], gain_noise)
-            update |= _loss_check(rung, against, points, found, config, loss_steps)
-        elif rung.against and not found.ok(points[rung.against]):
+            update |= _loss_check(rung, against, found, config, loss_steps)
+        elif rung.against and not found.ok(rung.against):
             name = "the full set" if rung.against == ladder.full else rung.against
             update["verdict"] = f"{name} gave no figures"
-        row = measured_row(rung.name, rung.kind, points[rung.name], found, rate_noise)
+        row = measured_row(rung.name, rung.kind, found, rate_noise)
         rows.append(row.model_copy(update=update))
     return rows + [
         Row(
@@ -162,9 +170,7 @@ def _gain(rung: Rung, against: Rung, ratios: Sequence[float], noise: Spread) -> 
     return {"against": against.name, "gain": gain, "verdict": verdict}
 
 
-def measured_against(
-    rung: Rung, ladder: Ladder, points: Mapping[str, str], found: Measured
-) -> Rung | None:
+def measured_against(rung: Rung, ladder: Ladder, found: Measured) -> Rung | None:
     """Return the rung that `rung` is compared with.
 
     For an added speedup it is the nearest rung below that gave figures. An ablation of the full set
@@ -173,31 +179,26 @@ def measured_against(
     below = rung.against
     while below is not None:
         candidate = ladder.rung(below)
-        if found.ok(points[below]):
+        if found.ok(below):
             return candidate
         below = candidate.against if rung.kind == "added" else None
     return None
 
 
-def gains(rung: Rung, against: Rung, points: Mapping[str, str], found: Measured) -> list[float]:
+def gains(rung: Rung, against: Rung, found: Measured) -> list[float]:
     """Return how many times faster the rung's speedup is, one value per round.
 
     For one that is left out, the comparison is the other way round.
     """
-    fast, slow = points[rung.name], points[against.name]
-    return found.ratios(slow, fast) if rung.kind == "left-out" else found.ratios(fast, slow)
+    pair = rung.name, against.name
+    return found.ratios(*(reversed(pair) if rung.kind == "left-out" else pair))
 
 
 def _loss_check(
-    rung: Rung,
-    against: Rung,
-    points: Mapping[str, str],
-    found: Measured,
-    config: RunConfig,
-    loss_steps: int,
+    rung: Rung, against: Rung, found: Measured, config: RunConfig, loss_steps: int
 ) -> dict[str, object]:
     """Return the fields of a row about its losses."""
-    names = points[rung.name], points[against.name]
+    names = rung.name, against.name
     pairs = found.loss_pairs(*names)
     promise = promise_between(rung.speedups, against.speedups)
     if not pairs:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
 from flatout import errors
 from flatout.assembly.conditions import uses_gpu
 from flatout.assembly.parts import Decision
@@ -24,10 +22,10 @@ from flatout.assembly.request import adding, parse_request
 from flatout.assembly.resolve import resolve
 from flatout.assembly.selection import assemble, speedup_named
 from flatout.config.schema import RunConfig, validate
-from flatout.data.store.mix import MixedDataset
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.hardware import Machine, pick_device, probe
+from flatout.json_io import Stored
 from flatout.measured import gains_here
 from flatout.registry import SPEEDUPS
 
@@ -41,13 +39,16 @@ class Resolved:
     config: RunConfig
     decisions: list[Decision]
     machine: Machine
-    dataset: Dataset | MixedDataset
+    dataset: AnyDataset
+
+    @property
+    def speedups(self) -> list[str]:
+        """The speedups that are on."""
+        return [decision.name for decision in self.decisions if decision.on]
 
 
-class Choice(BaseModel):
+class Choice(Stored):
     """The choices of a resolved recipe; passes between processes as JSON."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     config: dict[str, Any]
     """The resolved configuration."""
@@ -66,15 +67,16 @@ def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
     """
     machine = probe()
     device, _ = pick_device(requested.train.device, machine)
-    dataset = open_dataset(requested)
-    config, decisions = resolve(
-        requested.with_values({"train.device": device}),
-        machine=machine,
-        dataset=dataset,
-        world_size=1,
-        measured=gains_here(machine, device, cache),
-    )
-    return Resolved(config, decisions, machine, dataset)
+    on_device = requested.with_values({"train.device": device})
+    return _resolve(on_device, machine, open_dataset(requested), cache)
+
+
+def _resolve(
+    config: RunConfig, machine: Machine, dataset: AnyDataset, cache: Path | None
+) -> Resolved:
+    gains = gains_here(machine, config.train.device, cache)
+    resolved = resolve(config, machine=machine, dataset=dataset, world_size=1, measured=gains)
+    return Resolved(*resolved, machine, dataset)
 
 
 def choose(requested: RunConfig, cache: Path | None = None) -> Choice:
@@ -111,17 +113,11 @@ def adding_one(
             )
     named = stated.with_values({"speedups": adding(requested.speedups, wanted)})
     try:
-        _, decisions = resolve(
-            named,
-            machine=resolved.machine,
-            dataset=resolved.dataset,
-            world_size=1,
-            measured=gains_here(resolved.machine, named.train.device, cache),
-        )
-        assemble(decisions)
+        found = _resolve(named, resolved.machine, resolved.dataset, cache)
+        assemble(found.decisions)
     except UsageError as error:
         return f"cannot be added, because: {error.what}"
-    return [decision.name for decision in decisions if decision.on]
+    return found.speedups
 
 
 def with_needs(name: str) -> list[str]:

@@ -6,16 +6,15 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import Field, ValidationError
 
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, RunFailed
 from flatout.files import sync, unless_broken, write_text
-from flatout.json_io import append_line, read_lines
+from flatout.json_io import Stored, append_line, read_lines
 from flatout.measure.spec import TrialResult
 from flatout.measure.statistics import Figure
 from flatout.recognised import read_regular
@@ -28,12 +27,6 @@ BENCHES = Path("bench")
 """Parent directory of results without --out."""
 TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
 """Why a point has no trial."""
-
-
-class Stored(BaseModel):
-    """Base class of the models stored in bench.json."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Trial(Stored):
@@ -63,9 +56,9 @@ class Row(Stored):
     sweep), or absent (never measured)."""
     speedup: str | None = None
     """The speedup that it measures."""
-    speedups: list[str] = []
+    speedups: list[str] = Field([])
     """All speedups that were on."""
-    replaced: list[str] = []
+    replaced: list[str] = Field([])
     """Speedups of the full set that this one replaces."""
     against: str | None = None
     """The line that it is compared with."""
@@ -259,7 +252,7 @@ def claim(out: Path) -> None:
         ) from error
 
 
-def keep(trial: Trial, bench: Sequence[str], began: str, out: Path) -> None:
+def keep(trial: Trial, bench: list[str], began: str, out: Path) -> None:
     """Append a finished trial to trials.jsonl, so that it survives if this process is killed.
 
     The file is append-only; the label `bench` and `began` identify the bench of each line.
@@ -267,9 +260,7 @@ def keep(trial: Trial, bench: Sequence[str], began: str, out: Path) -> None:
     Raises: RunFailed when it cannot be written.
     """
     try:
-        append_line(
-            out / TRIALS, {"bench": list(bench), "began": began, **trial.model_dump(mode="json")}
-        )
+        append_line(out / TRIALS, {"bench": bench, "began": began, **trial.model_dump(mode="json")})
         sync(out / TRIALS)
         sync(out)
     except OSError as error:

@@ -1,25 +1,59 @@
-"""Measures the points of an experiment round by round, as time allows."""
+"""An experiment: points, each a configuration to measure, round by round, as time allows."""
 
 from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.errors import Interrupted
 from flatout.measure import exactness
 from flatout.measure.budget import Budget
-from flatout.measure.experiment import Experiment
 from flatout.measure.promises import Measured
-from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Trial
+from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Row, Trial
 from flatout.measure.spec import TrialResult, TrialSpec
-from flatout.progress import Task
+from flatout.progress import Progress
 
 RunTrial = Callable[[TrialSpec, float], TrialResult]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration to measure."""
+
+    name: str
+    values: Mapping[str, Any]
+    """Keys that override the requested configuration."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """All points, the most important first: when time is short, the last ones are dropped."""
+
+    kind: str
+    """ladder, or the setting that is swept."""
+    points: tuple[Point, ...]
+    """Measured in every round."""
+    rows: Callable[[Measured], list[Row]]
+    """Makes the table from the trials."""
+    loss_steps: int = 0
+    """Number of first losses to compare."""
+    losses_each_round: frozenset[str] = frozenset()
+    """Points that record losses in every round, because a statistical promise needs seeds."""
+    exact: tuple[tuple[str, str], ...] = ()
+    """Pairs of points that promise equal losses, if runs differ in their last bits here."""
+    extras: tuple[Point, ...] = ()
+    """Measured last in a round; with a time limit, only after the others have repeats."""
+    total: tuple[str, str] | None = None
+    """The full set and the baseline, whose ratio is the total speedup."""
+
+
+def with_speedups(names: Iterable[str]) -> dict[str, Any]:
+    """Return the configuration keys that switch on exactly these speedups, precisions included."""
+    return {"speedups": list(names) or "none", "train.precision": "auto"}
 
 
 @dataclass
@@ -59,11 +93,10 @@ class Measurement:
     experiment: Experiment
     config: RunConfig
     budget: Budget
-    scratch: Path
     trial: RunTrial
     keep: Callable[[Trial], None]
     """Receives each trial when it ends."""
-    task: Task
+    progress: Progress
     rounds: Rounds = field(default_factory=lambda: Rounds([]))
 
     def __post_init__(self) -> None:
@@ -74,10 +107,14 @@ class Measurement:
     def run(self) -> Rounds:
         """Measure all rounds, or until a signal interrupts, and return the trials."""
         try:
-            for number in range(self.budget.repeats):
-                if not self._run_round(number):
-                    break
-            self._run_deterministic()
+            with (
+                tempfile.TemporaryDirectory(prefix="flatout-bench-") as self._scratch,
+                self.progress.task("Measuring") as self._task,
+            ):
+                for number in range(self.budget.repeats):
+                    if not self._run_round(number):
+                        break
+                self._run_deterministic()
         except KeyboardInterrupt:
             self.rounds.ended_by_signal = signal.SIGINT
         except Interrupted as interruption:
@@ -96,7 +133,7 @@ class Measurement:
             if not budget.allows(name):
                 continue
             left = time_left(budget.remaining_s(due[index:], budget.repeats - number - 1))
-            self.task.note(
+            self._task.note(
                 f"round {number + 1} of {budget.repeats}, {name} ({index + 1} of {len(due)}), "
                 f"about {left} left"
             )
@@ -134,7 +171,7 @@ class Measurement:
         ]
         for index, name in enumerate(names):
             if self.budget.allows(name):
-                self.task.note(f"checking exact promises: {name} ({index + 1} of {len(names)})")
+                self._task.note(f"checking exact promises: {name} ({index + 1} of {len(names)})")
                 self._run_trial(
                     name,
                     0,
@@ -154,7 +191,7 @@ class Measurement:
             keys["train.deterministic"] = True
         spec = TrialSpec(
             config=self.config.with_values(keys).to_dict(),
-            folder=tempfile.mkdtemp(dir=self.scratch),
+            folder=tempfile.mkdtemp(dir=self._scratch),
             **limits,
         )
         result = self.trial(spec, self.budget.timeout_s(name))

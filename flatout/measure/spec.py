@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
+
+from flatout.json_io import Stored
 
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
 
 
-class TrialSpec(BaseModel):
+class TrialSpec(Stored):
     """The specification of one trial."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     config: dict[str, Any]
     """The requested configuration, with explicit speedups."""
@@ -28,10 +28,8 @@ class TrialSpec(BaseModel):
     """Latest end of the steps, whatever has been measured by then."""
 
 
-class TrialResult(BaseModel):
+class TrialResult(Stored):
     """The result of one trial."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     status: Status
     """ok, out-of-memory, failed or timed-out."""
@@ -51,7 +49,7 @@ class TrialResult(BaseModel):
     """Part of it spent on the device's work."""
     peak_gib: float | None = None
     """Peak memory: of the device, or on a CPU of the whole process."""
-    losses: list[float] = []
+    losses: list[float] = Field([])
     """Losses of the first steps, in nats per token."""
     warmup_steps: int | None = None
     """Steps before the measured ones."""
@@ -65,9 +63,9 @@ class TrialResult(BaseModel):
     """Sequences in a micro-batch."""
     accumulate: int | None = None
     """Micro-batches per step."""
-    speedups: list[str] = []
+    speedups: list[str] = Field([])
     """Speedups that were actually on."""
-    environment: dict[str, str | int] = {}
+    environment: dict[str, str | int] = Field({})
     """Device, processor, threads, torch."""
     process_s: float = 0.0
     """Seconds of the whole process, including its start and imports."""

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
+from flatout.json_io import Stored
 
 CONFIDENCE = 0.9375
 """Minimum coverage of the intervals: that of the range of five repeats, the usual number."""
@@ -49,10 +49,8 @@ MEDIAN_DEVIATION = {2: 0.7071, 3: 0.6698, 4: 0.5460}
 """Standard deviation of the median of this many normal samples."""
 
 
-class Figure(BaseModel):
+class Figure(Stored):
     """A median of repeats, with its interval."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     median: float
     """Median of the repeats."""

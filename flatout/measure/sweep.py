@@ -10,16 +10,16 @@ from flatout.assembly.request import parse_request
 from flatout.assembly.selection import providers, select
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
-from flatout.measure.experiment import Experiment, Point, with_speedups
 from flatout.measure.promises import Measured, measured_row
 from flatout.measure.resolving import Resolved
 from flatout.measure.results import Row
+from flatout.measure.rounds import Experiment, Point, with_speedups
 from flatout.measure.statistics import spread
 from flatout.models.language_model import model_of
 from flatout.registry import SPEEDUPS, unknown_name
 
-Refused = dict[str, str]
-"""Points that cannot be measured, with the reasons."""
+Points = dict[str, dict[str, Any] | str]
+"""Name -> the configuration keys of a point, or the reason why it cannot be measured."""
 
 MAX_ACCUMULATE = 8
 
@@ -30,8 +30,9 @@ def sweep_experiment(what: str, requested: RunConfig, resolved: Resolved) -> Exp
     Raises: ConfigError when there is no such sweep, or nothing to measure in it.
     """
     require_sweep(what)
-    full = [decision.name for decision in resolved.decisions if decision.on]
-    values, refused = SWEEPS[what](requested, resolved, full)
+    points = SWEEPS[what](requested, resolved)
+    refused = {name: reason for name, reason in points.items() if isinstance(reason, str)}
+    values = {name: keys for name, keys in points.items() if not isinstance(keys, str)}
     if not values:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(
@@ -41,7 +42,7 @@ def sweep_experiment(what: str, requested: RunConfig, resolved: Resolved) -> Exp
 
     def rows(found: Measured) -> list[Row]:
         noise = spread(found.rates(name) for name in values)
-        lines = [measured_row(name, "point", name, found, noise) for name in values]
+        lines = [measured_row(name, "point", found, noise) for name in values]
         return lines + [
             Row(name=name, kind="absent", status="not-measured", reason=reason)
             for name, reason in refused.items()
@@ -59,71 +60,59 @@ def require_sweep(what: str) -> None:
         raise unknown_name("sweep", what, SWEEPS)
 
 
-def batch(
-    requested: RunConfig, resolved: Resolved, full: list[str]
-) -> tuple[dict[str, dict[str, Any]], Refused]:
+def batch(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the sequences per micro-batch, doubling from 1 to a whole step, which stays the same."""
     sequences = (resolved.config.batch.tokens_per_step or 0) // resolved.config.data.seq_len
     sizes = sorted(
         {rows for power in range(sequences.bit_length()) if sequences % (rows := 2**power) == 0}
         | {sequences}
     )
-    return {counted(rows, "row"): rows_of(rows, resolved, full) for rows in sizes}, {}
+    return {counted(rows, "row"): rows_of(rows, resolved) for rows in sizes}
 
 
-def accumulation(
-    requested: RunConfig, resolved: Resolved, full: list[str]
-) -> tuple[dict[str, dict[str, Any]], Refused]:
+def accumulation(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the micro-batches per step from 1 to 8, each of the recipe's size; the step grows."""
     rows, seq_len = int(resolved.config.batch.rows_per_device), resolved.config.data.seq_len
     counts = [2**power for power in range(MAX_ACCUMULATE.bit_length())]
     return {
-        counted(n, "micro-batch", "micro-batches"): rows_of(rows, resolved, full)
+        counted(n, "micro-batch", "micro-batches"): rows_of(rows, resolved)
         | {"batch.tokens_per_step": n * rows * seq_len}
         for n in counts
-    }, {}
+    }
 
 
-def seq_len(
-    requested: RunConfig, resolved: Resolved, full: list[str]
-) -> tuple[dict[str, dict[str, Any]], Refused]:
+def seq_len(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the sequence length from a quarter to four times the recipe's.
 
     The tokens per step and per micro-batch stay the same.
     """
     config, tokens = resolved.config, resolved.config.batch.tokens_per_step or 0
-    values: dict[str, dict[str, Any]] = {}
-    refused: Refused = {}
+    points: Points = {}
     for length in (config.data.seq_len * factor // 4 for factor in (1, 2, 4, 8, 16)):
         name = counted(length, "token")
-        if length < 1 or tokens % length:
-            refused[name] = (
-                f"cannot run here, because a step of {tokens} tokens is not a multiple of it."
-            )
-            continue
         try:
-            if not resolved.dataset.split("train").num_sequences(length):
-                refused[name] = (
+            if length < 1 or tokens % length:
+                points[name] = (
+                    f"cannot run here, because a step of {tokens} tokens is not a multiple of it."
+                )
+            elif not resolved.dataset.split("train").num_sequences(length):
+                points[name] = (
                     "cannot run here, because the training text is shorter than one sequence."
                 )
-                continue
-            model_of(requested, vocab_size=config.model.vocab_size, seq_len=length)
+            else:
+                model_of(requested, vocab_size=config.model.vocab_size, seq_len=length)
+                rows = int(config.batch.rows_per_device) * config.data.seq_len // length
+                rows = largest_divisor(tokens // length, rows)
+                points[name] = {"data.seq_len": length} | rows_of(rows, resolved)
         except FlatoutError as error:
-            refused[name] = f"cannot run here, because: {error.what}"
-            continue
-        rows = largest_divisor(
-            tokens // length, int(config.batch.rows_per_device) * config.data.seq_len // length
-        )
-        values[name] = {"data.seq_len": length} | rows_of(rows, resolved, full)
-    return values, refused
+            points[name] = f"cannot run here, because: {error.what}"
+    return points
 
 
-def precision(
-    requested: RunConfig, resolved: Resolved, full: list[str]
-) -> tuple[dict[str, dict[str, Any]], Refused]:
+def precision(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the precision of matrix products: fp32, and each speedup that changes it."""
     choices = precisions()
-    plain = [name for name in full if name not in choices]
+    plain = [name for name in resolved.speedups if name not in choices]
     requested = requested.with_values({"train.device": resolved.config.train.device})
     request = parse_request(requested.speedups)
     if request.auto:
@@ -139,42 +128,35 @@ def precision(
             for decision in select(stated, resolved.machine, device=resolved.config.train.device)
             if decision.on
         ]
-    values = {"fp32": with_speedups(plain)}
-    refused: Refused = {}
+    points: Points = {"fp32": with_speedups(plain)}
     for name in choices:
         speedup = SPEEDUPS.get(name)
         why_not = speedup.reason_against(
             resolved.machine, requested.with_values({"train.precision": "auto"})
         )
         if why_not:
-            refused[name] = f"cannot run here, because: {why_not}"
+            points[name] = f"cannot run here, because: {why_not}"
         else:
-            values[name] = with_speedups(
-                [
-                    *(
-                        other
-                        for other in plain
-                        if not speedup.fills.keys() & SPEEDUPS.get(other).fills.keys()
-                    ),
-                    name,
-                ]
+            others = (
+                other
+                for other in plain
+                if not speedup.fills.keys() & SPEEDUPS.get(other).fills.keys()
             )
-    return values, refused
+            points[name] = with_speedups([*others, name])
+    return points
 
 
-def prefetch(
-    requested: RunConfig, resolved: Resolved, full: list[str]
-) -> tuple[dict[str, dict[str, Any]], Refused]:
+def prefetch(requested: RunConfig, resolved: Resolved) -> Points:
     """Vary the steps that the feed reads ahead: none, 1, 2, 4 or 8."""
     feeds = filling("feed")
-    others = [name for name in full if name not in feeds]
-    ahead = {
+    others = [name for name in resolved.speedups if name not in feeds]
+    ahead: Points = {
         f"{counted(steps, 'step')} ahead": {"data.prefetch": steps}
         | with_speedups([*others, feeds[0]])
         for steps in (1, 2, 4, 8)
         if feeds
     }
-    return {"no prefetch": with_speedups(others)} | ahead, {}
+    return {"no prefetch": with_speedups(others), **ahead}
 
 
 def filling(slot: str) -> list[str]:
@@ -191,19 +173,17 @@ def precisions() -> list[str]:
     ]
 
 
-SWEEPS: Mapping[
-    str, Callable[[RunConfig, Resolved, list[str]], tuple[dict[str, dict[str, Any]], Refused]]
-] = {
+SWEEPS: Mapping[str, Callable[[RunConfig, Resolved], Points]] = {
     "batch": batch,
     "seq_len": seq_len,
     "precision": precision,
     "accumulation": accumulation,
     "prefetch": prefetch,
 }
-"""The sweeps by name; each gives the configuration keys of its points, and refused points."""
+"""The sweeps by name; each returns its points."""
 
 
-def rows_of(rows: int, resolved: Resolved, full: list[str]) -> dict[str, Any]:
+def rows_of(rows: int, resolved: Resolved) -> dict[str, Any]:
     """Return the keys for a micro-batch of `rows`, without the speedup that would choose it."""
     stated = {
         "batch.tokens_per_step": resolved.config.batch.tokens_per_step,
@@ -211,7 +191,7 @@ def rows_of(rows: int, resolved: Resolved, full: list[str]) -> dict[str, Any]:
         "batch.accumulate": None,
     }
     choosers = filling("micro_batch")
-    return stated | with_speedups(name for name in full if name not in choosers)
+    return stated | with_speedups(name for name in resolved.speedups if name not in choosers)
 
 
 def counted(number: int, one: str, more: str = "") -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Report, Row
 from flatout.measure.statistics import Figure
+from flatout.streams import can_show
 
 HEADINGS = {
     ("baseline", "added"): "Add one: each speedup on top of the previous ones",
@@ -16,6 +17,16 @@ HEADINGS = {
 }
 """The kinds of rows in each group, and the heading of the group."""
 
+COLUMNS = (
+    "",
+    "tokens/s",
+    "gain",
+    "step = data + host + device, ms",
+    "rows x accumulations",
+    "GiB",
+    "losses",
+    "n",
+)
 BAR_COLUMNS = 28
 
 
@@ -50,7 +61,7 @@ def table(report: Report) -> str:
         if heading:
             lines += [f"## {heading}", ""]
         lines += (
-            absent_lines(rows)
+            [f"- {row.name}: {row.reason}" for row in rows]
             if rows[0].kind == "absent"
             else row_lines(rows, sweep=rows[0].kind == "point")
         )
@@ -115,43 +126,26 @@ def setting(report: Report) -> str:
 
 def row_lines(rows: Sequence[Row], *, sweep: bool) -> list[str]:
     """Return rows as a Markdown table; a row without figures shows the reason."""
-    names = [
-        "",
-        "tokens/s",
-        *([] if sweep else ["gain"]),
-        "step = data + host + device, ms",
-        "rows x accumulations",
-        "GiB",
-        *([] if sweep else ["losses"]),
-        "n",
-    ]
+    names = [name for name in COLUMNS if not (sweep and name in ("gain", "losses"))]
     lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for row in rows:
-        if row.tokens_per_s is None:
-            cells = [row.name, absence(row), *[""] * (len(names) - 2)]
-        else:
-            rows_cell = f"{row.rows_per_device} x {row.accumulate}"
-            cells = [
-                row.name,
-                f"{row.tokens_per_s.median:,.0f}{between(row.tokens_per_s, ',.0f')}",
-                *([] if sweep else [gain_text(row)]),
-            ]
-            cells += [
-                step_text(row),
-                rows_cell,
-                f"{row.peak_gib:.2f}" if row.peak_gib else "",
-                *([] if sweep else [loss_text(row)]),
-                str(row.repeats),
-            ]
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        cells = row_cells(row)
+        lines.append(f"| {' | '.join(cells.get(name, '').replace('|', '/') for name in names)} |")
     return lines + [
         f"\n{row.name}: {row.reason}" for row in rows if row.tokens_per_s is not None and row.reason
     ]
 
 
-def absent_lines(rows: Sequence[Row]) -> list[str]:
-    """Return one line per unmeasured row, with the reason."""
-    return [f"- {row.name}: {row.reason}" for row in rows]
+def row_cells(row: Row) -> dict[str, str]:
+    """Return the cells of a row, by column."""
+    if row.tokens_per_s is None:
+        return {"": row.name, "tokens/s": absence(row)}
+    rate = f"{row.tokens_per_s.median:,.0f}{between(row.tokens_per_s, ',.0f')}"
+    batch = f"{row.rows_per_device} x {row.accumulate}"
+    memory = f"{row.peak_gib:.2f}" if row.peak_gib else ""
+    losses, count = loss_text(row), str(row.repeats)
+    cells = row.name, rate, gain_text(row), step_text(row), batch, memory, losses, count
+    return dict(zip(COLUMNS, cells, strict=True))
 
 
 def absence(row: Row) -> str:
@@ -205,15 +199,7 @@ def step_text(row: Row) -> str:
 
 def milliseconds(value: float | None) -> str:
     """Return a time with about three digits, or a question mark if it was not measured."""
-    return (
-        "?"
-        if value is None
-        else f"{value:.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 1
-        else f"{value:.2f}"
-    )
+    return "?" if value is None else f"{value:.{0 if value >= 100 else 1 if value >= 1 else 2}f}"
 
 
 def between(figure: Figure, digits: str) -> str:
@@ -268,12 +254,3 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
             *report.notes,
         ]
     ).strip()
-
-
-def can_show(text: str, encoding: str) -> bool:
-    """Return whether an encoding can represent a text."""
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from flatout.assembly.build import build
 from flatout.assembly.run import Run
@@ -33,29 +29,6 @@ QUIET = {
     "checkpoint.every_minutes": 1e9,
 }
 """Switches off everything but training."""
-
-
-class FirstLosses:
-    """A run's readback that also keeps the first losses, on the device so that nothing waits."""
-
-    def __init__(self, readback: Any, count: int) -> None:
-        self._readback, self._count = readback, count
-        self._losses: list[torch.Tensor] = []
-
-    def push(self, step: int, values: Mapping[str, torch.Tensor], *, due: bool) -> None:
-        """Keep the loss of `step` if it is among the first, and forward all figures."""
-        if len(self._losses) < self._count:
-            self._losses.append(values["train/loss"])
-        self._readback.push(step, values, due=due)
-
-    def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
-        """Return the figures that the run's readback has read."""
-        found: list[tuple[int, dict[str, float]]] = self._readback.ready(flush=flush)
-        return found
-
-    def losses(self) -> list[float]:
-        """Return the losses, waiting for the device."""
-        return [float(loss) for loss in self._losses]
 
 
 def measure(spec: TrialSpec) -> TrialResult:
@@ -87,7 +60,6 @@ def measure(spec: TrialSpec) -> TrialResult:
 
 def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
     """Warm up the run, train it, and return the figures."""
-    losses = run.readback = FirstLosses(run.readback, spec.loss_steps)
     wanted = {decision.name for decision in run.decisions if decision.on}
     run.feed.prime(min(spec.loss_steps, run.last_step))
     with Log(run) as log:
@@ -100,12 +72,12 @@ def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
             warmup_s=spec.warmup_s,
             limit_s=limit_s,
         )
-        fit(run, log, pace)
+        fit(run, log, pace.asked)
         pace.finish()
         spent = pace.measured
         peak_gib = log.peak_gib()
-    first = losses.losses()
-    for step, loss in enumerate(first, 1):
+    losses = [float(loss) for loss in pace.losses]
+    for step, loss in enumerate(losses, 1):
         require_finite("training loss", loss, step)
     dropped = [
         decision for decision in run.decisions if decision.name in wanted and not decision.on
@@ -120,7 +92,7 @@ def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
         host_ms=figures["perf/host_ms"],
         device_ms=figures["perf/device_ms"],
         peak_gib=peak_gib,
-        losses=first,
+        losses=losses,
         warmup_steps=pace.warmup_steps,
         warmup_s=pace.warmup_s,
         settled=pace.is_steady,

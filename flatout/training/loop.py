@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from flatout.assembly.run import Run
 from flatout.config.sections import TrainConfig
@@ -13,29 +12,23 @@ from flatout.training.saving import SaveSchedule, log_saves, save
 from flatout.training.step import Drop, StepDropped, train_step
 
 
-class StopFlag(Protocol):
-    """Whether a stop was requested. All ranks get the same answer."""
-
-    def asked(self, run: Run) -> bool:
-        """Return whether to stop before the next step."""
-
-
 def fit(
     run: Run,
     log: Log,
-    stop: StopFlag,
+    stop: Callable[[Run], bool],
     *,
     drop: Drop | None = None,
     sample: Callable[[Run], str] | None = None,
 ) -> Run:
     """Train to run.last_step, until patience runs out, or until a stop; return the run.
 
-    `stop` is called before each step, `drop` between its micro-batches (see `train_step`). A
-    dropped step leaves the run unchanged and ends the loop.
+    `stop` is called before each step, and returns the same answer on all ranks; `drop` is called
+    between micro-batches (see `train_step`). A dropped step leaves the run unchanged and ends the
+    loop.
     """
     saves = SaveSchedule(run, log)
     with run.cudnn_benchmark(), run.gc() as collect:
-        while run.step < run.last_step and not ends_early(run) and not stop.asked(run):
+        while run.step < run.last_step and not ends_early(run) and not stop(run):
             position, batch = run.feed.position, next(run.feed)
             try:
                 with log.clock:

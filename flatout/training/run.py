@@ -236,7 +236,7 @@ def execute(
         warm_up(run, log, eval_shapes=batch_shapes(run))
         reserve(run, log)
         stop.waits_for = "the micro-batch, evaluation or save in progress"
-        fit(run, log, stop, drop=stop.asked_within_step, sample=request.sample)
+        fit(run, log, stop.asked, drop=stop.asked_within_step, sample=request.sample)
         if run.step < run.last_step and not ends_early(run):
             _stop(run, log)
         stop.waits_for = "the batch of the final evaluation"

@@ -51,6 +51,8 @@ def test_noise_alone_does_not_prolong_the_warm_up_much(seed):
 class MadeUp:
     """A log, a feed and a clock, for steps of given durations."""
 
+    last_result = None
+
     def __init__(self, step_s):
         self.now, self.step_s, self.spent_s, self.primed = 0.0, iter(step_s), 0.0, []
         self.run = SimpleNamespace(

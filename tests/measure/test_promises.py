@@ -259,9 +259,7 @@ def test_a_promise_is_kept_only_over_all_losses_and_broken_by_any():
 
 
 def test_after_an_interruption_no_reason_mentions_time():
-    row = measured_row(
-        "baseline", "baseline", "baseline", Measured([], INTERRUPTED), Spread(0.0, 0)
-    )
+    row = measured_row("baseline", "baseline", Measured([], INTERRUPTED), Spread(0.0, 0))
     assert row.reason == "not measured: it was interrupted before its turn."
 
 
@@ -308,7 +306,7 @@ def test_a_row_contains_the_median_of_its_repeats():
         ok("baseline", n, 100.0, step_ms=step, peak_gib=gib)
         for n, (step, gib) in enumerate([(9.0, 1.0), (10.0, 3.0), (30.0, 2.0)])
     ]
-    row = measured_row("baseline", "baseline", "baseline", Measured(trials), Spread(0.0, 0))
+    row = measured_row("baseline", "baseline", Measured(trials), Spread(0.0, 0))
     assert (row.step_ms, row.peak_gib, row.repeats, row.warmup_steps) == (10.0, 3.0, 3, 9)
 
 

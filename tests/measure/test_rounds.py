@@ -8,9 +8,8 @@ import pytest
 from made_up import MadeUp
 
 from flatout.measure.budget import Budget
-from flatout.measure.experiment import Experiment, Point
 from flatout.measure.results import Trial
-from flatout.measure.rounds import Rounds, due_in, in_turn, time_left
+from flatout.measure.rounds import Experiment, Point, Rounds, due_in, in_turn, time_left
 from flatout.measure.spec import TrialResult
 
 

@@ -127,7 +127,7 @@ def test_prefetch_is_swept_from_off_to_eight_steps(swept):
 
 def test_a_sweep_with_nothing_to_measure_is_refused(tiny_config, monkeypatch):
     requested = tiny_config()
-    monkeypatch.setitem(SWEEPS, "batch", lambda *_: ({}, {"1 rows": "no room."}))
+    monkeypatch.setitem(SWEEPS, "batch", lambda *_: {"1 rows": "no room."})
     with pytest.raises(ConfigError, match="nothing to measure"):
         sweep_experiment("batch", requested, resolve_here(requested))
 

@@ -6,12 +6,12 @@ concurrently, a step takes as long as the slower of the two, and timing makes ne
 
 from __future__ import annotations
 
+import operator
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import astuple, dataclass, field
 
 import torch
 
@@ -41,12 +41,10 @@ class TimeBreakdown:
         return max(self.train_s - self.wait_s - self.blocked_s, 0.0)
 
     def __add__(self, other: TimeBreakdown) -> TimeBreakdown:
-        names = [f.name for f in fields(self)]
-        return TimeBreakdown(*(getattr(self, name) + getattr(other, name) for name in names))
+        return TimeBreakdown(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: TimeBreakdown) -> TimeBreakdown:
-        names = [f.name for f in fields(self)]
-        return TimeBreakdown(*(getattr(self, name) - getattr(other, name) for name in names))
+        return TimeBreakdown(*map(operator.sub, astuple(self), astuple(other)))
 
     def step_figures(self) -> dict[str, float]:
         """Return the means per step, under their names in metrics.jsonl."""
@@ -117,7 +115,8 @@ class CudaClock(StepClock):
         self._begin = self._record()
 
     def __exit__(self, *_: object) -> None:
-        self._spans.append(partial(_elapsed_s, self._begin, self._record()))
+        begin, end = self._begin, self._record()
+        self._spans.append(lambda: 1e-3 * float(begin.elapsed_time(end)))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -130,10 +129,6 @@ class CudaClock(StepClock):
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
-
-
-def _elapsed_s(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return 1e-3 * float(begin.elapsed_time(end))
 
 
 def device_seconds(spans: Iterable[Span]) -> float:

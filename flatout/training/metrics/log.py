@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -49,8 +49,7 @@ class Rates(NamedTuple):
     """Causal-exact training FLOPs of the tokens."""
 
 
-@dataclass(frozen=True)
-class PendingRecord:
+class PendingRecord(NamedTuple):
     """A record whose device figures have not been read back yet."""
 
     figures: dict[str, float]
@@ -81,7 +80,8 @@ class Log:
         """Entered around `train_step`."""
         self._flops_per_token = functools.cache(run.core.flops_per_token)
         """Cached by row length."""
-        self._last: StepResult | None = None
+        self.last_result: StepResult | None = None
+        """The figures of the last step, still on the device."""
         self._compilation = CompilationWatch()
         self.compile_s: float | None = None
         """Seconds spent compiling, before and after the first step; None if nothing compiled."""
@@ -94,7 +94,12 @@ class Log:
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step and result of the last evaluation that this process recorded."""
         self._records = (
-            Records(run.folder, run.step, observers, self._on_board_failure)
+            Records(
+                run.folder,
+                run.step,
+                observers,
+                lambda error: self.event("no_tensorboard", reason=error.strerror or str(error)),
+            )
             if run.mesh.is_main
             else None
         )
@@ -122,7 +127,7 @@ class Log:
         interval.tokens += batch.tokens
         interval.samples += batch.samples
         interval.flops += batch.tokens * float(self._flops_per_token(batch.seq_len).causal_exact)
-        self._last = result
+        self.last_result = result
         if result.skipped:
             reason = "float16 overflowed: the loss scale is halved, the weights stay unchanged"
             self.event("skip", reason=reason)
@@ -173,11 +178,11 @@ class Log:
 
         Raises: RunFailed when one is not.
         """
-        if self._last is None:
+        if self.last_result is None:
             return
-        figures = {"training loss": self._last.loss}
+        figures = {"training loss": self.last_result.loss}
         if not self._run.scaler:  # which skips steps whose gradients overflow
-            figures["gradient norm"] = self._last.grad_norm
+            figures["gradient norm"] = self.last_result.grad_norm
         for name, figure in figures.items():
             require_finite(name, float(figure), self._run.step)
 
@@ -239,9 +244,6 @@ class Log:
         """Return the median rates after the first interval, or its rates if it is the only one."""
         steady = self.rates[1:] or self.rates
         return Rates(*map(statistics.median, zip(*steady, strict=True))) if steady else None
-
-    def _on_board_failure(self, error: OSError) -> None:
-        self.event("no_tensorboard", reason=error.strerror or str(error))
 
     def _log_recompilations(self) -> None:
         """Log recompilations at the step that caused them."""
