@@ -249,7 +249,7 @@ def _gpus() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        driver = pynvml.nvmlSystemGetDriverVersion()
         return tuple(_gpu(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount()))
     except pynvml.NVMLError:
         return ()
@@ -262,17 +262,12 @@ def _gpu(pynvml: Any, index: int, driver: str) -> Gpu:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB
     return Gpu(
-        _text(pynvml.nvmlDeviceGetName(handle)),
+        pynvml.nvmlDeviceGetName(handle),
         memory_gib,
         (int(major), int(minor)),
         driver,
-        _text(pynvml.nvmlDeviceGetUUID(handle)),
+        pynvml.nvmlDeviceGetUUID(handle),
     )
-
-
-def _text(value: str | bytes) -> str:
-    """Return a string; older versions of pynvml return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _cpu_name() -> str:

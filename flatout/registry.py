@@ -42,14 +42,11 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     found = difflib.get_close_matches(word, by_word, n=1, cutoff=0.81)
     if len(word) >= SHORTEST_PART:
         longer = [other for other in by_word if other.startswith(word)]
-        found = found or [other for other in by_word if _one_slip(word, other)]
-        found = found or sorted(
-            (other for other in by_word if len(other) >= SHORTEST_PART and word.startswith(other)),
-            key=len,
-            reverse=True,
-        )
+        shorter = [o for o in by_word if len(o) >= SHORTEST_PART and word.startswith(o)]
         found = (
             found
+            or [other for other in by_word if _one_slip(word, other)]
+            or sorted(shorter, key=len, reverse=True)
             or difflib.get_close_matches(word, by_word, n=1, cutoff=0.67)
             or (longer if len(longer) == 1 else [])
         )
@@ -70,10 +67,8 @@ def _one_slip(word: str, other: str) -> bool:
 
 
 def _shared(word: str, other: str) -> int:
-    return next(
-        (index for index, (one, two) in enumerate(zip(word, other, strict=False)) if one != two),
-        min(len(word), len(other)),
-    )
+    pairs = enumerate(zip(word, other, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(word), len(other)))
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
@@ -140,7 +135,7 @@ class Folder:
         root, files = PACKAGE_DIR / self.folder, {}
         for path in [*root.glob("*.py"), *root.glob("*/__init__.py")]:
             name = _module(path)
-            if not name.startswith("_") and self.attribute in _assigned_names(path):
+            if not name.startswith("_") and self.attribute in _assigned(path):
                 files[name.rstrip("_").replace("_", "-")] = path
         return dict(sorted(files.items()))
 
@@ -164,7 +159,8 @@ class Folder:
             found = load_reference(name)
             return getattr(found, constant, getattr(sys.modules[found.__module__], constant, None))
         self.require(name)
-        return _literal(self._files[name.replace("_", "-")], constant)
+        value = _assigned(self._files[name.replace("_", "-")]).get(constant)
+        return value and ast.literal_eval(value)
 
     def require(self, name: str) -> None:
         """Check that the entry exists; a `package.module:attribute` is checked when it is imported.
@@ -235,24 +231,14 @@ def _module(path: Path) -> str:
 
 
 @cache
-def _literal(path: Path, constant: str) -> Any:
-    """Return the literal that a file assigns to `constant` at its top level, or None."""
+def _assigned(path: Path) -> dict[str, ast.expr | None]:
+    """Return what a file assigns to each name at its top level."""
+    found: dict[str, ast.expr | None] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == constant for target in node.targets
-        ):
-            return ast.literal_eval(node.value)
-    return None
-
-
-def _assigned_names(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-    return names
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+    return found
 
 
 COMMANDS = Folder("commands", "COMMAND", "command")

@@ -47,20 +47,15 @@ def decide(
     reason = (default.because if default else None) or speedup.saves
     if override is not None and gain is not None:
         reason = f"measured here: {gain.describe()}"
-    if not (isinstance(default, On) if override is None else override):
-        return Decision(speedup.name, False, reason)
-    from_minutes = default.from_minutes if default else 0
-    if from_minutes and minutes is None:
-        reason = (
-            f"pays off from {from_minutes:g} minutes, and the run's duration is unknown: {reason}"
-        )
-    elif minutes is not None and minutes < from_minutes:
-        reason = (
-            f"this run lasts about {minutes:.1f} minutes; pays off from {from_minutes:g}: {reason}"
-        )
-    else:
-        return Decision(speedup.name, True, reason)
-    return Decision(speedup.name, False, reason)
+    on = isinstance(default, On) if override is None else override
+    least = default.from_minutes if default else 0
+    if on and least and minutes is None:
+        on = False
+        reason = f"pays off from {least:g} minutes, and the run's duration is unknown: {reason}"
+    elif on and minutes is not None and minutes < least:
+        on = False
+        reason = f"this run lasts about {minutes:.1f} minutes; pays off from {least:g}: {reason}"
+    return Decision(speedup.name, on, reason)
 
 
 def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: str) -> bool | None:

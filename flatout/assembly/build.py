@@ -19,8 +19,7 @@ from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
-from flatout.data.store.mix import MixedDataset
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
 from flatout.hardware import Machine
 from flatout.models.language_model import LanguageModel, model_of
@@ -39,7 +38,7 @@ def build(
     *,
     machine: Machine,
     mesh: Mesh,
-    dataset: Dataset | MixedDataset,
+    dataset: AnyDataset,
     folder: Path,
     decisions: Sequence[Decision],
 ) -> Run:
@@ -113,7 +112,7 @@ def _require_room(weights_bytes: int, free_bytes: int) -> None:
 
 
 def _feed(
-    config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: Dataset | MixedDataset
+    config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: AnyDataset
 ) -> tuple[SequenceReader, DirectFeed | PrefetchFeed]:
     plan = BatchPlan(
         seq_len=config.data.seq_len,

@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -85,14 +85,7 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return (
-            self.weights
-            + self.gradients
-            + self.optimizer
-            + self.activations
-            + self.logits
-            + self.workspace
-        )
+        return sum(astuple(self))
 
 
 @lru_cache(maxsize=256)

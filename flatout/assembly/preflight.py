@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from flatout.assembly.request import parse_request
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import MixedDataset, members_of, open_data
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset, members_of, open_data
 from flatout.errors import ConfigError, DataError
 from flatout.hardware import check_device_name
 from flatout.optimizers.schedule import factor
@@ -48,7 +47,7 @@ def check_paths(config: RunConfig) -> None:
         require_local(config.value(key) or "", f"{key}=", error=ConfigError)
 
 
-def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
+def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDataset:
     """Open the dataset or mix of a configuration; datasets at a URL are downloaded first.
 
     Raises: ConfigError when it names none; DataError when one is not a dataset, cannot be

@@ -19,8 +19,7 @@ from flatout.assembly.selection import assemble, select
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
-from flatout.data.store.mix import MixedDataset, members_of
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import ConfigError
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.measured import Gain
@@ -39,7 +38,7 @@ def resolve(
     config: RunConfig,
     *,
     machine: Machine,
-    dataset: Dataset | MixedDataset,
+    dataset: AnyDataset,
     world_size: int,
     local_world_size: int | None = None,
     measured: Mapping[str, Gain] | None = None,
@@ -53,7 +52,8 @@ def resolve(
     """
     config = _resolve_model(config, dataset)
     config = _resolve_batch(config, world_size)
-    asked, config = config.train, _resolve_length(config, dataset)
+    asked = config.train
+    config = config.with_values({"train.steps": steps_stated(config, asked, dataset)})
     check_names(config)
     peak = known_peak(
         machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16"
@@ -64,8 +64,7 @@ def resolve(
         config, machine, device=config.train.device, minutes=minutes, measured=measured
     )
     recipe = assemble(decisions)
-    if asked.steps is None and "batching" in recipe.filled_by:
-        config = _resolve_length_as_batched(config, asked, recipe, dataset)
+    config = config.with_values({"train.steps": steps_stated(config, asked, dataset, recipe)})
     on = {decision.name for decision in decisions if decision.on}
     batch: dict[str, int] = {}
     if config.batch.rows_per_device == "auto":
@@ -88,18 +87,31 @@ def resolve(
 
 
 def steps_stated(
-    config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
+    config: RunConfig, asked: TrainConfig, dataset: AnyDataset, recipe: Recipe | None = None
 ) -> int:
-    """Return the length that `asked` states, in optimiser steps of a resolved run."""
-    config = config.with_values(
-        {f"train.{key}": getattr(asked, key) for key in ("steps", "tokens", "epochs")}
+    """Return the length that `asked` states, in optimiser steps of a run with resolved batches.
+
+    If the recipe has its own batching, steps contain padding, and thus fewer tokens.
+    """
+    if asked.steps is not None:
+        return asked.steps
+    if recipe is None or "batching" not in recipe.filled_by:
+        tokens = asked.tokens or (asked.epochs or 1.0) * epoch_tokens(dataset, config.data.seq_len)
+        return max(math.ceil(tokens / (config.batch.tokens_per_step or 1)), 1)
+    plan = BatchPlan(
+        config.data.seq_len,
+        (config.batch.tokens_per_step or 0) // config.data.seq_len,
+        1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        document_mask=False,
+        prefetch=0,
+        device="cpu",
     )
-    config = (
-        _resolve_length_as_batched(config, asked, recipe, dataset)
-        if asked.steps is None and "batching" in recipe.filled_by
-        else _resolve_length(config, dataset)
-    )
-    return config.train.steps or 1
+    steps = recipe.batching(dataset.split("train"), plan, None)
+    epochs = asked.tokens / steps.tokens_per_epoch if asked.tokens else asked.epochs or 1.0
+    return max(math.ceil(epochs * steps.steps_per_epoch), 1)
 
 
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:
@@ -166,7 +178,7 @@ def ops_of(recipe: Recipe) -> Ops:
     return Ops(**{field.name: getattr(recipe.ops, field.name) for field in fields(Ops)})
 
 
-def _resolve_model(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
+def _resolve_model(config: RunConfig, dataset: AnyDataset) -> RunConfig:
     """Return the configuration with the vocabulary size and the model's defaults filled in."""
     vocab_size = config.model.vocab_size or dataset.vocab_size
     if vocab_size < dataset.vocab_size:
@@ -215,38 +227,9 @@ def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     return config.with_values(values)
 
 
-def epoch_tokens(dataset: Dataset | MixedDataset, seq_len: int) -> int:
+def epoch_tokens(dataset: AnyDataset, seq_len: int) -> int:
     """Return the tokens in one pass over the training split or mix, in whole sequences."""
     return dataset.split("train").num_sequences(seq_len) * seq_len
-
-
-def _resolve_length(config: RunConfig, dataset: Dataset | MixedDataset) -> RunConfig:
-    """Convert tokens or epochs to optimiser steps."""
-    train, tokens_per_step = config.train, config.batch.tokens_per_step or 1
-    if train.steps is not None:
-        return config
-    tokens = train.tokens or (train.epochs or 1.0) * epoch_tokens(dataset, config.data.seq_len)
-    return config.with_values({"train.steps": max(math.ceil(tokens / tokens_per_step), 1)})
-
-
-def _resolve_length_as_batched(
-    config: RunConfig, asked: TrainConfig, recipe: Recipe, dataset: Dataset | MixedDataset
-) -> RunConfig:
-    """Convert tokens or epochs to optimiser steps that contain padding, and thus fewer tokens."""
-    plan = BatchPlan(
-        config.data.seq_len,
-        (config.batch.tokens_per_step or 0) // config.data.seq_len,
-        1,
-        rank=0,
-        world_size=1,
-        seed=0,
-        document_mask=False,
-        prefetch=0,
-        device="cpu",
-    )
-    steps = recipe.batching(dataset.split("train"), plan, None)
-    epochs = asked.tokens / steps.tokens_per_epoch if asked.tokens else asked.epochs or 1.0
-    return config.with_values({"train.steps": max(math.ceil(epochs * steps.steps_per_epoch), 1)})
 
 
 def for_world_size(config: RunConfig, world_size: int) -> RunConfig:

@@ -14,8 +14,7 @@ from torch import nn
 from flatout.assembly.parts import Decision, Precision, Readback
 from flatout.assembly.plain import automatic_gc, drop_gradients, sync_every_micro_batch
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import MixedDataset
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset
 from flatout.hardware import Machine
 from flatout.models.language_model import LanguageModel
 from flatout.optimizers.loss_scale import LossScaler
@@ -84,7 +83,7 @@ class Run:
     """Fully resolved."""
     machine: Machine
     mesh: Mesh
-    dataset: Dataset | MixedDataset
+    dataset: AnyDataset
     folder: Path
     decisions: Sequence[Decision]
     precision: Precision

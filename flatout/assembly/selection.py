@@ -96,7 +96,7 @@ def stored_decisions(
         and asked.batch.accumulate is None
     )
     decisions = []
-    for speedup in _known(on):
+    for speedup in known_speedups(on):
         against = speedup.reason_against(machine, config)
         reason = against or before
         if speedup.name in on and against:
@@ -110,7 +110,8 @@ def stored_decisions(
     return decisions
 
 
-def _known(named: Sequence[str]) -> list[Speedup]:
+def known_speedups(named: Sequence[str]) -> list[Speedup]:
+    """Return the built-in speedups in ladder order, then the custom ones that are named."""
     return all_speedups() + [speedup_named(name) for name in named if ":" in name]
 
 
@@ -173,7 +174,7 @@ class _Selection:
     measured: Mapping[str, Gain]
 
     def __post_init__(self) -> None:
-        self.speedups = {speedup.name: speedup for speedup in _known(self.request.named)}
+        self.speedups = {speedup.name: speedup for speedup in known_speedups(self.request.named)}
         self.decisions = [self._decide_one(speedup) for speedup in self.speedups.values()]
 
     def _decide_one(self, speedup: Speedup) -> Decision:

@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
 class Argument:
     """Marks a parameter as a positional argument of the command line."""
 
-    def __init__(self, help: str) -> None:
-        self.help = help
+    help: str
 
 
 class Option:

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
 
 from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
+from flatout.json_io import Stored
 from flatout.progress import SILENT, Progress
+from flatout.terminal.figures import aligned
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
-if TYPE_CHECKING:
-    from flatout.training.evaluation import Evaluation
 
-
-class DatasetScore(BaseModel):
+class DatasetScore(Stored):
     """A model's score on the validation text of one dataset."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     name: str
     """The end of its path, long enough to be unique."""
@@ -85,14 +80,7 @@ def score_table(scores: Sequence[DatasetScore], total: EvalResult | None = None)
         bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
         loss, perplexity = f"{score.val_loss:.4f}", perplexity_text(score.perplexity)
         rows.append((name, loss, perplexity, bits, f"{score.tokens:,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def evaluate(
@@ -135,7 +123,15 @@ def evaluate(
         progress=progress,
     )
     evaluation = score(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
-    return _result(loaded.folder, loaded.checkpoint, evaluation)
+    return EvalResult(
+        run=str(loaded.folder),
+        checkpoint=str(loaded.checkpoint),
+        val_loss=evaluation.loss,
+        perplexity=evaluation.perplexity,
+        bits_per_byte=evaluation.bits_per_byte,
+        tokens=evaluation.tokens,
+        by_dataset=[DatasetScore(**one.to_dict()) for one in evaluation.by_dataset],
+    )
 
 
 def check(run: RunName, trust_code: bool = False) -> None:
@@ -144,18 +140,6 @@ def check(run: RunName, trust_code: bool = False) -> None:
     Raises: CheckpointError with the nearest run; UntrustedCode.
     """
     trusted_config(run_or_newest(run), trust_code=trust_code)
-
-
-def _result(run_dir: Path, checkpoint: Path, evaluation: Evaluation) -> EvalResult:
-    return EvalResult(
-        run=str(run_dir),
-        checkpoint=str(checkpoint),
-        val_loss=evaluation.loss,
-        perplexity=evaluation.perplexity,
-        bits_per_byte=evaluation.bits_per_byte,
-        tokens=evaluation.tokens,
-        by_dataset=[DatasetScore(**one.to_dict()) for one in evaluation.by_dataset],
-    )
 
 
 COMMAND = Command(evaluate, example="flatout eval runs/demo", check=check, needs_torch=True)

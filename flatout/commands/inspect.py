@@ -6,17 +6,17 @@ import json
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from flatout.commands import Argument, Command, Option, Result
-from flatout.data.store.manifest import MANIFEST, Manifest
+from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import Tokenizer
 from flatout.hardware import probe
+from flatout.json_io import Stored
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
 from flatout.terminal import printable
@@ -29,18 +29,8 @@ MASKED = "«{}»"
 """Marks text that the model reads, but that is excluded from the loss."""
 
 
-class LengthBin(NamedTuple):
-    """The number of documents with a length from `shortest` to `longest` tokens."""
-
-    shortest: int
-    longest: int
-    documents: int
-
-
-class Fact(BaseModel):
+class Fact(Stored):
     """One fact about the dataset."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     """The name, with the unit."""
@@ -172,8 +162,10 @@ def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
     """
     manifest = dataset.manifest
     counted = manifest.tokens if targets is None else targets
+    files = [entry.size_bytes for entry in manifest.files]
+    files += [(dataset.path / n).stat().st_size for n in (manifest.tokenizer.file, MANIFEST)]
     return {
-        "size_bytes": _size_bytes(dataset.path, manifest),
+        "size_bytes": sum(files),
         "documents": manifest.documents,
         **({"cut_documents": manifest.cut_documents} if manifest.cut_documents else {}),
         "tokens": manifest.tokens,
@@ -188,13 +180,6 @@ def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
         "split_rule": manifest.split_rule,
         "format_version": manifest.format_version,
     }
-
-
-def _size_bytes(folder: Path, manifest: Manifest) -> int:
-    own = (manifest.tokenizer.file, MANIFEST)
-    return sum(entry.size_bytes for entry in manifest.files) + sum(
-        (folder / name).stat().st_size for name in own
-    )
 
 
 def _splits(dataset: Dataset) -> dict[str, Any]:
@@ -216,14 +201,14 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
     order = np.frexp(lengths.astype(np.float64))[1]  # a length in [2**(k - 1), 2**k) has exponent k
     counts = np.bincount(order)
     bins = [
-        LengthBin(1 << (k - 1), (1 << k) - 1, int(counts[k]))
+        {"shortest": 1 << (k - 1), "longest": (1 << k) - 1, "documents": int(counts[k])}
         for k in range(int(order.min()), int(order.max()) + 1)
     ]
     return {
         "shortest_document": int(lengths.min()),
         "median_document": int(np.median(lengths)),
         "longest_document": int(lengths.max()),
-        "document_lengths": [entry._asdict() for entry in bins],
+        "document_lengths": bins,
     }
 
 

@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
-
 from flatout.commands import Argument, Command, Result
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import folder_bytes
-from flatout.json_io import read_lines
+from flatout.json_io import Stored, read_lines
 from flatout.recognised import require_local
-from flatout.terminal import amount
+from flatout.terminal.figures import aligned, amount
 from flatout.training.checkpoint import catalog, location
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import is_locked
@@ -27,10 +25,8 @@ TAIL_BYTES = 256 * 1024
 """How much of metrics.jsonl is read: its end has the last losses."""
 
 
-class RunItem(BaseModel):
+class RunItem(Stored):
     """One run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     run: str
     """The run directory."""
@@ -68,13 +64,11 @@ class RunsResult(Result):
         if not self.items:
             return "There are no runs yet. `flatout demo` starts one."
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
-        head = ("run", "state", "step", "loss", "val loss", "size", "age")
         rows = [
-            head,
+            ("run", "state", "step", "loss", "val loss", "size", "age"),
             *((os.path.relpath(item.run, base or None), *_row(item)) for item in self.items),
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(_padded(row, widths)).rstrip() for row in rows]
+        lines = aligned(rows, left=2)
         below = [f"    {text}" if text else "" for text in ("", *map(_settings_text, self.items))]
         return "\n".join(
             [
@@ -221,14 +215,6 @@ def _row(item: RunItem) -> tuple[str, ...]:
     step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
     losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
     return (item.state, step, *losses, amount(item.bytes, "bytes"), _age(item.age_s))
-
-
-def _padded(row: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Return the cells padded to the widths: text to the left, numbers to the right."""
-    return [
-        cell.ljust(width) if column < 2 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
 
 
 COMMAND = Command(runs, example="flatout runs")

@@ -14,8 +14,7 @@ from flatout.assembly.resolve import ops_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
-from flatout.data.store.mix import MixedDataset, open_data
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset, open_data
 from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, DataError, in_shell
 from flatout.hardware import pick_device, probe
@@ -49,7 +48,7 @@ class LoadedRun:
     """Where `dataset` reports a download."""
 
     @cached_property
-    def dataset(self) -> Dataset | MixedDataset:
+    def dataset(self) -> AnyDataset:
         """The training data, opened on first use; it may have moved together with the run.
 
         Raises: DataError when it is missing or cannot be downloaded.

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 
 DEFAULT_COLUMNS = 80
 
@@ -29,24 +30,28 @@ def amount(number: float, unit: str = "") -> str:
             if number >= step:
                 return f"{number / step:.1f} {name}"
         return f"{number:.0f} bytes"
-    short = next(
-        (
-            f"{number / step:.1f} {name}"
-            for step, name in ((1e9, "G"), (1e6, "M"), (1e4, "K"))
-            if number >= step
-        ),
-        None,
-    )
-    if short and short.endswith("K"):
-        short = f"{number / 1e3:.1f} K"
-    if short is None:
-        short = f"{number:.1f}" if number < 10 and number != int(number) else f"{number:,.0f}"
+    for least, step, name in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "K")):
+        if number >= least:
+            return f"{number / step:.1f} {name} {unit}".rstrip()
+    short = f"{number:.1f}" if number < 10 and number != int(number) else f"{number:,.0f}"
     return f"{short} {unit}".rstrip()
 
 
 def printable(text: str) -> str:
     """Return text without the control characters that move the cursor or change the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
+    """Return one line per row, with aligned columns: the first `left` to the left, others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
 
 
 def columns() -> int:

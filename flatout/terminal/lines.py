@@ -68,8 +68,8 @@ class _OpenTask:
 
     def is_in_log(self) -> bool:
         """Return whether the log has a line about it that a closing line would only repeat."""
-        in_log = self.shown_s is not None and not self.is_counted
-        return in_log and self.elapsed < UNCOUNTED_EVERY_S
+        is_new = self.elapsed < UNCOUNTED_EVERY_S
+        return self.shown_s is not None and not self.is_counted and is_new
 
     @property
     def share(self) -> float | None:
@@ -224,9 +224,8 @@ class Terminal:
             return
         self._all_closed = threading.Event()
         self._last_plain = max(self._last_plain, self.clock() - PLAIN_EVERY_S + 2)
-        show = self._show_plain_line if self._cell is None else self._redraw_cell
         self._ticker = threading.Thread(
-            target=self._tick, args=(self._all_closed, show), name="progress", daemon=True
+            target=self._tick, args=(self._all_closed,), name="progress", daemon=True
         )
         self._ticker.start()
 
@@ -240,22 +239,19 @@ class Terminal:
             if self._cell is not None:
                 self._cell.draw("")
 
-    def _tick(self, closed: threading.Event, show: Callable[[], None]) -> None:
+    def _tick(self, closed: threading.Event) -> None:
         while not closed.wait(TICK_S):
-            show()
+            if self._cell is not None:
+                self._redraw(self._cell)
+            elif line := self.plain_line():
+                self.say(line)
 
-    def _show_plain_line(self) -> None:
-        line = self.plain_line()
-        if line:
-            self.say(line)
-
-    def _redraw_cell(self) -> None:
-        assert self._cell is not None, "only a notebook has cells"
+    def _redraw(self, cell: CellBlock) -> None:
         width = min(self.console.width, CELL_COLUMNS)
         paper = Console(file=io.StringIO(), width=width, force_jupyter=False, color_system=None)
         with paper.capture() as drawn:
             paper.print(self.lines())
-        self._cell.draw(drawn.get().rstrip())
+        cell.draw(drawn.get().rstrip())
 
     def plain_line(self) -> str | None:
         """Return the line that is due about the innermost operation, None if it is too early."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from flatout.streams import can_show
+
 
 def curve(
     points: Sequence[tuple[float, float]],
@@ -23,15 +25,13 @@ def curve(
     dots = [(x, y) for x, y in sorted(marks) if math.isfinite(y)]
     if len(line) < 2:
         return ""
-    fine = _can_show("⣿│└●", encoding)
+    fine = can_show("⣿│└●", encoding)
     across, down = (2, 4) if fine else (1, 1)
     values = [y for _, y in line + dots]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
-    first, last = (
-        min(line[0][0], dots[0][0] if dots else math.inf),
-        max(line[-1][0], dots[-1][0] if dots else -math.inf),
-    )
+    steps = [x for x, _ in line + dots]
+    first, last = min(steps), max(steps)
     columns = _columns(line, first, last, width * across)
     rows = [None if y is None else round((high - y) / span * (height * down - 1)) for y in columns]
     cells = _braille(rows, width, height) if fine else _stars(rows, width, height)
@@ -39,14 +39,6 @@ def curve(
         column = round((x - first) / ((last - first) or 1) * (width - 1))
         cells[round((high - y) / span * (height - 1))][column] = "●" if fine else "o"
     return _framed(cells, low, high, f"{first:,.0f}", f"{last:,.0f}", bool(dots), fine)
-
-
-def _can_show(text: str, encoding: str) -> bool:
-    try:
-        text.encode(encoding)
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def _columns(
@@ -70,9 +62,7 @@ def _strokes(rows: list[int | None]) -> Iterator[tuple[int, int]]:
     for column, row in enumerate(rows):
         if row is None:
             continue
-        start = (
-            row if before is None else before + (1 if row > before else -1 if row < before else 0)
-        )
+        start = row if before is None else before + (row > before) - (row < before)
         step = 1 if row >= start else -1
         for r in range(start, row + step, step):
             yield column, r

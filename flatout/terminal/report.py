@@ -56,11 +56,8 @@ class RunReport:
     def on_start(self, run: Any) -> None:
         """Print how many speedups are on, and show the line of the steps before the first one."""
         width = self.terminal.console.width if self.terminal.interactive else None
-        for line in (
-            _every_speedup(self._decisions, width)
-            if self._verbose
-            else _count_of_speedups(self._decisions)
-        ):
+        shown = _every_speedup(self._decisions, width)
+        for line in shown if self._verbose else _count_of_speedups(self._decisions):
             self.terminal.say(line)
         self._decisions = []
         self._step, self._last_step = run.step, -1
@@ -90,44 +87,33 @@ class RunReport:
                 f"Step {record['step']:,.0f}: validation loss {record['val/loss']:.4f}"
             )
         epoch = int(record.get("train/epoch", self._epoch))
-        if (
-            epoch > self._epoch
-            and record.get("wall_s", math.inf) - self._last_epoch_line_s >= EPOCH_LINES_EVERY_S
-        ):
+        now_s = record.get("wall_s", math.inf)
+        if epoch > self._epoch and now_s - self._last_epoch_line_s >= EPOCH_LINES_EVERY_S:
             mean = sum(self._losses) / len(self._losses) if self._losses else math.nan
-            which = (
-                f"Epoch {epoch}"
-                if epoch == self._epoch + 1
-                else f"Epochs {self._epoch + 1} to {epoch}"
-            )
+            first = self._epoch + 1
+            which = f"Epoch {epoch}" if epoch == first else f"Epochs {first} to {epoch}"
             self.terminal.say(
                 f"{which} done at step {record['step']:,.0f}: mean training loss {mean:.4f}"
             )
-            self._epoch, self._losses, self._last_epoch_line_s = (
-                epoch,
-                [],
-                record.get("wall_s", 0.0),
-            )
+            self._epoch, self._losses = epoch, []
+            self._last_epoch_line_s = record.get("wall_s", 0.0)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Print a line about an event; the last sample is part of the closing lines."""
-        if event.get("event") == "early_stop":
+        kind = event.get("event")
+        if kind == "early_stop":
             self._last_step = self._step
-        if event.get("event") == "sample" and self._step == self._last_step:
+        if kind == "sample" and self._step == self._last_step:
             return
-        if event.get("event") in ("start", "resume"):
+        if kind in ("start", "resume"):
             self._decisions = []
-        if event.get("event") == "speedup":
+        if kind == "speedup":
             if self._task is None:  # later changes have their own messages
                 self._decisions.append(event)
             return
-        if event.get("event") == "stop":
+        if kind == "stop":
             self._close()
-        line = (
-            _event_line(event)
-            if event.get("event") != "recompiled"
-            else self._recompiled_line(event)
-        )
+        line = self._recompiled_line(event) if kind == "recompiled" else _event_line(event)
         if line and line != self._last_line:
             self._last_line = line
             self.terminal.say(line)
@@ -160,10 +146,9 @@ class RunReport:
         """Close the line of the steps; in a notebook, print the result."""
         self._close()
         if self.terminal.is_cell:
+            facts = dict(_closing_facts(summary))
             self.terminal.say(
-                "; ".join(
-                    text for name, text in _closing_facts(summary) if name in {"Trained", "Loss"}
-                )
+                "; ".join(facts[name] for name in ("Trained", "Loss") if name in facts)
             )
 
     def _close(self) -> None:
@@ -252,25 +237,26 @@ def closing(
         if event.get("event") == "sample"
     ]
     sample = f"A sample:\n{wrapped(indented(samples[-1]), width)}" if samples else ""
-    room = (
-        math.inf if height is None else height - _num_lines(facts, next_steps)
-    )  # the last empty line is for the shell's prompt
-    tall = _within(PICTURE_ROWS, room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0))
-    records = [
-        {name: value for name, value in line.items() if isinstance(value, (int, float))}
-        for line in _readable(folder / "metrics.jsonl")
-    ]
-    points = [(r["step"], r["train/loss"]) for r in records if {"step", "train/loss"} <= r.keys()]
-    marks = [(r["step"], r["val/loss"]) for r in records if {"step", "val/loss"} <= r.keys()]
+    # the last empty line is for the shell's prompt
+    room = math.inf if height is None else height - _num_lines(facts, next_steps)
+    least, most = PICTURE_ROWS
+    tall = int(min(max(room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0), least), most))
+    records = list(_readable(folder / "metrics.jsonl"))
     drawn = curve(
-        points,
-        marks=marks,
+        _points(records, "train/loss"),
+        marks=_points(records, "val/loss"),
         width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)),
         height=tall,
         encoding=encoding,
     )
     sample = _cut(sample, room - _num_lines(drawn))
     return "\n\n".join(part for part in (sample, next_steps, drawn, facts) if part)
+
+
+def _points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+    """Return (step, figure) of the records that have both as numbers."""
+    pairs = [(record.get("step"), record.get(name)) for record in records]
+    return [(x, y) for x, y in pairs if isinstance(x, (int, float)) and isinstance(y, (int, float))]
 
 
 def _readable(path: Path) -> list[dict[str, Any]]:
@@ -289,10 +275,6 @@ def _num_lines(*parts: str) -> int:
     return sum(part.count("\n") + 2 for part in parts if part)
 
 
-def _within(bounds: tuple[int, int], value: float) -> int:
-    return int(min(max(value, bounds[0]), bounds[1]))
-
-
 def _cut(sample: str, room: float) -> str:
     """Return the first lines of a sample that fit; events.jsonl has all of it."""
     if _num_lines(sample) <= room:
@@ -305,11 +287,8 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (name, text) for the figures of the summary; an unknown MFU has its reason."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
-    total = (
-        f" ({duration(value('elapsed_s'))} in total)"
-        if value("resumed_from") and value("elapsed_s")
-        else ""
-    )
+    has_total = value("resumed_from") and value("elapsed_s")
+    total = f" ({duration(value('elapsed_s'))} in total)" if has_total else ""
     memory = f", {value('peak_gib'):.2f} GiB peak" if value("peak_gib") else ""
     tokens = amount(summary["tokens"], "tokens")
     time = f"{duration(summary['wall_s'])}{total}"
@@ -328,11 +307,8 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Loss", ", ".join(losses)
     rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []
     besides = "evaluation, saving and compiling" if value("compile_s") else "evaluation and saving"
-    rates += (
-        [f"{amount(value('wall_tokens_per_s'))} tokens/s with {besides}"]
-        if value("wall_tokens_per_s")
-        else []
-    )
+    if value("wall_tokens_per_s"):
+        rates.append(f"{amount(value('wall_tokens_per_s'))} tokens/s with {besides}")
     if rates:
         yield "Speed", ", ".join(rates)
     if value("mfu") is not None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import MixedDataset
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import read_model
 from flatout.models.language_model import model_of
@@ -48,7 +47,7 @@ READ_CODE = (
 
 
 def resolve_init_from(
-    config: RunConfig, dataset: Dataset | MixedDataset, ops: Ops, *, progress: Progress = SILENT
+    config: RunConfig, dataset: AnyDataset, ops: Ops, *, progress: Progress = SILENT
 ) -> RunConfig:
     """Check the checkpoint that `train.init_from` names, and return the config with its path.
 

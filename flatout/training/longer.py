@@ -60,11 +60,12 @@ def lengthen(
     """
     folder = request.folder
     requested = layout.read_asked(folder) or stored
-    if _length(request.config) in ((None, None, None), _length(requested)):
+    length = _length(request.config)
+    if not any(length.values()) or length == _length(requested):
         return None
     recipe = assemble(stored_decisions(stored, request.machine))
     before = stored.train.steps or 0
-    steps = steps_stated(stored, request.config.train, recipe, request.dataset)
+    steps = steps_stated(stored, request.config.train, request.dataset, recipe)
     if steps == before:
         return None
     if steps < before:
@@ -83,7 +84,7 @@ def lengthen(
     if start is not None and start != checkpoint:
         message += f", from step {catalog.step_of(start)}, before its learning rate starts to fall"
     message += f". Its warm-up stays at {warmup} steps." if keeps_warmup else "."
-    requested = requested.with_values(_stated(request.config))
+    requested = requested.with_values(length)
     return Longer(config, requested, start, before, message)
 
 
@@ -168,9 +169,5 @@ def _bound_to_its_length(
     )
 
 
-def _length(config: RunConfig) -> tuple[float | None, ...]:
-    return config.train.steps, config.train.tokens, config.train.epochs
-
-
-def _stated(config: RunConfig) -> dict[str, float | None]:
-    return dict(zip(layout.LENGTH_KEYS, _length(config), strict=True))
+def _length(config: RunConfig) -> dict[str, float | None]:
+    return {key: config.value(key) for key in layout.LENGTH_KEYS}

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import MixedDataset
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset
 from flatout.hardware import Machine
 from flatout.parallel.rendezvous import Ranks
 from flatout.progress import Progress
@@ -30,7 +29,7 @@ class RunRequest:
     ranks: Ranks
     device: str
     device_reason: str
-    dataset: Dataset | MixedDataset
+    dataset: AnyDataset
     observers: Sequence[Observer]
     sample: Callable[[Run], str] | None
     cache: Path | None

@@ -186,7 +186,10 @@ SplitReader = Split | MixedSplit
 """A split from which a feed reads sequences."""
 
 
-def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | MixedDataset:
+AnyDataset = Dataset | MixedDataset
+
+
+def open_data(data: DataConfig, *, progress: Progress = SILENT) -> AnyDataset:
     """Open the dataset or mix that `data.path` or `data.mix` names.
 
     Raises: ConfigError when neither is set; DataError when there is no dataset, or it cannot be
@@ -203,7 +206,7 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> Dataset | Mix
     )
 
 
-def members_of(dataset: Dataset | MixedDataset) -> tuple[Member, ...]:
+def members_of(dataset: AnyDataset) -> tuple[Member, ...]:
     """Return the members of a mix; a single dataset is one member."""
     if isinstance(dataset, MixedDataset):
         return dataset.members

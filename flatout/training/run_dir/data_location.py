@@ -10,9 +10,8 @@ from typing import Any
 from flatout.config.schema import RunConfig
 from flatout.config.sections import DataConfig
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
-from flatout.data.store.mix import MixedDataset, members_of, open_data, whole_turns
+from flatout.data.store.mix import AnyDataset, members_of, open_data, whole_turns
 from flatout.data.store.remote import absolute_path_or_url
-from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import RESTORE, read_tokenizer
 from flatout.errors import CheckpointError, in_shell
 from flatout.training.checkpoint import catalog
@@ -84,7 +83,7 @@ def exists(data: DataConfig) -> bool:
     return all(map(_exists, paths(data)))
 
 
-def data_digest(dataset: Dataset | MixedDataset) -> str:
+def data_digest(dataset: AnyDataset) -> str:
     """Return a short digest of the tokens of datasets, which does not depend on their paths."""
     return digest(
         part.dataset.manifest.model_dump_json(include={"vocab_size", "dtype", "splits"})
@@ -113,7 +112,7 @@ def _moved_with(path: str, run_folder: Path) -> str | None:
 
 
 def require_tokenizer(
-    run_folder: Path, dataset: Dataset | MixedDataset, checkpoint: Path | None = None
+    run_folder: Path, dataset: AnyDataset, checkpoint: Path | None = None
 ) -> None:
     """Check that the dataset has the tokenizer with which the run was trained.
 
