@@ -139,17 +139,11 @@ def cgroup_limits(
     cores: list[float] = []
     sizes: list[int] = []
     for folder in _with_parents(root, paths[""]):
-        quota, _, period = _read(folder / "cpu.max").partition(" ")
-        if quota.isdigit() and period.strip().isdigit():
-            cores.append(int(quota) / int(period))
+        cores += _cores(_read(folder / "cpu.max"))
         sizes += _number(folder / "memory.max")
     for folder in _with_parents(root / "cpu", paths.get("cpu", "/")):
-        for quota_us, period_us in zip(
-            _number(folder / "cpu.cfs_quota_us"),
-            _number(folder / "cpu.cfs_period_us"),
-            strict=False,
-        ):
-            cores.append(quota_us / period_us)
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        cores += _cores(f"{quota} {period}")
     for folder in _with_parents(root / "memory", paths.get("memory", "/")):
         # cgroups v1 writes "no limit" as about 2^63.
         sizes += [size for size in _number(folder / "memory.limit_in_bytes") if size < 2**60]
@@ -294,6 +288,13 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+def _cores(quota: str) -> list[float]:
+    """Return the cores that `QUOTA PERIOD` allows as a list; "max" and -1 mean no limit."""
+    words = quota.split()
+    is_limit = len(words) == 2 and all(map(str.isdigit, words))
+    return [int(words[0]) / int(words[1])] if is_limit else []
 
 
 def _number(path: Path) -> list[int]:

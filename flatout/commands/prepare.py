@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -228,8 +227,9 @@ def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
     """Return the result of one part; --join completes the dataset."""
     tokens = sum(record.tokens for record in made.records)
     skipped: Counter[str] = Counter()
-    for entry in chain.from_iterable(record.skipped for record in made.records):
-        skipped[entry.reason] += entry.count
+    for record in made.records:
+        for entry in record.skipped:
+            skipped[entry.reason] += entry.count
     left = (
         f"{made.left:,} are left for other parts"
         if made.left

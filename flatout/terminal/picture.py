@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from flatout.streams import can_show
 
 
@@ -33,7 +35,9 @@ def curve(
     steps = [x for x, _ in line + dots]
     first, last = min(steps), max(steps)
     columns = _columns(line, first, last, width * across)
-    rows = [None if y is None else round((high - y) / span * (height * down - 1)) for y in columns]
+    rows = [
+        None if math.isnan(y) else round((high - y) / span * (height * down - 1)) for y in columns
+    ]
     cells = _braille(rows, width, height) if fine else _stars(rows, width, height)
     for x, y in dots:
         column = round((x - first) / ((last - first) or 1) * (width - 1))
@@ -41,19 +45,14 @@ def curve(
     return _framed(cells, low, high, f"{first:,.0f}", f"{last:,.0f}", bool(dots), fine)
 
 
-def _columns(
-    line: list[tuple[float, float]], first: float, last: float, count: int
-) -> list[float | None]:
-    """Return the mean of the points in each column, with straight lines in between."""
-    sums: list[list[float]] = [[] for _ in range(count)]
-    for x, y in line:
-        sums[round((x - first) / ((last - first) or 1) * (count - 1))].append(y)
-    filled = [(i, sum(ys) / len(ys)) for i, ys in enumerate(sums) if ys]
-    columns: list[float | None] = [None] * count
-    for (i, y), (j, z) in zip(filled, filled[1:] + filled[-1:], strict=True):
-        for k in range(i, j + 1):
-            columns[k] = y + (z - y) * (k - i) / ((j - i) or 1)
-    return columns
+def _columns(line: list[tuple[float, float]], first: float, last: float, count: int) -> list[float]:
+    """Return the mean of the points in each column, with straight lines in between, NaN outside."""
+    x, y = np.transpose(line)
+    column = np.rint((x - first) / ((last - first) or 1) * (count - 1)).astype(int)
+    filled, members = np.unique(column, return_counts=True)
+    means = np.bincount(column, y)[filled] / members
+    values = np.interp(np.arange(count), filled, means, left=math.nan, right=math.nan)
+    return list(map(float, values))
 
 
 def _strokes(rows: list[int | None]) -> Iterator[tuple[int, int]]:
