@@ -11,11 +11,15 @@ from pathlib import Path
 
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, Interrupted, RunFailed
-from flatout.measure import exactness
 from flatout.measure.budget import Budget
 from flatout.measure.ladder import BASELINE, Ladder, make_ladder, promise_between
 from flatout.measure.picture import picture
-from flatout.measure.promises import Measured, ladder_rows
+from flatout.measure.promises import (
+    DETERMINISTIC_STEPS,
+    Measured,
+    ladder_rows,
+    repeats_to_the_bit,
+)
 from flatout.measure.remember import remember
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import (
@@ -171,7 +175,7 @@ def report_of(
     minutes: float | None,
 ) -> Report:
     """Return the report: the figures, and how they were measured."""
-    repeatable = exactness.repeats_to_the_bit(resolved.config)
+    repeatable = repeats_to_the_bit(resolved.config)
     found = Measured(rounds.trials, rounds.stopped_by, repeatable)
     rows = experiment.rows(found)
     environments = (trial.result.environment for trial in rounds.trials if trial.result.is_ok)
@@ -210,7 +214,7 @@ def ladder_experiment(
     }
     names = dict.fromkeys([BASELINE, shared[ladder.full], *shared.values()])
     points = [Point(name, with_speedups(ladder.rung(name).speedups)) for name in names]
-    repeatable = exactness.repeats_to_the_bit(resolved.config)
+    repeatable = repeats_to_the_bit(resolved.config)
     statistical = _pairs_with_promise("statistical", ladder, shared)
     return Experiment(
         LADDER,
@@ -264,7 +268,7 @@ def notes(experiment: Experiment, rounds: Rounds, rows: Sequence[Row]) -> list[s
     if any(trial.deterministic for trial in rounds.trials):
         found.append(
             "Two runs of one command differ in their last bits here, so exact promises were "
-            f"checked on {exactness.STEPS} steps of separate, untimed runs with "
+            f"checked on {DETERMINISTIC_STEPS} steps of separate, untimed runs with "
             "train.deterministic=true."
         )
     timed = [

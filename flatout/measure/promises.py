@@ -1,14 +1,20 @@
-"""Turns trials into rows: gains with their intervals, and whether each promise was kept."""
+"""Turns trials into rows: gains with their intervals, and whether each promise was kept.
+
+On a GPU, two runs of one command differ in their last bits, because attention and the embedding
+accumulate gradients in no fixed order. If the losses of two sets of speedups differ there despite
+an exact promise, both sets run once more, untimed, with train.deterministic=true, and those losses
+decide. The alternative, comparing the difference with that between repeats, takes more runs and
+cannot tell a small error from noise.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.assembly.recipe import Promise
 from flatout.config.schema import RunConfig
-from flatout.measure import exactness
 from flatout.measure.ladder import Ladder, Rung, promise_between
 from flatout.measure.results import TIME_WAS_UP, Row, Trial
 from flatout.measure.spec import TrialResult
@@ -17,7 +23,12 @@ from flatout.measure.statistics import MIN_SEEDS, Spread, mean_of, median_of, sp
 FINAL_LOSSES = 5
 """Number of last losses whose mean is taken as the final loss; a single one is too noisy."""
 
-LossPairs = Sequence[tuple[Sequence[float], Sequence[float]]]
+DETERMINISTIC_STEPS = 10
+"""Losses to compare of deterministic runs: more than any speedup buffers, so that each of its
+buffers is reused.
+"""
+Losses = Sequence[float]
+LossPairs = Sequence[tuple[Losses, Losses]]
 """Losses (with, without) on the same batches, one pair per repeat."""
 
 
@@ -55,7 +66,7 @@ class Measured:
 
     def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
         """Return the losses of two points on the same batches, one pair per common round."""
-        return exactness.paired((a.losses, b.losses) for a, b in self._rounds(one, other))
+        return paired((a.losses, b.losses) for a, b in self._rounds(one, other))
 
     def _rounds(self, *points: str) -> list[tuple[TrialResult, TrialResult]]:
         """Return the results of two points in each common round."""
@@ -73,6 +84,39 @@ class Measured:
         """Return how many times faster `fast` was than `slow`, one value per common round."""
         pairs = self._rounds(fast, slow)
         return [(one.tokens_per_s or 0.0) / (other.tokens_per_s or 1.0) for one, other in pairs]
+
+
+def repeats_to_the_bit(config: RunConfig) -> bool:
+    """Return whether two runs of a resolved configuration give bit-equal losses.
+
+    They do on a CPU, or with train.deterministic.
+    """
+    return config.train.device == "cpu" or config.train.deterministic
+
+
+def paired(losses: Iterable[tuple[Losses, ...]]) -> list[tuple[list[float], list[float]]]:
+    """Return pairs of losses cut to one length; a pair with an empty side is left out."""
+    return [
+        (list(one[: len(other)]), list(other[: len(one)])) for one, other in losses if one and other
+    ]
+
+
+def differ(pairs: LossPairs) -> bool:
+    """Return whether any pair of losses is not bit-equal."""
+    return any(list(one) != list(other) for one, other in pairs)
+
+
+def missing(runs: Sequence[TrialResult | None]) -> str | None:
+    """Return why the deterministic runs cannot decide a promise, None when they can."""
+    failed = next((run for run in runs if run is not None and not run.is_ok), None)
+    if failed is not None:
+        return f"not checked: the run with train.deterministic=true gave no losses: {failed.reason}"
+    if any(run is None or not run.losses for run in runs):
+        return (
+            "not checked: two runs of one command differ here, and there was no time for runs with "
+            "train.deterministic=true"
+        )
+    return None
 
 
 def measured_row(point: str, kind: str, found: Measured, shared: Spread) -> Row:
@@ -203,15 +247,13 @@ def _loss_check(
     promise = promise_between(rung.speedups, against.speedups)
     if not pairs:
         return {"promise": promise.kind, "promise_reason": "no losses to compare"}
-    deterministic = (
-        promise.kind == "exact" and not found.repeats_to_the_bit and exactness.differ(pairs)
-    )
+    deterministic = promise.kind == "exact" and not found.repeats_to_the_bit and differ(pairs)
     if deterministic:
         runs = [found.deterministic(name) for name in names]
-        if reason := exactness.missing(runs):
+        if reason := missing(runs):
             return _difference(pairs) | {"promise": promise.kind, "promise_reason": reason}
         losses = tuple(run.losses if run else [] for run in runs)
-        pairs, loss_steps = exactness.paired([losses]), exactness.STEPS
+        pairs, loss_steps = paired([losses]), DETERMINISTIC_STEPS
     dropout = float(config.model.own().get("dropout") or 0.0)
     kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=dropout)
     return _difference(pairs) | {

@@ -10,9 +10,8 @@ from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.errors import Interrupted
-from flatout.measure import exactness
 from flatout.measure.budget import Budget
-from flatout.measure.promises import Measured
+from flatout.measure.promises import DETERMINISTIC_STEPS, Measured, differ
 from flatout.measure.results import INTERRUPTED, TIME_WAS_UP, Row, Trial
 from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.progress import Progress
@@ -161,9 +160,7 @@ class Measurement:
         Each point runs once, for a few steps, if there is time.
         """
         found = Measured(self.rounds.trials)
-        pairs = [
-            pair for pair in self.experiment.exact if exactness.differ(found.loss_pairs(*pair))
-        ]
+        pairs = [pair for pair in self.experiment.exact if differ(found.loss_pairs(*pair))]
         names = [
             name
             for name in dict.fromkeys(name for pair in pairs for name in pair)
@@ -178,7 +175,7 @@ class Measurement:
                     deterministic=True,
                     seconds=0.0,
                     warmup_s=0.0,
-                    loss_steps=exactness.STEPS,
+                    loss_steps=DETERMINISTIC_STEPS,
                     limit_s=self.budget.limit_s(len(names) - index),
                 )
 

@@ -61,23 +61,19 @@ class Figure(Stored):
 
     def verdict(self) -> str:
         """Return a gain in words: faster, slower, or no measurable gain."""
-        if self.low is None or self.high is None:
-            return f"x{self.median:.2f}, too few repeats to be sure"
-        if self.low <= 1 <= self.high:
-            return "no measurable gain"
-        return f"x{self.median:.2f}" if self.median > 1 else f"slower, x{self.median:.2f}"
+        return self._in_words(f"x{self.median:.2f}", "no measurable gain", "slower")
 
     def worth(self) -> str:
         """Return the worth of a left-out speedup in words: the gain of having it on."""
+        ratio = f"worth x{self.median:.2f}"
+        return self._in_words(ratio, "worth nothing measurable", "faster without it")
+
+    def _in_words(self, ratio: str, nothing: str, slower: str) -> str:
         if self.low is None or self.high is None:
-            return f"worth x{self.median:.2f}, too few repeats to be sure"
+            return f"{ratio}, too few repeats to be sure"
         if self.low <= 1 <= self.high:
-            return "worth nothing measurable"
-        return (
-            f"worth x{self.median:.2f}"
-            if self.median > 1
-            else f"faster without it, worth x{self.median:.2f}"
-        )
+            return nothing
+        return ratio if self.median > 1 else f"{slower}, {ratio}"
 
 
 @dataclass(frozen=True)

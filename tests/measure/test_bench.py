@@ -11,7 +11,7 @@ from made_up import SLOW, MadeUp
 
 from flatout.errors import ConfigError, Interrupted, RunFailed
 from flatout.json_io import read_lines
-from flatout.measure import exactness
+from flatout.measure import bench as measuring
 from flatout.measure.bench import run_bench
 from flatout.measure.results import read
 from flatout.measure.spec import TrialResult
@@ -108,7 +108,7 @@ def test_only_statistical_promises_record_losses_after_the_first_round(auto_conf
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """The configuration is that of a CPU; the trials never repeat bit for bit."""
-    monkeypatch.setattr(exactness, "repeats_to_the_bit", lambda config: config.train.deterministic)
+    monkeypatch.setattr(measuring, "repeats_to_the_bit", lambda config: config.train.deterministic)
 
 
 def test_deterministic_runs_decide_exact_promises_where_runs_do_not_repeat(

@@ -97,7 +97,6 @@ class Log:
             Records(
                 run.folder,
                 run.step,
-                observers,
                 lambda error: self.event("no_tensorboard", reason=error.strerror or str(error)),
             )
             if run.mesh.is_main
@@ -309,7 +308,9 @@ class Log:
 
     def _write(self, record: Mapping[str, float]) -> None:
         if self._records:
-            self._records.write(record)
+            record = self._records.write(record)
+            for observer in self._observers:
+                observer.on_record(record)
 
 
 def require_finite(name: str, value: float, step: int) -> None:

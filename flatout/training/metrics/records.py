@@ -1,16 +1,15 @@
-"""A run's records: each is written to metrics.jsonl and TensorBoard, and sent to observers."""
+"""A run's records: each is written to metrics.jsonl and TensorBoard."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flatout.files import open_own, write_text
 from flatout.training.metrics.board import Board
-from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir.layout import BOARD, METRICS
 
 
@@ -21,26 +20,23 @@ class Records:
         self,
         run_folder: Path,
         step: int,
-        observers: Sequence[Observer],
         on_board_failure: Callable[[OSError], object],
     ) -> None:
         path = run_folder / METRICS
-        self._observers = observers
         self.train_loss = _drop_later_steps(path, step) if path.exists() else None
         """The training loss of the last record before this process; None if there is none."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._metrics = os.fdopen(open_own(path, flags), "a", encoding="utf-8")
         self._board = Board(run_folder / BOARD, step, on_board_failure)
 
-    def write(self, record: Mapping[str, float]) -> None:
-        """Write a record without its non-finite figures, which JSON cannot represent."""
+    def write(self, record: Mapping[str, float]) -> dict[str, float]:
+        """Write a record without its non-finite figures, which JSON cannot represent; return it."""
         record = {name: value for name, value in record.items() if math.isfinite(value)}
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
         figures = {name: value for name, value in record.items() if "/" in name}
         self._board.write(int(record["step"]), figures)
-        for observer in self._observers:
-            observer.on_record(record)
+        return record
 
     def close(self) -> None:
         """Close the files."""
