@@ -16,7 +16,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,13 +204,7 @@ def train_ours(
         with Log(run) as log:
             run.feed.prime(steps + 1)
             warm_up(run, log)
-
-            def stop(run: Run) -> bool:
-                if log.last_result is not None:
-                    losses.append(log.last_result.loss)
-                return times.asked(run)
-
-            fit(run, log, stop)
+            fit(run, log, keeping_losses(log, times, losses))
             log.time_breakdown()
             peak_gib = memory_gib(device)["mem/peak_gib"]
             profiled = profile_of(run, log, spec) if spec.get("profile_steps") else {}
@@ -233,6 +227,17 @@ def train_ours(
             else {}
         ),
     }
+
+
+def keeping_losses(log: Log, times: StepTimes, losses: list[torch.Tensor]) -> Callable[[Run], bool]:
+    """Return a stop condition that adds each step's loss to `losses`, still on the device."""
+
+    def stop(run: Run) -> bool:
+        if log.last_result is not None:
+            losses.append(log.last_result.loss)
+        return times.asked(run)
+
+    return stop
 
 
 def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
