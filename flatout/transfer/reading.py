@@ -21,7 +21,6 @@ from flatout.transfer.urls import name_in, protocol_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fsspec import AbstractFileSystem
 
 BLOCK_BYTES = 2 << 20
 """Size of one request."""
@@ -148,17 +147,21 @@ def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteEntry]:
 
     def search() -> list[RemoteEntry]:
         if glob.has_magic(name_in(url)):
-            return list(_entries(filesystem, filesystem.glob(path, detail=True), lambda _: True))
-        found = filesystem.info(path)
-        if found["type"] != "directory":
-            return [_entry(url, found)]
-        return list(
-            _entries(
-                filesystem,
-                filesystem.find(path, detail=True),
-                lambda name: wanted(name.removeprefix(found["name"])),
-            )
-        )
+            found = filesystem.glob(path, detail=True)
+        else:
+            top = filesystem.info(path)
+            if top["type"] != "directory":
+                return [_entry(url, top)]
+            found = {
+                name: description
+                for name, description in filesystem.find(path, detail=True).items()
+                if wanted(name.removeprefix(top["name"]))
+            }
+        return [
+            _entry(filesystem.unstrip_protocol(name), description)
+            for name, description in found.items()
+            if description["type"] == "file"
+        ]
 
     entries = sorted(with_retries(url, search), key=lambda entry: entry.url)
     if not entries:
@@ -167,14 +170,6 @@ def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteEntry]:
             fix="Check the URL: a folder is searched for text files, a pattern matches any file.",
         )
     return entries
-
-
-def _entries(
-    filesystem: AbstractFileSystem, found: dict[str, Description], wanted: Callable[[str], bool]
-) -> Iterator[RemoteEntry]:
-    for path, description in found.items():
-        if description["type"] == "file" and wanted(path):
-            yield _entry(filesystem.unstrip_protocol(path), description)
 
 
 def _entry(url: str, description: Description) -> RemoteEntry:

@@ -182,6 +182,21 @@ class _Feed:
     def __iter__(self) -> Self:
         return self
 
+    def __next__(self) -> StepBatch:
+        began = time.perf_counter()
+        batch = self._next_batch()
+        self.position = batch.position
+        return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
+
+    def _next_batch(self) -> StepBatch:
+        raise NotImplementedError
+
+    def seek(self, position: int) -> None:
+        """Continue at another position; steps read ahead are dropped."""
+        if position != self.position:
+            self.close()
+            self.position = position
+
     def __enter__(self) -> Self:
         return self
 
@@ -216,15 +231,8 @@ class DirectFeed(_Feed):
         super().__init__(steps)
         self._buffer = _Buffer(steps, pinned=False)
 
-    def seek(self, position: int) -> None:
-        """Continue at another position."""
-        self.position = position
-
-    def __next__(self) -> StepBatch:
-        began = time.perf_counter()
-        batch = self._buffer.read(self.position)
-        self.position = batch.position
-        return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
+    def _next_batch(self) -> StepBatch:
+        return self._buffer.read(self.position)
 
 
 class PrefetchFeed(_Feed):
@@ -238,25 +246,16 @@ class PrefetchFeed(_Feed):
         super().__init__(steps)
         self._ahead: _ReadAhead | None = None
 
-    def seek(self, position: int) -> None:
-        """Continue at another position; steps read ahead are dropped."""
-        if position != self.position:
-            self.close()
-            self.position = position
-
-    def __next__(self) -> StepBatch:
-        began = time.perf_counter()
+    def _next_batch(self) -> StepBatch:
         if self._ahead is None:
             self._ahead = _ReadAhead(self._steps, self.position)
             # Stops the thread of a feed that is dropped without close().
             self._stop = weakref.finalize(self, self._ahead.stop)
         try:
-            batch = self._ahead.take()
+            return self._ahead.take()
         except BaseException:
             self.close()
             raise
-        self.position = batch.position
-        return replace(batch, wait_ms=(time.perf_counter() - began) * 1e3)
 
     def close(self) -> None:
         """Stop the background thread; reading again starts a new one at the same position."""

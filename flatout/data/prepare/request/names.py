@@ -129,7 +129,10 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
     source, _, rest = name.partition(":")
     key = source.replace("_", "-")
     if key in SOURCES.names() and key != "files":
-        return key, _parameters_of(key, rest, name)
+        first, _, others = rest.partition(":")
+        if "name" in inspect.signature(SOURCES.get(key)).parameters and first and "=" not in first:
+            return key, {"name": first, **_parameters(others, name)}  # ORG/NAME:split=train
+        return key, _parameters(rest, name)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*(:.*)?", name) and not os.path.exists(name):
         module, function, *given = name.split(":", 2)
         return f"{module}:{function}", _parameters(given[0] if given else "", name)
@@ -142,17 +145,6 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
         f"There is no file, source or dataset named {name!r}.",
         fix=f"{hint}Sources and datasets: {', '.join(known)}.",
     )
-
-
-def _parameters_of(source: str, text: str, name: str) -> Parameters:
-    """Return the parameters in `documents=1000,seed=0`, or in `ORG/NAME:split=train`.
-
-    The second form is for sources that take a `name`.
-    """
-    first, _, rest = text.partition(":")
-    if "name" in inspect.signature(SOURCES.get(source)).parameters and first and "=" not in first:
-        return {"name": first, **_parameters(rest, name)}
-    return _parameters(text, name)
 
 
 def _parameters(text: str, name: str) -> dict[str, object]:
