@@ -29,10 +29,8 @@ _PACKAGES = {
     "gs": ("gcsfs", "gcs"),
     "gcs": ("gcsfs", "gcs"),
     "hf": ("huggingface_hub", "hub"),
-    "http": ("aiohttp", "http"),
-    "https": ("aiohttp", "http"),
 }
-"""Package and extra that a protocol needs."""
+"""Package and extra that a protocol needs besides the core packages."""
 _CREDENTIALS = {
     "s3": "Give AWS credentials, for example with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
     "or with a profile.",

@@ -1,8 +1,9 @@
-"""Worker processes on this machine, which write ranges and send back their records.
+"""What all workers share, and worker processes on this machine.
 
-Each worker is a fresh interpreter connected by a socket: it inherits no threads, locks or CUDA
-context, does not import the caller's script again, and ends when the socket closes, however the
-caller ends. Terminal interrupts reach the caller alone.
+Workers write ranges and return their records. On this machine, each worker is a fresh interpreter
+connected by a socket: it inherits no threads, locks or CUDA context, does not import the caller's
+script again, and ends when the socket closes, however the caller ends. Terminal interrupts reach
+the caller alone.
 """
 
 from __future__ import annotations
