@@ -19,9 +19,10 @@ from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any
 
+from flatout.cache import CACHE
 from flatout.errors import UntrustedCode
 
-MEMORY = Path("~/.cache/flatout/trusted")
+MEMORY = CACHE / "trusted"
 """Directory with one file per trusted run directory; only the user has access."""
 REFERENCES = (("model", "kind"), ("optim", "kind"), ("speedups",))
 """Keys of a configuration whose values the registry looks up; `package.module:attribute` in one of

@@ -118,8 +118,7 @@ def known_speedups(named: Sequence[str]) -> list[Speedup]:
 def _with_precision(request: Request, config: RunConfig, machine: Machine) -> Request:
     """Return the request with train.precision's speedup named and its rivals dropped.
 
-    Of several, prefer one that is named, then one that a named speedup needs, then one that can
-    run.
+    Raises: ConfigError when train.precision and `speedups` contradict each other.
     """
     precision = config.train.precision
     if precision == "auto":
@@ -138,15 +137,38 @@ def _with_precision(request: Request, config: RunConfig, machine: Machine) -> Re
             f"train.precision={precision} and speedups={contrary[0]} contradict each other.",
             fix=f"Set train.precision={meant}, or leave {contrary[0]!r} out of speedups.",
         )
-    needed = {need for name in request.named for need in speedup_named(name).needs}
-    runs = [name for name in able_to if SPEEDUPS.get(name).reason_against(machine, config) is None]
-    preferred = [name for name in able_to if name in needed]
-    named = [n for n in able_to if n in request.named] or [*preferred, *runs, *able_to][:1]
+    named = [name for name in able_to if name in request.named]
+    if able_to and not named:
+        named = [_provider(able_to, request, config, machine)]
     others = tuple(name for name in every if name not in named)
     return Request(
         request.auto,
         tuple(dict.fromkeys([*request.named, *named])),
         request.dropped + others,
+    )
+
+
+def _provider(able_to: Sequence[str], request: Request, config: RunConfig, machine: Machine) -> str:
+    """Return the speedup that provides train.precision, of which none is named.
+
+    Prefer one that a named speedup needs, then one that can run.
+
+    Raises: ConfigError when `speedups` leaves out all of them, or all that can run.
+    """
+
+    def runs(name: str) -> bool:
+        return speedup_named(name).reason_against(machine, config) is None
+
+    needed = {need for name in request.named for need in speedup_named(name).needs}
+    allowed = [name for name in able_to if name not in request.dropped]
+    best = min(allowed, key=lambda name: (name not in needed, not runs(name)), default=None)
+    if best is not None and (runs(best) or not any(map(runs, {*able_to} - {*allowed}))):
+        return best
+    left_out = next((name for name in able_to if runs(name)), able_to[0])
+    raise ConfigError(
+        f"train.precision={config.train.precision} needs the speedup {left_out!r}, which speedups "
+        "leaves out.",
+        fix=f"Set train.precision=auto, or speedups={removing(left_out, config.speedups)}.",
     )
 
 
@@ -186,11 +208,10 @@ class _Selection:
                     fix=f"Leave it out: {_without(name, self.config)}.",
                 )
             return Decision(name, True, "asked for")
-        precision = self.config.train.precision
-        if name in request.dropped and precision != "auto" and "precision" in speedup.fills:
-            return Decision(name, False, f"train.precision={precision}")
         if name in request.dropped:
-            return Decision(name, False, "left out by speedups")
+            by_user = mentions(name, self.config.speedups)
+            precision = f"train.precision={self.config.train.precision}"
+            return Decision(name, False, "left out by speedups" if by_user else precision)
         if not request.auto:
             return Decision(name, False, "not among speedups")
         if against := speedup.reason_against(self.machine, self.config):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-import re
 import tempfile
 import textwrap
 import time
@@ -28,8 +27,9 @@ from flatout.errors import (
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.recommended import MAX_EPOCHS
-from flatout.sources.encodings import OR_SKIP
+from flatout.sources.encodings import BINARY
 from flatout.sources.local import missing
+from flatout.sources.long import NotUtf8
 from flatout.training.metrics.observers import Observer
 
 if TYPE_CHECKING:
@@ -281,12 +281,16 @@ def _without_options(error: DataError, source: str) -> DataError:
         return DataError(error.what, fix=MORE_TEXT)
     if isinstance(error, OutputInUse):
         return DataError(error.what, fix="Remove that directory, or move it away.")
-    fix = error.fix.replace(OR_SKIP, "")
-    if match := re.match(r"Add --encoding ([\w-]+)", fix):
+    if isinstance(error, NotUtf8) and error.encoding == BINARY:
+        return DataError(error.what, fix="Name a text file.")
+    if isinstance(error, NotUtf8) and error.encoding:
         converted = Path(source).with_suffix(f".utf8{Path(source).suffix}")
-        command = f"iconv -f {match[1]} -t UTF-8 {in_shell(source)} > {in_shell(converted)}"
+        command = f"iconv -f {error.encoding} -t UTF-8 {in_shell(source)} > {in_shell(converted)}"
         return DataError(error.what, fix=f"Convert it with `{command}`, and name the new file.")
-    return DataError(error.what, fix=f"Use `flatout prepare`: {fix}" if "--" in fix else fix)
+    options = "--" in error.fix
+    return DataError(
+        error.what, fix=f"Use `flatout prepare`: {error.fix}" if options else error.fix
+    )
 
 
 def fit_text(config: RunConfig, dataset: Dataset) -> RunConfig:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from flatout.errors import DataError, without_secrets
 from flatout.sources.input_file import InputFile
-from flatout.sources.long import Text
+from flatout.sources.long import NotUtf8, Text
 from flatout.sources.packed import open_bytes
 from flatout.transfer.urls import is_url
 
@@ -80,6 +80,8 @@ class BadRow(_Located):
     """First byte of the row, if it is a row of the file `name`."""
     unread_bytes: int = 0
     """Approximate bytes of text lost, when the row represents the rest of a damaged piece."""
+    encoding: str | None = None
+    """The probable encoding of a row that is not UTF-8; see NotUtf8."""
 
     @classmethod
     def of(
@@ -93,12 +95,16 @@ class BadRow(_Located):
     ) -> Self:
         """Return the bad row for an error whose message starts with `name`."""
         what = error.what.removeprefix(without_secrets(name)).strip().removesuffix(".")
-        return cls(what, error.fix, reason, name, offset, unread_bytes)
+        encoding = error.encoding if isinstance(error, NotUtf8) else None
+        return cls(what, error.fix, reason, name, offset, unread_bytes, encoding)
 
     @property
     def error(self) -> DataError:
         """The error to raise."""
-        return DataError(f"{self.location.where()} {self.what}.", fix=self.fix)
+        what = f"{self.location.where()} {self.what}."
+        if self.encoding:
+            return NotUtf8(what, fix=self.fix, encoding=self.encoding)
+        return DataError(what, fix=self.fix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,21 +46,24 @@ FEW_BYTES = 16
 """With fewer non-ASCII bytes, Latin encodings look alike, and the most common one is named."""
 OR_SKIP = ", or skip such documents with --on-bad-row skip"
 """The end of a fix for which prepare's options apply."""
+BINARY = "binary"
+"""What `encoding_of` returns for a file that is not text."""
 
 
-def explain(path: str, offset: int) -> tuple[str, str]:
-    """Return a guess at what a non-UTF-8 file is, such as `; it looks like CP1252`, and the fix."""
+def explain(path: str, offset: int) -> tuple[str, str, str | None]:
+    """Return what a non-UTF-8 file seems to be, the fix, and the encoding as of `encoding_of`."""
     known = None if is_url(path) else recognise(Path(path))
     if known is not None:
-        return f"; it is {known.name}", known.fix
+        return f"; it is {known.name}", known.fix, None
     encoding = None if is_url(path) else encoding_of(path, offset)
-    if encoding == "binary":
-        return "; it looks like a binary file", f"Name only text files{OR_SKIP}."
+    if encoding == BINARY:
+        return "; it looks like a binary file", f"Name only text files{OR_SKIP}.", encoding
     if encoding is None:
-        return "", f"Name its encoding, --encoding NAME{OR_SKIP}."
+        return "", f"Name its encoding, --encoding NAME{OR_SKIP}.", None
     return (
         f"; it looks like {encoding}{_as_read(path, offset, encoding)}",
         f"Add --encoding {encoding}{OR_SKIP}.",
+        encoding,
     )
 
 
@@ -169,7 +172,7 @@ class _AsUtf8(ConvertedFile):
 
 
 def encoding_of(path: str, offset: int) -> str | None:
-    """Return the probable encoding of a file that is not UTF-8 at `offset`, `binary` or None."""
+    """Return the probable encoding of a file that is not UTF-8 at `offset`, BINARY or None."""
     try:
         with open_bytes(path) as file:
             head = file.read(4)
@@ -181,7 +184,7 @@ def encoding_of(path: str, offset: int) -> str | None:
     if mark is not None:
         return mark
     if b"\0" in sample:
-        return "binary"
+        return BINARY
     from charset_normalizer import from_bytes
 
     best = from_bytes(sample, cp_isolation=list(_NAMES)).best()

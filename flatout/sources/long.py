@@ -25,6 +25,11 @@ class NotUtf8(Unread):
 
     reason = "not UTF-8"
 
+    def __init__(self, what: str, *, fix: str, encoding: str | None = None) -> None:
+        super().__init__(what, fix=fix)
+        self.encoding = encoding
+        """The probable encoding, or BINARY; None when unknown."""
+
 
 @dataclass(frozen=True, slots=True)
 class LongText:
@@ -174,10 +179,11 @@ def _require_text(path: str, text: str) -> None:
         f"{path} is not UTF-8 text: {nuls} of its first {len(head)} characters are NUL; "
         f"it looks like {guess}."
     )
-    raise NotUtf8(what, fix=f"Add --encoding {guess}{OR_SKIP}.")
+    raise NotUtf8(what, fix=f"Add --encoding {guess}{OR_SKIP}.", encoding=guess)
 
 
 def not_utf8(path: str, offset: int, byte: int) -> NotUtf8:
     """Return the error for a byte that is not UTF-8, with a likely encoding of the file."""
-    more, fix = explain(path, offset)
-    return NotUtf8(f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}.", fix=fix)
+    more, fix, encoding = explain(path, offset)
+    what = f"{path} is not UTF-8: byte 0x{byte:02x} at offset {offset}{more}."
+    return NotUtf8(what, fix=fix, encoding=encoding)

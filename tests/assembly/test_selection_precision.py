@@ -58,6 +58,20 @@ def test_train_precision_and_speedups_must_agree():
         on("auto,+bf16", CPU, "train.precision=fp32")
 
 
+def test_a_precision_is_never_provided_by_a_speedup_that_is_left_out():
+    assert on("auto,-bf16-products", NARROW, "train.precision=bf16") & {
+        "bf16",
+        "bf16-products",
+    } == {"bf16"}
+    for request, machine in (("auto,-bf16", HOPPER), ("auto,-bf16,-bf16-products", NARROW)):
+        device = "cuda" if machine.gpus else "cpu"
+        with pytest.raises(ConfigError, match="speedups leaves out") as refused:
+            on(request, machine, "train.precision=bf16", device=device)
+        assert "Set train.precision=auto, or speedups=auto" in refused.value.fix
+    with pytest.raises(HardwareError, match=r"bfloat16 needs compute capability 8\.0"):
+        on("auto,-bf16-products", TURING, "train.precision=bf16", device="cuda")
+
+
 def test_a_stated_precision_conflicts_with_a_named_speedup_for_its_slot():
     with pytest.raises(ConfigError, match=r"both fill the slot 'ops\.cross_entropy'") as refused:
         on("auto,+chunked-ce", NARROW, "train.precision=bf16")

@@ -11,7 +11,6 @@ import pytest
 from gifts import WAYS
 
 from flatout import trust
-from flatout.cache import CACHE
 from flatout.errors import UntrustedCode
 from flatout.inference.load import load_run
 from flatout.training.run_dir import layout
@@ -150,5 +149,5 @@ def test_concurrent_writers_leave_one_valid_file(gift):
     trust.require_trusted(gift.folder, {"a.b:C"})
 
 
-def test_trust_files_are_in_the_cache():
-    assert trust.MEMORY.parent == CACHE
+def test_trust_files_are_in_the_cache(home):
+    assert trust.MEMORY.expanduser() == home / ".cache" / "flatout" / "trusted"

@@ -26,7 +26,7 @@ from flatout.data.prepare.pipeline import (
     local,
     prepare_request,
 )
-from flatout.data.prepare.request.request import Request, difference, open_request
+from flatout.data.prepare.request.request import Request, open_request, require_same
 from flatout.data.store.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
 from flatout.data.store.remote import (
     cache_dir_of,
@@ -37,7 +37,7 @@ from flatout.data.store.remote import (
     manifest_bytes,
 )
 from flatout.data.store.shards import Dataset
-from flatout.errors import DataError
+from flatout.errors import DataError, OutputInUse
 from flatout.files import StoredModel, entry_of, write_text
 from flatout.progress import SILENT, Progress
 from flatout.transfer.parallel import Advance, transfer_all
@@ -77,8 +77,8 @@ def prepare_upload(
     Both steps resume where an earlier call stopped. A URL that already contains this dataset is
     left unchanged.
 
-    Raises: DataError before anything is prepared when the URL cannot be written or contains
-            anything else; MissingPackage.
+    Raises: DataError before anything is prepared when the URL cannot be written, OutputInUse when
+            it contains anything else; MissingPackage.
     """
     started = time.perf_counter()
     check_workers(workers)
@@ -96,14 +96,16 @@ def prepare_upload(
             manifest = parse_manifest(
                 uploaded.decode("utf-8", errors="replace"), f"{remote.url}/{MANIFEST}"
             )
-            _require_same(f"{remote.url} contains a", manifest.source, request)
+            _require_same(f"{remote.url} contains a different dataset", manifest.source, request)
             progress.say(
                 f"{remote.url} already contains this dataset: {manifest.tokens:,} tokens. "
                 "Nothing to do."
             )
         else:
             if claim is not None:
-                _require_same(f"{remote.url} contains an unfinished,", claim.source, request)
+                _require_same(
+                    f"{remote.url} contains an unfinished, different dataset", claim.source, request
+                )
             progress.say(
                 f"Preparing the dataset in {folder.parent}, then sending it to {remote.url}."
             )
@@ -120,10 +122,8 @@ def _refuse(url: str) -> NoReturn:
     )
 
 
-def _require_same(holder: str, source: Mapping[str, Any], request: Request) -> None:
-    different = difference(source, request.source)
-    if different:
-        raise DataError(f"{holder} different dataset: {different}.", fix=_CHOOSE_ANOTHER)
+def _require_same(what: str, source: Mapping[str, Any], request: Request) -> None:
+    require_same(what, source, request.source, fix=_CHOOSE_ANOTHER)
 
 
 def _prepare(request: Request, folder: Path, workers: int | None, engine: Engine) -> Manifest:
@@ -131,7 +131,9 @@ def _prepare(request: Request, folder: Path, workers: int | None, engine: Engine
     if not (folder / MANIFEST).is_file():
         return prepare_request(request, folder, workers, engine)[0]
     manifest = Dataset.open(folder).manifest
-    _require_same(f"{folder}, which waits to be sent, contains a", manifest.source, request)
+    _require_same(
+        f"{folder}, which waits to be sent, contains a different dataset", manifest.source, request
+    )
     request.progress.say(f"{folder} was already prepared.")
     return manifest
 
@@ -151,7 +153,7 @@ def _keep(folder: Path, cache_dir: Path, uploaded: bytes | None) -> None:
 def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
     """Return the manifest and the claim at a URL, or None for each that is missing.
 
-    Raises: DataError when anything else is there, or it cannot be read.
+    Raises: OutputInUse when anything else is there; DataError when it cannot be read.
     """
     names = remote.files()
     if MANIFEST in names:
@@ -160,12 +162,12 @@ def _state_of(remote: RemoteFolder) -> tuple[bytes | None, Claim | None]:
         try:
             return None, Claim.model_validate_json(read_remote(f"{remote.url}/{CLAIM}"))
         except ValidationError as error:
-            raise DataError(
+            raise OutputInUse(
                 f"{remote.url}/{CLAIM} was not written by this version of flatout.",
                 fix=_CHOOSE_ANOTHER,
             ) from error
     if set(names) - {PROBE}:
-        raise DataError(f"{remote.url} is not empty and is not a dataset.", fix=_CHOOSE_ANOTHER)
+        raise OutputInUse(f"{remote.url} is not empty and is not a dataset.", fix=_CHOOSE_ANOTHER)
     return None, None
 
 

@@ -15,7 +15,7 @@ from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.upload import CLAIM, PROBE, prepare_upload
 from flatout.data.store.remote import cache_dir_of, open_dataset
-from flatout.errors import DataError, MissingPackage
+from flatout.errors import DataError, MissingPackage, OutputInUse
 from flatout.transfer import parallel, sending
 from flatout.transfer.connection import Unreachable
 
@@ -114,7 +114,7 @@ def test_the_same_dataset_is_left_unchanged_and_a_different_one_is_refused(
         f"{URL} already contains this dataset: {made.manifest.tokens:,} tokens. Nothing to do."
     ]
     with pytest.raises(
-        DataError,
+        OutputInUse,
         match="faulty://bucket/set contains a different dataset: "
         "max_documents is None, and 5 is requested",
     ):
@@ -129,7 +129,7 @@ def test_validation_text_is_sent_too_and_a_different_one_is_refused(send, store,
     assert send(options).manifest.splits["val"].documents == 1
     assert send(options).existed
     with pytest.raises(
-        DataError, match=r"its validation text is .*valid.txt, and .*other.txt is requested"
+        OutputInUse, match=r"its validation text is .*valid.txt, and .*other.txt is requested"
     ):
         send(Options(tokenizer="byte", val=(str(tmp_path / "other.txt"),)))
 
@@ -137,7 +137,7 @@ def test_validation_text_is_sent_too_and_a_different_one_is_refused(send, store,
 def test_a_url_with_other_files_is_refused_before_the_text_is_read(send, store):
     store.pipe_file(f"{URL}/picture.png", b"png")
     for url in (URL, f"{URL}/picture.png"):
-        with pytest.raises(DataError, match=f"{url} is not empty and is not a dataset"):
+        with pytest.raises(OutputInUse, match=f"{url} is not empty and is not a dataset"):
             send(url=url, sources=["nothing.txt"])
     assert puts(store) == []
 
@@ -236,14 +236,14 @@ def test_an_unfinished_upload_is_resumed_only_by_the_same_dataset(send, store):
         send()
     store.faults.clear()
     with pytest.raises(
-        DataError,
+        OutputInUse,
         match="faulty://bucket/set contains an unfinished, different dataset: "
         "max_documents is None, and 5 is requested",
     ):
         send(Options(tokenizer="byte", split="hash 0.1", max_documents=5))
     store.rm_file(f"{URL}/{CLAIM}")
     with pytest.raises(
-        DataError,
+        OutputInUse,
         match="work/set, which waits to be sent, contains a different dataset: "
         "max_documents is None",
     ):
@@ -340,6 +340,6 @@ def test_a_second_process_is_refused(send, tmp_path):
 def test_a_claim_of_another_version_is_refused(send, store):
     store.pipe_file(f"{URL}/{CLAIM}", b'{"format_version": 2}')
     with pytest.raises(
-        DataError, match=r"set/upload\.json was not written by this version of flatout"
+        OutputInUse, match=r"set/upload\.json was not written by this version of flatout"
     ):
         send()

@@ -20,7 +20,7 @@ from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.plan.work_plan import PlanFile, WorkPlan
 from flatout.data.prepare.request.request import Request, difference
 from flatout.data.tokenizers import Tokenizer, make_tokenizer
-from flatout.errors import DataError
+from flatout.errors import DataError, OutputInUse
 from flatout.sources import Document, LeftOut
 
 
@@ -53,7 +53,7 @@ def plan_work(work: WorkDir, request: Request) -> tuple[WorkPlan, Packing]:
 def check_same(work: WorkDir, stored: PlanFile, request: Request) -> None:
     """Check that the plan in the work directory is for the requested dataset.
 
-    Raises: DataError naming the difference.
+    Raises: OutputInUse naming the difference; DataError when the text has changed since.
     """
     corpus = request.corpus
     different = difference(stored.source, request.source)
@@ -62,7 +62,7 @@ def check_same(work: WorkDir, stored: PlanFile, request: Request) -> None:
     ):
         different = "its text is divided into other read tasks"
     if different:
-        raise DataError(
+        raise OutputInUse(
             f"{work.path} contains an unfinished, different dataset: {different}.",
             fix="Request the same dataset, choose another --out, or remove the directory "
             f"{work.path}, which discards the work done so far.",
