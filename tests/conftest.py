@@ -1,4 +1,4 @@
-"""A tiny corpus and tiny runs for every test that trains."""
+"""Tiny datasets and runs for the tests, which run without the user's home directory."""
 
 from __future__ import annotations
 
@@ -26,22 +26,20 @@ from flatout.data.tokenizers import make_tokenizer
 sys.path.append(str(Path(__file__).parent))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs with Ctrl+C ignored, and their children inherit that; the tests
-    # that press it need it heard.
+    # Background jobs of a shell, and their children, ignore Ctrl+C; some tests send it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def tokenizers_are_trusted(monkeypatch):
-    """Try no tokenizer out in a process of its own, which takes a second and is kept in the user's
-    cache; its own tests do.
-    """
+    """Skip the check that runs each tokenizer in a process, which takes a second."""
     monkeypatch.setattr(tokenizers, "require_usable", lambda text, name, *, cache: None)
 
 
 def pytest_configure(config):
-    """Give the tests a home directory of their own: they never read what was measured, trusted or
-    downloaded in the user's. Other programs keep theirs.
+    """Set HOME to an empty directory, so that tests do not read the user's cache.
+
+    Other programs keep their paths in the user's home.
     """
     home = Path.home()
     for name, folder in {
@@ -61,13 +59,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--write-tables",
         action="store_true",
-        help="Write the tables that tests generate into the documents.",
+        help="Write the tables that tests generate into the documentation.",
     )
 
 
 def pytest_make_parametrize_id(val, argname):
-    """Name a case of bytes by its argument: what is packed holds the second of its packing, and all
-    processes must agree on a name.
+    """Name a case of bytes by its argument: its content may include a time of packing.
+
+    The processes of pytest-xdist must agree on the names of tests.
     """
     return argname if isinstance(val, bytes) else None
 
@@ -78,9 +77,7 @@ def is_for_gpu(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Compilers, kernels and drivers warn of their own doings, each version of others: of a GPU's
-    tests alone that is no reason to fail.
-    """
+    """Allow warnings in GPU tests: they vary with the versions of compilers and drivers."""
     for item in items:
         if item.get_closest_marker("gpu_essential"):
             item.add_marker("gpu")
@@ -89,9 +86,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """Let a GPU's test begin as in a fresh process: one that trained before it in this one has left
-    its own settings.
-    """
+    """Reset torch's settings before a GPU test: earlier tests of this process changed them."""
     if not is_for_gpu(item):
         return
     import torch
@@ -106,9 +101,7 @@ def pytest_runtest_setup(item):
 
 @cache
 def share_memory():
-    """Take no more than this process's share, where several of `pytest -n` use one GPU; a tenth is
-    for their contexts.
-    """
+    """Limit this process to its share of the GPU's memory; CUDA contexts take a tenth."""
     import torch
 
     torch.cuda.set_per_process_memory_fraction(
@@ -117,7 +110,7 @@ def share_memory():
 
 
 def pytest_runtest_teardown(item):
-    """Give a GPU's memory back to the other processes."""
+    """Return GPU memory to the other processes."""
     if (
         is_for_gpu(item)
         and (torch := sys.modules.get("torch")) is not None
@@ -162,15 +155,14 @@ TINY = {
     "speedups": "auto,-compile",
     "name": "tiny",
 }
-"""Two layers, 16 tokens, 8 windows a step in two micro-batches, 6 steps: a tenth of a second. In
-fp32 on every processor, so that runs compare.
+"""Two layers, 16 tokens, 8 sequences per step in two micro-batches, 6 steps: takes 0.1 s.
+
+It uses fp32 on every processor, so that runs can be compared.
 """
 
 
 def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) -> Path:
-    """Write sentences of made-up text as bytes; with `masked`, about a third of the targets do not
-    count.
-    """
+    """Write a dataset of random words as bytes; `masked` excludes about a third of the targets."""
     draw = random.Random(7)
     tokenizer = make_tokenizer("byte", lambda _: [])
     with DatasetWriter(out, vocab_size=tokenizer.vocab_size) as writer:
@@ -190,19 +182,19 @@ def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) 
 
 @pytest.fixture(scope="session")
 def tiny_set(tmp_path_factory):
-    """A data set folder of 40 short documents."""
+    """The path of a dataset of 40 short documents."""
     return write_tiny_set(tmp_path_factory.mktemp("sets") / "tiny")
 
 
 @pytest.fixture(scope="session")
 def ragged_set(tmp_path_factory):
-    """The same, with a loss mask that leaves a different number of targets in every micro-batch."""
+    """The same with a loss mask: the number of targets varies between micro-batches."""
     return write_tiny_set(tmp_path_factory.mktemp("sets") / "ragged", masked=True)
 
 
 @pytest.fixture(scope="session")
 def write_tiny():
-    """Write a separate tiny dataset: `write_tiny(folder, num_documents=40, masked=False)`."""
+    """Return a function that writes another tiny dataset."""
     return write_tiny_set
 
 
@@ -214,7 +206,7 @@ def tiny():
 
 @pytest.fixture
 def tiny_config(tiny_set):
-    """Return the configuration of a tiny run, with `section__key=value` laid over it."""
+    """Return a function that makes a tiny run's configuration, changed by `section__key=value`."""
 
     def make(**changes):
         return load_config().with_values(
@@ -227,7 +219,7 @@ def tiny_config(tiny_set):
 
 @pytest.fixture
 def build_run(tmp_path):
-    """Return a run of one process, resolved and built, at step 0."""
+    """Return a function that resolves and builds a run of one process, at step 0."""
     from flatout.assembly.build import build
     from flatout.assembly.resolve import resolve
     from flatout.data.store.mix import open_data
@@ -258,9 +250,7 @@ def build_run(tmp_path):
 
 @pytest.fixture(scope="session")
 def fox_run(tmp_path_factory):
-    """A folder with a run of three steps over one sentence, a checkpoint at each; and the run's
-    result.
-    """
+    """A directory with a run of three steps, a checkpoint at each, and the run's result."""
     from flatout.commands.train import train_config
     from flatout.data.prepare.pipeline import Options, prepare_dataset
 
@@ -297,9 +287,7 @@ def fox_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def s3_server():
-    """The address of a server that speaks S3; a test that asks for it is skipped where the packages
-    for that are not installed.
-    """
+    """The URL of a local S3 server; tests are skipped when its packages are not installed."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")
     with socket.socket() as listener:
@@ -307,16 +295,16 @@ def s3_server():
         port = listener.getsockname()[1]
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(300):
             try:
-                urllib.request.urlopen(f"{address}/moto-api/", timeout=1).close()
+                urllib.request.urlopen(f"{url}/moto-api/", timeout=1).close()
                 break
             except OSError:
                 assert process.poll() is None, "the server did not start"
                 time.sleep(0.1)
-        yield address
+        yield url
     finally:
         process.terminate()
         process.wait()
@@ -324,7 +312,7 @@ def s3_server():
 
 @pytest.fixture
 def bucket(s3_server, monkeypatch):
-    """An empty bucket called `corpus`, which s3fs finds by the variables it always reads."""
+    """An empty bucket named `corpus`, which s3fs finds by environment variables."""
     import s3fs
 
     for key, value in {

@@ -1,4 +1,4 @@
-"""A made-up command for the tests of the command line."""
+"""A fake command for the tests of the command line."""
 
 import signal
 from typing import Annotated

@@ -1,7 +1,6 @@
-"""The tables in the documents are the ones a benchmark wrote, to the letter.
+"""Tables in the documentation equal the ones that a benchmark wrote.
 
-`python -m pytest tests/test_benchmarks.py --write-tables` copies them from benchmarks/results after
-a measurement.
+`python -m pytest tests/test_benchmarks.py --write-tables` copies them from benchmarks/results.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ MARKED = [
 
 
 @pytest.mark.parametrize(("path", "name"), MARKED, ids=lambda value: getattr(value, "name", value))
-def test_a_marked_table_is_the_measured_one(path, name, request):
+def test_a_marked_table_equals_the_measured_one(path, name, request):
     text = path.read_text(encoding="utf-8")
     before, begin, rest = text.partition(f"<!-- figures: {name} -->\n")
     _, end, after = rest.partition(END)
-    assert end, f"{path.name}: {END.strip()} must end the table of {name}"
+    assert end, f"{path.name}: {END.strip()} is missing after the table of {name}"
     wanted = f"{before}{begin}{(ROOT / name).read_text(encoding='utf-8')}{end}{after}"
     if request.config.getoption("--write-tables"):
         path.write_text(wanted, encoding="utf-8")
     elif text != wanted:
         pytest.fail(
-            f"{name} was measured again: `python -m pytest tests/test_benchmarks.py --write-tables`"
-            f" copies it into {path.name}."
+            f"{path.name} has an old version of {name}. Update it: "
+            "`python -m pytest tests/test_benchmarks.py --write-tables`."
         )
 
 
-def test_the_readme_has_one():
+def test_the_readme_has_a_marked_table():
     assert any(path.name == "README.md" for path, _ in MARKED)
 
 
@@ -89,7 +88,7 @@ def test_sampling_is_measured_with_and_without_the_cache(monkeypatch):
     )
 
 
-def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
+def test_ways_of_preparing_are_compared_per_repeat(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = importlib.import_module("prepare")
     ours, theirs = [2.0, 1.0], [8.0, 9.0]
@@ -119,13 +118,12 @@ def test_ways_of_preparing_are_compared_by_the_repeat(monkeypatch):
         benchmark.table(found)
 
 
-def test_ways_of_the_recurrence_are_compared_by_the_bytes_they_must_move(monkeypatch, tmp_path):
+def test_scans_are_compared_by_their_necessary_memory_traffic(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     benchmark = importlib.import_module("scan")
     monkeypatch.setattr(benchmark, "COPIED_BYTES", {"cpu": 1_000})
-    monkeypatch.setenv(
-        "PATH", str(tmp_path)
-    )  # no git there: nothing that was measured may be lost for it
+    # Without git in PATH, the measurement must still be saved.
+    monkeypatch.setenv("PATH", str(tmp_path))
     found = benchmark.measure(
         "cpu", repeats=2, tokens=(4, 6), rows=(1, 2), eigenstates=3, out=tmp_path / "out"
     )

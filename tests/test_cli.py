@@ -1,4 +1,4 @@
-"""The command line: exit codes, --json, help, nearest names, silence of other ranks."""
+"""The command line: exit codes, --json, help, suggested names, and quiet ranks other than 0."""
 
 import inspect
 import json
@@ -32,13 +32,13 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_result_on_stdout_everything_else_on_stderr(run):
+def test_the_result_goes_to_stdout_and_everything_else_to_stderr(run):
     code, out, err = run("shout", "hello", "world", "--times", "2")
     assert (code, out) == (0, "streamed\nHELLO WORLD HELLO WORLD\n")
     assert "taking a breath" in err
 
 
-def test_json_is_the_last_line_and_alone_on_stdout(run):
+def test_json_is_the_only_line_on_stdout(run):
     code, out, err = run("shout", "hello", "--json")
     assert code == 0
     assert json.loads(out) == {"words": ["hello"], "loss": 0.5}
@@ -47,13 +47,13 @@ def test_json_is_the_last_line_and_alone_on_stdout(run):
     assert "streamed" in err
 
 
-def test_json_stays_json_when_a_figure_is_not_a_number(run):
+def test_json_is_valid_when_a_figure_is_nan(run):
     _, out, _ = run("shout", "hello", "--loss", "nan", "--json")
     assert json.loads(out)["loss"] is None
     assert "NaN" not in out
 
 
-def test_json_passes_every_encoding(run):
+def test_json_is_ascii(run):
     _, out, _ = run("shout", "größer 日本", "--json")
     assert out.isascii()
     assert json.loads(out)["words"] == ["größer 日本"]
@@ -76,14 +76,12 @@ def test_exit_codes(run, word, code):
     got, out, err = run("shout", word)
     assert got == code
     assert out == "streamed\n"
-    assert ("Next: " if code in (75, 130, 143) else "Fix: ") in err, (
-        "a run that was stopped has nothing to repair"
-    )
+    assert ("Next: " if code in (75, 130, 143) else "Fix: ") in err, "a stopped run needs no fix"
     assert "Traceback" not in err
 
 
 @pytest.mark.parametrize("words", [["--verbose"], ["-v"], []], ids=str)
-def test_a_command_with_a_run_can_be_verbose(run, monkeypatch, words):
+def test_verbose_reaches_the_report_of_a_run(run, monkeypatch, words):
     made = []
     monkeypatch.setattr(terminal, "RunReport", lambda terminal, *, verbose: made.append(verbose))
     assert run("shout", "hello", *words)[0] == 0
@@ -108,14 +106,14 @@ def test_secrets_are_not_printed(run):
     assert "PASS" not in "".join(run(url)[1:])
 
 
-def test_an_error_under_json_is_json_too(run):
+def test_with_json_an_error_is_json_too(run):
     code, out, err = run("shout", "RunFailed", "--json")
     assert json.loads(out) == {"error": "It went wrong.", "fix": "Do it right.", "exit_code": 1}
     assert code == 1
     assert err.endswith("It went wrong.\nFix: Do it right.\n")
 
 
-def test_bugs_keep_their_traceback(monkeypatch):
+def test_bugs_show_their_traceback(monkeypatch):
     for module in (cli, parser):
         monkeypatch.setattr(module, "COMMANDS", Fakes())
     with pytest.raises(ZeroDivisionError):
@@ -152,7 +150,7 @@ def test_bugs_keep_their_traceback(monkeypatch):
         (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
     ],
 )
-def test_mistyped_words_get_a_suggestion(run, words, what, fix):
+def test_misspelt_words_get_a_suggestion(run, words, what, fix):
     code, out, err = run(*words)
     assert (code, out) == (2, "")
     assert err.count("\n") == 2
@@ -235,7 +233,7 @@ def test_other_ranks_are_quiet(run, monkeypatch):
         "[rank 1] It went wrong.\nFix: Do it right.\n",
     )
     assert waited == [cli.OTHER_RANKS_WAIT_S], (
-        "the main process says it first, and its end takes the others with it"
+        "rank 0 reports first, and its exit stops the other ranks"
     )
     assert run("shout", "RunFailed") == (1, "", "[rank 1] It went wrong.\nFix: Do it right.\n")
 
@@ -299,7 +297,7 @@ def test_python_m_flatout_runs_the_program():
         (["generate", "d/" * 3000], "The path d/d/.* is too long: it has 60.. bytes"),
     ],
 )
-def test_a_name_too_long_for_any_disk_is_an_error(words, what, capsys):
+def test_a_name_too_long_for_the_file_system_is_an_error(words, what, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(words)
     assert stopped.value.code == 2

@@ -1,4 +1,4 @@
-"""The command line when standard output cannot be written: a full disk, a closed pipe."""
+"""The command line when standard output cannot be written: full disks and closed pipes."""
 
 import errno
 import io

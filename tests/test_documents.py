@@ -1,4 +1,4 @@
-"""YAML as flatout reads it."""
+"""Reading YAML: numbers, words and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.documents import parse_yaml, read_document
 from flatout.errors import ConfigError
 
 
-def test_a_number_that_is_too_long_is_named_without_a_setting_of_python():
+def test_the_error_for_a_long_number_does_not_mention_pythons_setting():
     with pytest.raises(ConfigError, match=r"a number has more than 4,300 digits\."):
         parse_yaml("1" * 5000, name="a.yaml")
 
@@ -31,7 +31,7 @@ def test_a_number_that_is_too_long_is_named_without_a_setting_of_python():
         (".inf", math.inf),
     ],
 )
-def test_numbers_are_numbers(text, value):
+def test_numbers_are_parsed(text, value):
     parsed = parse_yaml(text, name="test")
     assert parsed == value
     assert type(parsed) is type(value)
@@ -56,7 +56,7 @@ def test_numbers_are_numbers(text, value):
         "'3e-4'",
     ],
 )
-def test_words_stay_words(text):
+def test_words_are_parsed_as_text(text):
     assert parse_yaml(text, name="test") == text.strip("'")
 
 
@@ -91,7 +91,7 @@ def test_errors_name_file_and_line(text, line, about):
     assert about in str(caught.value)
 
 
-def test_a_character_that_yaml_refuses_is_named():
+def test_the_error_names_an_invalid_character():
     with pytest.raises(ConfigError, match="#x0000"):
         parse_yaml("a: \x00", name="my.yaml")
 
@@ -118,7 +118,7 @@ def test_an_empty_file_is_an_empty_mapping(tmp_path, content):
         (b"just words\n", "not a mapping"),
     ],
 )
-def test_what_is_no_document_is_refused(tmp_path, content, about):
+def test_files_without_a_mapping_are_refused(tmp_path, content, about):
     path = tmp_path / "a.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -127,6 +127,6 @@ def test_what_is_no_document_is_refused(tmp_path, content, about):
     assert str(path) in caught.value.what
 
 
-def test_a_folder_is_no_document(tmp_path):
+def test_a_directory_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="directory"):
         read_document(tmp_path)

@@ -1,4 +1,4 @@
-"""The family of errors: what happened, then the fix; exit codes that schedulers rely on."""
+"""Errors say what happened and then the fix; schedulers rely on their exit codes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FAMILY = [
 @pytest.mark.parametrize(
     "error", [e for e in FAMILY if e not in (errors.Stopped, errors.Interrupted)]
 )
-def test_reads_as_what_happened_then_the_fix(error):
+def test_a_message_has_what_happened_and_the_fix(error):
     raised = error("The disk is full.", fix="Free some space.")
     assert str(raised) == "The disk is full. Fix: Free some space."
     assert (raised.what, raised.fix) == ("The disk is full.", "Free some space.")
 
 
-def test_what_was_stopped_on_request_says_what_comes_next():
+def test_a_stopped_run_says_what_comes_next():
     assert (
         str(errors.Stopped("Stopped, and saved.", fix="Run it again."))
         == "Stopped, and saved. Next: Run it again."
@@ -38,7 +38,7 @@ def test_what_was_stopped_on_request_says_what_comes_next():
 
 
 @pytest.mark.parametrize("error", FAMILY)
-def test_a_fix_cannot_be_left_out(error):
+def test_a_fix_is_required(error):
     with pytest.raises(TypeError, match="fix"):
         error("The disk is full.")
 
@@ -63,14 +63,14 @@ def test_exit_codes():
 
 
 @pytest.mark.parametrize(("signal_number", "code"), [(2, 130), (15, 143)])
-def test_an_interruption_exits_as_its_signal_does(signal_number, code):
+def test_the_exit_code_of_an_interruption_follows_from_its_signal(signal_number, code):
     assert (
         errors.Interrupted("Stopped.", fix="Run it again.", signal_number=signal_number).exit_code
         == code
     )
 
 
-def test_the_picture_in_the_docstring_is_the_tree():
+def test_the_tree_in_the_docstring_matches_the_classes():
     drawn = {}
     ancestors = []
     for line in inspect.getdoc(errors).splitlines():
@@ -91,7 +91,7 @@ def test_the_picture_in_the_docstring_is_the_tree():
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"),
+    ("text", "shown"),
     [
         (
             "There is nothing at ftp://me:s3cret@host/a.txt.",
@@ -125,13 +125,13 @@ def test_the_picture_in_the_docstring_is_the_tree():
         ),
     ],
 )
-def test_secrets_of_addresses_are_not_said(said, shown):
-    assert errors.without_secrets(said) == shown
-    error = errors.DataError(said, fix=said)
+def test_secrets_in_urls_are_not_shown(text, shown):
+    assert errors.without_secrets(text) == shown
+    error = errors.DataError(text, fix=text)
     assert (error.what, error.fix, str(error)) == (shown, shown, f"{shown} Fix: {shown}")
 
 
-def test_a_name_from_a_file_cannot_clear_the_terminal_or_begin_a_line():
+def test_a_name_from_a_file_cannot_control_the_terminal():
     hostile = "a\x1b[2J\x9b2J\r\nFix: run this.\u202egpj.\u2028b\t\x7f\u2066"
     raised = errors.DataError(f"{hostile} is bad.", fix=f"Repair {hostile}.")
     for text in (raised.what, raised.fix, str(raised)):
@@ -144,7 +144,7 @@ def test_a_name_from_a_file_cannot_clear_the_terminal_or_begin_a_line():
     "word",
     ["my run", "$(touch X)", "it's", 'data.mix={"a b": 1.0}', "`id`", "a;b", "plain/path-1.0"],
 )
-def test_a_word_of_a_command_reaches_it_whole(word):
+def test_a_quoted_word_is_one_word_of_a_command(word):
     assert shlex.split(f"flatout train {errors.in_shell(word)} end") == [
         "flatout",
         "train",

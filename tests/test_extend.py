@@ -41,7 +41,7 @@ def written_files() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a copy of the package, the guide's files in it, and some text."""
+    """A directory with a copy of the package, the guide's files in it, and some text."""
     folder = tmp_path_factory.mktemp("extended")
     shutil.copytree(
         ROOT / "flatout", folder / "flatout", ignore=shutil.ignore_patterns("__pycache__")

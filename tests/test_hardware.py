@@ -131,7 +131,7 @@ SIMILAR = [
     "",
 ]
 AMBIGUOUS = ["NVIDIA GeForce RTX 3080"]
-"""Sold under one name with 10 and with 12 GB, at different rates."""
+"""One name for cards with 10 GB and with 12 GB, which differ in speed."""
 
 
 @pytest.mark.parametrize("name", SIMILAR + AMBIGUOUS)

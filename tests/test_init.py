@@ -1,4 +1,4 @@
-"""The public names: complete, and loaded lazily."""
+"""The public names exist and are loaded lazily."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", flatout.__all__)
-def test_every_public_name_is_there(name):
+def test_every_public_name_exists(name):
     assert getattr(flatout, name) is not None
     assert name in dir(flatout)
 
@@ -41,19 +41,19 @@ def test_functions_that_share_a_module_name_stay_callable():
     assert callable(flatout.train)
 
 
-def test_unknown_name():
+def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         _ = flatout.trian
 
 
-def test_version_is_the_packages():
+def test_the_version_is_that_of_the_package():
     assert (
         tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
         == flatout.__version__
     )
 
 
-def test_import_loads_neither_torch_nor_anything_slow():
+def test_import_loads_no_slow_package():
     program = (
         "import sys, flatout; dir(flatout); print(sorted({'torch', 'rich', 'click', 'pydantic', "
         "'numpy'} & set(sys.modules)))"
@@ -68,7 +68,7 @@ def test_import_loads_neither_torch_nor_anything_slow():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", [str, Path])
-def test_paths_may_be_text_or_path_objects(form, fox_run, tmp_path):
+def test_paths_may_be_strings_or_path_objects(form, fox_run, tmp_path):
     root, trained = fox_run
     data, run, recipe = (
         form(root / "data"),
@@ -139,7 +139,7 @@ def test_wrong_paths_are_refused_in_either_form(form, tmp_path):
     ],
 )
 def test_path_parameters_accept_text(name):
-    """The annotations that type checkers see."""
+    """Annotations, which type checkers read, allow `str` wherever they allow `Path`."""
     for parameter in inspect.signature(getattr(flatout, name), eval_str=True).parameters.values():
         words = str(
             parameter.annotation.__origin__

@@ -1,4 +1,4 @@
-"""Files in the current directory do not replace packages, however flatout is started."""
+"""Files in the current directory never shadow packages, however flatout is started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLANTED = (
 
 
 def run_program(*words, cwd, module=False):
-    """Run the program in a process: as the console script, or as `python -m flatout`."""
+    """Run the program in a process, as the console script or as `python -m flatout`."""
     program = (
         ["-m", "flatout"]
         if module
@@ -57,8 +57,8 @@ def run_program(*words, cwd, module=False):
 
 
 @pytest.mark.parametrize("module", [False, True], ids=["the console script", "python -m flatout"])
-def test_files_in_the_current_directory_do_not_replace_packages(fox_run, tmp_path, module):
-    """Files named like packages that flatout imports, in the current and the run directory."""
+def test_files_in_the_current_directory_do_not_shadow_packages(fox_run, tmp_path, module):
+    """Files in the current and the run directory are named like packages that flatout imports."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     marker = tmp_path / "imported"
     for place in (tmp_path, run):
@@ -88,7 +88,7 @@ def test_files_in_the_current_directory_do_not_replace_packages(fox_run, tmp_pat
 
 
 def test_a_speedup_imports_its_installed_package(fox_run, tmp_path):
-    """A speedup's package would import a file of the current directory, if that were searched."""
+    """The speedup's package would import a file from the current directory if it were searched."""
     run = shutil.copytree(fox_run[0] / "runs" / "fox", tmp_path / "runs" / "gift")
     (tmp_path / "torchao.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     stored = layout.read_config(run).with_values({"speedups": ["adamw-8bit"], "train.steps": 9})
@@ -114,7 +114,7 @@ def test_python_m_flatout_does_not_search_the_current_directory(monkeypatch, tmp
     assert leave_current_folder([str(ROOT), "b"]) == ["b", str(ROOT)]
 
 
-def test_parts_of_flatout_do_not_change_the_search_path(monkeypatch):
+def test_importing_a_module_does_not_change_the_search_path(monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     load_reference("flatout.errors:FlatoutError")
     assert "" not in sys.path

@@ -1,6 +1,4 @@
-"""What `make` shows while pip and mypy work, and the one environment that the demo and the tests
-share.
-"""
+"""Makefile: the output of slow steps, and the environment that the demo and the tests share."""
 
 import subprocess
 from pathlib import Path
@@ -21,7 +19,7 @@ def step(log, *command, **environment):
     )
 
 
-def test_a_step_keeps_its_output_in_a_file_and_says_how_long_it_took(tmp_path):
+def test_a_step_writes_its_output_to_a_file_and_shows_its_duration(tmp_path):
     done = step(tmp_path / "logs/pip.log", "for i in {1..300}; do echo line $i; done")
     assert (done.returncode, done.stderr) == (0, "")
     first, last = done.stdout.splitlines()
@@ -30,7 +28,7 @@ def test_a_step_keeps_its_output_in_a_file_and_says_how_long_it_took(tmp_path):
     assert len((tmp_path / "logs/pip.log").read_text().splitlines()) == 300
 
 
-def test_a_step_that_fails_shows_the_end_of_its_output_and_where_all_of_it_is(tmp_path):
+def test_a_failed_step_shows_the_end_of_its_output_and_the_path_of_the_log(tmp_path):
     log = tmp_path / "pip.log"
     done = step(log, "for i in {1..300}; do echo line $i; done; echo no such package >&2; exit 3")
     assert done.returncode == 3
@@ -41,7 +39,7 @@ def test_a_step_that_fails_shows_the_end_of_its_output_and_where_all_of_it_is(tm
     assert "line 1" not in lines
 
 
-def test_a_step_that_may_fail_leaves_the_words_to_its_caller(tmp_path):
+def test_a_quiet_step_fails_without_a_message(tmp_path):
     done = step(tmp_path / "pip.log", "echo no such build; exit 1", QUIET="1")
     assert (done.returncode, done.stdout, done.stderr) == (1, "Installing ...\n", "")
 
@@ -49,7 +47,7 @@ def test_a_step_that_may_fail_leaves_the_words_to_its_caller(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_the_demo_and_the_tests_share_an_environment(tmp_path, target):
-    """In a fresh folder, and where the other one has made it: its tools are added, torch stays."""
+    """Neither target installs anything again when the other has made the environment."""
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
 

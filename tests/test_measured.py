@@ -1,4 +1,4 @@
-"""Gains are stored per GPU and CPU; the hint on how to measure them is given once per GPU."""
+"""Gains are stored per GPU and CPU, and the hint to measure them appears once per GPU."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_gain_is_described_in_one_line():
         json.dumps({"gpu": H200, "format_version": FORMAT_VERSION + 1}),
     ],
 )
-def test_an_unreadable_file_counts_as_none(tmp_path, text):
+def test_an_unreadable_file_counts_as_absent(tmp_path, text):
     path = keep(H200, {"bf16": GAIN}, tmp_path)
     path.write_text(text)
     assert read(H200, tmp_path) is None
@@ -83,12 +83,12 @@ def test_the_hint_is_given_once_per_gpu(tmp_path):
     assert advice("NVIDIA L4", "RECIPE", tmp_path) is not None
 
 
-def test_no_hint_where_something_was_measured(tmp_path):
+def test_there_is_no_hint_after_a_measurement(tmp_path):
     keep(H200, {"bf16": GAIN}, tmp_path)
     assert advice(H200, "gpt2-124m", tmp_path) is None
 
 
-def test_a_cache_that_cannot_be_written_only_repeats_the_hint(tmp_path):
+def test_without_a_writable_cache_the_hint_is_repeated(tmp_path):
     (tmp_path / "measured").write_text("a file")
     assert advice(H200, "gpt2-124m", tmp_path) == advice(H200, "gpt2-124m", tmp_path)
     with pytest.raises(OSError, match="measured"):
@@ -104,7 +104,7 @@ MACHINE = Machine(
 )
 
 
-def test_the_hardware_of_a_device():
+def test_a_device_has_its_hardware_name():
     devices = ("cpu", "cuda", "cuda:0", "cuda:1", "cuda:2")
     assert [gpu_name(MACHINE, d) for d in devices] == [None, H200, H200, "NVIDIA L4", None]
     assert [hardware_name(MACHINE, d) for d in devices] == [
@@ -116,7 +116,7 @@ def test_the_hardware_of_a_device():
     ]
 
 
-def test_only_gains_of_the_torch_in_use_and_of_this_hardware_count(tmp_path):
+def test_only_gains_with_this_torch_and_hardware_count(tmp_path):
     here = GAIN.model_copy(update={"torch": version("torch").partition("+")[0] + "+cu130"})
     keep("AMD EPYC 7B13, 2 cores", {"bf16": here, "compile": GAIN}, tmp_path)
     assert gains_here(MACHINE, "cpu", tmp_path) == {"bf16": here}
@@ -125,12 +125,12 @@ def test_only_gains_of_the_torch_in_use_and_of_this_hardware_count(tmp_path):
     assert gains_here(MACHINE, "cpu", None) == {}
 
 
-def test_the_key_on_disk_is_that_of_the_first_format(tmp_path):
+def test_the_key_on_disk_has_not_changed(tmp_path):
     path = keep(H200, {"bf16": GAIN}, tmp_path)
     assert list(json.loads(path.read_text())) == ["format_version", "gpu", "speedups"]
 
 
-def test_an_interval_beside_1_is_faster_or_slower():
+def test_an_interval_without_1_is_faster_or_slower():
     def judged(low, high):
         gain = GAIN.model_copy(update={"low": low, "high": high})
         return gain.is_faster, gain.is_slower

@@ -1,4 +1,4 @@
-"""What other packages say of parts that are not called is not shown; what else they say is."""
+"""Known, irrelevant log messages of other packages are hidden; all others are shown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from flatout.noise import NOISE, without_noise
 
-SAID = {
+MESSAGES = {
     "torchao": (
         "Failed to load /a/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: Could not load this "
         "library"
@@ -35,18 +35,18 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("name", NOISE)
-def test_exactly_what_is_known_is_dropped_and_only_while_it_is_imported(name, caplog, monkeypatch):
+def test_only_known_messages_are_dropped_and_only_during_imports(name, caplog, monkeypatch):
     logger = logging.getLogger(name)
     monkeypatch.setattr(logger, "propagate", True)
     with without_noise():
-        logger.warning(SAID[name])
+        logger.warning(MESSAGES[name])
         logger.warning("Failed to load what matters: %s", 5)
-    logger.warning(SAID[name])
-    assert caplog.messages == ["Failed to load what matters: 5", SAID[name]]
+    logger.warning(MESSAGES[name])
+    assert caplog.messages == ["Failed to load what matters: 5", MESSAGES[name]]
 
 
 @pytest.mark.parametrize("package", IMPORTS)
-def test_a_package_is_imported_without_a_word(package):
+def test_importing_a_package_prints_nothing(package):
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The number of parameters that a recipe states is that of its model."""
+"""Each recipe states the number of parameters of its model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flatout.config.schema import load_config
 from flatout.registry import MODELS, RECIPES
 
 SHAKESPEARE = 65
-"""Characters of Shakespeare; a recipe without a vocabulary size uses the dataset's."""
+"""The number of different characters in Shakespeare, for recipes that state no vocabulary size."""
 
 
 def stated(name: str) -> int | None:
@@ -19,7 +19,7 @@ def stated(name: str) -> int | None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES.names() if stated(name)])
-def test_recipe_has_the_stated_number_of_parameters(name):
+def test_a_recipe_has_the_stated_number_of_parameters(name):
     config = load_config(name)
     model = MODELS.get(config.model.kind)
     shape = model.check(

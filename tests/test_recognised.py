@@ -85,7 +85,7 @@ TAKERS = {
 
 
 @pytest.mark.parametrize("taker", sorted(TAKERS))
-def test_everything_that_takes_a_path_says_what_a_file_is(file, taker):
+def test_every_use_of_a_path_names_the_kind_of_a_wrong_file(file, taker):
     with pytest.raises(FlatoutError) as caught:
         TAKERS[taker](file)
     folder_of_chunks = "FOLDER" in taker and file.name.startswith("chunk_")
@@ -101,7 +101,7 @@ def test_everything_that_takes_a_path_says_what_a_file_is(file, taker):
         )
 
 
-def test_a_folder_of_chunks_is_imported_wherever_it_is_named(tmp_path):
+def test_a_directory_of_chunks_is_recognised_wherever_it_is_named(tmp_path):
     (tmp_path / "chunks").mkdir()
     (tmp_path / "chunks" / "chunk_000000.pt").write_bytes(FILES["best_model.pt"])
     (tmp_path / "chunks" / "metadata.json").write_text("{}")
@@ -124,7 +124,7 @@ def test_a_folder_of_chunks_is_imported_wherever_it_is_named(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train.bin", "fineweb.bin", "tokens.npy", "tokens.npz"])
-def test_the_command_that_is_given_makes_chunks_of_tokens(tmp_path, name):
+def test_the_suggested_command_makes_chunks_of_tokens(tmp_path, name):
     (tmp_path / name).write_bytes(FILES[name])
     command = recognise(tmp_path / name).fix.split("`")[1]
     python = command.replace("python -c", f"{sys.executable} -c").replace(
@@ -140,22 +140,20 @@ def test_the_command_that_is_given_makes_chunks_of_tokens(tmp_path, name):
     )
 
 
-def in_python(command, place, monkeypatch):
-    """Do here what the advised command has Python do, and return the tokens of the chunks that it
-    writes.
-    """
+def in_python(command, folder, monkeypatch):
+    """Execute the Python code of a suggested command, and return the tokens that it writes."""
     *_, code, path = shlex.split(command)
     monkeypatch.setattr(sys, "argv", ["-c", path])
-    monkeypatch.chdir(place)
-    (place / "chunks").mkdir()
+    monkeypatch.chdir(folder)
+    (folder / "chunks").mkdir()
     exec(code, {})
     return np.concatenate(
-        [torch.load(chunk).numpy() for chunk in sorted((place / "chunks").iterdir())]
+        [torch.load(chunk).numpy() for chunk in sorted((folder / "chunks").iterdir())]
     )
 
 
 @pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
-def test_both_formats_of_llm_c_are_read_after_their_header(tmp_path, monkeypatch, magic, dtype):
+def test_both_formats_of_llm_c_are_read_without_their_header(tmp_path, monkeypatch, magic, dtype):
     tokens = TOKENS.astype(dtype) + (0 if dtype == "uint16" else 100_000)
     (tmp_path / "fineweb.bin").write_bytes(
         struct.pack("<256i", magic, 1, len(tokens), *[0] * 253) + tokens.tobytes()
@@ -165,7 +163,7 @@ def test_both_formats_of_llm_c_are_read_after_their_header(tmp_path, monkeypatch
     assert in_python(fix.split("`")[1], tmp_path, monkeypatch).tolist() == tokens.tolist()
 
 
-def test_a_bare_binary_file_says_what_its_command_assumes(tmp_path):
+def test_the_command_for_a_bare_binary_file_states_its_assumption(tmp_path):
     (tmp_path / "train.bin").write_bytes(FILES["train.bin"])
     assert (
         "assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with "
@@ -183,41 +181,41 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_name_of_an_array_is_no_part_of_a_command(tmp_path, monkeypatch, name):
-    place = tmp_path / "there"
-    place.mkdir()
-    with zipfile.ZipFile(place / "a.npz", "w") as archive:
+def test_the_name_of_an_array_does_not_enter_the_command(tmp_path, monkeypatch, name):
+    folder = tmp_path / "there"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "a.npz", "w") as archive:
         archive.writestr("about.txt", "no array")
         archive.writestr(f"{name}.npy", FILES["tokens.npy"])
-    known = recognise(place / "a.npz")
+    known = recognise(folder / "a.npz")
     assert known.name.isprintable()
     assert "touch" not in known.fix
-    assert in_python(known.fix.split("`")[1], place, monkeypatch).tolist() == TOKENS.tolist()
-    assert sorted(path.name for path in place.iterdir()) == ["a.npz", "chunks"]
+    assert in_python(known.fix.split("`")[1], folder, monkeypatch).tolist() == TOKENS.tolist()
+    assert sorted(path.name for path in folder.iterdir()) == ["a.npz", "chunks"]
 
 
 @pytest.mark.parametrize("name", ["best_model.pt", "train.bin", "tokens.npz", "chunk_000003.pt"])
 def test_the_name_of_a_file_is_one_word_of_every_command(tmp_path, name):
-    place = tmp_path / "$(touch X) & more"
-    place.mkdir()
-    path = place / name if name.startswith("chunk_") else place / f"$(touch Y) {name}"
+    folder = tmp_path / "$(touch X) & more"
+    folder.mkdir()
+    path = folder / name if name.startswith("chunk_") else folder / f"$(touch Y) {name}"
     path.write_bytes(FILES[name])
     commands = recognise(path).fix.split("`")[1::2]
     into = shlex.split(commands[-1])
     assert (
         into[into.index("--out") + 1]
-        == f"data/{place.name if name.startswith('chunk_') else path.stem}"
+        == f"data/{folder.name if name.startswith('chunk_') else path.stem}"
     )
     for command in commands:
         assert all(
-            word in (str(path), str(place), f"data/{path.stem}", f"data/{place.name}")
+            word in (str(path), str(folder), f"data/{path.stem}", f"data/{folder.name}")
             for word in shlex.split(command)
             if "touch" in word
         )
 
 
 @pytest.mark.slow
-def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
+def test_runs_checkpoints_and_datasets_are_distinguished(fox_run, tiny_set):
     fox_run = fox_run[0] / "runs" / "fox"
     with pytest.raises(FlatoutError, match="is a run directory, not a prepared dataset"):
         Dataset.open(fox_run)
@@ -237,7 +235,7 @@ def test_runs_checkpoints_and_datasets_are_told_apart(fox_run, tiny_set):
 
 @pytest.mark.parametrize("content", [b"", b"plain text", "Käfer".encode() * 2000, b"caf\xe9"])
 @pytest.mark.parametrize("name", ["notes", "notes.txt", "notes.bin"])
-def test_text_is_not_taken_for_anything_else(tmp_path, name, content):
+def test_text_is_not_recognised_as_anything_else(tmp_path, name, content):
     if name == "notes.bin" and content == b"caf\xe9":
         content = b"cafe"
     (tmp_path / name).write_bytes(content)
@@ -246,14 +244,14 @@ def test_text_is_not_taken_for_anything_else(tmp_path, name, content):
     assert recognise(tmp_path / "absent") is None
 
 
-def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_path):
+def test_a_binary_file_among_texts_is_a_bad_document(tmp_path):
     (tmp_path / "a.pt").write_bytes(FILES["best_model.pt"])
     (tmp_path / "b.log").write_text("text")
     assert len(find_files(f"{tmp_path}/*")[0]) == 2
 
 
 @pytest.mark.parametrize(
-    "address",
+    "url",
     [
         "s3://bucket/x",
         "gs://bucket",
@@ -264,26 +262,26 @@ def test_one_binary_file_among_texts_is_left_to_the_rule_for_bad_documents(tmp_p
     ],
 )
 @pytest.mark.parametrize("kind", [str, Path])
-def test_an_address_is_refused_as_it_was_written(address, kind):
-    with pytest.raises(UsageError, match=re.escape(f"--run-dir {address} is a URL")):
-        require_local(kind(address), "--run-dir ")
+def test_the_error_shows_a_url_as_written(url, kind):
+    with pytest.raises(UsageError, match=re.escape(f"--run-dir {url} is a URL")):
+        require_local(kind(url), "--run-dir ")
 
 
-def test_a_recipe_at_an_address_is_called_one():
-    for address in ("http://host/r.yaml", "s3://bucket/recipe"):
-        with pytest.raises(ConfigError, match=f"^{address} is a URL"):
-            recipe_path(address)
+def test_a_recipe_at_a_url_is_refused():
+    for url in ("http://host/r.yaml", "s3://bucket/recipe"):
+        with pytest.raises(ConfigError, match=f"^{url} is a URL"):
+            recipe_path(url)
 
 
 @pytest.mark.parametrize(
-    "place",
+    "path",
     ["", "auto", "runs/x", "/data:/x", "./s3:/x", "x:1", "notes: a/b", "../gs://x", "~/runs"],
 )
-def test_a_path_is_no_address(place):
-    require_local(place)
+def test_a_path_is_not_a_url(path):
+    require_local(path)
 
 
-STRANGE = {
+CALLS = {
     "train": lambda: flatout.train("shakespeare-char", ["data.path=there"], run="s3://bucket/run"),
     "train --resume": lambda: flatout.train(
         "shakespeare-char", ["data.path=there"], resume="s3://bucket/run"
@@ -310,10 +308,10 @@ STRANGE = {
 }
 
 
-@pytest.mark.parametrize("call", sorted(STRANGE))
-def test_no_address_becomes_a_folder(call, tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_a_url_is_never_used_as_a_directory(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("some text " * 50)
     with pytest.raises(UsageError, match=r"(s3|gs)://bucket/\S+ is a URL; only a local path"):
-        STRANGE[call]()
+        CALLS[call]()
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]

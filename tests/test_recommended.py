@@ -25,7 +25,7 @@ UNKNOWN = replace(CPU, gpus=(Gpu("a GPU of tomorrow", 80.0, (12, 0), "570"),))
         (H100, 10**10, 50_257, "gpt2-350m"),
     ],
 )
-def test_recommends_the_largest_recipe_with_enough_text(
+def test_the_largest_recipe_with_enough_text_is_recommended(
     tmp_path, machine, tokens, vocab_size, recipe
 ):
     found = recommend("data/my text", tokens, vocab_size, machine, tmp_path)

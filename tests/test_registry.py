@@ -1,4 +1,4 @@
-"""Open lists: found by looking, named by their files, nothing imported before it is asked for."""
+"""Registries find entries by their files, and import them only when needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flatout.registry import (
 
 @pytest.fixture
 def shapes(tmp_path, monkeypatch):
-    """A folder of Python entries inside a package that stands in for flatout's own."""
+    """A directory of Python entries inside a package that replaces flatout."""
     package = tmp_path / "flatout"
     (package / "shapes").mkdir(parents=True)
     (package / "shapes" / "round_one.py").write_text(
@@ -62,7 +62,7 @@ def test_listing_imports_nothing(shapes):
     assert not [name for name in sys.modules if name.startswith("flatout.shapes")]
 
 
-def test_what_an_entry_states_is_read_without_importing_it(shapes, tmp_path, monkeypatch):
+def test_a_stated_value_is_read_without_importing_the_entry(shapes, tmp_path, monkeypatch):
     path = registry.PACKAGE_DIR / "shapes" / "broken_import.py"
     path.write_text(path.read_text() + 'CORNERS = ("left", "right")\n')
     assert shapes.stated("broken-import", "CORNERS") == ("left", "right")
@@ -74,7 +74,7 @@ def test_what_an_entry_states_is_read_without_importing_it(shapes, tmp_path, mon
         shapes.stated("squar", "CORNERS")
     monkeypatch.setattr(registry.ast, "parse", None)
     assert shapes.stated("broken-import", "CORNERS") == ("left", "right"), (
-        "a file is parsed once, however many speedups ask"
+        "a file is parsed once, however many speedups need it"
     )
 
 
@@ -83,7 +83,7 @@ def test_a_new_file_is_a_new_entry(shapes):
     assert "oval" in Folder("shapes", "SHAPE", "shape").names()
 
 
-def test_unknown_names_are_answered_with_the_nearest(shapes, colours):
+def test_the_error_for_an_unknown_name_suggests_the_nearest(shapes, colours):
     with pytest.raises(
         ConfigError,
         match=(
@@ -107,7 +107,7 @@ def test_yaml_entries(colours):
     assert colours.path("plain").name == "plain.yaml"
 
 
-def test_an_empty_folder_says_so(tmp_path, monkeypatch):
+def test_an_empty_directory_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "PACKAGE_DIR", tmp_path)
     with pytest.raises(ConfigError, match="Known: none"):
         Folder("nothing", "X", "thing").get("x")
@@ -123,7 +123,7 @@ def test_an_empty_folder_says_so(tmp_path, monkeypatch):
         ("", None),
     ],
 )
-def test_nearest(typo, meant):
+def test_the_nearest_name_is_found(typo, meant):
     assert nearest(typo, ["shakespeare", "fused-adamw", "compile", "bf16"]) == meant
 
 
@@ -183,7 +183,7 @@ def test_an_option_far_from_every_option_gets_no_guess(name):
         ("--max_tokns", "--max-tokens"),
     ],
 )
-def test_what_a_name_plainly_means_is_offered(name, meant):
+def test_an_obvious_correction_is_suggested(name, meant):
     assert nearest(name, [*registry.COMMANDS.names(), *OPTIONS]) == meant
 
 
@@ -191,11 +191,11 @@ def test_what_a_name_plainly_means_is_offered(name, meant):
     ("word", "other", "near"),
     [("rai", "ray", True), ("abc", "acb", True), ("abc", "cba", False), ("abc", "xyz", False)],
 )
-def test_a_single_slip_in_a_short_name_is_near(word, other, near):
+def test_one_wrong_letter_in_a_short_name_is_corrected(word, other, near):
     assert (nearest(word, [other]) == other) is near
 
 
-def test_references_reach_a_users_own_file(tmp_path, monkeypatch):
+def test_a_reference_imports_a_users_own_file(tmp_path, monkeypatch):
     (tmp_path / "my_registry_example.py").write_text(
         "class Mine:\n    def check(self): ...\n    count_flops = None\nclass Other: ...\n"
     )
@@ -226,12 +226,12 @@ def test_references_reach_a_users_own_file(tmp_path, monkeypatch):
         ("json:a:b", "package.module:attribute"),
     ],
 )
-def test_references_that_lead_nowhere(reference, about):
+def test_wrong_references_are_refused(reference, about):
     with pytest.raises(ConfigError, match=about):
         load_reference(reference)
 
 
-def test_a_missing_import_inside_a_users_file_is_not_blamed_on_its_name(tmp_path, monkeypatch):
+def test_the_error_names_a_missing_import_inside_a_users_file(tmp_path, monkeypatch):
     (tmp_path / "my_broken_example.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
@@ -241,7 +241,7 @@ def test_a_missing_import_inside_a_users_file_is_not_blamed_on_its_name(tmp_path
 @pytest.mark.parametrize(
     "folder", [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS], ids=lambda f: f.folder
 )
-def test_every_entry_of_the_house_loads_and_describes_itself(folder):
+def test_every_built_in_entry_loads_and_has_a_description(folder):
     assert folder.names()
     for name in folder.names():
         assert folder.get(name) is not None
@@ -249,10 +249,10 @@ def test_every_entry_of_the_house_loads_and_describes_itself(folder):
 
 
 @pytest.mark.parametrize("folder", [DATASETS, MACHINES, RECIPES], ids=lambda f: f.folder)
-def test_every_document_of_the_house_reads_and_describes_itself(folder):
+def test_every_built_in_document_loads_and_has_a_description(folder):
     assert folder.names()
     for name in folder.names():
         assert isinstance(folder.get(name), dict)
         assert folder.describe(name), (
-            f"{folder.folder}/{name}.yaml: its first line is a comment that says what it is"
+            f"{folder.folder}/{name}.yaml: the first line must be a comment that describes it"
         )

@@ -19,7 +19,7 @@ def seen_by_torch(monkeypatch, *, count=0):
 
 
 @pytest.mark.slow
-def test_measuring_a_cpu_is_quick_and_leaves_the_generator_alone():
+def test_measuring_a_cpu_is_quick_and_keeps_the_random_state():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     start = time.perf_counter()
@@ -29,7 +29,7 @@ def test_measuring_a_cpu_is_quick_and_leaves_the_generator_alone():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_dtype_without_a_plain_product_cannot_be_measured():
+def test_a_dtype_without_a_matrix_product_cannot_be_measured():
     with pytest.raises(HardwareError, match="fp8"):
         roof.measure("cpu", "fp8")
 
@@ -50,7 +50,7 @@ def test_a_known_gpu_has_the_peak_of_its_data_sheet(monkeypatch):
     assert peak.source.startswith("data sheet: NVIDIA H200 Tensor Core GPU data sheet, H200 SXM")
 
 
-def test_without_torch_the_name_from_the_driver_counts(monkeypatch):
+def test_without_torch_the_name_comes_from_the_driver(monkeypatch):
     seen_by_torch(monkeypatch)
     peak = roof.peak_tflops(WITH_GPU, "cuda", "fp8")
     assert peak is not None

@@ -1,24 +1,24 @@
-"""Data sets and runs on disk that cannot be used, or must not be written over."""
+"""Datasets and runs on disk that cannot be used or must not be overwritten."""
 
 import shutil
 from collections import namedtuple
 
-from asking import Case, World
+from case import Case, World
 
 from flatout.training.run_dir.lock import hold_lock
 
 FULL = namedtuple("usage", "total used free")(10**12, 10**12, 1000)
 
 
-def edit(world: World, name: str, old: str, new: str) -> None:
+def replace_text(world: World, name: str, old: str, new: str) -> None:
     path = world.path / name
     text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new))
 
 
-def too_large_a_token(world: World) -> None:
-    """A token beyond the vocabulary, in a block whose checksum is right."""
+def token_beyond_vocabulary(world: World) -> None:
+    """Write a token beyond the vocabulary, in a block with a correct checksum."""
     import json
     import zlib
 
@@ -33,61 +33,63 @@ def too_large_a_token(world: World) -> None:
 
 
 def foreign_code(world: World) -> None:
-    """A configuration that names a file in the run's own folder."""
+    """Write a configuration that names a file in the run directory."""
     world.write("runs/first/weights.py", "raise SystemExit('this code was run')")
-    edit(world, "runs/first/config.yaml", "kind: transformer", "kind: runs.first.weights:Model")
+    replace_text(
+        world, "runs/first/config.yaml", "kind: transformer", "kind: runs.first.weights:Model"
+    )
 
 
-def hold(world: World) -> None:
+def run_in_use(world: World) -> None:
     world.stack.enter_context(hold_lock(world.path / "runs/first"))
 
 
 CASES = [
     Case(
-        "a data set at an address where none is",
+        "a URL without a dataset",
         "train my.yaml data.path=memory://nowhere/set",
         ("memory://nowhere/set", "manifest.json"),
         ("flatout prepare SOURCE --out memory://nowhere/set",),
-        leaves=(".cache",),
+        may_change=(".cache",),
     ),
     Case(
-        "a run at an address",
+        "a URL as --run-dir",
         "train my.yaml --run-dir s3://bucket/run",
         ("--run-dir s3://bucket/run is a URL",),
         ("a local path",),
     ),
     Case(
-        "a run at an address to go on from",
+        "a URL as --resume",
         "train my.yaml --resume gs://bucket/run",
         ("--resume gs://bucket/run",),
         ("a local path",),
     ),
     Case(
-        "checkpoints at an address",
+        "a URL as checkpoint.dir",
         "train my.yaml checkpoint.dir=gs://bucket/x",
         ("checkpoint.dir=gs://bucket/x is a URL",),
         ("a local path",),
     ),
     Case(
-        "weights at an address",
+        "a URL as train.init_from",
         "train my.yaml train.init_from=s3://bucket/run",
         ("train.init_from=s3://bucket/run",),
         ("a local path",),
     ),
     Case(
-        "a run at an address to write text",
+        "a URL as the run of `generate`",
         "generate s3://bucket/run",
         ("s3://bucket/run is a URL",),
         ("a local path",),
     ),
     Case(
-        "a bench at an address",
+        "a URL as --out of `bench`",
         "bench my.yaml --out s3://bucket/bench",
         ("--out s3://bucket/bench is a URL",),
         ("a local path",),
     ),
     Case(
-        "runs at an address",
+        "a URL as the directory of `runs`",
         "runs gs://bucket/runs",
         ("gs://bucket/runs is a URL",),
         ("a local path",),
@@ -100,19 +102,19 @@ CASES = [
         ("flatout prepare SOURCE --out data/new",),
     ),
     Case(
-        "a misspelt data set folder",
+        "a misspelt dataset directory",
         "train my.yaml data.path=data/bok",
         ("data/bok",),
         ("'data/book'", "flatout prepare"),
     ),
     Case(
-        "text where a data set should be",
+        "text instead of a dataset",
         "train my.yaml data.path=book.txt",
         ("book.txt",),
         ("flatout prepare book.txt --out data/book",),
     ),
     Case(
-        "a folder that is no data set",
+        "a directory that is not a dataset",
         "train my.yaml data.path=runs",
         ("runs", "manifest.json"),
         ("flatout prepare",),
@@ -131,28 +133,30 @@ CASES = [
         lambda w: w.write("data/book/manifest.json", "{"),
     ),
     Case(
-        "a manifest of which one number has changed",
+        "a manifest with a changed number",
         "train my.yaml",
         ("data/book/manifest.json is damaged", "digest"),
         ("Restore it from a copy",),
-        lambda w: edit(w, "data/book/manifest.json", '"text_bytes": 3', '"text_bytes": 2'),
+        lambda w: replace_text(w, "data/book/manifest.json", '"text_bytes": 3', '"text_bytes": 2'),
     ),
     Case(
-        "a data set of a newer flatout",
+        "a dataset of a newer version of flatout",
         "train my.yaml",
         ("format_version 9",),
         ("newer flatout",),
-        lambda w: edit(w, "data/book/manifest.json", '"format_version": 2', '"format_version": 9'),
+        lambda w: replace_text(
+            w, "data/book/manifest.json", '"format_version": 2', '"format_version": 9'
+        ),
     ),
     Case(
-        "a shard that is missing",
+        "a missing shard",
         "train my.yaml",
         ("data/book/train-00000.bin", "missing"),
         ("flatout prepare",),
         lambda w: (w.path / "data/book/train-00000.bin").unlink(),
     ),
     Case(
-        "a shard that is truncated",
+        "a truncated shard",
         "train my.yaml",
         ("data/book/train-00000.bin", "bytes"),
         ("flatout prepare",),
@@ -164,33 +168,33 @@ CASES = [
         ("data/book/train-00000.bin, byte 0", "checksum"),
         ("flatout prepare",),
         lambda w: w.overwrite("data/book/train-00000.bin", 9, b"?"),
-        says="Training",
-        leaves=("runs/new",),
+        progress="Training",
+        may_change=("runs/new",),
     ),
     Case(
         "a token beyond the vocabulary",
         "train my.yaml --run-dir runs/new",
         ("data/book/train-00000.bin, byte 20", "65535", "257"),
         ("flatout prepare",),
-        too_large_a_token,
-        says="Training",
-        leaves=("runs/new",),
+        token_beyond_vocabulary,
+        progress="Training",
+        may_change=("runs/new",),
     ),
     Case(
-        "another tokenizer beside the tokens",
+        "a tokenizer that does not match the dataset",
         "train my.yaml --run-dir runs/new",
         ("data/book/tokenizer.json",),
         ("flatout prepare",),
         lambda w: w.write("data/book/tokenizer.json", "{}"),
     ),
     Case(
-        "a corpus shorter than one window",
+        "a dataset shorter than one sequence",
         "train my.yaml data.seq_len=8192 batch.tokens_per_step=8192 batch.rows_per_device=1",
         ("data/book", "8192", "data.seq_len"),
         ("data.seq_len=",),
     ),
     Case(
-        "data of another vocabulary than the run's",
+        "a dataset with another vocabulary than the run's",
         "train my.yaml data.path=data/rows --run-dir runs/first",
         ("data/rows", "runs/first"),
         ("runs/first/tokenizer.json",),
@@ -209,7 +213,7 @@ CASES = [
         ("`--resume runs/first --run-dir runs/first-9`",),
     ),
     Case(
-        "a shorter run in its folder",
+        "a shorter run in the same directory",
         "train my.yaml train.steps=1 --run-dir runs/first",
         ("runs/first", "2 steps"),
         ("train.steps=2", "--run-dir DIR"),
@@ -225,7 +229,7 @@ CASES = [
         "train my.yaml --run-dir runs/first",
         ("runs/first", "process"),
         ("--run-dir DIR",),
-        hold,
+        run_in_use,
     ),
     Case(
         "a run directory with other files in it",
@@ -234,37 +238,37 @@ CASES = [
         ("--run-dir DIR",),
     ),
     Case(
-        "a file where the run directory should be",
+        "a file instead of the run directory",
         "train my.yaml --run-dir book.txt",
         ("book.txt",),
         ("--run-dir DIR",),
     ),
     Case(
-        "a run directory that may not be written",
+        "a run directory without write permission",
         "train my.yaml --run-dir closed/new",
         ("closed/new", "Permission denied"),
         ("--run-dir DIR",),
         lambda w: w.protect("closed"),
     ),
     Case(
-        "never resuming where a run is",
+        "--resume never with an existing run",
         "train my.yaml --run-dir runs/first --resume never",
         ("runs/first",),
         ("--run-dir DIR",),
     ),
     Case(
-        "a checkpoint to go on from that is not there",
+        "--resume with a missing checkpoint",
         "train my.yaml --run-dir runs/new --resume runs/old",
         ("runs/old",),
         ("step-100",),
     ),
     Case(
-        "a checkpoint that is torn",
+        "a truncated checkpoint",
         "generate runs/first",
         ("step-2", "bytes"),
         ("copy",),
         lambda w: w.write("runs/first/checkpoints/step-2/model-00000.safetensors", b"torn"),
-        says="Checkpoint step-2 cannot be used",
+        progress="Checkpoint step-2 cannot be used",
     ),
     Case(
         "a run's config.yaml that is not YAML",
@@ -278,7 +282,7 @@ CASES = [
         "eval runs/first",
         ("config.yaml", "'optimm'"),
         ("'optim'",),
-        lambda w: edit(w, "runs/first/config.yaml", "optim:", "optimm:"),
+        lambda w: replace_text(w, "runs/first/config.yaml", "optim:", "optimm:"),
     ),
     Case(
         "a run from elsewhere that names code to import",
@@ -288,53 +292,53 @@ CASES = [
         foreign_code,
     ),
     Case(
-        "a recipe in such a run's folder",
+        "a recipe in such a run directory",
         "bench runs/first/config.yaml",
         ("runs/first/config.yaml", "'runs.first.weights:Model'"),
         ("copy the recipe",),
         foreign_code,
     ),
     Case(
-        "an address that is read through another filesystem",
+        "a URL that is read through another file system",
         "inspect reference://data::https://example.org/data.json",
         ("reference://data",),
         ("without `::`",),
     ),
     Case(
-        "a run whose data is gone",
+        "a run whose dataset is missing",
         "eval runs/first",
         ("data/book",),
         ("flatout prepare",),
         lambda w: shutil.rmtree(w.path / "data/book"),
     ),
     Case(
-        "a disk too full to start",
+        "too little disk space to start",
         "train my.yaml --run-dir runs/new",
         ("checkpoints", "free"),
         ("checkpoint.keep",),
         lambda w: w.patch.setattr(shutil, "disk_usage", lambda _: FULL),
     ),
-    Case("a data set that is none", "inspect book.txt", ("book.txt",), ("flatout prepare",)),
+    Case("a text file for `inspect`", "inspect book.txt", ("book.txt",), ("flatout prepare",)),
     Case(
-        "a file where checkpoints should go",
+        "a file as checkpoint.dir",
         "train my.yaml checkpoint.dir=book.txt",
         ("checkpoint.dir", "book.txt"),
         ("Set checkpoint.dir",),
     ),
     Case(
-        "a folder of checkpoints for a checkpoint",
+        "a directory of checkpoints instead of a checkpoint",
         "train my.yaml --run-dir runs/new --resume runs/first/checkpoints",
         ("runs/first/checkpoints",),
         ("step-100",),
     ),
     Case(
-        "weights to begin with that are not there",
+        "train.init_from that does not exist",
         "train my.yaml train.init_from=runs/old",
         ("train.init_from=runs/old",),
         ("flatout runs",),
     ),
     Case(
-        "a mix with data that is not prepared",
+        "a mix with a dataset that is not prepared",
         "train my.yaml 'data.mix={data/book: 3, data/code: 1}'",
         ("data/code",),
         ("flatout prepare SOURCE --out data/code",),

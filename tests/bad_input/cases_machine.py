@@ -1,6 +1,6 @@
-"""What this machine does not have."""
+"""Hardware and processes that this machine lacks."""
 
-from asking import Case
+from case import Case
 
 CASES = [
     Case(
@@ -10,7 +10,7 @@ CASES = [
         ("train.device=auto would run on the CPU (a CPU, 2 cores)",),
     ),
     Case(
-        "a GPU that is not there",
+        "a GPU that does not exist",
         "train my.yaml train.device=cuda:7",
         ("cuda:7",),
         ("train.device=auto",),
@@ -22,7 +22,7 @@ CASES = [
         ("torchrun --nproc-per-node 2",),
     ),
     Case(
-        "half of torchrun's variables",
+        "some of torchrun's variables missing",
         "train my.yaml",
         ("WORLD_SIZE",),
         ("torchrun",),

@@ -1,21 +1,21 @@
-"""Names and words that do not exist."""
+"""Unknown commands, options, keys and names."""
 
-from asking import Case
+from case import Case
 
 BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
 
 CASES = [
     Case("a misspelt command", "trian my.yaml", ("'trian'",), ("'train'",)),
     Case("a misspelt option", "prepare book.txt --outt data/new", ("--outt",), ("'--out'",)),
-    Case("a command that flatout does not have", "export runs/first", ("'export'",), ("Known: ",)),
+    Case("an unknown command", "export runs/first", ("'export'",), ("Known: ",)),
     Case(
-        "an option that the command does not have",
+        "an unknown option",
         "train my.yaml --dry-run",
         ("--dry-run",),
         ("Known: --run-dir, ", "flatout train --help"),
     ),
     Case(
-        "a command without what it needs",
+        "a command without its arguments",
         "train",
         ("flatout train", "'RECIPE'"),
         ("flatout train shakespeare-char",),
@@ -27,16 +27,16 @@ CASES = [
         ("'shakespeare-chr'",),
         ("'shakespeare-char'",),
     ),
-    Case("a recipe file that is not there", "train mine.yaml", ("mine.yaml",), ("'my.yaml'",)),
+    Case("a recipe file that does not exist", "train mine.yaml", ("mine.yaml",), ("'my.yaml'",)),
     Case(
-        "a recipe at an address",
+        "a URL as a recipe",
         "train https://host/my.yaml",
         ("https://host/my.yaml is a URL",),
         ("local path",),
     ),
-    Case("a folder for a recipe", "train data", ("data", "directory"), ("YAML file",)),
+    Case("a directory as a recipe", "train data", ("data", "directory"), ("YAML file",)),
     Case(
-        "a folder that is called like a recipe",
+        "a directory with the name of a recipe",
         "train set.yaml",
         ("set.yaml", "directory"),
         ("YAML file",),
@@ -79,7 +79,7 @@ CASES = [
         ("'train.steps'",),
     ),
     Case(
-        "another tool's key",
+        "a key of another tool",
         "train my.yaml learning_rate=1e-3",
         ("'learning_rate'",),
         ("'optim.lr'",),
@@ -123,13 +123,13 @@ CASES = [
     ),
     Case("a misspelt kind of entry", "list modles", ("'modles'",), ("'models'",)),
     Case(
-        "a misspelt data set",
+        "a misspelt dataset",
         "prepare shakespere --out data/new",
         ("'shakespere'",),
         ("'shakespeare'",),
     ),
     Case("a misspelt run", "generate frist", ("frist",), ("runs/first",)),
-    Case("a run that is none", "eval data", ("data",), ("flatout runs",)),
+    Case("a directory that is not a run", "eval data", ("data",), ("flatout runs",)),
     Case(
         "a step without a checkpoint",
         "generate runs/first --checkpoint 7",
@@ -137,12 +137,12 @@ CASES = [
         ("2",),
     ),
     Case(
-        "a checkpoint that is no step",
+        "--checkpoint that is not a step",
         "generate runs/first --checkpoint newest",
         ("'newest'",),
         ("best, last",),
     ),
-    Case("a folder of runs that is not there", "runs rnus", ("rnus",), ("flatout runs",)),
+    Case("a directory of runs that does not exist", "runs rnus", ("rnus",), ("flatout runs",)),
     Case(
         "a user's model that is not a model",
         "train my.yaml model.kind=os:path",

@@ -5,7 +5,7 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
-from asking import Case, World, ask
+from case import Case, World, run_command
 
 from flatout.data.prepare.pack import jobs
 from flatout.data.prepare.plan.work_dir import WorkDir, WorkPart
@@ -18,37 +18,37 @@ MANY = "".join(
 )
 
 
-def many(world: World) -> None:
-    """Rows of which every seventh has a number where text should be."""
+def many_rows(world: World) -> None:
+    """Write rows, of which every seventh has a number as its text."""
     world.write("many.jsonl", MANY)
 
 
-def begun(world: World) -> None:
-    """The first of two parts, of several ranges."""
+def first_part_done(world: World) -> None:
+    """Prepare the first of two parts, in several ranges."""
     world.patch.setattr(jobs, "RANGE_BYTES", 100)
     world.patch.setattr(files, "PART_BYTES", 100)
     world.write("good.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(40)))
-    assert ask(f"prepare good.jsonl {NEW} --part 1/2", world.path).code == 0
+    assert run_command(f"prepare good.jsonl {NEW} --part 1/2", world.path).code == 0
 
 
-def held(world: World) -> None:
-    begun(world)
+def part_in_use(world: World) -> None:
+    first_part_done(world)
     world.stack.enter_context(WorkDir(world.path / "data/new", WorkPart(1, 2)))
 
 
-def changed(world: World) -> None:
-    begun(world)
+def text_changed(world: World) -> None:
+    first_part_done(world)
     with (world.path / "good.jsonl").open("a") as file:
         file.write('{"text": "one more"}\n')
 
 
-def written_again(world: World) -> None:
-    begun(world)
+def file_rewritten(world: World) -> None:
+    first_part_done(world)
     file = world.path / "good.jsonl"
     os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
 
 
-def mounted(world: World) -> None:
+def out_is_a_mount(world: World) -> None:
     (world.path / "data/new").mkdir()
     world.patch.setattr(os.path, "ismount", lambda path: Path(path).name == "new")
 
@@ -62,14 +62,14 @@ def small_disk(world: World) -> None:
     )
 
 
-def sides(world: World) -> None:
-    """A file, its copy, another, and a data set in which that one is validation text."""
+def validation_files(world: World) -> None:
+    """Write text files, and prepare a dataset with one of them as validation text."""
     for name, rows in (("good", 40), ("copy", 40), ("held", 5), ("none", 0)):
         world.write(
             f"{name}.jsonl", "".join(f'{{"text": "row {number}"}}\n' for number in range(rows))
         )
     assert (
-        ask(
+        run_command(
             "prepare good.jsonl --out data/sides --tokenizer byte --val held.jsonl", world.path
         ).code
         == 0
@@ -82,15 +82,15 @@ CASES = [
         f"prepare many.jsonl {NEW} --split 'hash 0.3' --on-bad-row skip --max-bad-rows 3",
         ("5 of the first 39 rows", "3 may be skipped", "many.jsonl, line 7"),
         ("--max-bad-rows 50", "keeps the work done"),
-        many,
-        leaves=("data/.new.part",),
+        many_rows,
+        may_change=("data/.new.part",),
     ),
     Case(
         "--max-bad-rows without --on-bad-row skip",
         f"prepare many.jsonl {NEW} --max-bad-rows 3",
         ("--max-bad-rows 3",),
         ("--on-bad-row skip",),
-        many,
+        many_rows,
     ),
     Case(
         "too little disk space for the dataset",
@@ -104,42 +104,42 @@ CASES = [
         f"prepare good.jsonl {NEW} --val copy.jsonl",
         ("copy.jsonl", "both training and validation"),
         ("Leave it out", "--duplicates drop"),
-        sides,
+        validation_files,
     ),
     Case(
         "--val and --split together",
         f"prepare good.jsonl {NEW} --val held.jsonl --split 'tail 0.1'",
         ("--val", "--split 'tail 0.1'"),
         ("Leave one",),
-        sides,
+        validation_files,
     ),
     Case(
         "validation text that does not exist",
         f"prepare good.jsonl {NEW} --val hled.jsonl",
         ("hled.jsonl",),
         ("'held.jsonl'",),
-        sides,
+        validation_files,
     ),
     Case(
         "validation text without documents",
         f"prepare good.jsonl {NEW} --val none.jsonl",
         ("none.jsonl", "no documents"),
         ("text in it",),
-        sides,
+        validation_files,
     ),
     Case(
         "a dataset card as validation text",
         f"prepare good.jsonl {NEW} --val shakespeare",
         ("--val shakespeare",),
         ("as the source",),
-        sides,
+        validation_files,
     ),
     Case(
         "other validation text for an existing dataset",
         "prepare good.jsonl --out data/sides --tokenizer byte --val copy.jsonl --duplicates drop",
         ("data/sides", "is held.jsonl", "copy.jsonl is requested"),
         ("another --out",),
-        sides,
+        validation_files,
     ),
     Case("an invalid --part", f"prepare book.txt {NEW} --part 3/2", ("--part '3/2'",), ("2/8",)),
     Case(
@@ -156,64 +156,64 @@ CASES = [
         f"prepare good.jsonl {NEW} --join",
         ("data/new", "part 2/2"),
         ("Run those parts", "--join"),
-        begun,
+        first_part_done,
     ),
     Case(
-        "a part that another process is doing",
+        "a part that another process is preparing",
         f"prepare good.jsonl {NEW} --part 1/2",
         ("data/new", "Another process"),
         ("another --out",),
-        held,
+        part_in_use,
     ),
     Case(
         "a dataset that another process is preparing",
         f"prepare good.jsonl {NEW}",
         ("data/new", "Another process"),
         ("another --out",),
-        held,
+        part_in_use,
     ),
     Case(
         "a --part with another number of parts",
         f"prepare good.jsonl {NEW} --part 2/3",
         ("--part 2/3", "data/.new.part", "2 parts"),
         ("--part I/2",),
-        begun,
+        first_part_done,
     ),
     Case(
         "a mount point as --out",
         f"prepare book.txt {NEW}",
         ("data/new", "mount point"),
         ("--out data/new/NAME",),
-        mounted,
+        out_is_a_mount,
     ),
     Case(
         "unfinished work for a text file that was rewritten",
         f"prepare good.jsonl {NEW}",
         ("The text has changed", "data/.new.part"),
         ("Restore the text", "remove the directory data/.new.part"),
-        written_again,
+        file_rewritten,
     ),
     Case(
         "unfinished work with other options",
         "prepare good.jsonl --out data/new --tokenizer char",
         ("data/.new.part", "tokenizer is 'byte', and 'char' is requested"),
         ("remove the directory data/.new.part",),
-        begun,
+        first_part_done,
     ),
     Case(
         "unfinished work for text that has changed",
         f"prepare good.jsonl {NEW} --join",
         ("data/.new.part", "the text has changed"),
         ("remove the directory data/.new.part",),
-        changed,
+        text_changed,
     ),
     Case(
         "a bad row in one of several parts",
         f"prepare many.jsonl {NEW} --split 'hash 0.3' --part 1/2",
         ("many.jsonl, line 7", "a number"),
         ("remove the directory data/.new.part", "every part again"),
-        many,
-        leaves=("data/.new.part",),
+        many_rows,
+        may_change=("data/.new.part",),
     ),
     Case(
         "--part with a URL as --out",

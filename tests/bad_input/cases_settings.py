@@ -1,10 +1,10 @@
-"""Values of the wrong kind or size, and values that contradict each other."""
+"""Values of the wrong type or size, and values that contradict each other."""
 
-from asking import Case
+from case import Case
 
 CASES = [
     Case(
-        "text for a number",
+        "text instead of a number",
         "train my.yaml optim.lr=fast",
         ("optim.lr='fast'", "a number"),
         ("0.001",),
@@ -23,7 +23,7 @@ CASES = [
         ("leave it out",),
     ),
     Case(
-        "half a step",
+        "a fractional number of steps",
         "train my.yaml train.steps=1.5",
         ("train.steps=1.5", "a whole number"),
         ("leave it out",),
@@ -35,7 +35,10 @@ CASES = [
         ("auto",),
     ),
     Case(
-        "a value for a section", "train my.yaml optim=3", ("optim=3", "a section"), ("optim.lr,",)
+        "a value instead of a section",
+        "train my.yaml optim=3",
+        ("optim=3", "a section"),
+        ("optim.lr,",),
     ),
     Case(
         "an unknown device",
@@ -44,7 +47,7 @@ CASES = [
         ("'cuda'", "auto, cpu, cuda"),
     ),
     Case(
-        "a step that its windows do not fill",
+        "a step that is not a whole number of sequences",
         "train my.yaml batch.tokens_per_step=100",
         ("batch.tokens_per_step=100", "data.seq_len=32"),
         ("batch.tokens_per_step=128",),
@@ -56,7 +59,7 @@ CASES = [
         ("batch.tokens_per_step=384",),
     ),
     Case(
-        "a head size that does not divide",
+        "a width that the heads do not divide",
         "train my.yaml model.num_heads=3",
         ("model.d_model=16", "model.num_heads=3"),
         ("model.num_heads=",),
@@ -68,14 +71,14 @@ CASES = [
         ("Leave model.vocab_size out",),
     ),
     Case(
-        "two lengths of a run",
+        "two lengths for one run",
         "train long.yaml",
         ("train.epochs", "train.steps"),
         ("Keep one",),
         lambda w: w.write("long.yaml", "train: {steps: 5, epochs: 1}\n"),
     ),
     Case(
-        "a last learning rate above the peak",
+        "a final learning rate above the peak",
         "train my.yaml schedule.min_lr=1",
         ("schedule.min_lr=1", "optim.lr=0.001"),
         ("schedule.min_lr=0.0001",),
@@ -86,27 +89,36 @@ CASES = [
         ("schedule.warmup=5.0",),
         ("schedule.warmup=5",),
     ),
-    Case("one beta", "train my.yaml optim.betas=[0.9]", ("optim.betas",), ("[0.9, 0.95]",)),
+    Case("only one beta", "train my.yaml optim.betas=[0.9]", ("optim.betas",), ("[0.9, 0.95]",)),
     Case(
-        "no speedups and some", "train my.yaml speedups=none,tf32", ("none,tf32",), ("none alone",)
+        "`none` together with a speedup",
+        "train my.yaml speedups=none,tf32",
+        ("none,tf32",),
+        ("none alone",),
     ),
     Case(
-        "two speedups for one thing",
+        "two speedups for one slot",
         "train my.yaml speedups=bf16,fp16",
         ("'bf16'", "'fp16'"),
         ("Leave out one of the two: speedups=bf16 or speedups=fp16",),
     ),
     Case(
-        "a precision and a speedup that contradict it",
+        "a precision and a speedup that contradict each other",
         "train my.yaml train.precision=fp32 speedups=auto,+bf16",
         ("train.precision=fp32", "bf16"),
         ("train.precision=bf16",),
     ),
-    Case("a negative temperature", "generate runs/first --temperature -1", ("-1",), ("0",)),
-    Case("no samples", "generate runs/first --num-samples 0", ("num-samples 0",), ("1 or more",)),
-    Case("no time", "demo --minutes 0", ("--minutes 0",), ("--minutes 2",)),
     Case(
-        "a seed that no generator takes",
+        "a precision whose speedup is left out",
+        "train my.yaml train.precision=bf16 speedups=auto,-bf16",
+        ("train.precision=bf16", "'bf16'", "leaves out"),
+        ("train.precision=auto", "speedups=auto"),
+    ),
+    Case("a negative temperature", "generate runs/first --temperature -1", ("-1",), ("0",)),
+    Case("zero samples", "generate runs/first --num-samples 0", ("num-samples 0",), ("1 or more",)),
+    Case("zero minutes", "demo --minutes 0", ("--minutes 0",), ("--minutes 2",)),
+    Case(
+        "a seed that is too large",
         "train my.yaml train.seed=99999999999999999999",
         ("train.seed=99999999999999999999", "less than"),
         ("0",),
@@ -118,25 +130,25 @@ CASES = [
         ("quote",),
     ),
     Case(
-        "a folder given twice in a mix",
+        "a dataset given twice in a mix",
         "train my.yaml 'data.mix={data/book: 3, data/book: 1}'",
         ("line 1", "'data/book'", "twice"),
         ("Delete",),
     ),
     Case(
-        "a share of a mix too small to be kept",
+        "a share of a mix that is too small",
         "train my.yaml 'data.mix={data/book: 1e6, data/code: 1}'",
         ("data/code", "the smallest share is 1 sequence in 65,536"),
         ("15.4 or more",),
     ),
     Case(
-        "an empty text to stop at",
+        "an empty --stop",
         "generate runs/first --stop ''",
         ("--stop must",),
         ("leave it out",),
     ),
     Case(
-        "a seed for a sample that no generator takes",
+        "a seed for `generate` that is too large",
         "generate runs/first --seed 99999999999999999999",
         ("seed 99999999999999999999",),
         ("below",),

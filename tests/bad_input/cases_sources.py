@@ -5,19 +5,18 @@ import io
 import sys
 from pathlib import Path
 
-from asking import Case, World
+from case import Case, World
 
 NEW = "--out data/new --tokenizer byte"
 
 
-def closed_tokenizer(world: World) -> None:
-    """A file that may not be read, which a permission cannot see to for every user."""
+def unreadable_tokenizer(world: World) -> None:
+    """Refuse to read a tokenizer; file permissions do not apply to every user."""
     read = Path.read_bytes
 
     def guarded(path: Path) -> bytes:
-        if path == Path(
-            "data/book/tokenizer.json"
-        ):  # as commands call it; the world is compared by whole paths
+        # Relative, as commands name it; `contents` reads files by absolute paths.
+        if path == Path("data/book/tokenizer.json"):
             raise PermissionError(13, "Permission denied", str(path))
         return read(path)
 
@@ -39,14 +38,14 @@ def without(package: str, world: World) -> None:
 
 
 def offline(world: World) -> None:
-    """A hub that nobody reaches, and a cache that has nothing."""
+    """Make the Hugging Face hub unreachable and its cache empty."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def nothing(*_: object, **__: object) -> str:
-        raise LocalEntryNotFoundError("nothing is there")
+    def not_found(*_: object, **__: object) -> str:
+        raise LocalEntryNotFoundError("not cached")
 
-    world.patch.setattr(huggingface_hub, "hf_hub_download", nothing)
+    world.patch.setattr(huggingface_hub, "hf_hub_download", not_found)
 
 
 def standard_input(world: World, data: bytes) -> None:
@@ -91,14 +90,14 @@ CASES = [
         "prepare book.txt --out data/new --tokenizer data/book/tokenizer.json",
         ("data/book/tokenizer.json", "Permission denied"),
         ("permissions",),
-        closed_tokenizer,
+        unreadable_tokenizer,
     ),
     Case(
         "a dataset whose tokenizer cannot be read",
         "inspect data/book",
         ("data/book/tokenizer.json", "Permission denied"),
         ("permissions",),
-        closed_tokenizer,
+        unreadable_tokenizer,
     ),
     Case(
         "a misspelt nested field",
@@ -147,8 +146,8 @@ CASES = [
         ("-", "empty document"),
         ("text in it",),
         lambda w: standard_input(w, b""),
-        says="0 bytes",
-        leaves=("data/.stdin-",),
+        progress="0 bytes",
+        may_change=("data/.stdin-",),
     ),
     Case("standard input named twice", f"prepare - - {NEW}", ("twice",), ("once",)),
     Case(

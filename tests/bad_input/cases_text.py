@@ -1,10 +1,10 @@
-"""Text, and what it is prepared with."""
+"""Preparing: text, tokenizers, splits and directories."""
 
 import bz2
 import gzip
 import sys
 
-from asking import Case, World
+from case import Case, World
 
 NEW = "--out data/new --tokenizer byte"
 BAD_ROW = '{"text": "one"}\n{"text": "two"\n'
@@ -21,15 +21,18 @@ def without_resiliparse(world: World) -> None:
     world.patch.setitem(sys.modules, "resiliparse.extract.html2text", None)
 
 
-def with_texts(world: World) -> None:
+def directory_of_text(world: World) -> None:
     world.write("texts/a.txt", "text")
 
 
 CASES = [
     Case("no source", "prepare --out data/new", ("'SOURCES...'",), ("flatout prepare book.txt",)),
-    Case("a file that is not there", f"prepare bok.txt {NEW}", ("bok.txt",), ("book.txt",)),
+    Case("a file that does not exist", f"prepare bok.txt {NEW}", ("bok.txt",), ("book.txt",)),
     Case(
-        "a folder that is not there", f"prepare texts/a.txt {NEW}", ("texts",), ("Check the path",)
+        "a directory that does not exist",
+        f"prepare texts/a.txt {NEW}",
+        ("texts",),
+        ("Check the path",),
     ),
     Case(
         "a directory without text",
@@ -39,7 +42,7 @@ CASES = [
         lambda w: w.write("pictures/a.png", b"\x89PNG"),
     ),
     Case(
-        "an empty folder",
+        "an empty directory",
         f"prepare none {NEW}",
         ("none",),
         (".txt",),
@@ -52,7 +55,7 @@ CASES = [
         ("ls",),
     ),
     Case(
-        "an address that nothing reads",
+        "a URL with an unknown protocol",
         f"prepare s4://bucket/a.txt {NEW}",
         ("s4://bucket/a.txt",),
         ("s3",),
@@ -86,62 +89,62 @@ CASES = [
         lambda w: w.write("latin.txt", b"caf\xe9 au lait"),
     ),
     Case(
-        "text of Windows, with a byte order mark",
+        "UTF-16 text from Windows, with a byte order mark",
         f"prepare notes.txt {NEW}",
         ("notes.txt", "looks like UTF-16"),
         ("--encoding UTF-16",),
         lambda w: w.write("notes.txt", "some text".encode("utf-16")),
     ),
     Case(
-        "an encoding that nothing knows",
+        "an unknown encoding",
         f"prepare book.txt {NEW} --encoding cp1253x",
         ("--encoding 'cp1253x'",),
         ("cp1253",),
     ),
     Case(
-        "text in another encoding than the one that is named",
+        "text in another encoding than the one stated",
         f"prepare notes.txt {NEW} --encoding UTF-32",
         ("notes.txt", "is not utf-32", "offset 0"),
         ("another --encoding",),
         lambda w: w.write("notes.txt", "some text".encode("utf-16")),
     ),
     Case(
-        "a pattern of files to include that fits none",
+        "--include that matches no file",
         f"prepare texts {NEW} --include '*.py'",
         ("'*.py'",),
         ("Quote",),
-        with_texts,
+        directory_of_text,
     ),
     Case(
-        "a table without the column",
+        "a table without the text column",
         f"prepare odd.csv {NEW}",
         ("odd.csv, line 2", "'text'"),
         ("--text-field body",),
         lambda w: w.write("odd.csv", "id,body\n1,one\n"),
     ),
     Case(
-        "a table with a row that is truncated",
+        "a table with a truncated row",
         f"prepare odd.csv {NEW}",
         ("odd.csv, line 3", "1 columns", "2"),
         ("--on-bad-row skip",),
         lambda w: w.write("odd.csv", "id,text\n1,one\n2\n"),
     ),
     Case(
-        "JSON that is no list of rows",
+        "JSON that is not a list of rows",
         f"prepare odd.json {NEW}",
         ("odd.json", "'text'"),
         ("--text-field",),
         lambda w: w.write("odd.json", '{"version": 1, "data": [{"text": "one"}]}'),
     ),
     Case(
-        "JSON that is truncated",
+        "truncated JSON",
         f"prepare odd.json {NEW}",
         ("odd.json", "JSON"),
         ("Repair",),
         lambda w: w.write("odd.json", '[{"text": "on'),
     ),
     Case(
-        "a page without the package for it",
+        "an HTML page without the package that reads it",
         f"prepare a.html {NEW}",
         ("a.html", "resiliparse"),
         ('pip install "flatout[html]"',),
@@ -162,35 +165,35 @@ CASES = [
         lambda w: w.write("bad.jsonl", BAD_ROW),
     ),
     Case(
-        "a row without the field",
+        "a row without the text field",
         f"prepare odd.jsonl {NEW}",
         ("odd.jsonl, line 1", "'text'"),
         ("--text-field body",),
         lambda w: w.write("odd.jsonl", OTHER_FIELD),
     ),
     Case(
-        "a truncated .gz",
+        "a truncated .gz file",
         f"prepare a.txt.gz {NEW}",
         ("a.txt.gz",),
         ("complete",),
         lambda w: w.write("a.txt.gz", gzip.compress(b"x" * 5000)[:-9]),
     ),
     Case(
-        "a file called .gz that is not",
+        "a .gz file that is not gzip",
         f"prepare a.txt.gz {NEW}",
         ("a.txt.gz", "gzip"),
         ("complete",),
         lambda w: w.write("a.txt.gz", "plain"),
     ),
     Case(
-        "a truncated .bz2",
+        "a truncated .bz2 file",
         f"prepare a.txt.bz2 {NEW}",
         ("a.txt.bz2",),
         ("complete",),
         lambda w: w.write("a.txt.bz2", bz2.compress(b"x" * 5000)[:-9]),
     ),
     Case(
-        "a .zst without the package for it",
+        "a .zst file without its package",
         f"prepare a.txt.zst {NEW}",
         ("a.txt.zst", "zstandard"),
         ('pip install "flatout[zstd]"',),
@@ -204,38 +207,38 @@ CASES = [
         lambda w: w.write("odd.jsonl", '{"text": 7}\n'),
     ),
     Case(
-        "a folder that holds another data set",
+        "--out that contains another dataset",
         "prepare rows.jsonl --out data/book --tokenizer byte",
         ("data/book", "book.txt", "rows.jsonl"),
         ("another --out",),
     ),
     Case(
-        "another tokenizer for the same folder",
+        "another tokenizer for an existing dataset",
         "prepare book.txt --out data/book --tokenizer char",
         ("data/book", "'byte'", "'char'"),
         ("another --out",),
     ),
     Case(
-        "a folder in which other files lie",
+        "--out that contains other files",
         "prepare book.txt --out runs",
         ("runs",),
         ("another --out",),
     ),
     Case(
-        "a file where the folder should be",
+        "a file as --out",
         "prepare book.txt --out my.yaml",
         ("my.yaml",),
         ("another --out",),
     ),
     Case(
-        "a folder that may not be written",
+        "--out without write permission",
         "prepare book.txt --out closed/new --tokenizer byte",
         ("closed/new", "Permission denied"),
         ("--out",),
         lambda w: w.protect("closed"),
     ),
     Case(
-        "a split rule that leaves nothing",
+        "a split rule with a fraction above 1",
         f"prepare book.txt {NEW} --split 'tail 2'",
         ("'tail 2'",),
         ("'tail 0.1'",),
@@ -247,31 +250,31 @@ CASES = [
         ("'char'",),
     ),
     Case(
-        "a tokenizer file that is not there",
+        "a tokenizer file that does not exist",
         "prepare book.txt --out data/new --tokenizer tok/tokenizer.json",
         ("tok/tokenizer.json",),
         ("Check the path",),
     ),
     Case(
-        "a file that is no tokenizer",
+        "a file that is not a tokenizer",
         "prepare book.txt --out data/new --tokenizer my.yaml",
         ("my.yaml",),
         ("tokenizer.json",),
     ),
     Case(
-        "a vocabulary smaller than the bytes",
+        "a vocabulary smaller than 256 bytes",
         "prepare book.txt --out data/new --tokenizer train:100",
         ("'train:100'",),
         ("train:4096",),
     ),
     Case(
-        "a limit of nothing",
+        "--max-documents 0",
         f"prepare book.txt {NEW} --max-documents 0",
         ("--max-documents 0",),
         ("Leave --max-documents out",),
     ),
     Case(
-        "a source called with what it does not take",
+        "a source with an unknown parameter",
         f"prepare synthetic:document=5 {NEW}",
         ("'synthetic'", "'document'"),
         ("documents",),
@@ -282,9 +285,9 @@ CASES = [
         ("'5'",),
         ("synthetic:documents=1000",),
     ),
-    Case("a folder for `demo`", "demo data", ("data",), ("flatout prepare",)),
+    Case("a directory for `demo`", "demo data", ("data",), ("flatout prepare",)),
     Case(
-        "an address for `demo`",
+        "a URL for `demo`",
         "demo https://example.org/a.txt",
         ("https://example.org/a.txt",),
         ("curl -LO",),

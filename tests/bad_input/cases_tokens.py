@@ -1,15 +1,15 @@
-"""Tokens that another program made, and how they are read."""
+"""Tokens and weights that other programs wrote."""
 
 import json
 
-from asking import Case, World, ask
+from case import Case, World, run_command
 
 NEW = "--out data/new --tokenizer byte"
 IMPORT = "import chunks --out data/new --tokenizer byte"
 
 
 def chunks(world: World, *contents: object) -> None:
-    """Chunks as torch.save writes them."""
+    """Write chunks with torch.save."""
     import torch
 
     (world.path / "chunks").mkdir()
@@ -23,46 +23,46 @@ def tensor(world: World, values: object, dtype: str = "int64") -> None:
     chunks(world, torch.tensor(values, dtype=getattr(torch, dtype)))
 
 
-def expanded(world: World, size: int) -> None:
-    """One number, said to be many."""
+def expanded_chunk(world: World, size: int) -> None:
+    """Write a chunk that expands one number to many."""
     import torch
 
     chunks(world, torch.zeros(1, dtype=torch.int64).expand(size))
 
 
 def weights(world: World, name: str) -> None:
-    """What torch.save writes of another program's model."""
+    """Write another program's model with torch.save."""
     import torch
 
     torch.save({"model": torch.zeros(3)}, world.path / name)
 
 
-def raw(world: World) -> None:
-    """Tokens as nanoGPT writes them."""
+def raw_tokens(world: World) -> None:
+    """Write tokens as nanoGPT does."""
     world.write("train.bin", bytes(range(256)) * 8)
 
 
-def more(world: World) -> None:
-    assert ask("prepare book.txt --out data/more --tokenizer byte", world.path).code == 0
+def second_dataset(world: World) -> None:
+    assert run_command("prepare book.txt --out data/more --tokenizer byte", world.path).code == 0
 
 
-def imported(world: World) -> None:
-    assert ask(IMPORT, world.path).code == 0
+def chunks_imported(world: World) -> None:
+    assert run_command(IMPORT, world.path).code == 0
 
 
 class Anything:
-    """What a pickle may hold besides weights."""
+    """An object that a pickle may contain besides weights."""
 
 
 CASES = [
     Case(
-        "an import to an address",
+        "a URL as --out of `import`",
         "import chunks --out s3://bucket/set --tokenizer byte",
         ("--out s3://bucket/set is a URL",),
         ("a local path",),
         lambda w: tensor(w, [1]),
     ),
-    Case("chunks that are not there", IMPORT, ("chunks", "not a directory"), ("chunk_NNNNNN.pt",)),
+    Case("chunks that do not exist", IMPORT, ("chunks", "not a directory"), ("chunk_NNNNNN.pt",)),
     Case(
         "a directory without chunks",
         "import data --out data/new --tokenizer byte",
@@ -70,89 +70,89 @@ CASES = [
         ("Name the directory",),
     ),
     Case(
-        "weights of another program to begin with",
+        "weights of another program as train.init_from",
         "train my.yaml train.init_from=best_model.pt",
         ("best_model.pt is a PyTorch file",),
         ("cannot load", "`flatout import"),
         lambda w: weights(w, "best_model.pt"),
     ),
     Case(
-        "weights of another program to inspect",
+        "weights of another program for `inspect`",
         "inspect best_model.pt",
         ("best_model.pt is a PyTorch file",),
         ("cannot load",),
         lambda w: weights(w, "best_model.pt"),
     ),
     Case(
-        "chunks where text is read",
+        "chunks instead of text",
         f"prepare chunks {NEW}",
         ("chunks is a directory of token chunks",),
         ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
         lambda w: tensor(w, [1]),
     ),
     Case(
-        "chunks to train on",
+        "chunks instead of a dataset",
         "train my.yaml data.path=chunks",
         ("chunks is a directory of token chunks",),
         ("`flatout import chunks --out data/chunks --tokenizer FILE`",),
         lambda w: tensor(w, [1]),
     ),
     Case(
-        "raw tokens where text is read",
+        "raw tokens instead of text",
         f"prepare train.bin {NEW}",
         ("train.bin is a binary file",),
         ("torch.save", "`flatout import"),
-        raw,
+        raw_tokens,
     ),
     Case(
-        "a dataset where a run is expected",
+        "a dataset instead of a run",
         "generate data/book",
         ("data/book is a prepared dataset",),
         ("`flatout train",),
     ),
     Case(
-        "a run where a dataset is expected",
+        "a run instead of a dataset",
         "inspect runs/first",
         ("runs/first is a run directory",),
         ("`flatout generate",),
     ),
     Case(
-        "a chunk that is missing",
+        "a missing chunk",
         IMPORT,
         ("no chunk 1",),
         ("Copy the missing files",),
         lambda w: (chunks(w, 0, 1, 2), (w.path / "chunks/chunk_000001.pt").unlink()),
     ),
     Case(
-        "two chunks of one number",
+        "two chunks with one number",
         IMPORT,
         ("more than one chunk number 0",),
         ("Remove",),
         lambda w: (chunks(w, 0), w.write("chunks/chunk_0.pt", "x")),
     ),
     Case(
-        "a chunk of numbers that are not whole",
+        "a chunk of floating-point numbers",
         IMPORT,
         ("chunk_000000.pt", "float32", "int64"),
         ("torch.save",),
         lambda w: tensor(w, [1.0], "float32"),
     ),
     Case(
-        "a chunk of two dimensions",
+        "a two-dimensional chunk",
         IMPORT,
         ("chunk_000000.pt", "(1, 2)"),
         ("1-D",),
         lambda w: tensor(w, [[1, 2]]),
     ),
     Case(
-        "a chunk that is no tensor",
+        "a chunk that is not a tensor",
         IMPORT,
         ("chunk_000000.pt", "list"),
         ("torch.save",),
         lambda w: chunks(w, [1, 2]),
     ),
     Case(
-        "a chunk that is no file of torch's",
+        "a chunk that torch did not write",
         IMPORT,
         ("chunk_000000.pt",),
         ("torch.save",),
@@ -170,17 +170,17 @@ CASES = [
         IMPORT,
         ("chunk_000000.pt", "9,000 elements in 8 bytes"),
         ("tokens.clone()",),
-        lambda w: expanded(w, 9_000),
+        lambda w: expanded_chunk(w, 9_000),
     ),
     Case(
-        "a chunk of another tokenizer",
+        "a chunk from another tokenizer",
         IMPORT,
         ("chunk_000000.pt, token 2", "999", "257"),
         ("--tokenizer",),
         lambda w: tensor(w, [1, 2, 999]),
     ),
     Case(
-        "chunks of which more were written",
+        "fewer chunks than metadata.json states",
         IMPORT,
         ("metadata.json", "num_chunks 2", "1"),
         ("Copy the missing chunks",),
@@ -190,11 +190,11 @@ CASES = [
         ),
     ),
     Case(
-        "an import into a folder that holds another",
+        "an import into a directory with another dataset",
         f"{IMPORT} --split 'tail 0.5'",
         ("data/new", "split is 'tail 0.1', and 'tail 0.5' is requested"),
         ("another --out",),
-        lambda w: (tensor(w, [1, 2, 256] * 10), imported(w)),
+        lambda w: (tensor(w, [1, 2, 256] * 10), chunks_imported(w)),
     ),
     Case(
         "chunks split by the hash of text",
@@ -204,7 +204,7 @@ CASES = [
         lambda w: tensor(w, [1, 2, 256]),
     ),
     Case(
-        "a tokenizer trained on tokens",
+        "training a tokenizer on tokens",
         "import chunks --out data/new --tokenizer train:300",
         ("tokens already",),
         ("--tokenizer FILE",),
@@ -218,16 +218,16 @@ CASES = [
         lambda w: tensor(w, [1]),
     ),
     Case(
-        "a check of what is no data set",
+        "`verify` without a dataset",
         "verify runs",
         ("runs", "manifest.json"),
         ("flatout prepare",),
     ),
     Case(
-        "rows by length of a mix",
+        "length-buckets with a mix",
         "train my.yaml speedups=+length-buckets 'data.mix={data/book: 3, data/more: 1}'",
         ("'length-buckets'", "mix"),
         ("Leave it out: speedups=auto",),
-        more,
+        second_dataset,
     ),
 ]

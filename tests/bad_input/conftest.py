@@ -1,4 +1,4 @@
-"""Makes the cases importable, and the folder in which each is tried."""
+"""Make the modules of cases importable, and the directory in which each case runs."""
 
 import sys
 from pathlib import Path
@@ -7,16 +7,16 @@ import pytest
 
 sys.path.append(str(Path(__file__).parent))
 
-from asking import Answers, make_world
+from case import Answers, make_world
 
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
-    """A folder with texts, a recipe, a data set and a run, as a user may have it."""
+    """A directory with texts, a recipe, a dataset and a run."""
     return make_world(tmp_path_factory.mktemp("bad") / "world")
 
 
 @pytest.fixture(scope="session")
 def answers(world, tmp_path_factory):
-    """What the command line answers to a case: each is tried once, in a copy of the world."""
+    """A function that runs a case and returns its answer."""
     return Answers(world, tmp_path_factory)

@@ -1,8 +1,6 @@
-"""Every bad input is answered: exit code 2, one sentence that names the thing, one that names the
-fix, nothing lost, nothing left half made.
+"""Bad input exits with code 2 and two sentences, the problem and the fix, and changes no file.
 
-docs/troubleshooting.md shows the answers; `python -m pytest tests/bad_input --write-tables` writes
-them there.
+`python -m pytest tests/bad_input --write-tables` writes the answers to docs/troubleshooting.md.
 """
 
 import json
@@ -20,7 +18,7 @@ import cases_sources
 import cases_text
 import cases_tokens
 import pytest
-from asking import row
+from case import row
 
 ROOT = Path(__file__).parents[2]
 TOPICS = (
@@ -48,28 +46,30 @@ def test_bad_input_is_answered(case, answers):
     assert answer.code == 2
     assert [name for name in case.names if name not in answer.what] == []
     assert [name for name in case.fix if name not in answer.fix] == []
-    assert [name for name in answer.changed if not name.startswith(case.leaves or "nothing")] == []
-    said = json.loads(answer.out)
-    assert {key: type(value) for key, value in said.items()} == {
+    assert [
+        name for name in answer.changed if not name.startswith(case.may_change or "nothing")
+    ] == []
+    result = json.loads(answer.out)
+    assert {key: type(value) for key, value in result.items()} == {
         "error": str,
         "fix": str,
         "exit_code": int,
     }
-    assert (answer.out.count("\n"), said["exit_code"]) == (1, 2)
-    closing = f"{said['error']}\nFix: {said['fix']}\n"
+    assert (answer.out.count("\n"), result["exit_code"]) == (1, 2)
+    closing = f"{result['error']}\nFix: {result['fix']}\n"
     assert closing.count("\n") == 2
-    assert said["error"].endswith(".")
-    assert said["fix"].endswith((".", "?"))
-    assert answer.err.endswith(closing) if case.says else answer.err == closing
-    assert case.says in answer.err
+    assert result["error"].endswith(".")
+    assert result["fix"].endswith((".", "?"))
+    assert answer.err.endswith(closing) if case.progress else answer.err == closing
+    assert case.progress in answer.err
 
 
-def test_no_two_cases_have_one_name():
+def test_cases_have_different_names():
     names = [case.wrong for case in CASES]
     assert sorted(set(names)) == sorted(names)
 
 
-def test_the_table_shows_what_is_said(answers, request):
+def test_the_table_shows_the_messages(answers, request):
     head = "| what was wrong | what flatout says | fix |\n|---|---|---|\n"
     tables = [
         f"**{topic.__doc__}**\n\n{head}"
@@ -84,13 +84,13 @@ def test_the_table_shows_what_is_said(answers, request):
         PAGE.write_text(wanted, encoding="utf-8")
     elif text != wanted:
         pytest.fail(
-            "The messages have changed: `python -m pytest tests/bad_input --write-tables` writes "
-            "them into docs/troubleshooting.md."
+            "The messages differ from docs/troubleshooting.md. Update it: "
+            "`python -m pytest tests/bad_input --write-tables`."
         )
 
 
 @pytest.mark.slow
-def test_simple_mistakes_are_answered_before_torch_is_loaded(world):
+def test_simple_mistakes_are_reported_before_torch_is_loaded(world):
     lines = [
         "trian",
         "train demmo",
@@ -116,7 +116,7 @@ def test_simple_mistakes_are_answered_before_torch_is_loaded(world):
 
 
 @pytest.mark.slow
-def test_the_program_itself_answers(world):
+def test_the_program_reports_a_mistake(world):
     done = _python("-m", "flatout", "prepare", "bok.txt", "--out", "data/new", folder=world)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "There is no file bok.txt.\nFix: Did you mean 'book.txt'?\n"

@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/ as modules."""
+"""The scripts of benchmarks/, imported as modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both runs of a seed see the same batches, and the table says how far apart they end."""
+"""Both runs of a seed see the same batches, and the table shows the difference of their losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def toy(benchmark):
 
 
 @pytest.mark.slow
-def test_every_model_is_run_with_and_without_over_three_seeds(
+def test_every_model_is_run_with_and_without_the_speedup_for_three_seeds(
     benchmark, toy, monkeypatch, tiny_set, tmp_path
 ):
     monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4")
@@ -43,11 +43,11 @@ def test_every_model_is_run_with_and_without_over_three_seeds(
     text = benchmark.table({"machine": "a machine", "commit": "abc", "torch": "2", "cases": cases})
     assert all(f"| {case.name}, 1 layers, d 16 |" in text for case in toy)
     assert f"{cases[0]['runs'][0]['val_loss']:.4f}" in text
-    monkeypatch.setattr(benchmark, "trained", lambda *_: pytest.fail("it ran again"))
+    monkeypatch.setattr(benchmark, "trained", lambda *_: pytest.fail("the run was repeated"))
     assert benchmark.measure(toy[0], dataset, range(1, 4), cache) == cases[0]
 
 
-def test_two_runs_of_a_seed_differ_by_the_speedup_alone(benchmark, tiny_set):
+def test_two_runs_of_a_seed_differ_only_in_the_speedup(benchmark, tiny_set):
     dataset = Dataset.open(tiny_set)
     for case in benchmark.CASES:
         without, with_stream = (

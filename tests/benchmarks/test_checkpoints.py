@@ -1,6 +1,4 @@
-"""The benchmark of saving measures what it says, and refuses two ways that do not train the same
-weights.
-"""
+"""The benchmark of checkpoints measures saves, and requires equal weights from both ways."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_counts_the_saves_of_both_ways(benchmark, tmp_path, monkeypatch):
+def test_the_saves_of_both_ways_are_counted(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "SHAPE", {"num_layers": 1, "d_model": 16, "num_heads": 2})
     found = benchmark.measure(tmp_path, repeats=1, saves=2, every=2, device="cpu")
     for (row,) in found["rows"].values():
@@ -36,7 +34,7 @@ def test_it_counts_the_saves_of_both_ways(benchmark, tmp_path, monkeypatch):
         benchmark.table(found)
 
 
-def test_the_ratio_is_that_of_each_repeat(benchmark):
+def test_the_ratio_is_computed_per_repeat(benchmark):
     def row(blocked_ms):
         times = {
             "blocked_ms": [9e9, blocked_ms],

@@ -1,5 +1,6 @@
-"""Three calls of nine minutes hold what matters, nothing that was measured is lost, and what a call
-learns decides what it begins.
+"""Three calls of nine minutes make all essential measurements and never lose one.
+
+Measured durations decide which steps still fit into a call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
 
 
 class Machine:
-    """A GPU machine on which every step only takes its time."""
+    """A fake GPU machine on which steps take time but do nothing."""
 
     def __init__(self, kit, monkeypatch, tmp_path, *, pace=1.0, seed=0):
         self.kit, self.tmp_path, self.pace, self.now_s, self.random = (
@@ -33,11 +34,11 @@ class Machine:
             random.Random(seed),
         )
         calls = importlib.import_module("contact_call")
-        self.took, self.killed_at_s, self.breaks = [], float("inf"), set()
+        self.steps_taken, self.killed_at_s, self.crashes = [], float("inf"), set()
         monkeypatch.setattr(kit.throughput, "probe", lambda: H200)
         monkeypatch.setattr(kit, "probe", lambda: H200)
-        monkeypatch.setattr(kit.throughput, "random_data", lambda place, **_: place)
-        monkeypatch.setattr(kit.throughput, "text_data", lambda place, **_: place)
+        monkeypatch.setattr(kit.throughput, "random_data", lambda folder, **_: folder)
+        monkeypatch.setattr(kit.throughput, "text_data", lambda folder, **_: folder)
         monkeypatch.setattr(kit.throughput, "run_apart", self.run_apart)
         monkeypatch.setattr(
             kit.throughput.Availability,
@@ -48,19 +49,21 @@ class Machine:
             calls,
             "environment",
             lambda limit_s, *, tiny: (
-                self.passes(9.0) and {"status": "ok", "python": "3.12", "packages": {}}
+                self.advance(9.0) and {"status": "ok", "python": "3.12", "packages": {}}
             ),
         )
         monkeypatch.setattr(
             calls,
             "gpu_tests",
             lambda limit_s, *, tiny: (
-                self.passes(115.0) and {"status": "ok", "failed": [], "seconds": 115.0}
+                self.advance(115.0) and {"status": "ok", "failed": [], "seconds": 115.0}
             ),
         )
-        monkeypatch.setattr(calls, "ladder", lambda *words, minutes, **_: self.passes(60 * minutes))
+        monkeypatch.setattr(
+            calls, "ladder", lambda *words, minutes, **_: self.advance(60 * minutes)
+        )
 
-    def passes(self, seconds):
+    def advance(self, seconds):
         if self.now_s + seconds > self.killed_at_s:
             self.now_s = self.killed_at_s
             raise KeyboardInterrupt
@@ -74,11 +77,11 @@ class Machine:
         compile_s = 0.0 if spec["kind"] == "people" else 40.0 * layers / 12
         seconds = self.pace * (14.0 + compile_s + 9.0 * ("profile_steps" in spec)) + steps_s
         seconds *= self.random.uniform(0.85, 1.15)
-        self.took.append((spec["kind"], seconds))
-        self.passes(min(seconds, limit_s))
+        self.steps_taken.append((spec["kind"], seconds))
+        self.advance(min(seconds, limit_s))
         if seconds > limit_s:
             return {"status": "timed-out", "reason": "It had not ended."}
-        if len(self.took) in self.breaks:
+        if len(self.steps_taken) in self.crashes:
             return {"status": "failed", "reason": "The process exited with code -11."}
         row = {
             "tokens_per_s": 1e5 + (spec["rows"] or 0),
@@ -103,7 +106,7 @@ class Machine:
         return {"status": "ok", "reason": None, **row, **profile}
 
     def call(self, number, results, *words):
-        """Make one call; return how long it took, and the lines that it printed last."""
+        """Make one call, and return its duration and the table that it prints."""
         arguments = self.kit.parser().parse_args(
             [
                 "--call",
@@ -124,9 +127,9 @@ class Machine:
             self.now_s,
             lambda: self.now_s,
         )
-        began_s = self.now_s
+        start_s = self.now_s
         contact.run(contact.next_call() if number == "next" else number)
-        return self.now_s - began_s, contact.table(number if number != "next" else 1)
+        return self.now_s - start_s, contact.table(number if number != "next" else 1)
 
 
 @pytest.fixture
@@ -157,7 +160,9 @@ def core(kit, plan):
 
 
 @pytest.mark.parametrize("pace", [0.5, 1.0, 1.3])
-def test_three_calls_of_nine_minutes_hold_all_that_matters(kit, plan, monkeypatch, tmp_path, pace):
+def test_three_calls_of_nine_minutes_measure_all_essential_entries(
+    kit, plan, monkeypatch, tmp_path, pace
+):
     machine = Machine(kit, monkeypatch, tmp_path, pace=pace)
     results = tmp_path / "results"
     for number in (1, 2, 3):
@@ -167,12 +172,12 @@ def test_three_calls_of_nine_minutes_hold_all_that_matters(kit, plan, monkeypatc
     assert core(kit, plan) <= {
         (row["work"], row["entry"]) for row in rows_of(results) if row["status"] == "ok"
     }
-    held = json.loads((results / "contact.json").read_text())
-    assert set(held["profiles"]) == set(plan.PROFILED)
+    contact = json.loads((results / "contact.json").read_text())
+    assert set(contact["profiles"]) == set(plan.PROFILED)
     assert len(list(results.iterdir())) <= 8
 
 
-def test_a_slow_machine_ends_in_time_and_says_what_is_left(kit, monkeypatch, tmp_path):
+def test_a_slow_machine_ends_in_time_and_lists_what_is_left(kit, monkeypatch, tmp_path):
     machine = Machine(kit, monkeypatch, tmp_path, pace=2.2)
     seconds, lines = machine.call(2, tmp_path / "results")
     assert seconds <= 540
@@ -183,7 +188,7 @@ def test_a_slow_machine_ends_in_time_and_says_what_is_left(kit, monkeypatch, tmp
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_what_was_measured_survives_kills_and_travels(kit, plan, monkeypatch, tmp_path, seed):
+def test_measurements_survive_kills_and_copies(kit, plan, monkeypatch, tmp_path, seed):
     machine = Machine(kit, monkeypatch, tmp_path, seed=seed)
     results, known = tmp_path / "results-0", {}
     for number in range(1, 16):
@@ -202,7 +207,7 @@ def test_what_was_measured_survives_kills_and_travels(kit, plan, monkeypatch, tm
     assert core(kit, plan) <= {(work, entry) for work, entry, *_ in known}
 
 
-def test_a_call_goes_on_where_it_stopped_and_then_with_the_others(kit, machine, tmp_path):
+def test_a_call_resumes_and_continues_with_other_calls(kit, machine, tmp_path):
     results = tmp_path / "results"
     machine.call(1, results, "--minutes", "6")
     first = figures(results)
@@ -213,11 +218,11 @@ def test_a_call_goes_on_where_it_stopped_and_then_with_the_others(kit, machine, 
     assert {work for work, *_ in figures(results)} > {"gpt2-124m"}
 
 
-def test_a_measurement_that_dies_while_it_is_profiled_is_made_without(machine, tmp_path):
-    machine.breaks = {1}
+def test_a_measurement_that_crashes_with_the_profiler_is_repeated_without_it(machine, tmp_path):
+    machine.crashes = {1}
     machine.call(1, tmp_path, "--only", "gpt2-124m/set", "--minutes", "7")
     (row, *_) = [row for row in rows_of(tmp_path) if row["entry"] == "set"]
-    assert (row["status"], "profiled" in row, len(machine.took) >= 2) == ("ok", False, True)
+    assert (row["status"], "profiled" in row, len(machine.steps_taken) >= 2) == ("ok", False, True)
     profiles = json.loads((tmp_path / "contact.json").read_text())["profiles"]
     assert profiles["gpt2-124m/set"]["failed"] == "The process exited with code -11."
     machine.call(3, tmp_path, "--only", "gpt2-124m/set", "--minutes", "7")
@@ -229,8 +234,8 @@ def test_a_measurement_that_dies_while_it_is_profiled_is_made_without(machine, t
     )
 
 
-def test_failures_are_tried_again_only_with_other_code(kit, machine, monkeypatch, tmp_path):
-    machine.breaks = {1}
+def test_failures_are_retried_only_with_other_code(kit, machine, monkeypatch, tmp_path):
+    machine.crashes = {1}
     one = ["--only", "gpt2-124m/recipe"]
     machine.call(1, tmp_path, *one)
     machine.call(1, tmp_path, *one)
@@ -240,10 +245,10 @@ def test_failures_are_tried_again_only_with_other_code(kit, machine, monkeypatch
     assert [row["status"] for row in rows_of(tmp_path)] == ["ok"]
     monkeypatch.setattr(kit.throughput, "code_digest", lambda *, ours: "a third")
     machine.call(1, tmp_path, *one)
-    assert len(machine.took) == 2
+    assert len(machine.steps_taken) == 2
 
 
-def test_what_takes_too_long_is_stopped_and_tried_again_last(kit, machine, tmp_path):
+def test_a_step_that_takes_too_long_is_stopped_and_retried_last(kit, machine, tmp_path):
     one = ["--only", "gpt2-124m/recipe,gpt2-124m/people"]
     machine.pace = 30.0
     machine.call(1, tmp_path, *one, "--minutes", "8.9")
@@ -256,10 +261,10 @@ def test_what_takes_too_long_is_stopped_and_tried_again_last(kit, machine, tmp_p
         ("people", "ok"),
         ("recipe", "ok"),
     }
-    assert machine.took[-1][0] == "flatout"
+    assert machine.steps_taken[-1][0] == "flatout"
 
 
-def test_a_ladder_that_fails_is_written_down(kit, machine, monkeypatch, tmp_path):
+def test_a_failed_ladder_is_recorded(kit, machine, monkeypatch, tmp_path):
     def fails(*_, **__):
         raise SystemExit("no room")
 
@@ -269,7 +274,7 @@ def test_a_ladder_that_fails_is_written_down(kit, machine, monkeypatch, tmp_path
     assert lines[-1].startswith("Nothing that matters is left")
 
 
-def test_what_the_calls_end_cut_short_is_the_next_calls_first(kit, machine, tmp_path):
+def test_a_step_that_ran_out_of_time_is_the_first_of_the_next_call(kit, machine, tmp_path):
     one = ["--only", "gpt2-124m/recipe,gpt2-124m/people"]
     machine.pace = 8.0
     machine.call(1, tmp_path, *one, "--minutes", "4.6")
@@ -278,9 +283,9 @@ def test_what_the_calls_end_cut_short_is_the_next_calls_first(kit, machine, tmp_
         "timed-out",
     )
     machine.pace = 1.0
-    began = len(machine.took)
+    start = len(machine.steps_taken)
     machine.call(1, tmp_path, *one)
-    assert machine.took[began][0] == "flatout"
+    assert machine.steps_taken[start][0] == "flatout"
 
 
 def test_figures_of_another_device_are_not_mixed(kit, machine, monkeypatch, tmp_path):
@@ -291,7 +296,7 @@ def test_figures_of_another_device_are_not_mixed(kit, machine, monkeypatch, tmp_
         machine.call(1, tmp_path)
 
 
-def test_what_lies_near_a_target_is_measured_twice_more(kit, machine, tmp_path):
+def test_entries_near_a_target_are_measured_twice_more(kit, machine, tmp_path):
     report = importlib.import_module("contact_report")
     target = next(
         target
@@ -314,7 +319,7 @@ def test_what_lies_near_a_target_is_measured_twice_more(kit, machine, tmp_path):
     assert report.near_targets(far) == []
 
 
-def test_pace_is_learned(plan):
+def test_estimates_follow_the_measured_pace(plan):
     entry = next(
         entry for entry in plan.ENTRIES if (entry.work, entry.name) == ("gpt2-124m", "set")
     )

@@ -1,4 +1,4 @@
-"""The copy task is learned where there is a memory, and a table says where it was not."""
+"""The copy task can be learned with memory, and the table marks rows where it was not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def benchmark(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_was_learned_and_what_was_not_is_told_apart(benchmark):
+def test_learned_and_unlearned_rows_are_distinguished(benchmark):
     forms = {
         name: keys
         for name, keys in benchmark.forms(16).items()
@@ -44,7 +44,7 @@ def test_what_was_learned_and_what_was_not_is_told_apart(benchmark):
     assert "| 1 of 1 | {0} ({0} to {0}) |".format(learned["right_after_steps"]) in text
 
 
-def test_far_away_only_the_plain_form_is_tried(benchmark):
+def test_at_long_distances_only_the_plain_form_is_tried(benchmark):
     assert list(benchmark.forms(16384)) == [
         "long-memory",
         "long-memory, memory of four windows",

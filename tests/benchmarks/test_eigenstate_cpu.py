@@ -1,4 +1,4 @@
-"""Ways of evaluating an eigenstate network agree, and a way that does not is refused."""
+"""Implementations of an eigenstate network must agree before they are timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def small(benchmark):
     return benchmark.shape(2, d_model=16, num_eigenstates=8, num_heads=2, chunk_size=4)
 
 
-def test_every_way_is_timed_in_every_round_and_agrees(benchmark):
+def test_every_implementation_agrees_and_is_timed_in_every_round(benchmark):
     found = benchmark.measure(benchmark.comparisons(small(benchmark), 11), 2)
     assert list(found["comparisons"]) == ["recurrence", "layers", "products", "steps"]
     for comparison in found["comparisons"].values():
@@ -43,12 +43,12 @@ def test_every_way_is_timed_in_every_round_and_agrees(benchmark):
     assert text.count("**") == 8
 
 
-def test_the_shape_is_the_recipes(benchmark):
+def test_the_shape_is_that_of_the_recipe(benchmark):
     model = benchmark.shape(3)
     assert (model["num_layers"], model["d_model"], model["num_eigenstates"]) == (3, 1024, 128)
 
 
-def test_token_by_token_has_the_gradients_of_all_at_once(benchmark):
+def test_single_tokens_have_the_same_gradients_as_a_whole_sequence(benchmark):
     steps = benchmark.comparisons(small(benchmark), 9)[1].ways
     comparison = benchmark.comparisons(small(benchmark), 9)[3]
     (_, at_once), (_, by_token) = steps["reference"](), comparison.ways["step by step"]()
@@ -56,7 +56,7 @@ def test_token_by_token_has_the_gradients_of_all_at_once(benchmark):
 
 
 @pytest.mark.parametrize(("loss", "gradient"), [(1.001, 1.0), (1.0, 1.001), (float("nan"), 1.0)])
-def test_a_way_that_differs_ends_the_program(benchmark, loss, gradient):
+def test_a_different_result_ends_the_program(benchmark, loss, gradient):
     ways = {
         "plain": lambda: (1.0, torch.ones(3)),
         "fast": lambda: (loss, torch.full((3,), gradient)),
@@ -65,7 +65,7 @@ def test_a_way_that_differs_ends_the_program(benchmark, loss, gradient):
         benchmark.compared(benchmark.Comparison("name", "a title", 1e-4, ways))
 
 
-def test_no_round_is_begun_that_would_not_end_in_time(benchmark):
+def test_no_round_starts_that_would_not_end_in_time(benchmark):
     comparison = benchmark.Comparison(
         "name", "a title", 1e-4, {"plain": lambda: (1.0, torch.ones(3))}
     )

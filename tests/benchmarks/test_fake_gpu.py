@@ -1,4 +1,4 @@
-"""Sets of the throughput benchmark, traced on a GPU that is not there."""
+"""Sets of the throughput benchmark, traced on a fake GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def benchmark(monkeypatch):
 
 @CUDA_BUILD
 @pytest.mark.parametrize("name", ["gpt2-124m/set", "eigenstate-small-32k/recipe"])
-def test_a_set_is_traced_in_one_graph_each_way(name):
+def test_forward_and_backward_are_one_graph_each(name):
     done = subprocess.run(
         [sys.executable, FOLDER / "fake_gpu.py", "--only", name],
         capture_output=True,
@@ -39,22 +39,22 @@ def test_a_set_is_traced_in_one_graph_each_way(name):
     assert expected in done.stdout
 
 
-def test_what_reads_values_back_is_not_traced(benchmark):
+def test_code_that_reads_values_back_is_not_traced(benchmark):
     assert benchmark.traced("gpt2-124m/set-liger-ce")["status"] == "not traced"
 
 
-def test_without_a_cuda_build_it_says_what_it_takes(benchmark, monkeypatch):
+def test_without_a_cuda_build_the_error_names_the_requirement(benchmark, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "needs a CUDA build of torch" in benchmark.why_not()
 
 
-def test_on_a_real_gpu_it_names_the_benchmark(benchmark, monkeypatch):
+def test_on_a_real_gpu_the_error_names_the_benchmark(benchmark, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert "throughput.py" in benchmark.why_not()
 
 
-def test_a_process_that_torch_ended_is_a_failed_entry(benchmark, monkeypatch):
+def test_a_process_that_torch_aborted_is_a_failed_entry(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark.sys, "executable", "/bin/false")
     entry = benchmark.ENTRIES[0]
     found = benchmark.trace_apart(entry, {})
@@ -62,7 +62,7 @@ def test_a_process_that_torch_ended_is_a_failed_entry(benchmark, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("output", "reason"),
     [
         (
             (
@@ -75,5 +75,5 @@ def test_a_process_that_torch_ended_is_a_failed_entry(benchmark, monkeypatch):
         ("", "no output"),
     ],
 )
-def test_the_reason_is_the_line_of_the_error(benchmark, said, reason):
-    assert benchmark.reason_in(said) == reason
+def test_the_reason_is_the_line_with_the_error(benchmark, output, reason):
+    assert benchmark.reason_in(output) == reason

@@ -1,6 +1,4 @@
-"""Three calls of nine minutes hold what matters, nothing that was measured is lost, and what a call
-learns decides what it begins.
-"""
+"""The kit refuses wrong arguments and damaged results, runs the GPU tests, and packs itself."""
 
 from __future__ import annotations
 
@@ -21,15 +19,15 @@ H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
 PARTS = sorted(path.name for path in FOLDER.glob("contact_*.py"))
 
 
-def test_the_plan_names_every_call_and_fits(kit, capsys):
+def test_the_plan_lists_every_call_and_fits(kit, capsys):
     kit.main(["--plan"])
-    said = capsys.readouterr().out
-    assert all(float(seconds) < 540 for seconds in re.findall(r"steps, about (\d+) s", said))
-    assert said.count("--call ") >= 4
-    assert "there is no such entry" not in said
+    output = capsys.readouterr().out
+    assert all(float(seconds) < 540 for seconds in re.findall(r"steps, about (\d+) s", output))
+    assert output.count("--call ") >= 4
+    assert "there is no such entry" not in output
 
 
-def test_without_a_gpu_and_without_work_it_says_so(kit, monkeypatch, tmp_path):
+def test_a_missing_gpu_and_missing_arguments_are_errors(kit, monkeypatch, tmp_path):
     monkeypatch.setattr(kit, "probe", lambda: replace(probe(), gpus=()))
     with pytest.raises(SystemExit, match="--tiny"):
         kit.main(["--call", "1", "--results", str(tmp_path)])
@@ -39,7 +37,7 @@ def test_without_a_gpu_and_without_work_it_says_so(kit, monkeypatch, tmp_path):
 
 @pytest.fixture
 def called(kit, monkeypatch, tmp_path):
-    """Makes a call that has no time for any step; returns why it was refused."""
+    """A function that makes a call without time for any step and returns its error."""
 
     def call(*words):
         with pytest.raises(SystemExit) as refused:
@@ -64,7 +62,7 @@ def called(kit, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("name", ["contact.json", "throughput.json"])
 @pytest.mark.parametrize("damage", [b"", b'{"tiny": true, "measure', b"[]", b'{"x": 1}', b"\xff"])
-def test_damaged_results_are_refused_and_left_as_they_are(called, tmp_path, name, damage):
+def test_damaged_results_are_refused_and_kept(called, tmp_path, name, damage):
     path = tmp_path / "out" / name
     path.parent.mkdir()
     path.write_bytes(damage)
@@ -72,13 +70,13 @@ def test_damaged_results_are_refused_and_left_as_they_are(called, tmp_path, name
     assert path.read_bytes() == damage
 
 
-def test_two_calls_do_not_write_to_one_folder(kit, called, tmp_path):
+def test_two_calls_cannot_write_to_one_directory(kit, called, tmp_path):
     with kit.held(tmp_path / "out"):
         assert "Another call is writing to" in called()
     kit.main(["--call", "1", "--tiny", "--minutes", "0", "--results", str(tmp_path / "out")])
 
 
-def test_a_call_with_wrong_folders_is_refused_before_it_takes_time(called, tmp_path):
+def test_wrong_directories_are_refused_at_once(called, tmp_path):
     assert re.search(r"manifest\.json\. Fix: ", called("--kit", tmp_path))
     assert re.search(r"no model\.py\. Fix: ", called("--nanogpt", tmp_path))
     assert re.search(r"names nothing\. Fix: ", called("--only", "gpt3"))
@@ -90,8 +88,8 @@ def test_a_call_with_wrong_folders_is_refused_before_it_takes_time(called, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_results_of_calls_before_are_copied_to_where_there_are_none(kit, tmp_path):
-    """A call that was killed while it copied them is no reason to go without the rest."""
+def test_missing_results_are_copied_from_earlier_calls(kit, tmp_path):
+    """This includes results that a killed call did not finish copying."""
     seed, out = tmp_path / "seed", tmp_path / "out"
     for folder, files in {
         seed: {"contact.json": "old", "throughput.json": "old", "a.part": ""},
@@ -107,7 +105,7 @@ def test_results_of_calls_before_are_copied_to_where_there_are_none(kit, tmp_pat
     }
 
 
-def test_without_its_packages_it_says_how_they_come(tmp_path):
+def test_a_missing_package_is_an_error_with_a_fix(tmp_path):
     (tmp_path / "psutil.py").write_text("raise ModuleNotFoundError(name='psutil')\n")
     done = subprocess.run(
         [sys.executable, FOLDER / "first_contact.py", "--plan"],
@@ -140,13 +138,13 @@ def test_without_its_packages_it_says_how_they_come(tmp_path):
         ("ERROR: not found", None),
     ],
 )
-def test_outcomes_of_tests_are_read_as_they_come(kit, line, found):
+def test_outcomes_of_tests_are_parsed(kit, line, found):
     match = importlib.import_module("contact_steps").OUTCOME.match(line)
     assert (match and (match[1] or match[4], match[2] or match[3])) == found
 
 
 @pytest.mark.slow
-def test_tests_that_are_stopped_are_counted_as_far_as_they_came(kit, monkeypatch, tmp_path):
+def test_tests_that_finished_before_a_timeout_are_counted(kit, monkeypatch, tmp_path):
     steps = importlib.import_module("contact_steps")
     program = (
         "import time; print('t.py::a PASSED', 't.py::b FAILED [9%]', sep='\\n', flush=True);"
@@ -165,13 +163,13 @@ def test_tests_that_are_stopped_are_counted_as_far_as_they_came(kit, monkeypatch
 
 
 @pytest.mark.slow
-def test_the_environment_is_told(kit):
+def test_the_environment_is_recorded(kit):
     found = importlib.import_module("contact_steps").environment(120.0, tiny=True)
     assert (found["status"], found["packages"]["torch"] is not None) == ("ok", True)
     assert found["flatout"].startswith("flatout ")
 
 
-def test_a_pack_holds_what_is_missing_and_says_how_to_call(kit, monkeypatch, tmp_path):
+def test_a_pack_contains_missing_packages_and_prints_the_commands(kit, monkeypatch, tmp_path):
     packing = importlib.import_module("contact_pack")
     wheels = []
 
@@ -191,13 +189,13 @@ def test_a_pack_holds_what_is_missing_and_says_how_to_call(kit, monkeypatch, tmp
     monkeypatch.setattr(packing, "download", download)
     (tmp_path / "model.py").write_text("class GPT: ...\n")
     folder = tmp_path / "kit"
-    said = "\n".join(packing.pack(folder, nanogpt=tmp_path, commit="abc", code="one"))
+    output = "\n".join(packing.pack(folder, nanogpt=tmp_path, commit="abc", code="one"))
     assert {"pydantic==2.14.3", "torchao==0.18.0"} <= {
         re.sub(r"==.*", "", name) + "==" + name.partition("==")[2] for name in wheels
     }
     assert (folder / "site" / "a.py").exists()
     assert (folder / "nanoGPT" / "model.py").exists()
-    assert "--call 3 --kit" in said
+    assert "--call 3 --kit" in output
     assert [packing.commit_of(folder, code=code) for code in ("one", "other")] == ["abc", "abc+"]
     with pytest.raises(SystemExit, match=r"no model\.py\. Fix: "):
         packing.pack(folder, nanogpt=tmp_path / "elsewhere", commit="abc", code="one")
@@ -207,14 +205,14 @@ def test_a_pack_holds_what_is_missing_and_says_how_to_call(kit, monkeypatch, tmp
         packing.pack(folder, nanogpt=None, commit="abc", code="one")
 
 
-def test_every_package_that_is_packed_is_pinned(kit):
+def test_every_packed_package_is_pinned(kit):
     packing = importlib.import_module("contact_pack")
     pins = packing.pinned((FOLDER.parent / "constraints.txt").read_text())
     assert [name for name in packing.PACKAGES if packing.plain(name) not in pins] == []
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_that_is_run_by_hand_names_the_command(part, monkeypatch, capsys):
+def test_a_part_run_as_a_script_names_the_command(part, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     with pytest.raises(SystemExit, match=r"python benchmarks/first_contact\.py --help"):
         runpy.run_path(str(FOLDER / part), run_name="__main__")

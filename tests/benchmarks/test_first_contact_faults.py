@@ -1,6 +1,4 @@
-"""The kit as a bare machine runs it: the tree as `git archive` gives it, no git, killed at random
-moments, its results carried on.
-"""
+"""The kit on a bare machine: from `git archive`, without git, and killed at random moments."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ NANOGPT = """
 
 
 def extracted(folder):
-    """The tree of the last commit, in a new folder."""
+    """Extract the tree of the last commit into a new directory, and return it."""
     shutil.rmtree(folder, ignore_errors=True)
     archive = subprocess.run(
         ["git", "archive", "HEAD"], cwd=ROOT, capture_output=True, check=True
@@ -74,7 +72,7 @@ def figures(results):
 
 
 def start(folder, call, *, python, site, nanogpt, only):
-    """Start a call in a fresh tree, seeded with the results carried so far."""
+    """Start a call in a fresh tree, seeded with the results so far."""
     tree = extracted(folder / "tree")
     environment = {
         "PATH": str(folder),
@@ -84,7 +82,7 @@ def start(folder, call, *, python, site, nanogpt, only):
     }
     words = ["--call", call, "--tiny", "--seed", folder / "carried", "--results", folder / "out"]
     words += ["--commit", "abc", "--only", only, "--nanogpt", nanogpt]
-    with (folder / "said").open("w+") as err:
+    with (folder / "log").open("w+") as err:
         return subprocess.Popen(
             [python, "benchmarks/first_contact.py", *map(str, words)],
             cwd=tree,
@@ -95,7 +93,7 @@ def start(folder, call, *, python, site, nanogpt, only):
 
 
 def finishes(process, seconds, log):
-    """Wait for a call, at most `seconds`, and kill it after that; return whether it finished."""
+    """Wait for a call, kill it after `seconds`, and return whether it finished."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -113,17 +111,17 @@ def kill_and_carry(
 
     The first `kills` processes are killed at random moments.
 
-    Returns: the folder of the last results, and the stderr of each call's last process.
+    Returns: the directory of the last results, and the stderr of each call's last process.
     """
     chance, carried, out = random.Random(seed), folder / "carried", folder / "out"
-    known, said = {}, []
+    known, logs = {}, []
     for call in ("1", "2", "3"):
         ended = False
         while not ended:
             shutil.rmtree(out, ignore_errors=True)
             process = start(folder, call, python=python, site=site, nanogpt=nanogpt, only=only)
             limit_s = chance.uniform(*seconds) if kills else None
-            ended = finishes(process, limit_s, folder / "said")
+            ended = finishes(process, limit_s, folder / "log")
             kills -= not ended
             now = figures(out)
             assert known.items() <= now.items() or not out.exists(), "a measurement was lost"
@@ -134,17 +132,17 @@ def kill_and_carry(
                 known = now
             state = "finished" if ended else "killed"
             print(f"call {call}: {state}, {len(known)} measurements", flush=True)
-        said.append((folder / "said").read_text())
-    return carried, said
+        logs.append((folder / "log").read_text())
+    return carried, logs
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(2))
-def test_killed_calls_lose_nothing_and_end_with_everything(tmp_path, seed):
+def test_killed_calls_lose_no_measurement_and_finish(tmp_path, seed):
     nanogpt = tmp_path / "nanoGPT"
     nanogpt.mkdir()
     (nanogpt / "model.py").write_text(textwrap.dedent(NANOGPT))
-    results, said = kill_and_carry(tmp_path, nanogpt=nanogpt, seed=seed)
+    results, logs = kill_and_carry(tmp_path, nanogpt=nanogpt, seed=seed)
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from throughput_entries import ENTRIES
 
@@ -155,7 +153,7 @@ def test_killed_calls_lose_nothing_and_end_with_everything(tmp_path, seed):
         for e in ENTRIES
         if e.name in core
         and (e.work, e.name) not in held
-        and f"{e.work}/{e.name} is skipped" not in said[-1]
+        and f"{e.work}/{e.name} is skipped" not in logs[-1]
     ]
     assert missing == []
     assert [row["reason"] for row in rows_of(results) if row["status"] == "failed"] == []

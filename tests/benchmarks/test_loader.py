@@ -1,4 +1,4 @@
-"""The loader's benchmark reads what it says, and its table says which targets are missed."""
+"""The benchmark of the loader reads its dataset, and its table marks missed targets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("loader")
 
 
-def test_it_reads_a_data_set_of_its_own(benchmark, tmp_path):
+def test_the_benchmark_reads_its_own_dataset(benchmark, tmp_path):
     data = benchmark.make_data(tmp_path / "data", 4096, shards=5)
     assert len(Dataset.open(data).manifest.splits["train"].shards) == 5
     found = benchmark.measure(data, repeats=2, steps=4, seq_lens=(16, 64), batch_tokens=256)
@@ -28,17 +28,17 @@ def test_it_reads_a_data_set_of_its_own(benchmark, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rate", "first_s", "seek_s", "said"),
+    ("rate", "first_s", "seek_s", "verdict"),
     [
         (2e9, 0.05, 1e-4, "Every target is met."),
         (9e8, 0.05, 1e-4, "**Missed: tokens per second at 1024.**"),
         (2e9, 0.2, 2e-3, "**Missed: the first batch at 1024, seeking.**"),
     ],
 )
-def test_what_is_missed_is_said(benchmark, rate, first_s, seek_s, said):
+def test_missed_targets_are_marked(benchmark, rate, first_s, seek_s, verdict):
     assert (
         benchmark.missed(
             {"rows": {"1024": [{"tokens_per_s": rate, "first_s": first_s}]}, "seek_s": [seek_s]}
         )
-        == said
+        == verdict
     )

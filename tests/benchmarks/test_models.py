@@ -1,6 +1,4 @@
-"""Both models are of one size and tuned alike, and a measurement that is cut off continues where it
-was.
-"""
+"""Both models have one size and are tuned alike, and an interrupted measurement resumes."""
 
 from __future__ import annotations
 
@@ -37,8 +35,9 @@ def toy(benchmark, monkeypatch):
 
 
 def bowl(trial):
-    """What a run comes to: lowest at one rate of each model, lower with the seed, and for the
-    eigenstate network with the length.
+    """Return the result of a fake run, with its lowest loss at one learning rate per model.
+
+    The loss rises with the seed and, for the eigenstate network, falls with the length.
     """
     best = {"transformer": 0.004, "eigenstate": 0.064}[trial.model]
     loss = (
@@ -62,7 +61,7 @@ def test_the_best_rate_lies_inside_the_grid(benchmark, model, best, optimizer):
     }
 
 
-def test_the_models_are_of_one_size_and_differ_in_the_model_alone(benchmark, tiny_set):
+def test_the_models_have_one_size_and_only_the_model_differs(benchmark, tiny_set):
     dataset = Dataset.open(tiny_set)
     trial = benchmark.Trial("transformer", "muon", 0.004, 1024, 1)
     configs = {
@@ -81,7 +80,7 @@ def test_the_models_are_of_one_size_and_differ_in_the_model_alone(benchmark, tin
     assert one == other
 
 
-def test_losses_survive_a_kill_and_are_compared_by_the_seed(
+def test_losses_survive_an_interruption_and_are_compared_per_seed(
     benchmark, monkeypatch, tiny_set, tmp_path
 ):
     dataset, cache, ran = Dataset.open(tiny_set), tmp_path / "models.jsonl", []
@@ -101,10 +100,12 @@ def test_losses_survive_a_kill_and_are_compared_by_the_seed(
         benchmark, "fitted", lambda trial, dataset: ran.append(trial) or bowl(trial)
     )
     benchmark.measure_loss(dataset, cache)
-    assert len(ran) == len(set(ran)), "no run was done twice"
+    assert len(ran) == len(set(ran)), "a run was repeated"
     benchmark.keep("speed", {"tokens": 1, "rounds": 0, "rows": []})
     found = json.loads((tmp_path / "results" / "models.json").read_text())
-    assert found["loss"]["runs"][:20] == half["runs"], "the other part leaves them"
+    assert found["loss"]["runs"][:20] == half["runs"], (
+        "the runs must be kept when the speed is stored"
+    )
     text = (tmp_path / "results" / "models.md").read_text()
     assert "| Muon, T = 4,096, 200 steps | 0.010, 0.020 | 0.010, 0.020 | **+0.000** |" in text
     assert "| Muon, T = 256, 200 steps | 0.010, 0.020 | 0.014, 0.024 | **+0.004** |" in text
@@ -112,7 +113,9 @@ def test_losses_survive_a_kill_and_are_compared_by_the_seed(
     assert "| AdamW, T = 1,024, 200 steps |" in text
     assert "transformer, Muon: 0.004" in text
     assert "eigenstate, AdamW: 0.064" in text
-    assert "transformer 1.010, 0.010, 1.010" in text, "half the rate, the rate, twice the rate"
+    assert "transformer 1.010, 0.010, 1.010" in text, (
+        "losses at half, one and two times the learning rate"
+    )
 
 
 @pytest.mark.slow
@@ -138,7 +141,7 @@ def test_models_are_timed_in_turns_with_their_memory(toy, monkeypatch, tiny_set,
         for models in (order, order[::-1])
         for length in ("16", "32")
         for model in models
-    ], "once each"
+    ], "each model and length once per round"
     assert (
         "| T = 32 | 100 (100 to 100) | 250 (250 to 250) | **2.5 (2.5 to 2.5)** | 0.50 | 0.50 |"
         in (tmp_path / "results" / "models.md").read_text()

@@ -1,4 +1,4 @@
-"""Both optimisers are tuned alike, and their best is never the end of what was tried."""
+"""Both optimisers are tuned alike, and the best value is never at the edge of the grid."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def benchmark(monkeypatch):
 
 
 def bowl(best_rate, seen):
-    """A trial whose loss is lowest at `best_rate`, without decay, with the larger beta2 and the
-    smaller momentum; the largest rates diverge.
+    """Return a fake trial with its lowest loss at `best_rate`; the largest rates diverge.
+
+    The loss is lower without decay, with a larger beta2 and with a smaller momentum.
     """
 
     def trial(setting, fraction, seed):
@@ -49,7 +50,7 @@ def bowl(best_rate, seen):
 
 @pytest.mark.parametrize("best_rate", [0.0005, 0.004, 0.064])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_the_grid_grows_until_the_best_lies_inside(benchmark, kind, best_rate):
+def test_the_grid_grows_until_the_best_value_is_inside(benchmark, kind, best_rate):
     seen = []
     found = benchmark.tuned(kind, bowl(best_rate, seen))
     assert found == benchmark.Setting(
@@ -63,7 +64,7 @@ def test_the_grid_grows_until_the_best_lies_inside(benchmark, kind, best_rate):
     assert benchmark.TUNING_SEED not in benchmark.SEEDS
 
 
-def test_a_run_differs_from_another_by_what_is_tuned_alone(benchmark, tiny_set):
+def test_runs_differ_only_in_the_tuned_values(benchmark, tiny_set):
     dataset = Dataset.open(tiny_set)
     corpus = benchmark.CORPORA[0]
     adamw, muon = (
@@ -75,7 +76,7 @@ def test_a_run_differs_from_another_by_what_is_tuned_alone(benchmark, tiny_set):
     assert adamw["train"]["steps"] * 2048 == corpus.tokens / 2
 
 
-def test_a_run_that_was_done_is_not_done_again_by_the_same_code(
+def test_a_finished_run_is_not_repeated_with_the_same_code(
     benchmark, monkeypatch, tiny_set, tmp_path
 ):
     monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4")
@@ -86,15 +87,15 @@ def test_a_run_that_was_done_is_not_done_again_by_the_same_code(
     first = benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache)
     assert first["tokens"] == 4096
     assert 4 < first["val_loss"] < 6
-    monkeypatch.setattr(benchmark, "built", lambda *_: pytest.fail("it ran again"))
+    monkeypatch.setattr(benchmark, "built", lambda *_: pytest.fail("the run was repeated"))
     assert benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache) == first
     monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4+5d6e7f80")
-    with pytest.raises(pytest.fail.Exception, match="it ran again"):
+    with pytest.raises(pytest.fail.Exception, match="the run was repeated"):
         benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="takes git")
-def test_the_state_of_the_code_is_a_commit_and_what_was_changed_since(benchmark, tmp_path):
+def test_the_state_of_the_code_is_a_commit_and_later_changes(benchmark, tmp_path):
     def git(*words):
         subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words],

@@ -1,4 +1,4 @@
-"""The fraction of tokens, its interval and the picture are computed from the runs alone."""
+"""The fraction of tokens, its interval and the picture are computed from the runs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def row(kind, lr, fraction, seed, loss):
 
 
 def falling(first, *, adamw=2.0):
-    """Runs in which Muon's loss falls from `first` by 0.4 with every doubling, and AdamW ends at
-    `adamw`; a tuning run would spoil both.
+    """Return runs in which Muon's loss falls by 0.4 per doubling and AdamW ends at `adamw`.
+
+    They include a tuning run, which must not be counted.
     """
     rows = [row("adamw", 0.004, 1.0, 7, 1.0), row("muon", 0.016, 0.5, 1, 1.0)]
     for n, seed in enumerate((1, 2, 3)):
@@ -41,20 +42,20 @@ def falling(first, *, adamw=2.0):
     return rows
 
 
-def test_the_fraction_is_read_between_the_runs_seed_by_seed(report):
+def test_the_fraction_is_interpolated_per_seed(report):
     found = report.summary(falling(2.2), SETTINGS, (1, 2, 3))
     assert found["needed_by_seed"] == pytest.approx([0.25 * math.sqrt(2)] * 3)
     assert found["interval_95"] == pytest.approx((found["needed"], found["needed"]))
     assert [point["fraction"] for point in found["curves"]["adamw"]] == [0.5, 1.0]
 
 
-def test_a_loss_that_no_run_brackets_is_not_guessed(report):
+def test_a_loss_outside_all_runs_has_no_fraction(report):
     assert report.summary(falling(1.9), SETTINGS, (1, 2, 3))["needed"] is None
     assert report.summary(falling(2.9), SETTINGS, (1, 2, 3))["needed"] is None
     assert report.crossing([(0.5, 2.0), (1.0, 2.0)], 2.0) == 0.5
 
 
-def test_the_interval_is_students(report):
+def test_the_interval_uses_students_distribution(report):
     low, high = report.interval([0.4, 0.5, 0.6])
     assert (low + high) / 2 == pytest.approx(0.5)
     assert (high - low) / 2 == pytest.approx(4.303 * 0.1 / math.sqrt(3))

@@ -1,4 +1,4 @@
-"""The benchmark of the split weights' update runs, and its table has every way."""
+"""The benchmark of updating split weights runs, and its table has every implementation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("split_update")
 
 
-def test_it_times_every_way_and_compares_their_bits(benchmark):
+def test_every_implementation_is_timed_and_compared_bit_by_bit(benchmark):
     found = benchmark.measure("cpu", 2, {"tiny": (24, 1, 8)})
     assert [(row["update"], row["way"]) for row in found["rows"]] == [
         (update, way) for update in ("AdamW", "Muon") for way in benchmark.WAYS
@@ -23,7 +23,7 @@ def test_it_times_every_way_and_compares_their_bits(benchmark):
     assert [row["equal"] for row in found["rows"] if "equal" in row] == [
         1.0,
         1.0,
-    ]  # without a GPU both are torch's
+    ]  # without a GPU, both use torch
     text = benchmark.table(found)
     assert "this says nothing about a GPU" in text
     assert text.count("| tiny |") == 6

@@ -1,6 +1,4 @@
-"""Every entry of the throughput benchmark runs at toy shapes, and what is measured goes on, is
-judged, and is never lost.
-"""
+"""The throughput benchmark runs at toy shapes, resumes, and never loses a measurement."""
 
 from __future__ import annotations
 
@@ -52,7 +50,7 @@ NANOGPT = """
             logits = self.head(self.shared + 0.1 * self.embedding(idx))
             return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 """
-"""As much of nanoGPT as is called."""
+"""The parts of nanoGPT that the benchmark calls."""
 
 
 @pytest.fixture
@@ -78,12 +76,10 @@ def nanogpt(tmp_path):
 
 @pytest.fixture
 def on_gpu(benchmark, monkeypatch, tmp_path):
-    """A machine with a GPU on which nothing is really measured: figures follow from what is asked
-    for.
-    """
+    """A fake machine with a GPU, whose figures follow from the requested configuration."""
     monkeypatch.setattr(benchmark, "probe", lambda: H200)
-    monkeypatch.setattr(benchmark, "random_data", lambda place, **_: place)
-    monkeypatch.setattr(benchmark, "text_data", lambda place, **_: place)
+    monkeypatch.setattr(benchmark, "random_data", lambda folder, **_: folder)
+    monkeypatch.setattr(benchmark, "text_data", lambda folder, **_: folder)
     specs = []
 
     def measured(spec, timeout_s):
@@ -118,8 +114,8 @@ def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_pat
     monkeypatch.setattr(
         benchmark,
         "text_data",
-        lambda place, *, vocabulary, **_: benchmark.random_data(
-            place, tokens=8192, vocabulary=vocabulary
+        lambda folder, *, vocabulary, **_: benchmark.random_data(
+            folder, tokens=8192, vocabulary=vocabulary
         ),
     )
     out = tmp_path / "out"
@@ -127,13 +123,13 @@ def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_pat
     rows = written(out)["measurements"]
     assert [row["reason"] for row in rows if row["status"] != "ok"] == []
     measured = {(row["work"], row["entry"]) for row in rows}
-    asked = {
+    requested = {
         (entry.work, entry.name)
         for entry in benchmark.ENTRIES
         if benchmark.is_asked(entry, ONE_OF_EACH)
     }
     absent = {("gpt2-124m", peer) for peer in ("huggingface", "huggingface-compiled", "nanochat")}
-    assert asked - absent <= measured
+    assert requested - absent <= measured
     for row in rows:
         assert row["losses"][-1] < row["losses"][0]
         assert row["mfu"] > 0
@@ -141,9 +137,7 @@ def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_pat
         assert row["tokens_per_step"] == row["rows_per_device"] * row["accumulate"] * tokens
     text = (out / "throughput.md").read_text()
     assert "say nothing about speed" in text
-    assert "batch 1" not in text[text.index("tokens/s | MFU") :], (
-        "toy shapes have a batch of their own"
-    )
+    assert "batch 1" not in text[text.index("tokens/s | MFU") :], "toy shapes use another batch"
     assert "kept" not in text
 
 
@@ -151,26 +145,26 @@ def test_every_entry_has_a_configuration_at_toy_shapes(
     benchmark, nanogpt, monkeypatch, tmp_path, capsys
 ):
     specs = []
-    monkeypatch.setattr(benchmark, "random_data", lambda place, **_: place)
-    monkeypatch.setattr(benchmark, "text_data", lambda place, **_: place)
+    monkeypatch.setattr(benchmark, "random_data", lambda folder, **_: folder)
+    monkeypatch.setattr(benchmark, "text_data", lambda folder, **_: folder)
     monkeypatch.setattr(
         benchmark,
         "run_apart",
         lambda spec, timeout_s: specs.append(spec) or {"status": "failed", "reason": "not tried"},
     )
     benchmark.main(["--tiny", "--nanogpt", str(nanogpt), "--out", str(tmp_path)])
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     measured = {(row["work"], row["entry"]) for row in written(tmp_path)["measurements"]}
     for entry in benchmark.ENTRIES:
         assert (
             entry.work,
             entry.name,
-        ) in measured or f"{entry.work}/{entry.name} is skipped" in said
+        ) in measured or f"{entry.work}/{entry.name} is skipped" in output
     assert len(specs) == len(measured)
     assert {spec["config"]["data"]["seq_len"] for spec in specs} == {32, 64}
 
 
-def test_a_measurement_is_a_process_of_its_own(benchmark, tmp_path, capsys):
+def test_a_measurement_runs_in_its_own_process(benchmark, tmp_path, capsys):
     benchmark.main(["--tiny", "--only", "gpt2-124m/people", "--out", str(tmp_path)])
     (row,) = written(tmp_path)["measurements"]
     assert (row["status"], len(row["steps_ms"]), len(row["losses"])) == ("ok", 8, 10)
@@ -182,7 +176,7 @@ def test_without_a_gpu_real_shapes_are_refused(benchmark, monkeypatch):
         benchmark.main([])
 
 
-def test_all_batches_are_tried_once_and_the_best_go_on(benchmark, on_gpu, tmp_path, capsys):
+def test_every_batch_is_tried_once_and_the_best_are_repeated(benchmark, on_gpu, tmp_path, capsys):
     benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path)])
     tried = [(row["round"], row["rows"]) for row in written(tmp_path)["measurements"]]
     assert tried == [(0, 64), (0, 128), (0, 32), (1, 128), (2, 128)]
@@ -196,9 +190,7 @@ def test_all_batches_are_tried_once_and_the_best_go_on(benchmark, on_gpu, tmp_pa
     assert "+compile" in on_gpu[0]["config"]["speedups"]
 
 
-def test_entries_take_turns_and_what_is_there_is_not_measured_again(
-    benchmark, on_gpu, tmp_path, capsys
-):
+def test_entries_take_turns_and_finished_ones_are_not_repeated(benchmark, on_gpu, tmp_path, capsys):
     benchmark.main(
         [
             "--only",
@@ -220,7 +212,7 @@ def test_entries_take_turns_and_what_is_there_is_not_measured_again(
     assert len([row for row in written(tmp_path)["measurements"] if row["entry"] == "people"]) == 2
 
 
-def test_figures_of_other_code_are_made_anew_but_for_peers(
+def test_other_code_is_measured_again_except_peers(
     benchmark, on_gpu, monkeypatch, tmp_path, capsys
 ):
     only = ["--only", "gpt2-124m/recipe,gpt2-124m/people", "--out", str(tmp_path), "--rounds", "1"]
@@ -234,13 +226,13 @@ def test_figures_of_other_code_are_made_anew_but_for_peers(
     assert "gpt2-124m/recipe: 1 measurements of other code" in capsys.readouterr().err
 
 
-def test_nothing_is_begun_that_would_not_end_in_time(benchmark, on_gpu, tmp_path, capsys):
+def test_no_measurement_starts_that_would_not_end_in_time(benchmark, on_gpu, tmp_path, capsys):
     benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path), "--minutes", "0.5"])
     assert on_gpu == []
     assert "3 measurements are left" in capsys.readouterr().err
 
 
-def test_what_the_commands_own_time_cut_short_is_left_for_the_next(
+def test_a_measurement_cut_short_by_the_time_limit_is_repeated(
     benchmark, on_gpu, monkeypatch, tmp_path, capsys
 ):
     monkeypatch.setattr(
@@ -261,7 +253,7 @@ def test_toy_figures_do_not_mix_with_real_ones(benchmark, on_gpu, tmp_path):
         benchmark.main(["--tiny", "--out", str(tmp_path)])
 
 
-def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
+def test_skipped_entries_are_reported(benchmark, on_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(type(SPEEDUPS), "names", lambda self: ["compile", "bf16"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     benchmark.main(
@@ -274,12 +266,12 @@ def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_p
             "1",
         ]
     )
-    said = capsys.readouterr().err
-    assert said.count("There is no speedup bf16-weights: it is omitted.") == 1
-    assert "gpt2-124m/set-cuda-graphs is skipped: it tests cuda-graphs." in said
+    output = capsys.readouterr().err
+    assert output.count("There is no speedup bf16-weights: it is omitted.") == 1
+    assert "gpt2-124m/set-cuda-graphs is skipped: it tests cuda-graphs." in output
     assert (
         "gpt2-124m/huggingface is skipped: it is missing. To add it: pip install transformers."
-        in said
+        in output
     )
     assert {row["entry"] for row in written(tmp_path)["measurements"]} == {
         "set",
@@ -292,7 +284,7 @@ def test_what_is_missing_is_left_out_aloud(benchmark, on_gpu, monkeypatch, tmp_p
     "part",
     [path.name for path in [*FOLDER.glob("throughput_*.py"), FOLDER / "optimisers_report.py"]],
 )
-def test_a_part_that_is_run_by_hand_names_the_command(part, monkeypatch, capsys):
+def test_a_part_run_as_a_script_names_the_command(part, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(FOLDER))
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(FOLDER / part), run_name="__main__")

@@ -26,14 +26,14 @@ def benchmark(monkeypatch):
 
 @pytest.fixture
 def every_package(monkeypatch):
-    """Pretend that the optional packages of the GPU machine are installed."""
+    """Pretend that the optional packages of a GPU machine are installed."""
     for module in (conditions, liger_ce, flex_attention):
         monkeypatch.setattr(module, "find_spec", lambda package: package)
     monkeypatch.setattr(flash_attention_4, "version", lambda package: "4")
 
 
 @pytest.mark.usefixtures("every_package")
-def test_every_entry_is_a_set_of_speedups_that_go_together_on_a_gpu(benchmark, tmp_path):
+def test_every_entry_is_a_compatible_set_of_speedups_on_a_gpu(benchmark, tmp_path):
     session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
     for entry in benchmark.ENTRIES:
         work = next(work for work in benchmark.WORKS if work.name == entry.work)
@@ -62,7 +62,7 @@ def test_a_speedup_brings_what_it_needs(benchmark, tmp_path):
     )
 
 
-def test_the_real_shapes_are_the_recipes(benchmark):
+def test_the_real_shapes_are_those_of_the_recipes(benchmark):
     shapes = {work.name: benchmark.shape(work, tiny=False) for work in benchmark.WORKS}
     models = {name: config.model.own() for name, config in shapes.items()}
     assert {name: config.data.seq_len for name, config in shapes.items()} == {
@@ -77,7 +77,7 @@ def test_the_real_shapes_are_the_recipes(benchmark):
 
 
 @pytest.mark.usefixtures("every_package")
-def test_no_two_entries_are_one_run_on_a_gpu(benchmark, tmp_path):
+def test_no_two_entries_are_the_same_run_on_a_gpu(benchmark, tmp_path):
     session = benchmark.Session(benchmark.parser().parse_args([]), H200, tmp_path, tmp_path)
     runs = []
     for work in benchmark.WORKS:

@@ -1,6 +1,4 @@
-"""Kernels are grouped by what they do: names as they are on NVIDIA GPUs, the update by its range,
-idle by what nothing covers.
-"""
+"""Kernels are grouped by purpose, the update by its range; uncovered time is idle."""
 
 from __future__ import annotations
 
@@ -102,7 +100,7 @@ def profiling(monkeypatch):
 @pytest.mark.parametrize(
     ("group", "name"), [(group, name) for group, names in NAMES.items() for name in names]
 )
-def test_a_kernel_is_known_by_its_name(profiling, group, name):
+def test_a_kernel_is_grouped_by_its_name(profiling, group, name):
     assert profiling.group_of(name) == group
 
 
@@ -118,7 +116,7 @@ def event(name, begin, length, *, cat="kernel", tid=7, correlation=None):
     }
 
 
-def test_time_is_grouped_and_what_nothing_covers_is_idle(profiling):
+def test_time_is_grouped_and_uncovered_time_is_idle(profiling):
     events = [
         {"ph": "M", "name": "process_name"},
         event("aten::mm", 0, 5_000, cat="cpu_op"),
@@ -149,7 +147,7 @@ def test_time_is_grouped_and_what_nothing_covers_is_idle(profiling):
     )
 
 
-def test_a_profile_without_kernels_says_so(profiling):
+def test_a_profile_without_kernels_is_an_error(profiling):
     assert profiling.grouped([event("aten::mm", 0, 5, cat="cpu_op")], steps=1)["groups"] == {}
 
 

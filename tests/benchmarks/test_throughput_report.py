@@ -1,6 +1,4 @@
-"""What throughput.py makes of its measurements: the best batch, ratios of like with like, targets
-judged on the device they are for.
-"""
+"""The report picks the best batch, compares like with like, and checks targets per device."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def benchmark(monkeypatch):
     return importlib.import_module("throughput")
 
 
-def test_batches_that_come_near_go_on(benchmark):
+def test_batches_near_the_best_are_repeated(benchmark):
     report = importlib.import_module("throughput_report")
     entry = next(
         entry for entry in benchmark.ENTRIES if (entry.work, entry.name) == ("gpt2-124m", "set")
@@ -41,7 +39,7 @@ def test_batches_that_come_near_go_on(benchmark):
     assert report.best_rows(report.Measurements(given, tiny=False), entry) == [64, 128]
 
 
-def test_targets_are_judged_by_the_best_of_ours(benchmark, tmp_path):
+def test_targets_are_checked_against_the_best_of_flatout(benchmark, tmp_path):
     report = importlib.import_module("throughput_report")
     found = report.Measurements([], tiny=False)
 
@@ -110,7 +108,7 @@ def row_of(entry, rate, *, device, roof_tflops, rows=64, work="gpt2-124m"):
     return {"work": work, "entry": entry, "rows": rows, "round": 0, **figures, **where}
 
 
-def test_another_gpu_is_not_judged_but_put_in_proportion_to_its_matrix_products(benchmark):
+def test_another_gpu_has_no_verdict_but_a_share_of_its_matmul_rate(benchmark):
     report = importlib.import_module("throughput_report")
     rows = [
         row_of("set", 295e3, device="NVIDIA A100", roof_tflops=395.0),
@@ -162,7 +160,7 @@ def test_like_is_compared_with_like(benchmark, tmp_path):
         assert biases == {name: name.endswith("-bias") for name in biases}
 
 
-def test_what_is_compared_with_is_named_with_its_batch(benchmark):
+def test_a_ratio_names_its_reference_and_its_batch(benchmark):
     report = importlib.import_module("throughput_report")
     rows = [
         row_of("people", 100.0, device="NVIDIA H200", roof_tflops=790.0, rows=1),

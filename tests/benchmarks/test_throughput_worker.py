@@ -36,7 +36,7 @@ def worker(benchmark):
         ("print('noise'); print('{\"status\": \"ok\"}')", "ok", None),
     ],
 )
-def test_whatever_happens_to_a_process_a_row_comes_of_it(benchmark, program, status, reason):
+def test_every_outcome_of_a_process_becomes_a_row(benchmark, program, status, reason):
     found = benchmark.run_apart(
         {}, 1.0 if status == "timed-out" else 60.0, command=[sys.executable, "-c", program]
     )
@@ -53,7 +53,7 @@ def test_whatever_happens_to_a_process_a_row_comes_of_it(benchmark, program, sta
         ([10.0, 11.0, 12.0], "failed"),
     ],
 )
-def test_a_loss_that_does_not_fall_is_no_figure(worker, losses, status):
+def test_a_loss_that_does_not_fall_is_a_failure(worker, losses, status):
     assert worker.unless_it_trains(losses).get("status") == status
 
 
@@ -72,13 +72,13 @@ def test_an_error_becomes_a_row(worker, monkeypatch):
     assert measure(RuntimeError("no\nmore")) == {"status": "failed", "reason": "RuntimeError: no"}
 
 
-def test_flops_are_six_a_weight_and_attention_over_what_is_seen(worker, benchmark):
+def test_flops_are_six_per_weight_plus_attention_within_the_window(worker, benchmark):
     config = benchmark.shape(benchmark.WORKS[0], tiny=False)
     matmul = 12 * 12 * 768**2 + 50304 * 768
     assert worker.flops_per_token(config) == pytest.approx(6 * matmul + 6 * 12 * 1025 * 768)
 
 
-def test_steps_are_timed_from_begin_to_begin(worker, monkeypatch):
+def test_steps_are_timed_from_start_to_start(worker, monkeypatch):
     marks = iter([0.0, 5.0, 6.0, 8.0, 11.0])
     monkeypatch.setattr(worker.time, "perf_counter", lambda: next(marks))
     times = worker.StepTimes(torch.device("cpu"), 1, 3)

@@ -1,11 +1,11 @@
-"""A tiny trained run, for the commands that need one."""
+"""A tiny trained run for the tests of commands."""
 
 import pytest
 
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """The directory of a run of two steps on a small text of characters."""
+    """The directory of a run of two steps, trained on characters of a short text."""
     from flatout.commands.prepare import prepare
     from flatout.commands.train import train_config
     from flatout.config.schema import load_config

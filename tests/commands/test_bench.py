@@ -56,17 +56,17 @@ def sample_report():
 
 @pytest.fixture
 def measured(sample_report, monkeypatch, tmp_path):
-    """Replace measuring by the sample report, and record the arguments."""
-    asked = {}
+    """Replace the measurement with the sample report, and record the arguments."""
+    arguments = {}
 
     def run_bench(config, **options):
-        asked.update(options, config=config)
-        place = options["out"] or tmp_path / "bench"
-        results.write(sample_report, "table\n", "<svg/>", place)
-        return sample_report, place
+        arguments.update(options, config=config)
+        out = options["out"] or tmp_path / "bench"
+        results.write(sample_report, "table\n", "<svg/>", out)
+        return sample_report, out
 
     monkeypatch.setattr(measuring, "run_bench", run_bench)
-    return asked
+    return arguments
 
 
 def run(*words):

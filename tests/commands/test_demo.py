@@ -1,4 +1,4 @@
-"""`flatout demo`: on a small text, on a finished run, and the choices it makes."""
+"""`flatout demo`: on a small text, on a finished run, and its choice of text and recipe."""
 
 import signal
 from pathlib import Path
@@ -91,7 +91,7 @@ def test_a_changed_text_starts_another_run(quick):
     assert first.data != second.data
 
 
-def test_the_demo_of_python_itself_is_chosen_by_device():
+def test_the_recipe_of_the_default_demo_depends_on_the_device():
     assert about_python("cpu").recipe == "demo"
     assert about_python("cuda").recipe == "demo-gpu"
     assert about_python("cpu").source == "python_stdlib"
@@ -156,7 +156,7 @@ def test_length_fits_the_time_and_the_text():
 
 
 class InterruptsAt(Quiet):
-    """An observer that presses Ctrl+C at a step."""
+    """An observer that sends SIGINT at a step."""
 
     def __init__(self, step):
         self.step = step
@@ -187,7 +187,7 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
         (b"", "is empty", "few kilobytes"),
         (b"x", "1 character cannot be split", "few kilobytes"),
         (b"caf\xe9", "it looks like CP1252", "Convert it with `iconv -f CP1252"),
-        (bytes(range(256)), "it looks like a binary file", "Name only text files"),
+        (bytes(range(256)), "it looks like a binary file", "Name a text file"),
     ],
 )
 def test_unusable_files_are_refused(quick, content, message, fix):
@@ -215,7 +215,7 @@ def test_fixes_with_options_of_prepare_refer_to_prepare(quick):
     assert raised.value.fix.startswith("Use `flatout prepare`: ")
 
 
-def test_the_device_is_chosen_by_the_machine(quick):
+def test_the_device_is_chosen_automatically(quick):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     result = demo(quick / "a.txt", minutes=0.001)
     (start,) = (

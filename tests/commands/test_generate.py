@@ -151,7 +151,7 @@ def test_a_stop_may_span_tokens(tiny_run, typed):
 
 
 def test_short_and_long_texts_have_the_requested_length(tiny_run, typed):
-    """One token; more than the 32 that the model sees; a prompt longer than that."""
+    """One token, more than the model's 32 positions, and a prompt longer than that."""
     assert (
         len(text_of(typed(tiny_run, "--prompt", "It", "--max-tokens", 1, "--temperature", 0))) == 3
     )
@@ -194,7 +194,7 @@ def test_the_checkpoint_can_be_chosen(fox_run, typed):
     assert "1, 2, 3" in result["fix"]
 
 
-def test_a_run_on_separate_documents(tiny_run, tmp_path, typed):
+def test_a_run_with_a_document_mask_generates(tiny_run, tmp_path, typed):
     shape = [
         "model.num_layers=1",
         "model.d_model=16",
@@ -221,7 +221,7 @@ def test_a_run_on_separate_documents(tiny_run, tmp_path, typed):
     )
 
 
-def test_ctrl_c_ends_a_text_that_is_being_written(tiny_run):
+def test_ctrl_c_interrupts_a_streamed_text(tiny_run):
     words = [
         sys.executable,
         "-m",

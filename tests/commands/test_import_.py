@@ -30,7 +30,7 @@ def test_chunks_become_a_dataset(folder):
     assert "already exists" in import_chunks(folder, folder.parent / "set", "byte").summary()
 
 
-def test_the_command_is_called_import(folder):
+def test_the_command_is_named_import(folder):
     assert COMMANDS.get("import") is COMMAND
     out = folder.parent / "set"
     words = [

@@ -174,7 +174,7 @@ def test_the_command_and_its_example():
 
 
 @pytest.mark.slow
-def test_it_never_imports_torch(folder):
+def test_inspect_does_not_import_torch(folder):
     code = (
         f"import sys; from flatout.commands.inspect import inspect; inspect({str(folder)!r}); "
         f"sys.exit('torch' in sys.modules)"

@@ -126,7 +126,9 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
     assert after["checkpointing"] == before["checkpointing"] | here | {"on": True}
     assert (after["fused-adamw"]["on"], before["fused-adamw"]["on"]) == (False, True)
     changed = {name for name in after if after[name] != before[name]}
-    assert changed == {"bf16", "fused-adamw", "checkpointing"}, "tf32 is of another torch"
+    assert changed == {"bf16", "fused-adamw", "checkpointing"}, (
+        "the gain of tf32 was measured with another torch"
+    )
     assert "on   measured      bf16 " in result.summary()
     assert result.summary().count(reason) == 2
 

@@ -52,7 +52,7 @@ def test_a_locked_run_is_running(tmp_path):
     assert runs(tmp_path).items[0].state == "stopped"
 
 
-def test_losses_and_steps_are_the_last_written(tmp_path):
+def test_losses_and_steps_are_the_latest(tmp_path):
     records = [
         {"step": 10, "train/loss": 3.0, "val/loss": 3.5},
         {"step": 20, "train/loss": 2.0},

@@ -69,7 +69,7 @@ def test_a_directory_without_a_dataset_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_never_imports_torch(folder):
+def test_verify_does_not_import_torch(folder):
     code = (
         f"import sys; from flatout.commands.verify import verify; verify({str(folder)!r}); "
         f"sys.exit('torch' in sys.modules)"

@@ -32,7 +32,7 @@ def test_the_site_builds_without_a_warning(tool, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_broken_link_stops_the_build(tool, tmp_path, monkeypatch, capfd):
+def test_a_broken_link_fails_the_build(tool, tmp_path, monkeypatch, capfd):
     site = tool("build_site")
     page = tmp_path / "page.md"
     page.write_text("# Page\n\n[nowhere](#nowhere)\n", encoding="utf-8")
@@ -65,7 +65,7 @@ def test_links_lead_to_pages_pictures_and_the_repository(tool, tmp_path, monkeyp
     assert rewritten("[it](../../LICENSE)") == "[it](https://host/flatout/blob/main/LICENSE)"
 
 
-def test_a_bar_in_code_loses_its_escape(tool):
+def test_an_escaped_bar_in_code_is_unescaped(tool):
     table = "| `a \\| b <c>` | `d` |"
     assert (
         tool("build_site").with_bars_in_code(table) == "| <code>a &#124; b &lt;c&gt;</code> | `d` |"
@@ -78,7 +78,7 @@ def test_contracts_become_list_items(tool):
     assert tool("docstrings").with_contract_items(text) == expected
 
 
-def test_types_are_written_as_a_reader_writes_them(tool):
+def test_types_are_written_in_short_form(tool):
     site = tool("build_site")
     assert site.type_name(int | None) == "int"
     assert site.type_name(tuple[float, float]) == "tuple[float, float]"

@@ -37,12 +37,12 @@ def files(tmp_path, monkeypatch):
     shutil.copytree(FILES, copy)
     (copy / "unfinished").rename(copy / ".unfinished.part")
     for text in copy.glob("text*.txt"):
-        os.utime(text, (1_700_000_000, 1_700_000_000))  # the plan holds a digest of these times
+        os.utime(text, (1_700_000_000, 1_700_000_000))  # the plan contains a digest of these times
     monkeypatch.chdir(copy)
     return copy
 
 
-def test_the_dataset_is_whole_and_verifies(files):
+def test_the_dataset_verifies(files):
     assert flatout.verify("data").ok
     assert flatout.Dataset.open(files / "data").manifest.tokens == 8_363
 
@@ -56,7 +56,7 @@ def test_the_interrupted_run_resumes_and_ends_with_the_same_losses(files):
     assert result.val_loss == pytest.approx(VAL_LOSS, rel=1e-5)
 
 
-def test_its_checkpoint_is_evaluated_and_generates(files):
+def test_its_checkpoint_can_be_evaluated_and_sampled(files):
     score = flatout.evaluate("run", data=["data"])
     assert VAL_LOSS < score.val_loss < 5.6
     assert flatout.sample("run", prompt="the ", max_tokens=4, seed=0).samples
@@ -68,7 +68,7 @@ def test_its_checkpoint_starts_another_run(files):
     assert result.train_loss == pytest.approx(TRAIN_LOSS, rel=1e-5)
 
 
-def test_the_unfinished_prepare_is_continued_to_the_same_bytes(files, capsys):
+def test_the_unfinished_prepare_resumes_and_writes_the_same_bytes(files, capsys):
     texts = [f"text{number}.txt" for number in range(3)]
     options = ["--tokenizer", "train:300", "--split", "tail 0.1", "--workers", "1"]
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""The sources as the house rules read them: parsed, nothing imported."""
+"""Parse the source files that the rules check, without importing them."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ def repository(package: list[Source]) -> list[Source]:
 
 @pytest.fixture(scope="session")
 def source():
-    """Make a Source from a text, to show a rule an offender."""
+    """Return a Source with the given text, to test that a rule finds violations."""
     return lambda text, path="flatout/example.py": Source(path, text)
 
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The repository."""
+    """The root of the repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
-def no_offenders():
-    """Fail with one line an offender."""
+def no_violations():
+    """Fail with one line per violation."""
 
-    def check(found: list[str]) -> None:
-        if found:
-            pytest.fail("\n".join(["", *found]), pytrace=False)
+    def check(violations: list[str]) -> None:
+        if violations:
+            pytest.fail("\n".join(["", *violations]), pytrace=False)
 
     return check

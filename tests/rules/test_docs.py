@@ -42,9 +42,9 @@ def documents(root):
 
 
 def command_lines(text: str) -> list[str]:
-    """Return the commands in shell blocks and in inline code, except in generated error tables.
+    """Return the commands in shell blocks and inline code, except in generated error tables.
 
-    Continued lines are joined and comments dropped.
+    Continuation lines are joined and comments removed.
     """
     text = MESSAGES.sub("", text)
     lines = [
@@ -67,7 +67,7 @@ def problem_of(line: str, targets: set[str]) -> str | None:
         words = [word for word in shlex.split(line)[1:] if "=" not in word]
         return next((f"no make target {word!r}" for word in words if word not in targets), None)
     if not PROGRAM.match(line):
-        return "no command of flatout"
+        return "not a command of flatout"
     words = shlex.split(PROGRAM.sub("", line))
     if words[0].startswith("--") or words[0] == "COMMAND":
         return None if words[0] in {"--help", "--version", "COMMAND"} else f"no option {words[0]}"
@@ -93,7 +93,7 @@ def wrong_keys(values) -> str | None:
     return None
 
 
-def test_every_command_parses(root, no_offenders):
+def test_every_command_parses(root, no_violations):
     targets = set(
         re.findall(
             r"^([a-z][a-z-]*):", (root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
@@ -106,11 +106,11 @@ def test_every_command_parses(root, no_offenders):
             if message := problem_of(line, targets):
                 wrong.append(f"{path.name}: {line}: {message}")
     assert seen > 20
-    no_offenders(wrong)
+    no_violations(wrong)
 
 
-def test_every_configuration_key_exists(root, no_offenders):
-    """A key in inline code exists, and takes the value that it is given there."""
+def test_every_configuration_key_exists(root, no_violations):
+    """Keys in inline code exist and accept the values shown there."""
     wrong = []
     sections = "|".join(key.partition(".")[0] for key in all_keys(RunConfig) if "." in key)
     known = {
@@ -125,10 +125,10 @@ def test_every_configuration_key_exists(root, no_offenders):
                 wrong.append(f"{path.name}: {key}")
             elif value and not value[1:].isupper() and not key.startswith("model."):
                 load_config(None, [key + value])
-    no_offenders(wrong)
+    no_violations(wrong)
 
 
-def test_the_names_of_other_tools_agree_with_the_error_messages(root, no_offenders):
+def test_names_from_other_tools_match_the_error_messages(root, no_violations):
     rows = re.findall(
         r"^\| (.+?) \| (.+?) \|",
         (root / "docs" / "coming-from.md").read_text(encoding="utf-8"),
@@ -141,7 +141,7 @@ def test_the_names_of_other_tools_agree_with_the_error_messages(root, no_offende
         if name in NAMES_ELSEWHERE
     ]
     assert len(pairs) > 30
-    no_offenders(
+    no_violations(
         [
             f"{name}: {NAMES_ELSEWHERE[name]}, not {here}"
             for name, here in pairs
@@ -150,7 +150,7 @@ def test_the_names_of_other_tools_agree_with_the_error_messages(root, no_offende
     )
 
 
-def test_quoted_messages_exist_in_the_code(root, no_offenders):
+def test_quoted_messages_exist_in_the_code(root, no_violations):
     quoted = re.findall(
         r"^\| `([^`]* [^`]*)`",
         (root / "docs" / "troubleshooting.md").read_text(encoding="utf-8"),
@@ -165,7 +165,7 @@ def test_quoted_messages_exist_in_the_code(root, no_offenders):
         if piece.strip() and not quote.startswith(("make ", "torchrun: "))
     ]
     assert len(pieces) > 3
-    no_offenders([piece for piece in pieces if not any(piece in text for text in texts)])
+    no_violations([piece for piece in pieces if not any(piece in text for text in texts)])
 
 
 def test_quick_commands_run(root, tmp_path):
@@ -192,30 +192,30 @@ def test_quick_commands_run(root, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_example_of_every_command_parses(no_offenders):
+def test_the_example_of_every_command_parses(no_violations):
     examples = [COMMANDS.get(name).example for name in COMMANDS.names()]
-    no_offenders(
+    no_violations(
         [f"{line}: {message}" for line in examples if (message := problem_of(line, set()))]
     )
 
 
-def test_every_relative_link_has_a_target(root, no_offenders):
+def test_every_relative_link_has_a_target(root, no_violations):
     wrong = []
     for path in [*documents(root), *root.glob("*.md")]:
         targets = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8"))
         wrong += [
             f"{path.name}: {target}" for target in targets if not (path.parent / target).exists()
         ]
-    no_offenders(wrong)
+    no_violations(wrong)
 
 
-def test_the_api_page_documents_every_public_name(root, no_offenders):
+def test_the_api_page_documents_every_public_name(root, no_violations):
     text = (root / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     documented = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
     public = {f"flatout.{name}" for name in flatout.__all__ if not name.startswith("_")}
-    no_offenders([f"docs/reference/api.md lacks {name}" for name in public - set(documented)])
-    no_offenders(
-        [f"docs/reference/api.md: {name} is gone" for name in documented if not found(name)]
+    no_violations([f"docs/reference/api.md lacks {name}" for name in public - set(documented)])
+    no_violations(
+        [f"docs/reference/api.md: {name} does not exist" for name in documented if not found(name)]
     )
 
 
@@ -224,8 +224,8 @@ def found(name: str) -> bool:
     return hasattr(importlib.import_module(module), attribute)
 
 
-def test_the_readme_begins_with_what_matters(root):
-    """Its first 40 lines hold the two commands, the picture, the table and the alternatives."""
+def test_the_readme_starts_with_the_essentials(root):
+    """The first 40 lines contain two commands, the picture, the table and the alternatives."""
     text = (root / "README.md").read_text(encoding="utf-8")
     head = "\n".join(text.splitlines()[:40])
     assert head.startswith("# flatout\n")
@@ -255,12 +255,12 @@ def test_the_readme_describes_every_folder(root):
         ("torchrun --nproc-per-node 2 -m flatout list models", None),
     ],
 )
-def test_problems_are_found(line, message):
+def test_the_check_of_commands_finds_problems(line, message):
     found = problem_of(line, {"demo"})
     assert (found is None) if message is None else (message in found)
 
 
-def test_command_lines_are_found():
+def test_command_lines_are_extracted():
     block = (
         "```sh\n$ flatout prepare a \\\n    --out b   # comment\nls\nmake demo && make test\n```\n"
     )

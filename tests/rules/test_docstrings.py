@@ -1,6 +1,4 @@
-"""Every public function, class and method says what it is; every tensor function says its shapes;
-every config field is its help.
-"""
+"""Public definitions have docstrings, tensor functions state shapes, config fields have help."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def public_definitions(body, prefix=""):
-    """Public functions, classes and the methods of public classes, as (dotted name, node)."""
+    """Yield public functions, classes and methods as (dotted name, node)."""
     for node in body:
         if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
             yield f"{prefix}{node.name}", node
@@ -51,7 +49,7 @@ def without_shapes(source) -> list[str]:
 
 
 def config_classes(sources) -> list[tuple[str, ast.ClassDef]]:
-    """Section and every class that derives from it, found by name through all files."""
+    """Return Section and all its subclasses, found by name in all files."""
     classes = [
         (source.path, node)
         for source in sources
@@ -87,12 +85,12 @@ def fields_without_help(path: str, node: ast.ClassDef) -> list[str]:
     return wrong
 
 
-def test_every_public_definition_has_a_docstring(package, no_offenders):
-    no_offenders([line for source in package for line in undocumented(source)])
+def test_every_public_definition_has_a_docstring(package, no_violations):
+    no_violations([line for source in package for line in undocumented(source)])
 
 
-def test_every_tensor_function_states_its_shapes(package, no_offenders):
-    no_offenders(
+def test_every_tensor_function_states_its_shapes(package, no_violations):
+    no_violations(
         [
             line
             for source in package
@@ -102,10 +100,10 @@ def test_every_tensor_function_states_its_shapes(package, no_offenders):
     )
 
 
-def test_every_config_field_has_its_help(package, no_offenders):
+def test_every_config_field_has_help(package, no_violations):
     classes = config_classes(package)
     assert len(classes) > 8
-    no_offenders([line for path, node in classes for line in fields_without_help(path, node)])
+    no_violations([line for path, node in classes for line in fields_without_help(path, node)])
 
 
 def test_the_rules_see_offenders(source):

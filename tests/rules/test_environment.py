@@ -1,6 +1,4 @@
-"""Environment variables are read in two places only, so that nothing else depends on what a shell
-happens to hold.
-"""
+"""Only two files read environment variables, so that no other code depends on the shell."""
 
 from __future__ import annotations
 
@@ -33,8 +31,8 @@ def reads_environment(source) -> list[str]:
 
 
 @pytest.mark.slow
-def test_environment_is_read_in_two_places_only(package, no_offenders):
-    no_offenders(
+def test_only_two_files_read_the_environment(package, no_violations):
+    no_violations(
         [
             line
             for source in package
@@ -44,7 +42,7 @@ def test_environment_is_read_in_two_places_only(package, no_offenders):
     )
 
 
-def test_the_rule_sees_each_way(source):
+def test_the_rule_finds_every_form(source):
     for text in (
         "import os\nos.environ['A']",
         "import os\nos.getenv('A')",

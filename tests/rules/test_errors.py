@@ -1,6 +1,4 @@
-"""Every error of ours says what happened and how to repair it; nothing else is raised at a user;
-nothing is swallowed.
-"""
+"""Errors say what happened and how to fix it, have flatout's own types, and are not swallowed."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def called(node: ast.Call) -> str:
 
 
 def last_words(node: ast.expr) -> str | None:
-    """The constant text an expression ends with; None when it ends with a value."""
+    """Return the constant text that an expression ends with, or None if it ends with a value."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -50,7 +48,7 @@ def is_sentence(words: str) -> bool:
 
 
 def without_fix(source) -> list[str]:
-    """Errors made without `fix=`, without what happened, or in words that are no sentence."""
+    """List errors that lack `fix=` or a message, or whose text is not a sentence."""
     wrong = []
     for node in ast.walk(source.tree):
         if not isinstance(node, ast.Call) or called(node) not in FAMILY:
@@ -75,7 +73,7 @@ def without_fix(source) -> list[str]:
 
 
 def raised_at_users(source) -> list[str]:
-    """Raises of Python's own general errors, which carry no fix."""
+    """List raises of Python's general exceptions, which have no fix."""
     raises = (
         node
         for node in ast.walk(source.tree)
@@ -89,7 +87,7 @@ def raised_at_users(source) -> list[str]:
 
 
 def swallowed(source) -> list[str]:
-    """Handlers that take any exception and do nothing."""
+    """List handlers that catch every exception and do nothing."""
     handlers = (node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler))
     return [
         f"{source.path}:{node.lineno} swallows every exception"
@@ -99,20 +97,20 @@ def swallowed(source) -> list[str]:
     ]
 
 
-def test_every_error_of_ours_has_a_fix(package, no_offenders):
-    no_offenders([line for source in package for line in without_fix(source)])
+def test_every_error_has_a_fix(package, no_violations):
+    no_violations([line for source in package for line in without_fix(source)])
 
 
-def test_users_only_see_errors_of_ours(package, no_offenders):
-    no_offenders([line for source in package for line in raised_at_users(source)])
+def test_only_errors_of_flatout_are_raised(package, no_violations):
+    no_violations([line for source in package for line in raised_at_users(source)])
 
 
 @pytest.mark.slow
-def test_no_exception_is_swallowed(repository, no_offenders):
-    no_offenders([line for source in repository for line in swallowed(source)])
+def test_no_exception_is_swallowed(repository, no_violations):
+    no_violations([line for source in repository for line in swallowed(source)])
 
 
-def test_the_rules_see_offenders(source):
+def test_the_rules_find_violations(source):
     assert without_fix(source("raise DataError('Broken.')")) == [
         "flatout/example.py:1 DataError has no fix="
     ]

@@ -1,5 +1,4 @@
-"""Imports only point up the list: a module may import the modules before it, and those of its own
-package in one direction.
+"""A module imports only from entries before its own in HOUSE, and packages have no import cycles.
 
 Every import counts: at the top of a file, inside a function, under TYPE_CHECKING.
 """
@@ -7,7 +6,10 @@ Every import counts: at the top of a file, inside a function, under TYPE_CHECKIN
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
+
+import pytest
 
 HOUSE = (
     "errors",
@@ -45,7 +47,7 @@ HOUSE = (
     "cli",
     "__main__",
 )
-"""The list. docs/decisions/0001-imports-point-down.md says why."""
+"""All modules of flatout, lowest first. See docs/decisions/0001-imports-point-down.md."""
 
 PREPARE = (
     "request",
@@ -59,25 +61,49 @@ PREPARE = (
     "chunks",
     "import_chunks",
 )
-"""The order of the stages in data/prepare, which import each other in one direction too."""
+"""The stages of data/prepare in order; each imports only from those before it."""
+
+TRAINING = (
+    "step_start",
+    "step",
+    "evaluation",
+    "agreement",
+    "signals",
+    "out_of_memory",
+    "checkpoint",
+    "run_dir",
+    "metrics",
+    "warmup",
+    "init_from",
+    "request",
+    "saving",
+    "longer",
+    "loop",
+    "run_plan",
+    "finish",
+    "run",
+)
+"""The modules of training in order, from one step and the state on disk up to a whole run."""
 
 
-def place(module: str) -> str:
-    """The entry of the list that `flatout.data.store.order` belongs to: `data`. The package's own
-    file is `flatout`.
-    """
+def entry_of(module: str) -> str:
+    """Return a module's entry of HOUSE: `data` for `flatout.data.store.order`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "flatout"
 
 
-def stage(module: str) -> str | None:
-    """The entry of PREPARE that a module of data/prepare belongs to; None elsewhere."""
-    package, _, rest = module.partition("flatout.data.prepare.")
-    return rest.split(".")[0] if not package and rest else None
+def inside(package: str) -> Callable[[str], str | None]:
+    """Return a function from a module to its entry inside `package`, or None outside it."""
+
+    def entry(module: str) -> str | None:
+        before, _, rest = module.partition(f"{package}.")
+        return rest.split(".")[0] if not before and rest else None
+
+    return entry
 
 
 def imported(source, modules: set[str]) -> list[tuple[str, int]]:
-    """The modules of flatout that a file imports anywhere in it, and the lines that do."""
+    """Return the modules of flatout that a file imports, with the line numbers."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
@@ -99,7 +125,7 @@ def imported(source, modules: set[str]) -> list[tuple[str, int]]:
     return [(name, line) for name, line in found if name.split(".")[0] == "flatout"]
 
 
-def offenders(sources, entries=HOUSE, entry=place) -> list[str]:
+def violations(sources, entries=HOUSE, entry=entry_of) -> list[str]:
     modules = {source.module for source in sources}
     order = {name: index for index, name in enumerate(entries)}
     wrong = []
@@ -114,19 +140,24 @@ def offenders(sources, entries=HOUSE, entry=place) -> list[str]:
     return sorted(set(wrong))
 
 
-def test_imports_only_point_up_the_list(package, no_offenders):
-    no_offenders(offenders(package))
+def test_modules_import_only_from_entries_before_their_own(package, no_violations):
+    no_violations(violations(package))
 
 
-def test_stages_of_prepare_import_in_one_direction(package, no_offenders):
-    no_offenders(offenders(package, PREPARE, stage))
+@pytest.mark.parametrize(
+    ("folder", "entries"), [("flatout.data.prepare", PREPARE), ("flatout.training", TRAINING)]
+)
+def test_a_large_package_imports_in_one_order(package, no_violations, folder, entries):
+    modules = {inside(folder)(source.module) for source in package} - {None}
+    no_violations(sorted(f"{name} is not in the list" for name in modules - {*entries}))
+    no_violations(violations(package, entries, inside(folder)))
 
 
-def test_every_module_has_its_place_in_the_list(package, no_offenders):
-    no_offenders(sorted({place(source.module) for source in package} - {*HOUSE}))
+def test_every_module_is_in_the_list(package, no_violations):
+    no_violations(sorted({entry_of(source.module) for source in package} - {*HOUSE}))
 
 
-def test_no_cycles_inside_a_package(package):
+def test_packages_have_no_import_cycles(package):
     modules = {source.module for source in package}
     graph = {
         source.module: {
@@ -139,10 +170,10 @@ def test_no_cycles_inside_a_package(package):
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        raise AssertionError(f"These import each other: {' -> '.join(error.args[1])}") from None
+        raise AssertionError(f"Import cycle: {' -> '.join(error.args[1])}") from None
 
 
-def test_the_rule_sees_each_kind_of_import(source):
+def test_the_rule_finds_every_kind_of_import(source):
     below = source("from flatout.cli import main\n", "flatout/cli.py")
     for text in (
         "import flatout.cli",
@@ -153,9 +184,9 @@ def test_the_rule_sees_each_kind_of_import(source):
         "if TYPE_CHECKING:\n    from flatout.cli import main",
         "import flatout",
     ):
-        assert len(offenders([below, source(text, "flatout/data/store/order.py")])) == 1, text
+        assert len(violations([below, source(text, "flatout/data/store/order.py")])) == 1, text
     allowed = (
         "from flatout.errors import DataError\nimport os\nfrom flatout.data.prepare.pack import"
         " tokenize"
     )
-    assert offenders([source(allowed, "flatout/data/store/order.py")]) == []
+    assert violations([source(allowed, "flatout/data/store/order.py")]) == []

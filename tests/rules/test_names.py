@@ -1,4 +1,4 @@
-"""Names say what a thing is; comments say why; a list of public names is true."""
+"""Names and comments follow the rules, and `__all__` lists exactly the public names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import flatout
 
 pytestmark = pytest.mark.slow
 
-EMPTY_WORDS = {"util", "utils", "common", "helper", "helpers", "misc", "stuff", "manager"}
+MEANINGLESS_WORDS = {"util", "utils", "common", "helper", "helpers", "misc", "stuff", "manager"}
 BANNER = re.compile(r"^#\s*([-=#*~_+.─═])\1{3,}|^#{2,}[^!]|([-=#*~─═])\2{3,}\s*$")
 TODO_WITH_ENDING = re.compile(r"TODO\([^)]{4,}\): \S")
 
 
 def words(name: str) -> set[str]:
-    """`DataUtils` and `data_utils` are made of `data` and `utils`."""
+    """Return the words of a name: `data` and `utils` for `DataUtils` and `data_utils`."""
     return {
         word.lower()
         for part in name.split("_")
@@ -28,11 +28,13 @@ def words(name: str) -> set[str]:
     }
 
 
-def empty_names(source) -> list[str]:
+def meaningless_names(source) -> list[str]:
     names = [(1, part.removesuffix(".py")) for part in source.path.split("/")]
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
     names += [(node.lineno, node.name) for node in ast.walk(source.tree) if isinstance(node, kinds)]
-    return [f"{source.path}:{line} {name}" for line, name in names if words(name) & EMPTY_WORDS]
+    return [
+        f"{source.path}:{line} {name}" for line, name in names if words(name) & MEANINGLESS_WORDS
+    ]
 
 
 def comments(source) -> list[tuple[int, str]]:
@@ -41,7 +43,7 @@ def comments(source) -> list[tuple[int, str]]:
 
 
 def bad_comments(source) -> list[str]:
-    """Banners, and promises without an end: a TODO is written `TODO(what ends it): what to do`."""
+    """List banners, and TODOs that are not written `TODO(what ends it): what to do`."""
     wrong = [
         f"{source.path}:{line} banner: {text}"
         for line, text in comments(source)
@@ -51,20 +53,20 @@ def bad_comments(source) -> list[str]:
         if re.search(r"\b(FIXME|XXX|HACK)\b", text) or (
             "TODO" in text and not TODO_WITH_ENDING.search(text)
         ):
-            wrong.append(f"{source.path}:{line} names nothing that ends it: {text}")
+            wrong.append(f"{source.path}:{line} has no condition that ends it: {text}")
     return wrong
 
 
-def test_no_empty_names(repository, no_offenders):
-    no_offenders([line for source in repository for line in empty_names(source)])
+def test_no_name_is_meaningless(repository, no_violations):
+    no_violations([line for source in repository for line in meaningless_names(source)])
 
 
-def test_no_banners_and_no_promises_without_an_end(repository, no_offenders):
-    no_offenders([line for source in repository for line in bad_comments(source)])
+def test_no_banners_and_no_open_ended_todos(repository, no_violations):
+    no_violations([line for source in repository for line in bad_comments(source)])
 
 
 def declared(source) -> list[str] | None:
-    """The names in `__all__`, None where there is none."""
+    """Return the names in `__all__`, or None without it."""
     for node in source.tree.body:
         targets = (
             node.targets
@@ -79,7 +81,7 @@ def declared(source) -> list[str] | None:
 
 
 def public_names(source) -> set[str]:
-    """Names that a file defines, or takes from flatout to hand on."""
+    """Return the public names that a file defines or, as a package, re-exports."""
     names: set[str] = set()
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -98,7 +100,7 @@ def public_names(source) -> set[str]:
 
 
 def typed_imports(source) -> set[str]:
-    """Names that a file imports for type checkers only."""
+    """Return the names that a file imports only for type checkers."""
     blocks = [
         node
         for node in source.tree.body
@@ -108,10 +110,8 @@ def typed_imports(source) -> set[str]:
     return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
-def test_the_package_offers_what_type_checkers_see(package):
-    """`flatout.NAME` is imported on first use, so `__all__`, the imports that type checkers read
-    and what Python finds could differ.
-    """
+def test_the_package_exports_what_type_checkers_see(package):
+    """Names of flatout are imported on first use, so these three lists could differ."""
     source = next(source for source in package if source.module == "flatout")
     names = {*flatout.__all__} - {"__version__"}
     assert names == typed_imports(source)
@@ -128,16 +128,16 @@ def test_all_equals_the_public_names(package):
                 assert set(names) == public_names(source), source.path
 
 
-def test_the_rules_see_offenders(source):
+def test_the_rules_find_violations(source):
     assert (
         len(
-            empty_names(
+            meaningless_names(
                 source("class RunManager: ...\ndef load_utils(): ...\n", "flatout/common.py")
             )
         )
         == 3
     )
-    assert empty_names(source("def uncommon(): ...\nclass Utility: ...\n")) == []
+    assert meaningless_names(source("def uncommon(): ...\nclass Utility: ...\n")) == []
     for text in (
         "# ------ helpers",
         "# =====",
@@ -160,7 +160,7 @@ def test_the_rules_see_offenders(source):
 
 
 def patches_by_path(source) -> list[str]:
-    """Calls such as `patch.setattr("flatout.module.name", ...)`, which a rename breaks unseen."""
+    """List calls such as `patch.setattr("flatout.module.name", ...)`, which renames break."""
     calls = [node for node in ast.walk(source.tree) if isinstance(node, ast.Call) and node.args]
     return [
         f"{source.path}:{node.lineno} patches {node.args[0].value!r} by its path"
@@ -172,10 +172,10 @@ def patches_by_path(source) -> list[str]:
     ]
 
 
-def test_tests_patch_objects_and_not_paths(repository, no_offenders):
-    no_offenders([line for source in repository for line in patches_by_path(source)])
+def test_tests_patch_objects_instead_of_paths(repository, no_violations):
+    no_violations([line for source in repository for line in patches_by_path(source)])
 
 
-def test_the_rule_sees_a_patch_by_path(source):
+def test_the_rule_finds_a_patch_by_path(source):
     assert len(patches_by_path(source('p.setattr("flatout.run.x", 1)\n'))) == 1
     assert patches_by_path(source('p.setattr(run, "x", 1)\np.setattr("sys.stdin", 1)\n')) == []

@@ -1,6 +1,4 @@
-"""The project speaks of itself alone: no machine's paths, no package index's address, nothing of
-who wrote it where.
-"""
+"""No file names a machine's paths, a package index, or who wrote it and where."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ FOREIGN = re.compile(
 
 
 def written_files(root) -> list[str]:
-    """What git tracks, or would."""
+    """Return the files that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -52,7 +50,7 @@ def written_files(root) -> list[str]:
 
 
 @pytest.mark.slow
-def test_no_file_names_a_machine_or_an_index(root, no_offenders):
+def test_no_file_names_a_machine_or_an_index(root, no_violations):
     wrong = []
     for name in written_files(root):
         try:
@@ -64,10 +62,10 @@ def test_no_file_names_a_machine_or_an_index(root, no_offenders):
             for number, line in enumerate(lines, 1)
             if (found := FOREIGN.search(line))
         ]
-    no_offenders(wrong)
+    no_violations(wrong)
 
 
-def test_the_rule_sees_offenders():
+def test_the_rule_finds_violations():
     for text in (
         "see /ro" + "ot/x",
         "open('/tm" + "p/a')",

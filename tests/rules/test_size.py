@@ -1,8 +1,4 @@
-"""Files of at most 400 lines, functions of at most 50: what does not fit on a screen does not fit
-in a head.
-
-A function's lines are those of its signature and body; its docstring explains and is not counted.
-"""
+"""Files have at most 400 lines, functions at most 50, not counting their docstrings."""
 
 from __future__ import annotations
 
@@ -33,8 +29,8 @@ def long_functions(source) -> list[str]:
     ]
 
 
-def test_files_are_short(repository, no_offenders):
-    no_offenders(
+def test_files_are_short(repository, no_violations):
+    no_violations(
         [
             f"{s.path}: {lines} lines"
             for s in repository
@@ -44,11 +40,11 @@ def test_files_are_short(repository, no_offenders):
 
 
 @pytest.mark.slow
-def test_functions_are_short(repository, no_offenders):
-    no_offenders([line for source in repository for line in long_functions(source)])
+def test_functions_are_short(repository, no_violations):
+    no_violations([line for source in repository for line in long_functions(source)])
 
 
-def test_the_rule_counts_code_and_not_docstrings(source):
+def test_the_rule_does_not_count_docstrings(source):
     body = "\n".join(["    x = 1"] * 49)
     docstring = '    """One.\n\n' + "    more\n" * 30 + '    """\n'
     assert long_functions(source(f"def f():\n{body}\n")) == []

@@ -1,6 +1,4 @@
-"""`import flatout`, `--help`, `list`, `prepare` and `inspect` never import torch: it takes seconds,
-and they need none of it.
-"""
+"""`import flatout`, `--help`, `list`, `prepare` and `inspect` never import torch: it is slow."""
 
 from __future__ import annotations
 
@@ -29,13 +27,14 @@ HEAVY_PARTS = {
     "baseline",
     "__main__",
 }
-"""These work with tensors. All others must load without torch, so that listing, preparing and
-inspecting never wait for it. So may the code in a speedup's folder, but not its `__init__.py`.
+"""Modules that may import torch, by a part of their name.
+
+The code in a speedup's directory may too, except its `__init__.py`.
 """
 
 
 def modules_after(code: str, cwd) -> set[str]:
-    """The modules that a fresh Python has loaded after running `code`."""
+    """Return the modules that a new Python process has loaded after running `code`."""
     program = (
         f"import sys\ntry:\n    {code}\nexcept SystemExit as stop:\n    assert not stop.code,"
         " stop.code\nprint('\\n' + '\\n'.join(sys.modules))"
@@ -56,7 +55,7 @@ def heavy(modules: set[str]) -> list[str]:
     return sorted(modules & {"torch", "tensorboard"})
 
 
-def test_import_flatout_is_light(root):
+def test_import_flatout_imports_no_torch(root):
     assert heavy(modules_after("import flatout", root)) == []
 
 
@@ -123,5 +122,5 @@ def test_prepare_and_inspect_import_no_torch(root, tmp_path):
         )
 
 
-def test_the_rule_sees_an_offender(root):
+def test_the_rule_finds_an_import_of_torch(root):
     assert "torch" in heavy(modules_after("import torch", root))

@@ -1,4 +1,4 @@
-"""A built wheel holds all that a user needs and nothing else, and works from anywhere."""
+"""A wheel contains the package and nothing else, and works from any directory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def run(*words: str, cwd) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(root, tmp_path_factory):
-    """A wheel built offline from a copy of what git would ship, so that nothing is left behind in
-    the sources.
-    """
+    """A wheel, built offline from a copy so that the build leaves nothing in the sources."""
     copy = tmp_path_factory.mktemp("sources")
     shutil.copytree(
         root / "flatout", copy / "flatout", ignore=shutil.ignore_patterns("__pycache__")
@@ -51,7 +49,7 @@ def wheel(root, tmp_path_factory):
     return built
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel, root):
+def test_the_wheel_contains_the_package_and_nothing_else(wheel, root):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {
         p.relative_to(root).as_posix()
@@ -64,8 +62,8 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel, root):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_installed_wheel_finds_its_entries_from_elsewhere(wheel, root, tmp_path):
-    place, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+def test_the_installed_wheel_finds_its_entries_from_any_directory(wheel, root, tmp_path):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run(
         "-m",
@@ -75,13 +73,13 @@ def test_the_installed_wheel_finds_its_entries_from_elsewhere(wheel, root, tmp_p
         "--no-index",
         "--quiet",
         "--target",
-        str(place),
+        str(site),
         str(wheel),
         cwd=elsewhere,
     )
-    # -I: neither this repository nor an editable install of it may answer instead.
+    # -I keeps Python from importing this repository or an editable install of it.
     show = (
-        f"import sys; sys.path.insert(0, {str(place)!r}); sys.argv[1:] = {{}}; from flatout.cli"
+        f"import sys; sys.path.insert(0, {str(site)!r}); sys.argv[1:] = {{}}; from flatout.cli"
         " import main; main()"
     )
     for folder in PLURAL_FOLDERS:
@@ -91,7 +89,7 @@ def test_the_installed_wheel_finds_its_entries_from_elsewhere(wheel, root, tmp_p
     assert run(
         "-I",
         "-c",
-        f"import sys; sys.path.insert(0, {str(place)!r}); import flatout; print(flatout.__file__)",
+        f"import sys; sys.path.insert(0, {str(site)!r}); import flatout; print(flatout.__file__)",
         cwd=elsewhere,
-    ).startswith(str(place))
-    assert (place / "bin" / "flatout").exists()
+    ).startswith(str(site))
+    assert (site / "bin" / "flatout").exists()

@@ -1,4 +1,4 @@
-"""A case of bad input, the small world it happens in, and what the command line answers."""
+"""Run a command line with bad input in a small directory, and return its answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ speedups: auto,-compile
 
 @dataclass
 class World:
-    """The folder a case happens in, and ways to spoil it."""
+    """The directory that a case runs in, with functions to change it."""
 
     path: Path
     patch: pytest.MonkeyPatch
@@ -37,13 +37,13 @@ class World:
 
     def write(self, name: str, text: str | bytes) -> None:
         """Write a file."""
-        place = self.path / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(text.encode() if isinstance(text, str) else text)
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
 
     def rows(self) -> None:
-        """Prepare another data set, data/rows, of characters."""
-        assert ask("prepare book.txt --out data/rows --tokenizer char", self.path).code == 0
+        """Prepare another dataset, data/rows, with characters as tokens."""
+        assert run_command("prepare book.txt --out data/rows --tokenizer char", self.path).code == 0
 
     def overwrite(self, name: str, offset: int, data: bytes) -> None:
         """Change some bytes of a file."""
@@ -52,11 +52,11 @@ class World:
             file.write(data)
 
     def protect(self, name: str) -> None:
-        """Let nothing be written under a folder, which a permission cannot do to every user."""
-        place = self.path / name
+        """Refuse to write in a directory; file permissions do not apply to every user."""
+        folder = self.path / name
 
         def refused(path: object) -> bool:
-            return isinstance(path, str | Path) and place in (place.parent / path).parents
+            return isinstance(path, str | Path) and folder in (folder.parent / path).parents
 
         def guarded(function: Callable, writes: Callable[..., bool]) -> Callable:
             def call(path, *arguments, **named):
@@ -71,46 +71,46 @@ class World:
 
 
 def nothing(_world: World) -> None:
-    """Spoil nothing: the words alone are wrong."""
+    """Change nothing, because only the command line is wrong."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that a user gets wrong."""
+    """One mistake of a user."""
 
     wrong: str
-    """What is wrong, in a few words: the first column of the table."""
+    """The mistake in a few words: the first column of the table."""
     line: str
-    """The command line, without the program."""
+    """The command line without `flatout`."""
     names: tuple[str, ...]
-    """What the message must name."""
+    """Text that the message must contain."""
     fix: tuple[str, ...]
-    """What the fix must name."""
+    """Text that the fix must contain."""
     spoil: Callable[[World], None] = nothing
-    """What is done to the world first."""
-    says: str = ""
-    """A few words of the progress shown before the error."""
-    leaves: tuple[str, ...] = ()
-    """Beginnings of paths that may have changed afterwards."""
+    """Changes the world before the command runs."""
+    progress: str = ""
+    """Text of the progress shown before the error."""
+    may_change: tuple[str, ...] = ()
+    """Prefixes of paths that the command may change."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the command line answered."""
+    """The result of a command line."""
 
     code: object
     out: str
     err: str
     changed: list[str]
-    """Paths that came, went or changed."""
+    """Paths that were added, removed or changed."""
     what: str
-    """The message, with nothing in it that differs from machine to machine."""
+    """The message, without anything that depends on the machine."""
     fix: str
-    """What it says to do, likewise."""
+    """The fix, without anything that depends on the machine."""
 
 
 def make_world(path: Path) -> Path:
-    """Write what a user may have: texts, a recipe, a data set, a trained run."""
+    """Write the files of a typical user: texts, a recipe, a dataset and a trained run."""
     path.mkdir()
     world = World(path, pytest.MonkeyPatch(), contextlib.ExitStack())
     world.write("book.txt", "It was a dark and stormy night; the rain fell in torrents. " * 60)
@@ -120,12 +120,12 @@ def make_world(path: Path) -> Path:
         "prepare book.txt --out data/book --tokenizer byte",
         "train my.yaml --run-dir runs/first",
     ):
-        assert ask(line, path).code == 0
+        assert run_command(line, path).code == 0
     return path
 
 
 class Answers:
-    """Tries each case once."""
+    """Runs each case once, in a copy of the world."""
 
     def __init__(self, world: Path, factory: pytest.TempPathFactory) -> None:
         self._world = world
@@ -135,83 +135,81 @@ class Answers:
     def __call__(self, case: Case) -> Answer:
         """Return the answer to a case."""
         if case.wrong not in self._known:
-            place = self._factory.mktemp("case") / "here"
-            shutil.copytree(self._world, place)
-            config = place / "runs/first/config.yaml"
-            config.write_text(config.read_text().replace(str(self._world), str(place)))
-            self._known[case.wrong] = ask(case.line, place, case.spoil)
+            folder = self._factory.mktemp("case") / "here"
+            shutil.copytree(self._world, folder)
+            config = folder / "runs/first/config.yaml"
+            config.write_text(config.read_text().replace(str(self._world), str(folder)))
+            self._known[case.wrong] = run_command(case.line, folder, case.spoil)
         return self._known[case.wrong]
 
 
-def ask(line: str, place: Path, spoil: Callable[[World], None] = nothing) -> Answer:
-    """Run a command in a folder, on a machine with fixed hardware, and return its answer."""
+def run_command(line: str, folder: Path, spoil: Callable[[World], None] = nothing) -> Answer:
+    """Run a command in a directory, on a machine with fixed hardware, and return its answer."""
     name, *words = shlex.split(line)
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        _plain_machine(patch, place)
-        spoil(World(place, patch, stack))
-        before = contents(place)
+        _plain_machine(patch, folder)
+        spoil(World(folder, patch, stack))
+        before = contents(folder)
         with (
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
             pytest.raises(SystemExit) as stopped,
         ):
             cli.main([name, "--json", *words])
-        after = contents(place)
+        after = contents(folder)
     changed = sorted(
         name
         for name in before.keys() | after.keys()
         if before.get(name) != after.get(name) and not _is_lock(name, before)
     )
-    said = json.loads(out.getvalue().splitlines()[-1]) if out.getvalue() else {}
+    result = json.loads(out.getvalue().splitlines()[-1]) if out.getvalue() else {}
     return Answer(
         stopped.value.code,
         out.getvalue(),
         err.getvalue(),
         changed,
-        *(plain(said.get(key, ""), place) for key in ("error", "fix")),
+        *(plain(result.get(key, ""), folder) for key in ("error", "fix")),
     )
 
 
-def _plain_machine(patch: pytest.MonkeyPatch, place: Path) -> None:
-    """Hide what differs between machines: their CPU, their GPUs, what else they do."""
+def _plain_machine(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Hide what differs between machines: CPU, GPUs, environment and load."""
     import psutil
     import torch
 
     from flatout.terminal import Terminal
 
-    patch.chdir(place)
-    patch.setitem(
-        Terminal.__init__.__kwdefaults__, "clock", lambda: 0.0
-    )  # a slow machine has no more progress lines than a fast one
-    patch.setenv("HOME", str(place))
+    patch.chdir(folder)
+    # The number of progress lines must not depend on the machine's speed.
+    patch.setitem(Terminal.__init__.__kwdefaults__, "clock", lambda: 0.0)
+    patch.setenv("HOME", str(folder))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         patch.delenv(name, raising=False)
     patch.setattr(hardware, "_cpu_name", lambda: "a CPU")
+    patch.setattr(hardware, "_multiplies_bf16", lambda: False)
     patch.setattr(hardware, "usable_cores", lambda: 2)
     patch.setattr(hardware, "_gpus", lambda: ())
     patch.setattr(torch.cuda, "is_available", lambda: False)
     patch.setattr(psutil, "cpu_percent", lambda **_: 0.0)
 
 
-def contents(place: Path) -> dict[str, bytes | None]:
-    """Return every file and folder under a folder."""
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Return the files and directories in a directory, with the files' contents."""
     return {
-        path.relative_to(place).as_posix(): path.read_bytes() if path.is_file() else None
-        for path in place.rglob("*")
+        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
     }
 
 
 def _is_lock(name: str, before: dict[str, bytes | None]) -> bool:
-    """Say whether this is a run's lock that was there before: it names the last process that held
-    it.
-    """
+    """Return whether this is an existing lock of a run, which names the last process to hold it."""
     return name in before and name.endswith("/lock")
 
 
-def plain(text: str, place: Path) -> str:
-    """Return a message without what differs from place to place."""
-    text = text.replace(f"{place}/", "").replace(str(place), ".")
+def plain(text: str, folder: Path) -> str:
+    """Return a message without absolute paths and process numbers."""
+    text = text.replace(f"{folder}/", "").replace(str(folder), ".")
     text = re.sub(r"process \d+ on \S+(?=\.)", "process 4711 on this machine", text)
     return re.sub(r"kill \d+", "kill 4711", text)
 
@@ -222,7 +220,7 @@ def row(case: Case, answer: Answer) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text as Markdown shows it; lists that grow with flatout are shortened."""
+    """Return text escaped for Markdown, with long lists shortened."""
     text = re.sub(r"(Known|data sets): [^.]+\.$", r"\1: ...", text)
     text = re.sub(r"((?:[\w./-]+, ){2})(?:[\w./-]+, )+[\w./-]+\.(?= |$)", r"\1...", text)
     pieces = text.split("`")
