@@ -1,12 +1,12 @@
-"""The effect on a run's loss of hidden states in bfloat16: `bf16` with and without `bf16-stream`.
+"""The effect of bfloat16 hidden states on the loss: `bf16` with and without `bf16-stream`.
 
     OMP_NUM_THREADS=1 python benchmarks/bf16_stream.py --text shakespeare.txt
 
 Trains on the characters of one text, on the CPU under bfloat16 autocast. The two runs of a seed
 start from the same weights and see the same batches in the same order; the figure is the difference
-of their losses on the whole validation split, with Student's interval over the seeds. There are
+of their losses on the whole validation split, with Student's t interval over the seeds. There are
 three small models: a transformer, a deep and narrow one, and an eigenstate network. Each finished
-run is stored in WORK/runs.jsonl and not repeated by the same code. Writes
+run is stored in WORK/runs.jsonl; the same code does not repeat it. Writes
 benchmarks/results/bf16_stream.json and .md. Losses are measured, not times, so the machine may be
 busy.
 """
@@ -121,7 +121,7 @@ def main() -> None:
         "--work",
         type=Path,
         default=Path("data/bf16_stream"),
-        help="folder for the prepared data and the runs that are done",
+        help="directory for prepared data and finished runs",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -178,7 +178,7 @@ def measure(case: Case, dataset: Dataset, seeds: range, cache: Path) -> dict[str
 
 
 def remembered(case: Case, dataset: Dataset, way: str, seed: int, cache: Path) -> dict[str, Any]:
-    """Return the losses of a run, from the cache if this code has run it before."""
+    """Return the losses of a run, from the cache if the same code has run it before."""
     key = {"case": asdict(case), "shared": SHARED, "way": way, "seed": seed, "code": code_state()}
     if cache.exists():
         for text in cache.read_text().splitlines():

@@ -1,16 +1,16 @@
-"""How long saving blocks training: synchronous against asynchronous checkpoints.
+"""How long saves block training, with synchronous and with asynchronous checkpoints.
 
     OMP_NUM_THREADS=1 python benchmarks/checkpoints.py --repeats 5 [--out DIR]
 
 Trains a transformer of about 57 million parameters (0.7 GB of weights and moments) on random tokens
 in a temporary directory, alternating `speedups=auto,-async-checkpoints` and
-`auto,+async-checkpoints`, and saves every few steps. The event of each save says how long the loop
-was blocked and when the checkpoint was complete. The last save of a run is not counted, since the
-run waits for it either way. The first save is reported separately: an asynchronous one uses memory
-reserved before the first step, and the time of that has its own column. The wall time of each run
-is reported too, since a writing thread takes its share of the cores. Figures are medians over all
-other saves of all repeats; the ratio is that of the medians per repeat. Prints a table, and writes
-checkpoints.json and .md if --out names a directory.
+`auto,+async-checkpoints`, and saves every few steps. The event of each save states how long the
+loop was blocked and when the checkpoint was complete. The last save of a run is not counted, since
+the run waits for it either way. The first save is reported separately: an asynchronous one uses
+memory reserved before the first step, and the time of that reservation has its own column. The wall
+time of each run is reported too, since the writing thread uses part of the cores. Figures are
+medians over all other saves of all repeats; the ratio is that of the medians per repeat. Prints a
+table, and writes checkpoints.json and .md if --out names a directory.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ def main() -> None:
         "--saves",
         type=int,
         default=4,
-        help="saves of each run that are counted, the first apart; at least 2",
+        help="counted saves per run, including the first, which is reported apart; at least 2",
     )
     parser.add_argument(
         "--every",
         type=int,
         default=20,
-        help="steps between saves; enough that one is whole before the next",
+        help="steps between saves; enough for one to complete before the next",
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--folder", type=Path, help="where to save: a folder on the disk that is to be measured"
+        "--folder", type=Path, help="where to save: a directory on the disk to measure"
     )
-    parser.add_argument("--out", type=Path, help="folder for checkpoints.json and .md")
+    parser.add_argument("--out", type=Path, help="directory for checkpoints.json and .md")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(
@@ -88,7 +88,7 @@ def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> 
             first, *later = rows[way][-1]["blocked_ms"]
             print(
                 f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then"
-                f" {statistics.median(later):,.0f} ms a save",
+                f" {statistics.median(later):,.0f} ms per save",
                 file=sys.stderr,
             )
     return {"repeats": repeats, "saves": saves, "every": every, "device": device, "rows": rows}
@@ -142,13 +142,13 @@ def table(found: dict) -> str:
     rows = found["rows"]
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:
         raise SystemExit(
-            "The two ways did not train the same weights: a promise is broken, and the times mean"
-            " nothing."
+            "The two variants did not train the same weights: a promise is broken, and the times"
+            " mean nothing."
         )
     lines = [
         (
-            "| saving | room made before the first step, ms | loop blocked by the first save, ms |"
-            " by each later save, ms | whole after, s | run, s |"
+            "| saving | memory reserved before the first step, ms | loop blocked by the first save,"
+            " ms | by each later save, ms | complete after, s | run, s |"
         ),
         "|---|---|---|---|---|---|",
     ]

@@ -1,4 +1,4 @@
-"""One call of first_contact.py: which steps it takes, in which order, and for how long."""
+"""One call of first_contact.py: which steps it runs, in which order, and for how long."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Contact:
         }
 
     def run(self, number: int) -> None:
-        """Take the steps that are due, most important first, until the time is up."""
-        for pattern in missing(CALLS[number], throughput.is_asked):
+        """Run the steps that are due, most important first, until the time is up."""
+        for pattern in missing(CALLS[number], throughput.is_selected):
             self.session.say(f"{pattern}: no such entry, skipped.")
         for step in self.order(number):
             if step.name in self.tried or self.is_done(step) or not self.can_be_done(step):
@@ -72,7 +72,7 @@ class Contact:
     def order(self, number: int) -> Iterator[Step]:
         """Yield this call's steps, then the other calls' steps, then those stopped before."""
         plans = {
-            each: steps(CALLS[each], self.session.batches, throughput.is_asked)
+            each: steps(CALLS[each], self.session.batches, throughput.is_selected)
             for each in (number, *(n for n in CALLS if n != number))
         }
         stopped: list[Step] = []
@@ -104,14 +104,13 @@ class Contact:
                 yield Step("measure", entry, rows, again)
 
     def do(self, step: Step, number: int) -> None:
-        """Take one step and record its outcome."""
+        """Run one step and record its outcome."""
         self.results.begin(step.name, number)
         began_s = self.clock()
         own_limit_s, left_s = self.estimates.limit_s(step), self.remaining_s()
         limit_s = min(own_limit_s, left_s)
         self.session.say(
-            f"{step.name}: expected {self.estimates.expected_s(step):.0f} s; {left_s:.0f} s are"
-            " left."
+            f"{step.name}: expected {self.estimates.expected_s(step):.0f} s, {left_s:.0f} s left."
         )
         status = "ok"
         if step.entry is not None:
@@ -149,7 +148,7 @@ class Contact:
                 rounds=None,
                 tiny=self.session.arguments.tiny,
             )
-        except SystemExit as error:  # that is how it says what went wrong
+        except SystemExit as error:  # how the ladder reports errors
             self.session.say(f"The ladder failed: {error}")
             self.results.keep(
                 "ladder",
@@ -180,7 +179,7 @@ class Contact:
             )
             row = self.row(step, min(limit_s, self.remaining_s()), profiled=False)
         if row["status"] == "timed-out":
-            why = "the call's time is up" if ends_call else "much more than expected"
+            why = "the call's time was up" if ends_call else "it took much longer than expected"
             row["reason"] = (
                 f"It was stopped after {row['process_s']:.0f} s: {why}. A later call retries it if"
                 " there is time."
@@ -238,11 +237,11 @@ class Contact:
             )
         if step.kind == "profile":
             profile = self.results.profile(step.entry)
-            is_last_word = (
+            is_final = (
                 profile.get("alone")
                 and profile.get("code") == self.session.identity(step.entry)["code"]
             )
-            return bool(profile) and bool("failed" not in profile or is_last_word)
+            return bool(profile) and bool("failed" not in profile or is_final)
         return any(self.stands(row) for row in self.rows(step))
 
     def stands(self, row: dict[str, Any]) -> bool:
@@ -266,7 +265,8 @@ class Contact:
         if step.entry is None:
             return True
         return (
-            throughput.is_asked(step.entry, self.arguments.only) and self.config(step) is not None
+            throughput.is_selected(step.entry, self.arguments.only)
+            and self.config(step) is not None
         )
 
     def config(self, step: Step) -> RunConfig | None:
@@ -291,7 +291,7 @@ class Contact:
     def next_call(self) -> int:
         """Return the first call with core steps left, or the last call."""
         for number, call in CALLS.items():
-            core, _ = steps(call, self.session.batches, throughput.is_asked)
+            core, _ = steps(call, self.session.batches, throughput.is_selected)
             if any(
                 not self.is_done(step) and not self.was_stopped(step) and self.can_be_done(step)
                 for step in core
@@ -301,7 +301,7 @@ class Contact:
 
     def table(self, number: int) -> list[str]:
         """Return the summary of a call, and write it next to the figures."""
-        core, _ = steps(CALLS[number], self.session.batches, throughput.is_asked)
+        core, _ = steps(CALLS[number], self.session.batches, throughput.is_selected)
         left = [name for name in self.waiting if name in {step.name for step in core}]
         lines = summary(self.found, self.results, call=number, left=left)
         self.results.write_table(lines)

@@ -1,4 +1,4 @@
-"""Collect what a bare machine lacks: packages, nanoGPT's model and the commit."""
+"""Collects what a bare machine lacks: packages, nanoGPT's model and the commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PACKAGES = (
     "torchao",
     "liger_kernel",
 )
-"""Packages missing on a machine with torch, Triton and the usual ML packages.
+"""Packages that a machine with torch, Triton and the usual ML packages may lack.
 
 The packed copy shadows an installed one.
 """
@@ -57,7 +57,7 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
     site = folder / "site"
     pins = pinned((ROOT / "constraints.txt").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as scratch:
-        download([f"{name}=={pins[plain(name)]}" for name in PACKAGES], Path(scratch))
+        download([f"{name}=={pins[normalised(name)]}" for name in PACKAGES], Path(scratch))
         shutil.rmtree(site, ignore_errors=True)
         site.mkdir(parents=True)
         wheels = {wheel.name: unpack(wheel, site) for wheel in sorted(Path(scratch).glob("*.whl"))}
@@ -72,7 +72,7 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
         lines.append(f"{folder / 'nanoGPT'}: model.py from {nanogpt}")
     else:
         lines.append(
-            "nanoGPT is skipped: give its folder with --nanogpt, or the calls have nothing to"
+            "nanoGPT is skipped: give its folder with --nanogpt, or the calls have no baseline to"
             " compare with."
         )
     commit = commit or git("describe", "--always", "--dirty=+", "--exclude=*") or ""
@@ -86,13 +86,13 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     packed, tree = size_of(folder), tree_bytes(folder)
     lines.append(
-        f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB of the tree; commit"
+        f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB in the repository; commit"
         f" {commit or 'unknown: give --commit'}."
     )
     if packed + tree > MOST_BYTES:
         raise SystemExit(
-            f"{(packed + tree) / 2**20:.0f} MiB are more than the {MOST_BYTES >> 20} MiB that may"
-            " travel. Fix: take less into the tree."
+            f"{(packed + tree) / 2**20:.0f} MiB exceed the limit of {MOST_BYTES >> 20} MiB."
+            " Fix: remove untracked files from the repository."
         )
     return [*lines, "", *instructions(folder)]
 
@@ -100,14 +100,14 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
 def instructions(folder: Path) -> Iterator[str]:
     """Yield the instructions for making the calls."""
     yield (
-        f"Take the tree and {folder} to the machine, an empty folder for what comes back as $OUT,"
-        " and in the tree's root, one call at a time:"
+        f"Copy the repository and {folder} to the machine, set $OUT to an empty folder for the"
+        " results, and run in the root of the repository, one call at a time:"
     )
     for number in ("1", "2", "3", "4"):
         yield f"  {command(folder, number)}"
     yield (
-        f"After each call, copy what $OUT holds into {folder / 'results'}: the next call reads it"
-        " there. --call next is the first that is not done."
+        f"After each call, copy the files of $OUT to {folder / 'results'}, where the next call"
+        " reads them. --call next runs the first unfinished call."
     )
 
 
@@ -149,10 +149,10 @@ def commit_of(folder: Path | None, *, code: str) -> str | None:
 def pinned(constraints: str) -> dict[str, str]:
     """Return the pinned version of each package in a constraints file, by normalised name."""
     found = re.findall(r"^([A-Za-z0-9._-]+)==([^\s;]+)", constraints, re.MULTILINE)
-    return {plain(name): version for name, version in found}
+    return {normalised(name): version for name, version in found}
 
 
-def plain(name: str) -> str:
+def normalised(name: str) -> str:
     """Return a package name in normalised form."""
     return re.sub(r"[-_.]+", "-", name).lower()
 

@@ -249,69 +249,69 @@ class Estimates:
         return most if self.known else max(most, LIMIT_S)
 
 
-def matching(pattern: str, is_asked: Callable[[Entry, str], bool]) -> list[Entry]:
+def matching(pattern: str, is_selected: Callable[[Entry, str], bool]) -> list[Entry]:
     """Return the entries that match a pattern of `--only`."""
-    return [entry for entry in ENTRIES if is_asked(entry, pattern)]
+    return [entry for entry in ENTRIES if is_selected(entry, pattern)]
 
 
 def steps(
-    call: Call, batches: Batches, is_asked: Callable[[Entry, str], bool]
+    call: Call, batches: Batches, is_selected: Callable[[Entry, str], bool]
 ) -> tuple[list[Step], list[Step]]:
     """Return a call's core steps, and those for the remaining time.
 
     Repeats come between the two.
     """
     core = [Step(kind) for kind in call.first]
-    named = [entry for pattern in call.entries for entry in matching(pattern, is_asked)]
+    named = [entry for pattern in call.entries for entry in matching(pattern, is_selected)]
     core += at_batch(named, 0, batches)
     core += [
         Step("profile", entry, batches(entry)[0])
         for pattern in call.profiles
-        for entry in matching(pattern, is_asked)
+        for entry in matching(pattern, is_selected)
     ]
     later = [
         step
-        for place in range(1, max((len(batches(entry)) for entry in named), default=0))
-        for step in at_batch(named, place, batches)
+        for index in range(1, max((len(batches(entry)) for entry in named), default=0))
+        for step in at_batch(named, index, batches)
     ]
     for pattern in call.more:
-        found = [entry for entry in matching(pattern, is_asked) if entry not in named]
+        found = [entry for entry in matching(pattern, is_selected) if entry not in named]
         named += found
         later += at_batch(found, 0, batches)
     return core, later
 
 
-def at_batch(entries: Sequence[Entry], place: int, batches: Batches) -> list[Step]:
+def at_batch(entries: Sequence[Entry], index: int, batches: Batches) -> list[Step]:
     """Return a measurement of each entry at the batch with that index."""
     return [
         Step("measure", entry, rows)
         for entry in entries
-        for rows in batches(entry)[place : place + 1]
+        for rows in batches(entry)[index : index + 1]
     ]
 
 
-def missing(call: Call, is_asked: Callable[[Entry, str], bool]) -> list[str]:
+def missing(call: Call, is_selected: Callable[[Entry, str], bool]) -> list[str]:
     """Return the patterns that match no entry."""
     return [
-        pattern for pattern in (*call.entries, *call.profiles) if not matching(pattern, is_asked)
+        pattern for pattern in (*call.entries, *call.profiles) if not matching(pattern, is_selected)
     ]
 
 
-def plan_lines(batches: Batches, is_asked: Callable[[Entry, str], bool]) -> Iterator[str]:
+def plan_lines(batches: Batches, is_selected: Callable[[Entry, str], bool]) -> Iterator[str]:
     """Yield the contents of each call, with the expected seconds of its steps."""
     for number, call in CALLS.items():
-        core, later = steps(call, batches, is_asked)
-        waits = [step for step in core if step.kind != "profile"] + [
-            LADDER
-        ] * call.ladder  # profiles come with their measurements
-        seconds = sum(guess_s(step) for step in waits)
+        core, later = steps(call, batches, is_selected)
+        # profiles come with their measurements
+        timed = [step for step in core if step.kind != "profile"] + [LADDER] * call.ladder
+        seconds = sum(guess_s(step) for step in timed)
         yield (
-            f"Call {number}: {call.title}; {len(waits)} steps, about {seconds:.0f} s, and"
-            f" {len(later)} more for the time that is left."
+            f"Call {number}: {call.title}; {len(timed)} steps, about {seconds:.0f} s, and"
+            f" {len(later)} more if time is left."
         )
-        yield from (f"  {guess_s(step):5.0f} s  {step.name}" for step in waits)
+        yield from (f"  {guess_s(step):5.0f} s  {step.name}" for step in timed)
         yield from (
-            f"          {pattern}: no such entry, skipped." for pattern in missing(call, is_asked)
+            f"          {pattern}: no such entry, skipped."
+            for pattern in missing(call, is_selected)
         )
 
 

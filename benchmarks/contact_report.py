@@ -50,7 +50,7 @@ def summary(found: Measurements, results: Results, *, call: int, left: Sequence[
     measured = [row for row in found.rows if row["status"] == "ok"]
     lines = [f"Call {call}: {seconds:.0f} s. {environment_line(results)}"]
     lines += (
-        ["Toy shapes: they prove that every step runs, and say nothing about speed."]
+        ["Toy shapes: they show that every step runs, and say nothing about speed."]
         if found.tiny
         else []
     )
@@ -75,16 +75,16 @@ def summary(found: Measurements, results: Results, *, call: int, left: Sequence[
         for row in bad[:MOST_FAILURES]
     ]
     lines += (
-        [f"and {len(bad) - MOST_FAILURES} more that have no figures: throughput.md names them"]
+        [f"and {len(bad) - MOST_FAILURES} more without figures: throughput.md names them"]
         if len(bad) > MOST_FAILURES
         else []
     )
-    said = (
-        f"Left of this call, for want of time: {'; '.join(left)}."
+    remaining = (
+        f"No time was left for these steps of this call: {'; '.join(left)}."
         if left
-        else "Nothing that matters is left of this call."
+        else "All core steps of this call are done."
     )
-    return shortened([*lines, said])
+    return shortened([*lines, remaining])
 
 
 def shortened(lines: list[str]) -> list[str]:
@@ -99,7 +99,9 @@ def environment_line(results: Results) -> str:
     """Return the machine and its copy bandwidth."""
     held = results.of("environment")
     if "packages" not in held:
-        return f"The environment is unknown: {'; '.join(held.get('failed', ['it was not asked']))}."
+        return (
+            f"The environment is unknown: {'; '.join(held.get('failed', ['it was not measured']))}."
+        )
     packages = ", ".join(
         f"{name} {version or 'missing'}" for name, version in held["packages"].items()
     )
@@ -112,7 +114,7 @@ def tests_line(results: Results) -> str:
     held = results.of("tests")
     if not held:
         return "GPU tests: not run yet."
-    ended = {"ok": "", "timed-out": ", then they were stopped", "failed": ": they did not run"}[
+    ended = {"ok": "", "timed-out": ", before the time limit", "failed": ": they did not run"}[
         held["status"]
     ]
     line = (

@@ -21,7 +21,7 @@ class Results:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for path in folder.glob(f"*{PART}"):
-            path.unlink()  # a file that was being written when its call was killed
+            path.unlink()  # left by a call that was killed while it wrote the file
         path = folder / f"{NAME}.json"
         empty: dict[str, Any] = {"spent": [], "profiles": {}, "calls": [], "begun": None}
         self._held: dict[str, Any] = read_document(path, *empty) if path.exists() else empty

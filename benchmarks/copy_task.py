@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/copy_task.py
 
-A row is a symbol, filler, and a token that asks for the symbol; only the answer counts in the loss.
+A row is a symbol, filler, and a token that queries the symbol; only the answer counts in the loss.
 There is a row for each of the eight symbols, so a step covers the whole task, and guessing has a
 loss of log 8 = 2.079. One layer is trained with Muon from each initialisation and each seed, for
 all the steps or until every answer is right with a loss below 0.02. Writes
@@ -43,7 +43,7 @@ LEARNING_RATE = 0.02
 LEARNED = 0.02
 """Training stops below this loss."""
 FAR = 4096
-"""Beyond this distance only one seed and some of the forms are tried."""
+"""Beyond this distance, only one seed and some of the forms are tried."""
 
 
 def forms(distance: int) -> dict[str, dict]:
@@ -53,7 +53,7 @@ def forms(distance: int) -> dict[str, dict]:
         if distance <= FAR
         else {}
     )
-    long = {"": {}, "memory of four windows": {"memory": 4 * (distance + 1)}} | beside
+    long = {"": {}, "memory of four sequences": {"memory": 4 * (distance + 1)}} | beside
     return {", ".join(filter(None, ("long-memory", name))): keys for name, keys in long.items()} | {
         "published": {"initialisation": "published"}
     }
@@ -165,7 +165,7 @@ def table(found: dict) -> str:
             f" {shape['num_eigenstates']} eigenstates, constant filler, Muon with a learning rate"
             f" of {LEARNING_RATE}, at most {found['steps']} steps, until the loss is below"
             f" {LEARNED}; chance is 2.079 and 1 in 8; {found['seeds']} seeds, 1 beyond {FAR:,};"
-            f" median (smallest to largest), the share right is the mean; commit {found['commit']};"
+            f" median (smallest to largest), mean of the accuracy; commit {found['commit']};"
             " `python benchmarks/copy_task.py`."
         ),
     ]

@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--minutes", type=float, default=40, help="stay within this time: fewer repeats"
+        "--minutes", type=float, default=40, help="time limit, which may reduce the repeats"
     )
     arguments = parser.parse_args()
     RESULTS.mkdir(exist_ok=True)
@@ -50,12 +50,11 @@ def main() -> None:
         flatout("bench", "shakespeare-char", f"data.path={data}", "--out", str(out), *limits)
         written = (out / "table.md").read_text(encoding="utf-8")
         found = json.loads((out / "bench.json").read_text(encoding="utf-8"))
-        found["config"]["data"]["path"] = None  # a folder of this one measurement
+        found["config"]["data"]["path"] = None  # a temporary directory
         (RESULTS / "cpu.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         shutil.copyfile(out / "bench.svg", RESULTS / "cpu.svg")
-    table = re.sub(
-        r"^#", "####", written, flags=re.MULTILINE
-    )  # it stands under a heading of the document
+    # the table is part of a section of the document
+    table = re.sub(r"^#", "####", written, flags=re.MULTILINE)
     (RESULTS / "cpu.md").write_text(table, encoding="utf-8")
     print(table)
 

@@ -2,12 +2,12 @@
 
     OMP_NUM_THREADS=2 python benchmarks/eigenstate_cpu.py --rounds 5
 
-Takes layers of `eigenstate-small-32k` (d 1024, 128 eigenstates, MLP 4096) and one row of 4,096
-tokens, forward and backward, and changes one thing at a time: (a) the recurrence alone, token by
-token or in chunks; (b) the same in whole layers, and there the matmuls in bfloat16 instead of fp32;
-(c) whole layers evaluated token by token, as in decoding, with gradients through all of them,
-against layers with everything fast. Since layers are alike, two of them are enough; even so (c)
-takes minutes.
+Runs layers of `eigenstate-small-32k` (d 1024, 128 eigenstates, MLP 4096) forward and backward on
+one row of 4,096 tokens, and changes one thing at a time: (a) the recurrence alone, token by token
+or in chunks; (b) the same in whole layers, then with matmuls in bfloat16 instead of fp32; (c) whole
+layers evaluated token by token, as in decoding, with gradients through all of them, against layers
+with every fast path. Since the layers are alike, two of them are enough; even so, (c) takes
+minutes.
 
 The variants of a comparison alternate in every round, and ratios are within a round. Losses and
 input gradients are compared in the same run, which fails if they differ by more than 1e-4, or 2e-2
@@ -64,7 +64,7 @@ def main() -> None:
         "--chunk-size",
         type=int,
         default=32,
-        help="tokens of a chunk, which change no result; 32 is what auto takes on a CPU",
+        help="tokens per chunk; 32 is the default on a CPU, and results do not depend on it",
     )
     parser.add_argument(
         "--minutes",
@@ -164,10 +164,10 @@ def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
     """
     carried = [[MemoryState() for _ in block.recurrence.memories] for block in model.blocks]  # type: ignore[union-attr]
     outputs = []
-    for place in range(hidden_BTD.shape[1]):
-        token_B1D = hidden_BTD[:, place : place + 1]
+    for position in range(hidden_BTD.shape[1]):
+        token_B1D = hidden_BTD[:, position : position + 1]
         for block, own in zip(model.blocks, carried, strict=True):
-            token_B1D = block.decode(token_B1D, own, place)  # type: ignore[operator]
+            token_B1D = block.decode(token_B1D, own, position)  # type: ignore[operator]
         outputs.append(token_B1D)
     return torch.cat(outputs, dim=1)
 
@@ -183,7 +183,7 @@ def passed(
     given_BTD = hidden_BTD.clone().requires_grad_()
     loss = (walk(given_BTD) - wanted_BTD).square().mean()
     loss.backward()
-    assert given_BTD.grad is not None  # it asked for one
+    assert given_BTD.grad is not None  # it requires a gradient
     return float(loss.detach()), given_BTD.grad
 
 
@@ -211,7 +211,7 @@ def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate
             .mean()
         )
         loss.backward()
-        assert given_BTE.grad is not None  # it asked for one
+        assert given_BTE.grad is not None  # it requires a gradient
         return float(loss.detach()), given_BTE.grad
 
     return evaluate
@@ -220,8 +220,7 @@ def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate
 def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> dict[str, Any]:
     """Return the seconds of every variant per round, and the differences of losses and gradients.
 
-    A round that would not finish in time is not started. The first pass compares losses and is not
-    timed.
+    No round starts that would not finish in time. The first pass compares losses and is not timed.
     """
     began_s = time.perf_counter()
     found: dict[str, Any] = {comparison.name: compared(comparison) for comparison in every}
@@ -260,8 +259,8 @@ def compared(comparison: Comparison) -> dict[str, Any]:
         apart[name] = {"loss": abs(loss - plain_loss) / abs(plain_loss), "gradient": of_gradient}
         if not max(apart[name].values()) <= comparison.tolerance:
             raise SystemExit(
-                f"{comparison.title}: {name} differs: {apart[name]}, and {comparison.tolerance:g}"
-                " is allowed."
+                f"{comparison.title}: {name} differs by {apart[name]}; the limit is"
+                f" {comparison.tolerance:g}."
             )
     losses = {name: loss for name, (loss, _) in results.items()}
     return {

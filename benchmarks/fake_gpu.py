@@ -1,6 +1,6 @@
 """Trace every set of throughput.py as on an H200, on a machine without a GPU.
 
-    # every flatout entry; about 20 s each
+    # every flatout entry, about 20 s each
     python benchmarks/fake_gpu.py
     python benchmarks/fake_gpu.py --only gpt2-124m/set
 
@@ -33,7 +33,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from throughput import Session, is_asked
+from throughput import Session, is_selected
 from throughput import parser as throughput_parser
 from throughput_entries import ENTRIES, WORKS, Entry, shape
 
@@ -52,7 +52,7 @@ Liger's loss reads the number of targets back from the device, and fake tensors 
 """
 ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Unsupported)\b: ")
 """Matches the name of a Python error; torch's compiler adds lines of advice after it."""
-TOLD = ("attention", "flatout", "_scaled_mm", "torchao")
+SHOWN_OPERATIONS = ("attention", "flatout", "_scaled_mm", "torchao")
 """Operations to print: those chosen by a branch on the device."""
 
 
@@ -75,7 +75,7 @@ def main() -> None:
         environment = with_driver(build_driver(Path(scratch)))
         failed = 0
         for entry in ENTRIES:
-            if entry.kind == "flatout" and is_asked(entry, arguments.only):
+            if entry.kind == "flatout" and is_selected(entry, arguments.only):
                 found = trace_apart(entry, environment)
                 failed += found["status"] == "failed"
                 print(line(entry, found), flush=True)
@@ -87,10 +87,10 @@ def why_not() -> str | None:
     import torch
 
     if torch.version.cuda is None:
-        return "It needs a CUDA build of torch; this build is for CPUs."
+        return "This trace needs a CUDA build of torch; the installed build is for CPUs."
     if torch.cuda.is_available():
         return (
-            "There is a GPU here: run the benchmark itself, python benchmarks/throughput.py"
+            "This machine has a GPU: run the benchmark itself, python benchmarks/throughput.py"
             " --only ..."
         )
     return None
@@ -120,10 +120,10 @@ def build_driver(folder: Path) -> Path:
 def package_folder(name: str) -> Path:
     """Return the folder of a package without importing it."""
     spec = find_spec(name)
-    places = list(spec.submodule_search_locations or ()) if spec else []
-    if not places:
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    if not folders:
         raise SystemExit(f"The package {name} is missing; it comes with a CUDA build of torch.")
-    return Path(places[0])
+    return Path(folders[0])
 
 
 def with_driver(library: Path) -> dict[str, str]:
@@ -146,9 +146,11 @@ def trace_apart(entry: Entry, environment: dict[str, str]) -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def reason_in(said: str) -> str:
+def reason_in(output: str) -> str:
     """Return why a process failed: its last error line, else its last non-empty line."""
-    lines = [text for text in said.splitlines() if text.strip() and not text.startswith("frame #")]
+    lines = [
+        text for text in output.splitlines() if text.strip() and not text.startswith("frame #")
+    ]
     errors = [text for text in lines if ERROR.match(text)]
     return (errors or lines or ["no output"])[-1]
 
@@ -172,10 +174,12 @@ def traced(name: str) -> dict[str, Any]:
     session = Session(throughput_parser().parse_args([]), H200, Path(), Path())
     config = session.available.config(entry, shape(work, tiny=False))
     if config is None:
-        return {"status": "left out", "reason": "it is about what is not installed"}
+        return {"status": "skipped", "reason": "it tests a package that is not installed"}
     rows = min(entry.rows[0] or MAX_ROWS, MAX_ROWS)
     graphs = trace(config.with_values(SMALLER), rows)
-    operations = Counter(op for graph in graphs for op in graph if any(part in op for part in TOLD))
+    operations = Counter(
+        op for graph in graphs for op in graph if any(part in op for part in SHOWN_OPERATIONS)
+    )
     return {"status": "ok", "graphs": len(graphs), "operations": dict(operations)}
 
 
@@ -243,8 +247,8 @@ def recorded_compiler() -> Iterator[list[list[str]]]:
         )
 
     torch.compile = traced_compile
-    # Without this the first fake tensor would make a real one, to start the driver; autocast must
-    # believe in the GPU all the same.
+    # Otherwise the first fake tensor would create a real one to start the driver. autocast must
+    # still see a GPU.
     torch.cuda.is_available = lambda: False
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *_: True

@@ -1,5 +1,5 @@
-/* The few functions of CUDA's runtime and driver that torch calls before it would launch anything, answered as one H200 would.
- * benchmarks/fake_gpu.py builds this file and loads it in front of the real libraries. No memory is allocated, no kernel runs. */
+/* The functions of CUDA's runtime and driver that torch calls before its first launch, with the answers of one H200.
+ * benchmarks/fake_gpu.py builds this file and loads it before the real libraries. It allocates no memory and runs no kernel. */
 #include <driver_types.h>
 #include <string.h>
 
@@ -30,7 +30,7 @@ int cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device) {
   return 0;
 }
 
-/* Streams and events exist and have always ended: autograd keeps the books of both. */
+/* Streams and events exist and are always complete; autograd uses both. */
 int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return 0; }
 int cudaStreamCreateWithPriority(void **stream, unsigned flags, int priority) { *stream = (void *)8; return 0; }
 int cudaStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
@@ -43,7 +43,7 @@ int cudaEventRecord(void *event, void *stream) { return 0; }
 int cudaEventQuery(void *event) { return 0; }
 int cudaEventDestroy(void *event) { return 0; }
 
-/* The driver: no context is ever made. */
+/* The driver: no context is ever created. */
 int cuInit(unsigned flags) { return 0; }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 0; return 0; }
 int cuGetProcAddress_v2(const char *name, void **address, int version, unsigned long flags, void *status) {

@@ -1,10 +1,10 @@
-"""Every figure of docs/gpu.md in three short calls, on a GPU machine that may be bare and offline.
+"""Measures the GPU targets in three short calls, on a machine that may be bare and offline.
 
-    # print the calls and how long they may take
+    # print the calls and their expected duration
     python benchmarks/first_contact.py --plan
     # collect what a bare machine lacks, and print the commands of the calls
     python benchmarks/first_contact.py --pack .kit --nanogpt path/to/nanoGPT
-    # make the first call that is not finished
+    # run the first unfinished call
     python benchmarks/first_contact.py --call next --kit .kit --results FOLDER
     # check on a CPU, at toy shapes, that everything runs
     python benchmarks/first_contact.py --call 1 --tiny --results FOLDER
@@ -52,15 +52,14 @@ MINUTES = 9.0
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the command."""
-    began_s = time.monotonic() - (
-        time.time() - psutil.Process().create_time()
-    )  # importing torch took its share of the call
+    # the call started with the process: importing torch counts
+    began_s = time.monotonic() - (time.time() - psutil.Process().create_time())
     arguments = parser().parse_args(words)
     if arguments.plan:
         print(
             "\n".join(
                 [
-                    *plan_lines(lambda entry: entry.rows, throughput.is_asked),
+                    *plan_lines(lambda entry: entry.rows, throughput.is_selected),
                     "",
                     *instructions(arguments.kit or Path(".kit")),
                 ]
@@ -111,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--kit",
         type=Path,
-        help="the folder that --pack filled: its nanoGPT and its commit are used",
+        help="the folder that --pack filled, for its nanoGPT and its commit",
     )
     made.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the call (9)")
     made.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
@@ -133,13 +132,16 @@ def run_call(arguments: argparse.Namespace, began_s: float) -> None:
             " on the CPU."
         )
     check(arguments)
-    with suppress(OSError):  # torch and Triton have places of their own
+    with suppress(OSError):  # torch and Triton have caches of their own
         CACHE.mkdir(exist_ok=True)
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE / "inductor"))
         os.environ.setdefault("TRITON_CACHE_DIR", str(CACHE / "triton"))
-    with held(arguments.results), tempfile.TemporaryDirectory(prefix="flatout-contact-") as scratch:
+    with (
+        locked(arguments.results),
+        tempfile.TemporaryDirectory(prefix="flatout-contact-") as scratch,
+    ):
         if arguments.seed and arguments.seed.is_dir():
-            sow(arguments.seed, arguments.results)
+            copy_missing(arguments.seed, arguments.results)
         contact = Contact(
             session(arguments, Path(scratch)), Results(arguments.results), arguments, began_s
         )
@@ -155,20 +157,20 @@ def check(arguments: argparse.Namespace) -> None:
     """
     if arguments.kit and not (arguments.kit / MANIFEST).is_file():
         raise SystemExit(
-            f"{arguments.kit} was not filled by --pack: it has no {MANIFEST}. Fix: copy the packed"
+            f"--pack did not fill {arguments.kit}: it has no {MANIFEST}. Fix: copy the packed"
             " folder, or omit --kit."
         )
     if arguments.nanogpt:
         check_nanogpt(arguments.nanogpt)
-    if not any(throughput.is_asked(entry, arguments.only) for entry in throughput.ENTRIES):
+    if not any(throughput.is_selected(entry, arguments.only) for entry in throughput.ENTRIES):
         raise SystemExit(
-            f"--only {arguments.only} names nothing. Fix: python benchmarks/throughput.py --list"
-            " names the works and their entries."
+            f"--only {arguments.only} matches nothing. Fix: python benchmarks/throughput.py --list"
+            " names the workloads and their entries."
         )
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Lock the results folder for this call; the lock ends with the process.
 
     Raises: SystemExit when another call holds the lock, or the folder is not writable.
@@ -185,9 +187,7 @@ def held(folder: Path) -> Iterator[None]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if isinstance(
-            error, BlockingIOError
-        ):  # any other error is a file system's that has no locks
+        if isinstance(error, BlockingIOError):  # other errors: a file system without locks
             os.close(handle)
             raise SystemExit(
                 f"Another call is writing to {folder}. Fix: wait until it finishes, or give another"
@@ -199,7 +199,7 @@ def held(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def sow(seed: Path, folder: Path) -> None:
+def copy_missing(seed: Path, folder: Path) -> None:
     """Copy the earlier results that `folder` lacks, each file atomically.
 
     An interrupted copy is repeated.

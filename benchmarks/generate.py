@@ -76,7 +76,7 @@ def measure(context: int, num_tokens: int, repeats: int) -> list[dict]:
     rows = []
     for repeat in range(-1, repeats):  # the first turn warms up and is dropped
         cached, cached_tokens = timed(model, prompt, num_tokens)
-        with decoding_by(model, partial(LanguageModel.decoder, model)):
+        with decoder_replaced(model, partial(LanguageModel.decoder, model)):
             anew, anew_tokens = timed(model, prompt, num_tokens)
         row = {
             "cached": cached,
@@ -105,7 +105,7 @@ def timed(model: LanguageModel, prompt: list[int], num_tokens: int) -> tuple[dic
 
 
 @contextmanager
-def decoding_by(model: LanguageModel, decoder: Callable[..., Decoder]) -> Iterator[None]:
+def decoder_replaced(model: LanguageModel, decoder: Callable[..., Decoder]) -> Iterator[None]:
     """Replace the model's decoding for the duration of the context."""
     model.decoder = decoder
     try:

@@ -8,8 +8,7 @@
 - Import layers: the longest chain of modules in which each imports the next.
 - Config: the functions of flatout that `train` calls before the first step with a config, a section
   of it, a recipe of slots, or an object that holds one: how many functions, in how many files,
-  under how many parameter names, and how often a call returns to the file of an earlier caller
-  ("back up").
+  under how many parameter names, and how often a call goes back up to a higher import layer.
 - Token: the files of flatout that run while text is prepared, and during one later step.
 """
 

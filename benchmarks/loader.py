@@ -36,7 +36,7 @@ from flatout.hardware import probe
 SHARDS = 100
 BATCH_TOKENS = 262_144
 SEQ_LENS = (1_024, 32_768)
-WINDOWS = 10**9
+NUM_SEQUENCES = 10**9
 TARGETS = {"tokens_per_s": 1e9, "first_s": 0.1, "seek_s": 1e-3}
 """Lower bound of the rate; upper bounds of the times."""
 
@@ -144,18 +144,18 @@ def plan(seq_len: int, rows: int) -> BatchPlan:
     )
 
 
-class ManyWindows:
+class ManySequences:
     """A split of 10^9 sequences that has an order but no tokens."""
 
-    name, num_tokens, has_mask, dtype = "train", WINDOWS, False, np.dtype(np.uint16)
+    name, num_tokens, has_mask, dtype = "train", NUM_SEQUENCES, False, np.dtype(np.uint16)
 
     def num_sequences(self, seq_len: int) -> int:
         """Return the number of sequences."""
-        return WINDOWS
+        return NUM_SEQUENCES
 
     def sequences_at(self, positions: Any, seq_len: int, *, seed: int) -> Any:
         """Return the sequence at each position."""
-        return shuffled(positions, WINDOWS, seed=seed)
+        return shuffled(positions, NUM_SEQUENCES, seed=seed)
 
     def read_sequences(self, indices: Any, seq_len: int, out: Any) -> None:
         """Write zeros."""
@@ -164,10 +164,10 @@ class ManyWindows:
 
 def seek() -> float:
     """Return the seconds to seek to the last of 10^9 sequences and read a batch of one."""
-    feed = DirectFeed(SequenceSteps(ManyWindows(), plan(1_024, 1), ShardReader()))
+    feed = DirectFeed(SequenceSteps(ManySequences(), plan(1_024, 1), ShardReader()))
     next(feed)
     began = time.perf_counter()
-    feed.seek(WINDOWS - 1)
+    feed.seek(NUM_SEQUENCES - 1)
     next(feed)
     return time.perf_counter() - began
 

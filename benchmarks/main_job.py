@@ -29,7 +29,7 @@ from flatout.measure.results import commit_of_package
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 PATHS = ("run", "path", "resumed_from", "by_dataset")
-"""Fields that name a directory of this measurement."""
+"""Fields that contain temporary directories."""
 
 
 def main() -> None:
@@ -65,9 +65,9 @@ def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int)
     """Return every figure of every repeat."""
     rows: dict[str, list[dict]] = {
         "prepare": [],
-        "plain": [],
-        "as it comes": [],
-        "as it comes, long": [],
+        "baseline": [],
+        "flatout": [],
+        "flatout, long": [],
     }
     for repeat in range(repeats):
         data = folder / "data"
@@ -84,13 +84,13 @@ def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int)
                 str(data),
             )
         )
-        for name, count, wish in (
-            ("plain", steps, "none"),
-            ("as it comes", steps, "auto"),
-            ("as it comes, long", long_steps, "auto"),
+        for name, count, speedups in (
+            ("baseline", steps, "none"),
+            ("flatout", steps, "auto"),
+            ("flatout, long", long_steps, "auto"),
         ):
             run = folder / f"{name}-{repeat}"
-            rows[name].append(train(run, data, count, wish))
+            rows[name].append(train(run, data, count, speedups))
             print(
                 f"repeat {repeat + 1}: {name}: {rows[name][-1]['tokens_per_s']:,.0f} tokens/s",
                 file=sys.stderr,
@@ -105,14 +105,14 @@ def measure(folder: Path, text: Path, repeats: int, steps: int, long_steps: int)
     }
 
 
-def train(run: Path, data: Path, steps: int, wish: str) -> dict:
+def train(run: Path, data: Path, steps: int, speedups: str) -> dict:
     """Train in a fresh process; return its --json, the loss of every step, and the micro-batch."""
     words = [
         "train",
         "shakespeare-char",
         f"data.path={data}",
         f"train.steps={steps}",
-        f"speedups={wish}",
+        f"speedups={speedups}",
         "train.eval_every=0",
         "log.every=1",
     ]
@@ -159,14 +159,14 @@ def batch_of(row: dict) -> str:
 def table(found: dict) -> str:
     """Return the figures as Markdown."""
     rows = found["rows"]
-    plain, fast = rows["plain"], rows["as it comes"]
+    plain, fast = rows["baseline"], rows["flatout"]
     plain_rate, fast_rate = (
         spread([row["tokens_per_s"] for row in rows[name]])
-        for name in ("plain", "as it comes, long")
+        for name in ("baseline", "flatout, long")
     )
     ratio = [
         new["tokens_per_s"] / old["tokens_per_s"]
-        for new, old in zip(rows["as it comes, long"], plain, strict=True)
+        for new, old in zip(rows["flatout, long"], plain, strict=True)
     ]
     apart = max(
         abs(a - b) / b
@@ -175,7 +175,7 @@ def table(found: dict) -> str:
     )
     plain_mfu, mfu = (
         [row["mfu"] * 100 for row in rows[name] if row["mfu"]]
-        for name in ("plain", "as it comes, long")
+        for name in ("baseline", "flatout, long")
     )
     lines = [
         "| characters of Shakespeare, the same model and sequences "

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/models.py --part loss --text shakespeare.txt
     python benchmarks/models.py --part speed --text shakespeare.txt
 
-Both models have 0.8 M parameters (4 layers, d 128; the number of eigenstates makes up for
+Both models have 0.8 M parameters (4 layers, d 128; the number of eigenstates compensates for
 attention's weights), and every step sees 4,096 characters, whatever the sequence length. The
 learning rate of each model and optimizer is tuned at one length on a separate seed, over a grid of
 factors of two that grows while the best rate is at its edge. That rate is used at every length with
@@ -11,7 +11,7 @@ other seeds. At the longest length half and twice the rate are tried too, to che
 transfers; at the shortest, one run takes four times the steps.
 
 `loss` compares validation losses and takes about 45 minutes on one core; the machine may be busy.
-Each finished run is stored in WORK/models.jsonl and not repeated by the same code. `speed` times
+Each finished run is stored in WORK/models.jsonl; the same code does not repeat it. `speed` times
 training steps of 16,384 tokens, alternating in fresh processes, with the peak memory above that
 before the first step; the machine must be idle. Each part updates its section of
 benchmarks/results/models.json, and models.md from both, after every run.
@@ -201,8 +201,8 @@ def measure_loss(dataset: Dataset, cache: Path) -> None:
     rows: list[dict[str, Any]] = []
 
     def run(trial: Trial) -> dict[str, Any]:
-        asked = {**asdict(trial), **OPTIMIZERS[trial.optimizer], "tokens_per_step": TOKENS_PER_STEP}
-        row = asdict(trial) | remembered(asked, cache, lambda: fitted(trial, dataset))
+        key = {**asdict(trial), **OPTIMIZERS[trial.optimizer], "tokens_per_step": TOKENS_PER_STEP}
+        row = asdict(trial) | remembered(key, cache, lambda: fitted(trial, dataset))
         if row not in rows:
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
@@ -255,7 +255,7 @@ def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
     rows: list[dict[str, Any]] = []
     for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
         for model in list(SHAPES)[:: -1 if number % 2 else 1]:
-            asked = {
+            key = {
                 "model": model,
                 "seq_len": seq_len,
                 "round": number,
@@ -263,9 +263,9 @@ def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
                 "threads": torch.get_num_threads(),
             }
             rows.append(
-                asked
+                key
                 | remembered(
-                    asked, cache, partial(in_a_process, [*words, "--timed", model, str(seq_len)])
+                    key, cache, partial(in_a_process, [*words, "--timed", model, str(seq_len)])
                 )
             )
             print(rows[-1], file=sys.stderr, flush=True)

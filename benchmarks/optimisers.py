@@ -11,9 +11,9 @@ Then both run on three new seeds with their best setting, at several fractions o
 results are in benchmarks/results/optimisers.json in the order of the runs; the table and the
 picture next to it are made from them.
 
-Each finished run is stored in WORK/runs.jsonl and not repeated by the same code (`code_state`). It
-takes about an hour on one core. `--cost` measures the time per step of each optimiser instead, and
-needs an idle machine.
+Each finished run is stored in WORK/runs.jsonl; the same code (`code_state`) does not repeat it. All
+runs take about an hour on one core. `--cost` measures the time per step of each optimiser instead,
+and needs an idle machine.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)
 WEIGHT_DECAYS = (0.1, 0.0)
 """The first is tried with every rate, the other around the best rate of the first."""
 OTHER_DECAY = {"adamw": ("beta2", 0.99), "muon": ("momentum", 0.9)}
-"""A decay rate of each that is also tried around the best rate; both start at 0.95."""
+"""A decay rate of each optimiser, also tried around the best learning rate; default 0.95."""
 TUNING_SEED, SEEDS = 1000, (1, 2, 3)
 TUNED_AT = {"adamw": 1.0, "muon": 0.65}
 """Fraction of the tokens used to tune each optimiser."""
@@ -123,7 +123,7 @@ Trial = Callable[[Setting, float, int], dict[str, Any]]
 def main() -> None:
     arguments = parser().parse_args()
     torch.set_num_threads(1)
-    code_state()  # before anything is measured: the files may change while that takes its time
+    code_state()  # computed now, since files may change during the measurements
     RESULTS.mkdir(exist_ok=True)
     kept = RESULTS / "optimisers.json"
     sources = {"characters": arguments.text, "prose": arguments.prose}
@@ -292,18 +292,18 @@ def remembered(
     corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path
 ) -> dict[str, Any]:
     """Return the row of a run, from the cache if this code has run it before."""
-    asked = {**asdict(setting), "fraction": fraction, "seed": seed}
-    key = {"corpus": asdict(corpus), "shared": SHARED, "code": code_state(), **asked}
+    trial = {**asdict(setting), "fraction": fraction, "seed": seed}
+    key = {"corpus": asdict(corpus), "shared": SHARED, "code": code_state(), **trial}
     if cache.exists():
         for text in cache.read_text().splitlines():
             if (known := json.loads(text))["key"] == key:
-                return {**asked, **known["found"]}
+                return {**trial, **known["found"]}
     run = built(configured(corpus, dataset, setting, fraction, seed), dataset)
     found = {"tokens": run.last_step * run.tokens_per_step, **trained(run, corpus.eval_tokens)}
     with cache.open("a") as file:
         file.write(json.dumps({"key": key, "found": found}) + "\n")
-    print(f"{corpus.name}: {asked} {found}", file=sys.stderr, flush=True)
-    return {**asked, **found}
+    print(f"{corpus.name}: {trial} {found}", file=sys.stderr, flush=True)
+    return {**trial, **found}
 
 
 def step_ms(

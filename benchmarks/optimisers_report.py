@@ -13,7 +13,7 @@ T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Student's t for a two-sided 95% interval, by the number of values."""
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 COLOURS = {"adamw": "#d1603d", "muon": "#3d7dd1"}
-GREY = "#888888"
+GREY = "#757b86"
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 460, 330, 60, 40, 20, 50
 """Size and margins of one panel of the picture, in pixels."""
 
@@ -102,8 +102,8 @@ def table(found: dict[str, Any]) -> str:
         lines += [
             "",
             (
-                f"A step of Muon takes, of AdamW's ({found['cost']['machine']}, one thread, by"
-                f" turns, median): {costs}."
+                f"Time per step of Muon relative to AdamW ({found['cost']['machine']}, one thread,"
+                f" alternating, median): {costs}."
             ),
         ]
     return "\n".join(lines) + "\n"
@@ -147,7 +147,7 @@ def _small_print(found: dict[str, Any]) -> str:
         f" also AdamW with beta2 {found['other_decay']['adamw'][1]}, Muon with momentum"
         f" {found['other_decay']['muon'][1]}; AdamW with all the tokens, Muon with"
         f" {found['tuned_at']['muon']} of them. Then seeds {', '.join(map(str, found['seeds']))}:"
-        " validation loss in nats a token; the last column is a fraction, the mean over the seeds"
+        " validation loss in nats per token; the last column is a fraction, the mean over the seeds"
         f" with its 95% interval (t, seed by seed). All {runs} runs are in the JSON."
         f" {found['machine']}, {found['threads']} thread; torch {found['torch']}; commit"
         f" {found['commit']}; `python benchmarks/optimisers.py`."

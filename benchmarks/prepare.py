@@ -54,7 +54,7 @@ TARGETS = [
     (OURS, LITDATA, 3.5),
     (ALONE, NANOGPT, 2.5),
 ]
-"""A tool, another, and the speed ratio to reach."""
+"""Two tools, and how many times faster the first must be."""
 TARGET_TOKENS_PER_S = 18e6
 SEQ_LEN, ROWS = 1_024, 8
 """Shape of the step that is fed."""
@@ -158,20 +158,20 @@ def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dic
     peak: list[int] = [0]
     watcher = threading.Thread(target=_watch, args=(process, peak))
     watcher.start()
-    written, said = process.communicate()
+    out_text, err_text = process.communicate()
     seconds = time.perf_counter() - began
     watcher.join()
     if process.returncode == NOT_INSTALLED:
-        return {"missing": said.splitlines()[-1]}
+        return {"missing": err_text.splitlines()[-1]}
     if process.returncode:
-        raise SystemExit(said)
-    return {"seconds": seconds, "tokens": int(written.split()[-1]), "peak_mb": peak[0] / 1e6}
+        raise SystemExit(err_text)
+    return {"seconds": seconds, "tokens": int(out_text.split()[-1]), "peak_mb": peak[0] / 1e6}
 
 
 def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
     """Track the peak of the summed memory of a process and its children, five times a second."""
     while process.poll() is None:
-        with contextlib.suppress(psutil.Error):  # it has just ended
+        with contextlib.suppress(psutil.Error):  # the process has just ended
             top = psutil.Process(process.pid)
             peak[0] = max(
                 peak[0], sum(_resident(one) for one in [top, *top.children(recursive=True)])
@@ -253,7 +253,7 @@ def table(found: dict) -> str:
     lines += [
         "",
         (
-            f"{found['machine']}; {found['copies']} copies of one file of prose, each its own file;"
+            f"{found['machine']}; {found['copies']} copies of one file of prose, in separate files;"
             f" whole processes including start-up, interleaved, {found['repeats']} repeats; median"
             " (smallest to largest), ratios within a repeat; the peak is the sum over all"
             " processes, shared pages counted in each; every tool wrote"
@@ -276,7 +276,7 @@ def kept(found: dict) -> list[str]:
     """Return the verdict on each target; refuses a comparison of different tokens."""
     counts = {row["tokens"] for rows in found["rows"].values() for row in rows}
     if len(counts) > 1:
-        raise SystemExit(f"The ways wrote different numbers of tokens: {counts}.")
+        raise SystemExit(f"The tools wrote different numbers of tokens: {counts}.")
     rate = statistics.median(row["tokens"] / row["seconds"] for row in found["rows"][OURS])
     lines = [
         f"- {OURS}: {rate / 1e6:.1f} M tokens/s; target: {TARGET_TOKENS_PER_S / 1e6:.0f}:"

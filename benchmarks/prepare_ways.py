@@ -185,7 +185,7 @@ def flatout(arguments: argparse.Namespace) -> int:
 
 def flatout_tiktoken(arguments: argparse.Namespace) -> int:
     """`flatout prepare` without gigatoken."""
-    sys.modules["gigatoken"] = None  # type: ignore[assignment]  # importing it fails from here on
+    sys.modules["gigatoken"] = None  # type: ignore[assignment]  # makes every later import fail
     return flatout(arguments)
 
 

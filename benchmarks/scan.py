@@ -5,11 +5,12 @@
 Draws 128 eigenstates with time constants up to the sequence length and an fp32 drive, and times the
 states and all gradients. On a GPU a variant is captured into a CUDA graph and replayed, so that the
 host does not count; `chunked` is also compiled, as in training. The reference, one step per token,
-is called directly, up to 4,096 tokens and at most 5 times. Times are medians over the repeats, with
-minimum and maximum. Bytes are the minimum any variant has to move: the drive in, the states out;
-their gradient and the states in, the drive's gradient out. The resulting rate is compared with that
-of copying a large tensor on the same machine; data that fits a GPU's cache can be faster. --out DIR
-writes scan-DEVICE.json and .md after each measurement; without it the table is only printed.
+is called directly, for up to 4,096 tokens and at most 5 times. Times are medians over the repeats,
+with minimum and maximum. Bytes are the minimum any variant has to move: the drive in, the states
+out; their gradient and the states in, the drive's gradient out. The resulting rate is compared with
+that of copying a large tensor on the same machine; data that fits a GPU's cache can be faster.
+--out DIR writes scan-DEVICE.json and .md after each measurement; without it the table is only
+printed.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ def main() -> None:
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="the folder to write the figures into")
+    parser.add_argument("--out", type=Path, help="directory for the figures")
     arguments = parser.parse_args()
     if arguments.device == "cpu":
         print(
-            "warning: these are the times of a CPU, where Triton does not run; they say nothing"
-            " about a GPU",
+            "warning: these are times of a CPU, where Triton does not run; they say nothing about"
+            " a GPU",
             file=sys.stderr,
         )
     found = measure(arguments.device, arguments.repeats, out=arguments.out)

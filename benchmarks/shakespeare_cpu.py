@@ -37,8 +37,10 @@ NANOGPT_OPTIONS = (
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 400, 60, 30, 20, 50
 LOW, HIGH = 1.4, 2.6
 """Losses at the bottom and the top of the picture."""
-TARGET_COLOUR = "#c0392b"
-COLOURS = {"flatout": "#2f6fde", "flatout, few steps": "#3a9d6e", "nanoGPT": "#d98324"}
+TARGET_COLOUR = "#dc3c3c"
+COLOURS = {"flatout": "#3d7dd1", "flatout, few steps": "#3a9d6e", "nanoGPT": "#d98324"}
+GREY = "#757b86"
+"""Colour of text and grid; like the others, it is readable on light and dark pages."""
 
 
 def main() -> None:
@@ -98,7 +100,7 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
                     seed=1337 + repeat,
                 )
             )
-        for name, repeats in runs.items():  # nanoGPT's last one, when it has had its repeats
+        for name, repeats in runs.items():  # prints nanoGPT's last run after its last repeat
             print(
                 f"repeat {repeat + 1}: {name}: loss {repeats[-1]['val_loss']:.4f} in"
                 f" {repeats[-1]['wall_s']:.1f} s",
@@ -120,9 +122,8 @@ def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
         "train", "shakespeare-char", f"data.path={data}", *overrides, "--run-dir", str(run)
     )
     start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
-    before_s = (
-        start["time"] - start["wall_s"] - began
-    )  # the clock of metrics.jsonl starts when the run is built
+    # the clock of metrics.jsonl starts when the run is built
+    before_s = start["time"] - start["wall_s"] - began
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [
         (before_s + record["wall_s"], record["val/loss"])
@@ -138,18 +139,18 @@ def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
     }
 
 
-def nanogpt(source: Path, place: Path, text: Path, *, seed: int) -> dict[str, Any]:
+def nanogpt(source: Path, folder: Path, text: Path, *, seed: int) -> dict[str, Any]:
     """Train nanoGPT's recipe in a copy of its folder; return the validation losses by seconds."""
-    shutil.copytree(source, place)
-    shutil.copyfile(text, place / "data" / "shakespeare_char" / "input.txt")
+    shutil.copytree(source, folder)
+    shutil.copyfile(text, folder / "data" / "shakespeare_char" / "input.txt")
     subprocess.run(
         [sys.executable, "data/shakespeare_char/prepare.py"],
-        cwd=place,
+        cwd=folder,
         check=True,
         capture_output=True,
     )
-    (place / "train.py").write_text(
-        (place / "train.py").read_text().replace("manual_seed(1337", f"manual_seed({seed}")
+    (folder / "train.py").write_text(
+        (folder / "train.py").read_text().replace("manual_seed(1337", f"manual_seed({seed}")
     )
     words = [
         sys.executable,
@@ -159,16 +160,16 @@ def nanogpt(source: Path, place: Path, text: Path, *, seed: int) -> dict[str, An
         *NANOGPT_OPTIONS.split(),
     ]
     began = time.time()
-    with subprocess.Popen(words, cwd=place, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         lines = [(time.time() - began, line) for line in process.stdout or ()]
     if process.returncode:
         raise SystemExit(f"nanoGPT exited with {process.returncode}")
     wall_s = time.time() - began
-    said = [
+    evaluations = [
         (second, re.match(r"step \d+: train loss \S+, val loss (\S+)", line))
         for second, line in lines
     ]
-    curve = [(second, float(found[1])) for second, found in said if found]
+    curve = [(second, float(found[1])) for second, found in evaluations if found]
     return {"wall_s": wall_s, "val_loss": curve[-1][1], "tokens": 2000 * 12 * 64, "curve": curve}
 
 
@@ -201,10 +202,10 @@ def table(found: dict[str, Any]) -> str:
     lines += [
         "",
         (
-            f"Targets: {wanted}. {found['machine']}; {found['repeats']} repeats (seeds), turn by"
-            " turn in fresh processes, median (smallest to largest); seconds count from the start"
-            " of the process, evaluations included; flatout scores the whole validation split,"
-            f" nanoGPT a sample of it; commit {found['commit']}; `python"
+            f"Targets: {wanted}. {found['machine']}; {found['repeats']} repeats (seeds),"
+            " alternating in fresh processes, median (smallest to largest); seconds count from the"
+            " start of the process, evaluations included; flatout scores the whole validation"
+            f" split, nanoGPT a sample of it; commit {found['commit']}; `python"
             " benchmarks/shakespeare_cpu.py`."
         ),
     ]
@@ -212,7 +213,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return loss against wall seconds as SVG.
+    """Return loss against wall seconds as SVG, for light and dark pages.
 
     Each repeat is a line, each evaluation a dot, each target a cross.
     """
@@ -240,7 +241,7 @@ def picture(found: dict[str, Any]) -> str:
         drawn.append(f'<path d="{cross}" stroke="{TARGET_COLOUR}" stroke-width="2"/>')
     legend = [*((name, COLOURS[name]) for name in found["runs"]), ("target", TARGET_COLOUR)]
     drawn += [
-        label(WIDTH - RIGHT - 10, TOP + 18 * (number + 1), name, "end", f' fill="{colour}"')
+        label(WIDTH - RIGHT - 10, TOP + 18 * (number + 1), name, "end", colour)
         for number, (name, colour) in enumerate(legend)
     ]
     opening = (
@@ -251,12 +252,13 @@ def picture(found: dict[str, Any]) -> str:
 
 
 def axes(last: float, position: Callable[[float, float], tuple[float, float]]) -> list[str]:
-    """Return the background, the grid lines and the labels of both axes."""
-    drawn = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>']
+    """Return the grid lines and the labels of both axes."""
+    drawn: list[str] = []
     for loss in (tenth / 10 for tenth in range(14, 27, 2)):
         x, y = position(0, loss)
         drawn += [
-            f'<line x1="{x}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="#dddddd"/>',
+            f'<line x1="{x}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="{GREY}" '
+            'stroke-opacity="0.3"/>',
             label(LEFT - 8, round(y + 4, 1), f"{loss:.1f}", "end"),
         ]
     drawn += [
@@ -270,9 +272,9 @@ def axes(last: float, position: Callable[[float, float], tuple[float, float]]) -
     ]
 
 
-def label(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
+def label(x: float, y: float, text: str, anchor: str, colour: str = GREY) -> str:
     """Return a text element."""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}"{style}>{text}</text>'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
 
 
 if __name__ == "__main__":

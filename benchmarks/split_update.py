@@ -7,10 +7,10 @@ on split weights with the kernel of flatout/ops/split_update.py, on split weight
 operations (as before the kernel existed), and torch's fused AdamW on fp32 weights. Muon's decay and
 addition of its bf16 steps to the hidden matrices are timed the same way. Times are medians over the
 repeats, with minimum and maximum. GB/s is 28 bytes per weight over the time for AdamW, 10 for Muon,
-whatever is really moved: extra traffic shows as a lower rate. `equal` is the share of weights that
-match torch's operations bit for bit after one step. --tiny takes a few weights, as a smoke test; on
-a CPU, where Triton does not run, both variants of split weights are torch's. --out DIR writes
-split-update-DEVICE.json and .md.
+whatever is actually moved, so extra traffic shows as a lower rate. `equal` is the share of weights
+that match torch's operations bit for bit after one step. --tiny takes a few weights, as a smoke
+test; on a CPU, where Triton does not run, both variants of split weights are torch's. --out DIR
+writes split-update-DEVICE.json and .md.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def main() -> None:
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
     )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--tiny", action="store_true", help="a few weights, to see that it runs")
-    parser.add_argument("--out", type=Path, help="the folder to write the figures into")
+    parser.add_argument("--tiny", action="store_true", help="a few weights, as a smoke test")
+    parser.add_argument("--out", type=Path, help="directory for the figures")
     arguments = parser.parse_args()
     found = measure(arguments.device, arguments.repeats, TINY if arguments.tiny else SIZES)
     if arguments.out:
@@ -195,8 +195,8 @@ def table(found: dict) -> str:
         "",
         (
             f"{where}{found['machine']}, torch {found['torch']}; copying moves {rate / 1e9:,.0f}"
-            f" GB/s; medians of {found['repeats']} repeats (smallest to largest); GB/s of 28 bytes"
-            " a weight for AdamW, 10 for Muon; `python benchmarks/split_update.py`."
+            f" GB/s; medians of {found['repeats']} repeats (smallest to largest); GB/s count 28"
+            " bytes per weight for AdamW, 10 for Muon; `python benchmarks/split_update.py`."
         ),
     ]
     return "\n".join(lines) + "\n"

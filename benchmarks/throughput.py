@@ -1,4 +1,4 @@
-"""Training throughput of the shapes that matter on one GPU, for flatout and its peers.
+"""Training throughput of flatout and its peers on one GPU, by model shape.
 
     python benchmarks/throughput.py --nanogpt path/to/nanoGPT --only gpt2-124m --minutes 9
     # check on a CPU, at toy shapes, that every entry runs
@@ -12,8 +12,8 @@ later rounds repeat the best one and those within 3% of it, with the entries int
 6 N_matmul + 6 L T d FLOPs per token, relative to the rate of a bf16 matmul of size 8192 measured in
 the same process.
 
-Tokens are random, drawn from half of the vocabulary. A model that trains learns which half, so its
-loss must fall by 1% on unseen batches; otherwise the entry fails.
+Tokens are random, drawn from half of the vocabulary. A model that trains learns which half: an
+entry whose loss does not fall by 1% on unseen batches fails.
 
 OUT/throughput.json is written after each measurement, and the same command continues from it.
 Measurements of other code, another machine or another torch version are repeated. Nothing is
@@ -100,26 +100,28 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--only",
         default="*",
-        help="works or work/entry, with * and ?, separated by commas; --list names them",
+        help="workloads or workload/entry, with * and ?, separated by commas; --list names them",
     )
     made.add_argument(
         "--minutes",
         type=float,
-        help="start nothing that would not finish in time; the same command continues",
+        help="start no measurement that would not finish in time; the same command continues",
     )
     made.add_argument(
         "--rounds", type=int, help="measurements of each entry's best batch; 3, and 1 with --tiny"
     )
-    made.add_argument("--out", type=Path, help="folder of the results; benchmarks/results")
     made.add_argument(
-        "--again", action="store_true", help="repeat the measurements that --only names"
+        "--out", type=Path, help="folder of the results; by default benchmarks/results"
+    )
+    made.add_argument(
+        "--again", action="store_true", help="repeat the measurements that --only selects"
     )
     made.add_argument(
         "--tiny",
         action="store_true",
         help="toy shapes on the CPU; --out FOLDER keeps the results",
     )
-    made.add_argument("--list", action="store_true", help="name the works and their entries")
+    made.add_argument("--list", action="store_true", help="list the workloads and their entries")
     made.add_argument(
         "--ladder",
         action="store_true",
@@ -146,34 +148,34 @@ class Session:
         self.available = Availability(self.arguments, self.machine, self.say)
 
     def measure(self) -> None:
-        """Measure what is due, round by round, writing after each measurement."""
-        entries = [entry for entry in ENTRIES if is_asked(entry, self.arguments.only)]
+        """Measure the remaining entries round by round, writing after each measurement."""
+        entries = [entry for entry in ENTRIES if is_selected(entry, self.arguments.only)]
         if not entries:
             raise SystemExit(
-                f"--only {self.arguments.only} names nothing. --list names the works and their"
-                " entries."
+                f"--only {self.arguments.only} matches nothing. --list names the workloads and"
+                " their entries."
             )
         rounds = self.arguments.rounds or (1 if self.arguments.tiny else 3)
         found = self.read()
         self.forget(found, entries)
         works = {work.name: shape(work, tiny=self.arguments.tiny) for work in WORKS}
         ready = [
-            (entry, asked)
+            (entry, config)
             for entry in entries
-            if (asked := self.available.config(entry, works[entry.work])) is not None
+            if (config := self.available.config(entry, works[entry.work])) is not None
         ]
         left = 0
         for number in range(rounds):
             for work in works:
                 left += self.round(
                     number,
-                    {entry.name: (entry, asked) for entry, asked in ready if entry.work == work},
+                    {entry.name: (entry, config) for entry, config in ready if entry.work == work},
                     found,
                 )
         self.write(found)
         print(table(found))
         if left:
-            self.say(f"{left} measurements are left: the time is up. The same command continues.")
+            self.say(f"The time is up with {left} measurements left; the same command continues.")
 
     def round(
         self, number: int, ready: dict[str, tuple[Entry, RunConfig]], found: Measurements
@@ -189,27 +191,27 @@ class Session:
             name: self.batches(ready[name][0]) if number == 0 else best_rows(found, ready[name][0])
             for name in order
         }
-        for place in range(max(map(len, batches.values()), default=0)):
+        for index in range(max(map(len, batches.values()), default=0)):
             for name in order:
-                entry, asked = ready[name]
-                for rows in batches[name][place : place + 1]:
+                entry, config = ready[name]
+                for rows in batches[name][index : index + 1]:
                     if not any(
                         row["round"] == number and row["rows"] == rows for row in found.of(entry)
                     ):
-                        left += not self.point(entry, rows, number, asked, found)
+                        left += not self.point(entry, rows, number, config, found)
         return left
 
     def point(
-        self, entry: Entry, rows: int | None, number: int, asked: RunConfig, found: Measurements
+        self, entry: Entry, rows: int | None, number: int, config: RunConfig, found: Measurements
     ) -> bool:
         """Measure an entry at one batch and store the row; return whether there was time."""
         remaining_s = self.remaining_s()
         known_s = [row["process_s"] for row in found.of(entry) if row["status"] == "ok"]
         if remaining_s < max(known_s, default=0.0 if self.arguments.tiny else FIRST_GUESS_S):
             return False
-        row = self.row(entry, rows, number, asked, min(LIMIT_S, remaining_s))
+        row = self.row(entry, rows, number, config, min(LIMIT_S, remaining_s))
         if row["status"] == "timed-out" and remaining_s < LIMIT_S:
-            return False  # it was the command's time that was up, not its own
+            return False  # the command's time was up, not the measurement's
         self.keep(row, found)
         return True
 
@@ -218,7 +220,7 @@ class Session:
         entry: Entry,
         rows: int | None,
         number: int,
-        asked: RunConfig,
+        config: RunConfig,
         limit_s: float,
         **more: Any,
     ) -> dict[str, Any]:
@@ -229,7 +231,7 @@ class Session:
             else {
                 "batch.rows_per_device": rows,
                 "batch.accumulate": 1,
-                "batch.tokens_per_step": rows * asked.data.seq_len,
+                "batch.tokens_per_step": rows * config.data.seq_len,
             }
         )
         if rows is None and entry.micro_batch and not self.arguments.tiny:
@@ -237,7 +239,7 @@ class Session:
         spec = {
             "kind": entry.kind,
             "config": (
-                asked.with_values(
+                config.with_values(
                     batch | {"data.path": str(self.data(entry.data)), "train.seed": number}
                 ).to_dict()
             ),
@@ -289,16 +291,16 @@ class Session:
 
     def data(self, kind: str) -> Path:
         """Return the dataset of a kind; it is made on first use."""
-        place, tiny = self.scratch / kind, self.arguments.tiny
+        out, tiny = self.scratch / kind, self.arguments.tiny
         vocabulary = TINY_VOCABULARY if tiny else VOCABULARY
-        if place.exists():
-            return place
+        if out.exists():
+            return out
         if kind == "text":
-            return text_data(place, vocabulary=vocabulary, max_bytes=1 << 20 if tiny else None)
-        return random_data(place, tokens=TINY_TOKENS if tiny else TOKENS, vocabulary=vocabulary)
+            return text_data(out, vocabulary=vocabulary, max_bytes=1 << 20 if tiny else None)
+        return random_data(out, tokens=TINY_TOKENS if tiny else TOKENS, vocabulary=vocabulary)
 
     def identity(self, entry: Entry) -> dict[str, str]:
-        """Return what a figure depends on; a change makes it stale.
+        """Return the facts that a figure depends on; when one changes, the figure is stale.
 
         A peer's figures do not depend on flatout's code.
         """
@@ -366,7 +368,7 @@ class Session:
         print(line, file=sys.stderr, flush=True)
 
 
-def is_asked(entry: Entry, only: str) -> bool:
+def is_selected(entry: Entry, only: str) -> bool:
     """Return whether `--only` matches an entry or its workload."""
     return any(
         fnmatch.fnmatchcase(name, word.strip())

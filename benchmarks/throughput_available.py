@@ -32,7 +32,7 @@ class Availability:
     arguments: argparse.Namespace
     machine: Machine
     say: Callable[[str], None]
-    said: set[str] = field(default_factory=set)
+    printed: set[str] = field(default_factory=set)
 
     def config(self, entry: Entry, config: RunConfig) -> RunConfig | None:
         """Return the config of an entry; None, with a message, if it cannot be measured here."""
@@ -40,7 +40,9 @@ class Availability:
         config = config.with_values(dict(entry.values))
         if entry.kind != "flatout":
             if self.is_missing(entry.kind):
-                self.say(f"{name} is skipped: it is missing. To add it: {ADD[entry.kind]}.")
+                self.say(
+                    f"{name} is skipped: {entry.kind} is missing. To add it: {ADD[entry.kind]}."
+                )
                 return None
             return config
         if entry.plain:
@@ -110,8 +112,8 @@ class Availability:
 
     def say_once(self, line: str) -> None:
         """Print a line unless it was printed before."""
-        if line not in self.said:
-            self.said.add(line)
+        if line not in self.printed:
+            self.printed.add(line)
             self.say(line)
 
 

@@ -195,10 +195,10 @@ def _peer(
     compiled: bool = True,
     bias: bool = False,
 ) -> Entry:
-    said = "" if kind in OWN_BIASES else ", biases" if bias else ", no biases"
+    biases = "" if kind in OWN_BIASES else ", biases" if bias else ", no biases"
     values = {} if bias else NO_BIAS
     return Entry(
-        work, name, title + said, rows, kind=kind, role="peer", compiled=compiled, values=values
+        work, name, title + biases, rows, kind=kind, role="peer", compiled=compiled, values=values
     )
 
 

@@ -1,6 +1,6 @@
 """The ladder of GPT-2 124M from the baseline (8 rows per micro-batch) to the full set of speedups.
 
-It is `flatout bench` on text made here.
+It runs `flatout bench` on text that is prepared here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from throughput_entries import TINY_VOCABULARY, VOCABULARY, WORKS, shape
 from flatout.files import write_text
 
 TOKENS_PER_STEP = 32_768
-"""Fewer tokens than the recipe's: the baseline takes seconds for them, 8 rows at a time."""
+"""Fewer tokens than in the recipe: even these take the baseline seconds, 8 rows at a time."""
 
 LEAST_MINUTES = 1.0
 
@@ -27,8 +27,8 @@ def ladder(
 ) -> None:
     """Measure the ladder and write OUT/throughput_ladder.json and .md.
 
-    The dataset is text, Python's own library: the first rung tokenises in the step, which random
-    tokens would make too cheap. Preparing it counts towards the minutes.
+    The dataset is Python's standard library, because the first rung tokenises in the step, which
+    would be too cheap with random tokens. Preparing it counts towards the minutes.
     """
     began_s = time.monotonic()
     config = shape(WORKS[0], tiny=tiny)
@@ -43,8 +43,8 @@ def ladder(
         "batch.accumulate": None,
     }
     recipe, bench = scratch / "gpt2-124m-ladder.yaml", scratch / "bench"
-    asked = config.with_values({**batch, "data.path": str(data), "name": "gpt2-124m-ladder"})
-    write_text(recipe, json.dumps(asked.to_dict()))  # JSON is YAML
+    requested = config.with_values({**batch, "data.path": str(data), "name": "gpt2-124m-ladder"})
+    write_text(recipe, json.dumps(requested.to_dict()))  # JSON is YAML
     left = minutes and max(minutes - (time.monotonic() - began_s) / 60, LEAST_MINUTES)
     limits = [
         *(["--minutes", f"{left:.2f}"] if left else []),
@@ -52,7 +52,7 @@ def ladder(
     ]
     flatout("bench", str(recipe), "--out", str(bench), *limits)
     found = json.loads((bench / "bench.json").read_text(encoding="utf-8"))
-    found["config"]["data"]["path"] = None  # a folder of this one measurement
+    found["config"]["data"]["path"] = None  # a temporary directory
     write_text(out / "throughput_ladder.json", json.dumps(found, indent=1) + "\n")
     table = re.sub(
         r"^#", "####", (bench / "table.md").read_text(encoding="utf-8"), flags=re.MULTILINE

@@ -1,4 +1,4 @@
-"""Other projects' models in the training step of throughput.py, imported from their own code.
+"""Models of other projects in the training step of throughput.py, imported from their own code.
 
 Each function builds a model at the given shape and returns its loss and its optimiser, set up as
 its project does. Matmuls run in bfloat16 under autocast, except in the hand-written loop (`people`)
@@ -31,7 +31,7 @@ BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 
 @dataclass(frozen=True)
 class Order:
-    """What a peer has to build."""
+    """The shape and settings that a peer must build."""
 
     shape: TransformerConfig
     seq_len: int
@@ -95,8 +95,7 @@ def huggingface(order: Order) -> Peer:
     )
     model = transformers.GPT2LMHeadModel(config).to(order.device).train()
     called = _called(model, order)
-    # It shifts the labels by itself: what it is given are the inputs, and the last token has no
-    # target.
+    # The model shifts the labels itself, so it gets the inputs; the last token has no target.
     return Peer(
         list(model.parameters()),
         lambda tokens, _: called(input_ids=tokens, labels=tokens).loss,
@@ -106,9 +105,9 @@ def huggingface(order: Order) -> Peer:
 
 
 def litgpt(order: Order) -> Peer:
-    """Return litgpt's closest model to GPT-2, with fused AdamW.
+    """Return the model of litgpt that is closest to GPT-2, with fused AdamW.
 
-    It has learned norms, biases and a GELU MLP.
+    It has norms with learned gains, biases and a GELU MLP.
     """
     with _found_in(order.folder):
         found: Any = importlib.import_module("litgpt.model")
@@ -228,7 +227,7 @@ def step(peer: Peer, tokens_BT: Tensor, targets_BT: Tensor, clip: float) -> Tens
 def file_module(name: str, path: Path) -> ModuleType:
     """Import a file under a given name."""
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # noqa: PT018  # a path that ends in .py has both
+    assert spec is not None and spec.loader is not None  # noqa: PT018  # true of every path that ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look themselves up
     spec.loader.exec_module(module)
@@ -236,7 +235,7 @@ def file_module(name: str, path: Path) -> ModuleType:
 
 
 def _folder(order: Order) -> Path:
-    assert order.folder is not None  # an entry whose folder is not given is skipped before
+    assert order.folder is not None  # entries without a folder were skipped
     return order.folder
 
 

@@ -1,4 +1,4 @@
-"""Measurements in processes of their own, and the digest of the code that makes them."""
+"""Runs each measurement in its own process, and computes the digest of the measuring code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def code_files(ours: bool) -> Iterator[Path]:
 def run_apart(
     spec: dict[str, Any], timeout_s: float, *, command: list[str] | None = None
 ) -> dict[str, Any]:
-    """Measure in a new process; return a result even if it crashed, hung or printed nonsense.
+    """Measure in a new process; return a result even if it crashes, hangs or prints no JSON.
 
     `command` replaces the process in tests.
     """
@@ -67,12 +67,12 @@ def run_apart(
         end_group(process)
     with suppress(ValueError, IndexError):
         return dict(json.loads(out.strip().splitlines()[-1]))
-    said = (err.strip().splitlines() or ["nothing"])[-1][:300]
+    last_line = (err.strip().splitlines() or ["nothing"])[-1][:300]
     return {
         "status": "failed",
         "reason": (
             f"The process exited with code {process.returncode} and without figures; its last"
-            f" output: {said}"
+            f" output: {last_line}"
         ),
     }
 

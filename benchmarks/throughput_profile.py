@@ -67,17 +67,17 @@ class ProfiledSteps:
 
     def __init__(self, device: torch.device, warmup_steps: int, steps: int) -> None:
         self._device, self._first, self._most = device, warmup_steps, warmup_steps + steps
-        self._asked = 0
+        self._steps_started = 0
         on_cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         self._profile = profile(activities=[ProfilerActivity.CPU, *on_cuda], acc_events=True)
 
-    def asked(self, run: Any = None) -> bool:
+    def requested(self, run: Any = None) -> bool:
         """Start or stop the profile at the beginning of a step."""
-        if self._asked in (self._first, self._most):
+        if self._steps_started in (self._first, self._most):
             self._wait()
-            (self._profile.start if self._asked == self._first else self._profile.stop)()
-        self._asked += 1
-        return self._asked > self._most
+            (self._profile.start if self._steps_started == self._first else self._profile.stop)()
+        self._steps_started += 1
+        return self._steps_started > self._most
 
     def groups(self, folder: Path) -> dict[str, Any]:
         """Return the profile per step; a trace is written to `folder` and deleted."""

@@ -13,7 +13,7 @@ from typing import Any
 from throughput_entries import ENTRIES, TARGET_GPU, TARGET_TFLOPS, TARGETS, WORKS, Entry, Target
 
 NEAR = 0.97
-"""A batch within this share of the best is measured again: the first round may mislead."""
+"""A batch within this share of the best is measured again, since the first round may mislead."""
 
 Row = dict[str, Any]
 
@@ -271,10 +271,10 @@ def judged(row: Row, *, tiny: bool) -> str:
             else f"; per TFLOP/s of matrix products {row['per_tflops']:.2f} of it"
         )
         return f"not judged: the target is for an {TARGET_GPU}, this is the {row['device']}{share}"
-    said = [] if row["kept"] is None else ["kept" if row["kept"] else "**missed**"]
+    verdict_words = [] if row["kept"] is None else ["kept" if row["kept"] else "**missed**"]
     return ", ".join(
         [
-            *said,
+            *verdict_words,
             *(
                 []
                 if row["aim_reached"] is None
@@ -338,7 +338,7 @@ def circumstances(found: Measurements) -> list[str]:
     """Return how the figures were measured."""
     measured = [row for row in found.rows if row["status"] == "ok"]
     if not measured:
-        return ["Nothing measured yet."]
+        return ["Nothing has been measured yet."]
     machines, torches, commits = (
         ", ".join(sorted({str(row[key]) for row in measured}))
         for key in ("machine", "torch", "commit")

@@ -53,7 +53,7 @@ class StepTimes:
         self._device, self._warmup_steps, self._most = device, warmup_steps, warmup_steps + steps
         self._marks: list[Any] = []
 
-    def asked(self, run: Run | None = None) -> bool:
+    def requested(self, run: Run | None = None) -> bool:
         """Mark the start of a step."""
         self._marks.append(self._mark())
         return len(self._marks) > self._most
@@ -94,9 +94,7 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
             "status": "out-of-memory" if error.what.startswith("Out of memory") else "failed",
             "reason": error.what,
         }
-    except (
-        Exception
-    ) as error:  # the process is about to end: what went wrong, whatever it is, is the row
+    except Exception as error:  # any error becomes the reason in the row
         return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
 
 
@@ -180,23 +178,22 @@ def train_ours(
     spec: dict[str, Any], config: RunConfig, device: torch.device, times: StepTimes
 ) -> dict[str, Any]:
     """Train the recipe's run in its own loop; return everything but the step times."""
-    settled = resolve_here(
-        config.with_values(QUIET)
-    )  # nothing is evaluated, so no graph of an evaluation is compiled
+    # QUIET: without evaluations, no graph of an evaluation is compiled
+    resolved = resolve_here(config.with_values(QUIET))
     steps = spec["warmup_steps"] + spec["steps"]
-    config = settled.config.with_values(
-        {"train.steps": max(settled.config.train.steps or 0, 2 * steps)}
+    config = resolved.config.with_values(
+        {"train.steps": max(resolved.config.train.steps or 0, 2 * steps)}
     )
     folder = Path(spec["folder"])
     folder.mkdir(parents=True, exist_ok=True)
     mesh = make_mesh(config.parallel, config.train.device)
     run = build(
         config,
-        machine=settled.machine,
+        machine=resolved.machine,
         mesh=mesh,
-        dataset=settled.dataset,
+        dataset=resolved.dataset,
         folder=folder,
-        decisions=settled.decisions,
+        decisions=resolved.decisions,
     )
     wanted = {decision.name for decision in run.decisions if decision.on}
     losses: list[torch.Tensor] = []
@@ -235,7 +232,7 @@ def keeping_losses(log: Log, times: StepTimes, losses: list[torch.Tensor]) -> Ca
     def stop(run: Run) -> bool:
         if log.last_result is not None:
             losses.append(log.last_result.loss)
-        return times.asked(run)
+        return times.requested(run)
 
     return stop
 
@@ -246,11 +243,9 @@ def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
     for optimizer in run.optimizers:
         optimizer.step = in_range(optimizer.step)  # type: ignore[method-assign]
     try:
-        fit(run, log, steps.asked)
+        fit(run, log, steps.requested)
         return {"profile": steps.groups(Path(spec["folder"]))}
-    except (
-        Exception
-    ) as error:  # what the profiler cannot do, whatever it is, is what the profile says
+    except Exception as error:  # any error becomes the reason in the profile
         return {"profile": {"failed": f"{type(error).__name__}: {first_line(error)}"}}
 
 
@@ -271,15 +266,15 @@ def train_peer(
             folder,
         )
     )
-    windows = (
+    rows = (
         torch.randint(
             0, spec["vocabulary"] // 2, (spec["rows"], config.data.seq_len + 1), device=device
         )
         for _ in range(BATCHES)
     )
-    batches = [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+    batches = [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
     losses: list[torch.Tensor] = []
-    while not times.asked():
+    while not times.requested():
         losses.append(step(peer, *batches[len(losses) % BATCHES], config.optim.clip))
     return {
         "tokens_per_step": spec["rows"] * config.data.seq_len,

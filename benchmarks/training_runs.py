@@ -1,4 +1,4 @@
-"""Small training runs in a benchmark's own process, and the version of the code that they run."""
+"""Small training runs in a benchmark's own process, and the version of their code."""
 
 from __future__ import annotations
 

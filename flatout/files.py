@@ -288,7 +288,7 @@ def open_own(path: Path, flags: int) -> int:
         os.close(descriptor)
         raise CheckpointError(
             f"{path} is not a regular file.",
-            fix=f"Delete {path}, or choose another folder with --run-dir DIR.",
+            fix=f"Delete {path}, or choose another directory with --run-dir DIR.",
         )
     if status.st_nlink > 1 and flags & (os.O_WRONLY | os.O_RDWR):
         os.close(descriptor)
@@ -296,7 +296,7 @@ def open_own(path: Path, flags: int) -> int:
         raise CheckpointError(
             f"{path} has another hard link: writing to it would change the other file too.",
             fix=f"Replace it with a copy, `cp {own} {copy} && mv {copy} {own}`, "
-            "or choose another folder with --run-dir DIR.",
+            "or choose another directory with --run-dir DIR.",
         )
     return descriptor
 
@@ -337,7 +337,7 @@ def writing(out: Path | str) -> Iterator[None]:
             ) from error
         raise DataError(
             f"Cannot write {out}: {reason}.",
-            fix="Use --out to choose a writable folder on a disk with free space.",
+            fix="Use --out to choose a writable directory on a disk with free space.",
         ) from error
 
 
@@ -379,7 +379,7 @@ def disk_fix(error: Exception) -> str:
     if number in _READ_ONLY:
         return (
             "Make it writable, then run the same command again; "
-            "or choose another folder with --run-dir DIR."
+            "or choose another directory with --run-dir DIR."
         )
     if number in {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}:
         return (

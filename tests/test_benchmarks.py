@@ -55,9 +55,9 @@ def test_the_main_job_states_both_micro_batches(monkeypatch):
         }
 
     rows = {
-        "plain": [row(100.0, 8, 8)],
-        "as it comes": [row(200.0, 64, 1)],
-        "as it comes, long": [row(300.0, 64, 1)],
+        "baseline": [row(100.0, 8, 8)],
+        "flatout": [row(200.0, 64, 1)],
+        "flatout, long": [row(300.0, 64, 1)],
     }
     found = {
         "rows": rows,

@@ -52,8 +52,8 @@ def resolve(
     """
     config = _resolve_model(config, dataset)
     config = _resolve_batch(config, world_size)
-    asked = config.train
-    config = config.with_values({"train.steps": steps_stated(config, asked, dataset)})
+    requested = config.train
+    config = config.with_values({"train.steps": steps_stated(config, requested, dataset)})
     check_names(config)
     peak = known_peak(
         machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16"
@@ -64,7 +64,7 @@ def resolve(
         config, machine, device=config.train.device, minutes=minutes, measured=measured
     )
     recipe = assemble(decisions)
-    config = config.with_values({"train.steps": steps_stated(config, asked, dataset, recipe)})
+    config = config.with_values({"train.steps": steps_stated(config, requested, dataset, recipe)})
     on = {decision.name for decision in decisions if decision.on}
     batch: dict[str, int] = {}
     if config.batch.rows_per_device == "auto":
@@ -87,16 +87,17 @@ def resolve(
 
 
 def steps_stated(
-    config: RunConfig, asked: TrainConfig, dataset: AnyDataset, recipe: Recipe | None = None
+    config: RunConfig, requested: TrainConfig, dataset: AnyDataset, recipe: Recipe | None = None
 ) -> int:
-    """Return the length that `asked` states, in optimiser steps of a run with resolved batches.
+    """Return the length that `requested` states, in optimiser steps of a run with resolved batches.
 
     If the recipe has its own batching, steps contain padding, and thus fewer tokens.
     """
-    if asked.steps is not None:
-        return asked.steps
+    if requested.steps is not None:
+        return requested.steps
     if recipe is None or "batching" not in recipe.filled_by:
-        tokens = asked.tokens or (asked.epochs or 1.0) * epoch_tokens(dataset, config.data.seq_len)
+        epochs = requested.epochs or 1.0
+        tokens = requested.tokens or epochs * epoch_tokens(dataset, config.data.seq_len)
         return max(math.ceil(tokens / (config.batch.tokens_per_step or 1)), 1)
     plan = BatchPlan(
         config.data.seq_len,
@@ -110,7 +111,9 @@ def steps_stated(
         device="cpu",
     )
     steps = recipe.batching(dataset.split("train"), plan, None)
-    epochs = asked.tokens / steps.tokens_per_epoch if asked.tokens else asked.epochs or 1.0
+    epochs = requested.epochs or 1.0
+    if requested.tokens:
+        epochs = requested.tokens / steps.tokens_per_epoch
     return max(math.ceil(epochs * steps.steps_per_epoch), 1)
 
 

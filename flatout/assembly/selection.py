@@ -81,19 +81,19 @@ def select(
 
 
 def stored_decisions(
-    config: RunConfig, machine: Machine, *, asked: RunConfig | None = None
+    config: RunConfig, machine: Machine, *, requested: RunConfig | None = None
 ) -> list[Decision]:
     """Return the decisions stored in a resolved configuration; a resumed run makes no new ones.
 
-    `asked` is the configuration that the run was started with; it shows whether the micro-batch was
+    `requested` is the configuration that the run was started with; it shows whether the micro-batch was
     chosen or stated.
     """
     on = parse_request(config.speedups).named
     before = "as when the run started"
     rows_were_chosen = (
-        asked is not None
-        and asked.batch.rows_per_device == "auto"
-        and asked.batch.accumulate is None
+        requested is not None
+        and requested.batch.rows_per_device == "auto"
+        and requested.batch.accumulate is None
     )
     decisions = []
     for speedup in known_speedups(on):
@@ -207,7 +207,7 @@ class _Selection:
                     f"The speedup {name!r} cannot be used: {against}",
                     fix=f"Leave it out: {_without(name, self.config)}.",
                 )
-            return Decision(name, True, "asked for")
+            return Decision(name, True, "requested")
         if name in request.dropped:
             by_user = mentions(name, self.config.speedups)
             precision = f"train.precision={self.config.train.precision}"

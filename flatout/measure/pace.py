@@ -92,7 +92,7 @@ class Pace:
         self._start_s = self._last_s = 0.0
         self._before = TimeBreakdown()
 
-    def asked(self, run: Run) -> bool:
+    def requested(self, run: Run) -> bool:
         """Return whether the trial is over; the loop calls it before each step."""
         if self._log.last_result and len(self.losses) < self._loss_steps:
             self.losses.append(self._log.last_result.loss)

@@ -1,7 +1,7 @@
 """Draws a report: one bar per row with its interval, and its rate and gain beside it.
 
-matplotlib writes SVG that is identical for equal reports. The background is white, so that the
-picture is readable on dark and light pages.
+matplotlib writes SVG that is identical for equal reports. The background is transparent, and every
+colour has enough contrast on light and on dark pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ COLOURS = {
     "put-in": "#3a9d6e",
     "point": "#2f6fde",
 }
-INK, PALE = "#1d2433", "#667085"
+INK = "#757b86"
+"""Colour of all text: about 4.2:1 on white and on #0d1117, the page of GitHub's dark mode."""
+BROKEN = "#dc3c3c"
+BAR_OPACITY = 0.5
+"""Bars are translucent, so that the interval on top of them, in the full colour, is visible."""
 STYLE = {
     "svg.hashsalt": "flatout",  # otherwise element names are random
     "svg.fonttype": "none",  # text stays text
@@ -40,9 +44,6 @@ STYLE = {
     "font.size": 9,
     "text.parse_math": False,
     "text.color": INK,
-    "axes.labelcolor": PALE,
-    "xtick.color": PALE,
-    "ytick.color": INK,
 }
 WIDTH, ROW, TOP = 11.0, 0.26, 0.6
 """Inches: the picture, a row, and the space for the titles."""
@@ -65,7 +66,7 @@ def picture(report: Report) -> str:
     num_lines = sum(len(rows) + bool(heading) for heading, rows in drawn)
     height = TOP + ROW * (num_lines + 0.6 * len(notes) + 1)
     with matplotlib.rc_context(STYLE):
-        figure = figure_module.Figure(figsize=(WIDTH, height), facecolor="white")
+        figure = figure_module.Figure(figsize=(WIDTH, height), facecolor="none")
         axes = figure.add_axes((0.3, 0, 0.69, 1 - TOP / height))
         figure.text(0.02, 1 - 0.22 / height, _short(title(report), 80), size=14, weight="bold")
         figure.text(0.02, 1 - 0.45 / height, _short(total_text(report), COLUMNS), size=10)
@@ -76,7 +77,6 @@ def picture(report: Report) -> str:
                 position + 1.3 + 0.6 * number,
                 line,
                 size=7,
-                color=PALE,
                 va="center",
                 transform=axes.get_yaxis_transform(),
             )
@@ -98,7 +98,7 @@ def _draw_groups(axes: Axes, drawn: list[tuple[str, list[Row]]]) -> int:
     for heading, rows in drawn:
         if heading:
             position += 1
-            axes.text(0, position, heading, color=PALE, va="center")
+            axes.text(0, position, heading, weight="bold", va="center")
         for row in rows:
             position += 1
             _draw_row(axes, row, position, longest)
@@ -111,10 +111,11 @@ def _draw_row(axes: Axes, row: Row, position: int, longest: float) -> None:
     axes.text(-gap, position, row.short_name, ha="right", va="center")
     if row.tokens_per_s is None:
         reason = _short(absence(row), REASON_COLUMNS)
-        axes.text(gap, position, reason, color=PALE, style="italic", va="center", size=8)
+        axes.text(gap, position, reason, style="italic", va="center", size=8)
         return
     rate = row.tokens_per_s
-    axes.barh(position, rate.median, height=0.7, color=COLOURS[row.kind])
+    colour = COLOURS[row.kind]
+    axes.barh(position, rate.median, height=0.7, color=colour, alpha=BAR_OPACITY)
     end = rate.median
     if rate.low is not None and rate.high is not None:
         end = max(rate.high, end)
@@ -122,14 +123,14 @@ def _draw_row(axes: Axes, row: Row, position: int, longest: float) -> None:
             rate.median,
             position,
             xerr=[[max(rate.median - rate.low, 0)], [max(rate.high - rate.median, 0)]],
-            color=INK,
+            color=colour,
             capsize=2.5,
-            linewidth=1,
+            linewidth=1.4,
         )
     figures = " · ".join(filter(None, [f"{rate.median:,.0f}", gain_text(row)]))
     axes.text(end + gap, position, figures, va="center", size=8)
     if row.promise_kept is False:
-        axes.text(gap, position, "promise broken", color="white", weight="bold", va="center")
+        axes.text(gap, position, "promise broken", color=BROKEN, weight="bold", va="center")
 
 
 def _short(text: str, columns: int) -> str:

@@ -72,7 +72,7 @@ def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
             warmup_s=spec.warmup_s,
             limit_s=limit_s,
         )
-        fit(run, log, pace.asked)
+        fit(run, log, pace.requested)
         pace.finish()
         spent = pace.measured
         peak_gib = log.peak_gib()

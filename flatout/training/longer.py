@@ -44,7 +44,7 @@ class Longer:
                     f"Set {path.name.partition('.')[0]} aside: "
                     f"its learning rates were those of a run of {self.steps_before} steps."
                 )
-        layout.replace_config(run_folder, self.config, asked=self.requested)
+        layout.replace_config(run_folder, self.config, requested=self.requested)
 
 
 def lengthen(
@@ -59,7 +59,7 @@ def lengthen(
             checkpoint.
     """
     folder = request.folder
-    requested = layout.read_asked(folder) or stored
+    requested = layout.read_requested(folder) or stored
     length = _length(request.config)
     if not any(length.values()) or length == _length(requested):
         return None

@@ -191,7 +191,7 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
         if plan.longer is not None:
             plan.longer.store(folder, progress=progress)
         if plan.requested is not None:
-            layout.write_config(folder, plan.config, asked=plan.requested)
+            layout.write_config(folder, plan.config, requested=plan.requested)
             # so that the model can generate text without its data
             copy_whole(members_of(run.dataset)[0].dataset.path / TOKENIZER, folder / TOKENIZER)
 
@@ -236,12 +236,12 @@ def execute(
         warm_up(run, log, eval_shapes=batch_shapes(run))
         reserve(run, log)
         stop.waits_for = "the micro-batch, evaluation or save in progress"
-        fit(run, log, stop.asked, drop=stop.asked_within_step, sample=request.sample)
+        fit(run, log, stop.requested, drop=stop.requested_within_step, sample=request.sample)
         if run.step < run.last_step and not ends_early(run):
             _stop(run, log)
         stop.waits_for = "the batch of the final evaluation"
         try:
-            summary = finish(run, log, request.sample, drop=stop.asked_within_step)
+            summary = finish(run, log, request.sample, drop=stop.requested_within_step)
         except EvaluationDropped:
             _stop(run, log)
         log.end(summary)

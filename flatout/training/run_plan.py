@@ -127,7 +127,7 @@ def _plan_stored(
     Raises: ConfigError when the requested length is not possible.
     """
     folder, progress = request.folder, request.progress
-    summary, requested = layout.read_summary(folder), layout.read_asked(folder)
+    summary, requested = layout.read_summary(folder), layout.read_requested(folder)
     longer = lengthen(request, config, resume, checkpoint)
     if longer is not None:
         config, checkpoint = longer.config, longer.checkpoint
@@ -135,7 +135,7 @@ def _plan_stored(
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
             progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
-            decisions = stored_decisions(config, request.machine, asked=requested)
+            decisions = stored_decisions(config, request.machine, requested=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)
     if longer is not None:
         progress.say(longer.message)
@@ -150,7 +150,7 @@ def _plan_stored(
         layout.write_config(folder, config)  # so that `eval` also finds the moved data
     config = config.with_values({"train.device": request.device})
     config = for_world_size(config, request.ranks.world_size)
-    decisions = stored_decisions(config, request.machine, asked=requested)
+    decisions = stored_decisions(config, request.machine, requested=requested)
     return RunPlan(config, decisions, checkpoint, longer=longer)
 
 
@@ -181,7 +181,7 @@ def require_run_directory(folder: Path) -> None:
             unfinished.unlink()
     found = sorted(path.name for path in folder.iterdir() if path.name != layout.LOCK)
     others = [name for name in found if name not in layout.STARTED]
-    if others and not {layout.CONFIG, layout.ASKED}.intersection(found):
+    if others and not {layout.CONFIG, layout.REQUESTED}.intersection(found):
         raise CheckpointError(
             f"{folder} is not a run directory; it contains {', '.join(others[:4])}.",
             fix="Choose a new directory with --run-dir DIR.",

@@ -83,15 +83,15 @@ class StopRequests:
             signal.signal(number, handler)
         self._previous.clear()
 
-    def asked(self, run: Run) -> bool:
+    def requested(self, run: Run) -> bool:
         """Return whether to stop now. All ranks call it at the same points, and get one answer."""
-        asked = self.signal_number is not None or self._launcher_ended()
+        requested = self.signal_number is not None or self._launcher_ended()
         if run.mesh.world_size == 1:
-            return asked
-        previous, self._vote = self._vote, Vote(run.mesh, asked)
+            return requested
+        previous, self._vote = self._vote, Vote(run.mesh, requested)
         return previous is not None and previous.count() > 0
 
-    def asked_within_step(self, run: Run, number: int) -> bool:
+    def requested_within_step(self, run: Run, number: int) -> bool:
         """Return whether to drop the step before its micro-batch `number`, counted from 1.
 
         All ranks get the same answer.
@@ -99,7 +99,7 @@ class StopRequests:
         every = MICRO_BATCHES_BETWEEN_VOTES.get(run.mesh.device.type, 1)
         if run.mesh.world_size > 1 and (number - 1) % every:
             return False
-        return self.asked(run)
+        return self.requested(run)
 
     def _launcher_ended(self) -> bool:
         """Return whether the launcher has ended: a killed torchrun leaves its processes running."""

@@ -287,7 +287,9 @@ def test_stored_decisions_distinguish_a_stated_micro_batch_from_a_chosen_one(sta
     stored = load_config(
         None, ["batch.rows_per_device=64", "batch.accumulate=1", "speedups=[tf32]"]
     )
-    decisions = {d.name: d for d in stored_decisions(stored, CPU, asked=load_config(None, stated))}
+    decisions = {
+        d.name: d for d in stored_decisions(stored, CPU, requested=load_config(None, stated))
+    }
     assert decisions["micro-batch"].reason == reason
 
 

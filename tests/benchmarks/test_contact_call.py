@@ -154,7 +154,7 @@ def core(kit, plan):
     named = [
         step
         for call in plan.CALLS.values()
-        for step in plan.steps(call, lambda entry: entry.rows, kit.throughput.is_asked)[0]
+        for step in plan.steps(call, lambda entry: entry.rows, kit.throughput.is_selected)[0]
     ]
     return {(step.entry.work, step.entry.name) for step in named if step.entry}
 
@@ -182,7 +182,7 @@ def test_a_slow_machine_ends_in_time_and_lists_what_is_left(kit, monkeypatch, tm
     seconds, lines = machine.call(2, tmp_path / "results")
     assert seconds <= 540
     assert re.search(
-        r"Left of this call, for want of time: .*gpt2-124m-32k-wide-heads/set", lines[-1]
+        r"No time was left for these steps of this call: .*gpt2-124m-32k-wide-heads/set", lines[-1]
     )
     assert {row["entry"] for row in rows_of(tmp_path / "results")} >= {"set", "nanogpt"}
 
@@ -271,7 +271,7 @@ def test_a_failed_ladder_is_recorded(kit, machine, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.import_module("contact_call"), "ladder", fails)
     _, lines = machine.call(4, tmp_path, "--only", "none")
     assert json.loads((tmp_path / "contact.json").read_text())["ladder"]["failed"] == ["no room"]
-    assert lines[-1].startswith("Nothing that matters is left")
+    assert lines[-1].startswith("All core steps of this call are done")
 
 
 def test_a_step_that_ran_out_of_time_is_the_first_of_the_next_call(kit, machine, tmp_path):

@@ -71,7 +71,7 @@ def test_damaged_results_are_refused_and_kept(called, tmp_path, name, damage):
 
 
 def test_two_calls_cannot_write_to_one_directory(kit, called, tmp_path):
-    with kit.held(tmp_path / "out"):
+    with kit.locked(tmp_path / "out"):
         assert "Another call is writing to" in called()
     kit.main(["--call", "1", "--tiny", "--minutes", "0", "--results", str(tmp_path / "out")])
 
@@ -79,7 +79,7 @@ def test_two_calls_cannot_write_to_one_directory(kit, called, tmp_path):
 def test_wrong_directories_are_refused_at_once(called, tmp_path):
     assert re.search(r"manifest\.json\. Fix: ", called("--kit", tmp_path))
     assert re.search(r"no model\.py\. Fix: ", called("--nanogpt", tmp_path))
-    assert re.search(r"names nothing\. Fix: ", called("--only", "gpt3"))
+    assert re.search(r"matches nothing\. Fix: ", called("--only", "gpt3"))
     (tmp_path / "file").write_text("")
     assert re.search(
         r"file cannot be written: it is a file\. Fix: ", called("--results", tmp_path / "file")
@@ -98,7 +98,7 @@ def test_missing_results_are_copied_from_earlier_calls(kit, tmp_path):
         folder.mkdir()
         for name, text in files.items():
             (folder / name).write_text(text)
-    kit.sow(seed, out)
+    kit.copy_missing(seed, out)
     assert {path.name: path.read_text() for path in out.iterdir()} == {
         "contact.json": "new",
         "throughput.json": "old",
@@ -201,14 +201,14 @@ def test_a_pack_contains_missing_packages_and_prints_the_commands(kit, monkeypat
         packing.pack(folder, nanogpt=tmp_path / "elsewhere", commit="abc", code="one")
     assert (folder / "site" / "a.py").exists()
     monkeypatch.setattr(packing, "MOST_BYTES", 1)
-    with pytest.raises(SystemExit, match="may travel"):
+    with pytest.raises(SystemExit, match="exceed the limit"):
         packing.pack(folder, nanogpt=None, commit="abc", code="one")
 
 
 def test_every_packed_package_is_pinned(kit):
     packing = importlib.import_module("contact_pack")
     pins = packing.pinned((FOLDER.parent / "constraints.txt").read_text())
-    assert [name for name in packing.PACKAGES if packing.plain(name) not in pins] == []
+    assert [name for name in packing.PACKAGES if packing.normalised(name) not in pins] == []
 
 
 @pytest.mark.parametrize("part", PARTS)

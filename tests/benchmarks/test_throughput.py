@@ -126,7 +126,7 @@ def test_toy_shapes_are_trained(benchmark, worker, nanogpt, monkeypatch, tmp_pat
     requested = {
         (entry.work, entry.name)
         for entry in benchmark.ENTRIES
-        if benchmark.is_asked(entry, ONE_OF_EACH)
+        if benchmark.is_selected(entry, ONE_OF_EACH)
     }
     absent = {("gpt2-124m", peer) for peer in ("huggingface", "huggingface-compiled", "nanochat")}
     assert requested - absent <= measured
@@ -270,8 +270,8 @@ def test_skipped_entries_are_reported(benchmark, on_gpu, monkeypatch, tmp_path, 
     assert output.count("There is no speedup bf16-weights: it is omitted.") == 1
     assert "gpt2-124m/set-cuda-graphs is skipped: it tests cuda-graphs." in output
     assert (
-        "gpt2-124m/huggingface is skipped: it is missing. To add it: pip install transformers."
-        in output
+        "gpt2-124m/huggingface is skipped: huggingface is missing. "
+        "To add it: pip install transformers." in output
     )
     assert {row["entry"] for row in written(tmp_path)["measurements"]} == {
         "set",

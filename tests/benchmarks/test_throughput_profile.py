@@ -157,7 +157,7 @@ def test_steps_after_the_warm_up_are_profiled(profiling, tmp_path):
     optimizer = torch.optim.SGD([matrix], lr=1e-3)
     optimizer.step = profiling.in_range(optimizer.step)
     taken = 0
-    while not steps.asked():
+    while not steps.requested():
         torch.nn.functional.cross_entropy(matrix @ matrix, torch.arange(64)).backward()
         optimizer.step()
         taken += 1

@@ -82,7 +82,7 @@ def test_steps_are_timed_from_start_to_start(worker, monkeypatch):
     marks = iter([0.0, 5.0, 6.0, 8.0, 11.0])
     monkeypatch.setattr(worker.time, "perf_counter", lambda: next(marks))
     times = worker.StepTimes(torch.device("cpu"), 1, 3)
-    assert [times.asked() for _ in range(5)] == [False, False, False, False, True]
+    assert [times.requested() for _ in range(5)] == [False, False, False, False, True]
     assert times.milliseconds() == [1000.0, 2000.0, 3000.0]
 
 
@@ -91,7 +91,7 @@ def test_steps_are_timed_on_the_device(worker):
     device = torch.device("cuda")
     times = worker.StepTimes(device, 1, 2)
     matrix = torch.randn(2048, 2048, device=device)
-    while not times.asked():
+    while not times.requested():
         for _ in range(20):
             matrix = torch.nn.functional.normalize(matrix @ matrix)
     assert len(times.milliseconds()) == 2

@@ -223,7 +223,7 @@ def test_the_device_is_chosen_automatically(quick):
         for event in read_lines(Path(result.run) / "events.jsonl")
         if event["event"] == "start"
     )
-    assert start["device_reason"] != "asked for"
+    assert start["device_reason"] != "requested"
 
 
 def test_minutes_must_be_positive():

@@ -118,7 +118,7 @@ def store(path, *words, recipe="mine"):
     layout.write_config(
         path,
         load_config(None, [f"name={recipe}", *words, "batch.rows_per_device=8"]),
-        asked=load_config(None, [f"name={recipe}", *words]),
+        requested=load_config(None, [f"name={recipe}", *words]),
     )
 
 

@@ -68,7 +68,7 @@ class MadeUp:
             **{"seconds": 2.0, "loss_steps": 0, "warmup_s": 1e9, "limit_s": 1e9} | limits,
             clock=lambda: self.now,
         )
-        while not pace.asked(self.run):
+        while not pace.requested(self.run):
             took = next(self.step_s)
             self.now += took
             self.spent_s += took

@@ -141,7 +141,7 @@ def decide(report):
             "event": "start",
             "parameters": 1,
             "device": "cpu",
-            "device_reason": "asked for",
+            "device_reason": "requested",
             "machine": "a CPU",
         }
     )

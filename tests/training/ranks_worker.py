@@ -228,7 +228,7 @@ def stops(mesh):
     for step in range(20):
         if step == 5 and mesh.rank == mesh.world_size - 1:
             requests.signal_number = 15
-        if requests.asked(run):
+        if requests.requested(run):
             break
     stopped = torch.zeros(mesh.world_size)
     stopped[mesh.rank] = step

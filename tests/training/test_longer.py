@@ -71,7 +71,7 @@ def test_a_finished_run_made_longer_equals_a_longer_one_bit_for_bit(tiny_config,
 def test_the_new_length_replaces_the_old_one(tiny_config, folder):
     run_training(tiny_config(train__steps=4, **OPEN), folder)
     longer = run_training(tiny_config(train__steps=6, **OPEN), folder)
-    assert layout.read_config(folder).train.steps == layout.read_asked(folder).train.steps == 6
+    assert layout.read_config(folder).train.steps == layout.read_requested(folder).train.steps == 6
     for steps in (6, None):  # finished; a request without a length keeps the stored one
         assert run_training(tiny_config(train__steps=steps, **OPEN), folder) == longer
     with pytest.raises(ConfigError, match="is planned for 6 steps, and 4 were requested"):

@@ -16,9 +16,9 @@ RUN = SimpleNamespace(mesh=ALONE)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_requests_a_stop_without_an_interrupt(number):
     with StopRequests() as stop:
-        assert not stop.asked(RUN)
+        assert not stop.requested(RUN)
         os.kill(os.getpid(), number)
-        assert stop.asked(RUN)
+        assert stop.requested(RUN)
         assert stop.signal_number == number
 
 
@@ -29,7 +29,7 @@ def test_a_second_sigint_interrupts_at_once():
         now[0] += SAME_REQUEST_S
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked(RUN)
+        assert stop.requested(RUN)
 
 
 def test_a_request_that_arrives_twice_counts_once():
@@ -40,7 +40,7 @@ def test_a_request_that_arrives_twice_counts_once():
         now[0] += SAME_REQUEST_S / 2
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked(RUN)
+        assert stop.requested(RUN)
         assert stop.signal_number == signal.SIGINT
 
 
@@ -50,7 +50,7 @@ def test_repeated_sigterm_does_not_interrupt():
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
             now[0] += 10 * SAME_REQUEST_S
-        assert stop.asked(RUN)
+        assert stop.requested(RUN)
 
 
 def test_previous_handlers_are_restored_even_after_an_error():
@@ -75,7 +75,7 @@ def test_nothing_changes_outside_the_main_thread():
 
     def work():
         with StopRequests() as stop:
-            asked.append(stop.asked(RUN))
+            asked.append(stop.requested(RUN))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -113,7 +113,7 @@ def test_another_listener_stays_registered():
     try:
         with StopRequests(say=print) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.asked(RUN)
+            assert stop.requested(RUN)
         assert os.read(reader, 8) == bytes([signal.SIGTERM])
     finally:
         assert signal.set_wakeup_fd(-1) == writer
@@ -126,13 +126,13 @@ def test_several_gpus_vote_before_every_eighth_micro_batch_and_one_process_befor
 ):
     with StopRequests() as stop:
         asked = []
-        monkeypatch.setattr(stop, "asked", lambda run: asked.append(run) or False)
+        monkeypatch.setattr(stop, "requested", lambda run: asked.append(run) or False)
         several = SimpleNamespace(
             mesh=SimpleNamespace(world_size=2, device=SimpleNamespace(type="cuda"))
         )
         for number in range(2, 65):
-            stop.asked_within_step(RUN, number)
-            stop.asked_within_step(several, number)
+            stop.requested_within_step(RUN, number)
+            stop.requested_within_step(several, number)
     assert asked.count(RUN) == 63
     assert asked.count(several) == 7
 
@@ -140,10 +140,10 @@ def test_several_gpus_vote_before_every_eighth_micro_batch_and_one_process_befor
 def test_a_killed_launcher_is_a_request_to_stop(monkeypatch):
     messages = []
     stop = StopRequests(say=messages.append, launcher=os.getppid())
-    assert not stop.asked(RUN)
+    assert not stop.requested(RUN)
     monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert stop.asked(RUN)
-    assert stop.asked_within_step(RUN, 2)
+    assert stop.requested(RUN)
+    assert stop.requested_within_step(RUN, 2)
     assert len(messages) == 1
     assert messages[0].startswith("torchrun, process ")
-    assert not StopRequests().asked(RUN), "without a launcher, the parent process may end first"
+    assert not StopRequests().requested(RUN), "without a launcher, the parent process may end first"

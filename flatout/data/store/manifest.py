@@ -153,7 +153,7 @@ def _no_dataset(folder: Path) -> DataError:
         fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {out}`, then use {out}."
         return DataError(f"{folder} is a file, not a dataset folder.", fix=fix)
     if folder.is_dir() and any(folder.iterdir()):
-        fix = "Name another folder, or prepare one with `flatout prepare SOURCE --out data/mine`."
+        fix = "Name another one, or prepare one with `flatout prepare SOURCE --out data/mine`."
         return DataError(f"{folder} has no {MANIFEST}: it is not a complete dataset.", fix=fix)
     beside = (
         [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST}")] if folder.name else []

@@ -59,7 +59,7 @@ def step_of(checkpoint: Path) -> int:
     if match is None:
         raise CheckpointError(
             f"{checkpoint} is not a checkpoint.",
-            fix="Name a folder such as RUN/checkpoints/step-100.",
+            fix="Name a directory such as RUN/checkpoints/step-100.",
         )
     return int(match[1])
 

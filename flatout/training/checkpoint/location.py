@@ -72,7 +72,7 @@ def claim(run_folder: Path, folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.dir: {folder} cannot be written: {error.strerror}.",
-            fix="Set checkpoint.dir to a writable folder.",
+            fix="Set checkpoint.dir to a writable directory.",
         ) from error
 
 
@@ -125,5 +125,5 @@ def _require_same_owner(run_folder: Path, folder: Path) -> None:
             f"{folder} contains the checkpoints of another run, {owner.run}, not those of "
             f"{run_folder}.",
             fix="Choose a run directory with another name with --run-dir DIR, set another "
-            "checkpoint.dir, or delete that folder.",
+            "checkpoint.dir, or delete that directory.",
         )

@@ -18,22 +18,22 @@ from flatout.training.checkpoint import catalog
 from flatout.transfer.urls import is_url
 
 
-def moved_data(known: DataConfig, asked: DataConfig) -> dict[str, Any] | None:
+def moved_data(known: DataConfig, requested: DataConfig) -> dict[str, Any] | None:
     """Return the config values of the data's present paths.
 
     None when the data is not a single dataset as before, or not the same mix. The datasets of a mix
     are recognised by their paths, or, if those have changed, by their order, which is part of what
     a run reads.
     """
-    if known.path is not None and asked.path is not None:
-        return {"data.path": absolute_path_or_url(asked.path)}
-    if known.mix is None or asked.mix is None:
+    if known.path is not None and requested.path is not None:
+        return {"data.path": absolute_path_or_url(requested.path)}
+    if known.mix is None or requested.mix is None:
         return None
-    before, now = _turns_by_path(known.mix), _turns_by_path(asked.mix)
+    before, now = _turns_by_path(known.mix), _turns_by_path(requested.mix)
     if before == now:
         return data_values(known)
     if list(before.values()) == list(now.values()):
-        return {"data.mix": absolute(asked.mix)}
+        return {"data.mix": absolute(requested.mix)}
     return None
 
 

@@ -59,7 +59,7 @@ LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Prefixes of the keys that do not affect a run's name."""
 
-CONFIG, ASKED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
+CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "config.yaml",
     "asked.yaml",
     "events.jsonl",
@@ -72,7 +72,7 @@ METRICS, BOARD = "metrics.jsonl", "tensorboard"
 WRITTEN = (
     CONFIG,
     COPY,
-    ASKED,
+    REQUESTED,
     TOKENIZER,
     EVENTS,
     METRICS,
@@ -87,7 +87,7 @@ WRITTEN = (
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (COPY, ASKED, ORIGIN, OWNER)
+STARTED = (COPY, REQUESTED, ORIGIN, OWNER)
 """Files that a first start writes before config.yaml, which makes a folder a run directory."""
 
 
@@ -103,26 +103,26 @@ def run_name(config: RunConfig) -> str:
     return f"{stem}-{config.with_values(free).digest()[:8]}"
 
 
-def write_config(folder: Path, config: RunConfig, *, asked: RunConfig | None = None) -> None:
+def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
     """Store the resolved configuration and the requested one, and trust the code that they name.
 
     Raises: CheckpointError when the folder of its checkpoints belongs to another run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder, folder_in(config.checkpoint.dir, folder))
-    if asked is not None:
-        write_text(folder / ASKED, _yaml(asked))
+    if requested is not None:
+        write_text(folder / REQUESTED, _yaml(requested))
     write_sealed(folder / CONFIG, _yaml(config))
     trust.remember(folder, config.references())
 
 
-def replace_config(folder: Path, config: RunConfig, *, asked: RunConfig) -> None:
+def replace_config(folder: Path, config: RunConfig, *, requested: RunConfig) -> None:
     """Replace the resolved configuration of a run, then the requested one.
 
     The order matters: after a kill in between, running the same command again repeats both.
     """
     write_config(folder, config)
-    write_text(folder / ASKED, _yaml(asked))
+    write_text(folder / REQUESTED, _yaml(requested))
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
@@ -146,12 +146,12 @@ def read_config(folder: Path) -> RunConfig | None:
     return _read_yaml(folder / CONFIG)
 
 
-def read_asked(folder: Path) -> RunConfig | None:
+def read_requested(folder: Path) -> RunConfig | None:
     """Return the requested configuration of a run, before `auto` was resolved.
 
     None when an earlier version, which did not store it, started the run.
     """
-    return _read_yaml(folder / ASKED)
+    return _read_yaml(folder / REQUESTED)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -159,7 +159,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
     Raises: ConfigError when it cannot be read.
     """
-    return flat(read_document(folder / ASKED if (folder / ASKED).exists() else folder / CONFIG))
+    return flat(
+        read_document(folder / REQUESTED if (folder / REQUESTED).exists() else folder / CONFIG)
+    )
 
 
 def append_event(folder: Path, event: str, /, **fields: Any) -> dict[str, Any]:

@@ -37,11 +37,12 @@ def read_origin(folder: Path) -> Origin | None:
     return read_model(path, Origin, fix=fix) if path.exists() else None
 
 
-def write_origin(folder: Path, *, asked: str, checkpoint: Path) -> None:
+def write_origin(folder: Path, *, requested: str, checkpoint: Path) -> None:
     """Store the checkpoint that a run starts from, and the checkpoints that it already has."""
     before = {str(step): _manifest_digest(folder, step) for step in catalog.steps(folder)}
     write_json(
-        folder / ORIGIN, {"asked": asked, "checkpoint": str(checkpoint.resolve()), "before": before}
+        folder / ORIGIN,
+        {"asked": requested, "checkpoint": str(checkpoint.resolve()), "before": before},
     )
 
 

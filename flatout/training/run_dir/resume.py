@@ -20,8 +20,8 @@ from flatout.training.run_dir.layout import (
     LOCK,
     NAMELESS_KEYS,
     SUMMARY,
-    read_asked,
     read_config,
+    read_requested,
 )
 from flatout.training.run_dir.origin import (
     origin_checkpoint,
@@ -32,13 +32,13 @@ from flatout.training.run_dir.origin import (
 
 
 def config_to_resume(
-    folder: Path, asked: RunConfig, *, trust_code: bool = False
+    folder: Path, requested: RunConfig, *, trust_code: bool = False
 ) -> RunConfig | None:
-    """Return a run's stored configuration with the free keys and data paths of `asked`.
+    """Return a run's stored configuration with the free keys and data paths of `requested`.
 
     None when the folder contains no run, or one that has never saved: the next start is a new run
-    and may change any setting. The stored length is kept, whatever `asked` sets: whether a run can
-    be made longer depends on its data (training/longer.py). Moved data is accepted:
+    and may change any setting. The stored length is kept, whatever `requested` sets: whether a run
+    can be made longer depends on its data (training/longer.py). Moved data is accepted:
     `require_tokenizer` refuses another tokenizer, and `load` reports changed tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
             edited config.yaml, and for keys that contradict it, such as another mix.
@@ -46,20 +46,20 @@ def config_to_resume(
     stored = read_config(folder)
     if stored is None:
         return None
-    first, moved = read_asked(folder), moved_data(stored.data, asked.data)
+    first, moved = read_requested(folder), moved_data(stored.data, requested.data)
     if moved is not None:
-        asked = asked.with_values(data_values((first or stored).data))
+        requested = requested.with_values(data_values((first or stored).data))
     require_own_folder(folder)
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
     trust.require_trusted(
-        folder, stored.references(), named=asked.references(), trust_code=trust_code
+        folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
     require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
     free = (*FREE_KEYS, *LENGTH_KEYS)
-    contradictions = difference(stored, asked, free=free)
+    contradictions = difference(stored, requested, free=free)
     if contradictions and first is not None:
-        changed = {line.partition(": ")[0] for line in difference(first, asked, free=free)}
+        changed = {line.partition(": ")[0] for line in difference(first, requested, free=free)}
         contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
     if contradictions:
         raise ConfigError(
@@ -69,7 +69,7 @@ def config_to_resume(
         )
     values = {
         key: value
-        for key, value in flat(asked.to_dict()).items()
+        for key, value in flat(requested.to_dict()).items()
         if key.startswith(FREE_KEYS) and key != "name" and value is not None
     }
     return stored.with_values(values | (moved or {}))
@@ -107,7 +107,7 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     checkpoint = _checkpoint_at(Path(resume), progress)
     if checkpoint.resolve().parent != checkpoints_folder(folder).resolve():
         folder.mkdir(parents=True, exist_ok=True)
-        write_origin(folder, asked=path, checkpoint=checkpoint)
+        write_origin(folder, requested=path, checkpoint=checkpoint)
     return checkpoint
 
 
@@ -117,7 +117,7 @@ def _require_empty(folder: Path) -> None:
     if found:
         raise CheckpointError(
             f"--resume never would overwrite {folder}, which contains {', '.join(found[:4])}.",
-            fix="Choose another folder with --run-dir DIR, delete this one, or resume with "
+            fix="Choose another directory with --run-dir DIR, delete this one, or resume with "
             "--resume auto.",
         )
 
@@ -130,7 +130,7 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
     if not path.is_dir():
         raise CheckpointError(
             f"There is no checkpoint {path}.",
-            fix="Name a folder such as RUN/checkpoints/step-100, or a run directory.",
+            fix="Name a directory such as RUN/checkpoints/step-100, or a run directory.",
         )
     if (path / CONFIG).exists() or (path / "checkpoints").is_dir():
         newest = catalog.latest(path, progress=progress)

@@ -48,7 +48,7 @@ def test_keys_left_open_keep_their_stored_values(tmp_path):
 def test_a_repeated_request_does_not_contradict_what_auto_chose(tmp_path):
     asked = load_config(None, ["train.epochs=2", "speedups=auto,-compile"])
     resolved = asked.with_values({"train.steps": 40, "speedups": ["bf16"]})
-    layout.write_config(tmp_path, resolved, asked=asked)
+    layout.write_config(tmp_path, resolved, requested=asked)
     fake_checkpoint(tmp_path, 5)
     assert config_to_resume(tmp_path, asked) == resolved
     assert (
