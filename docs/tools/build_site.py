@@ -1,9 +1,8 @@
 """Build the documentation site into site/: `make docs`, or `python docs/tools/build_site.py`.
 
 The pages are docs/ and the Markdown files of the repository's root, copied to build/docs with their
-links rewritten. The references of configuration keys and commands are generated from the code.
-Zensical builds strictly: a broken link, a missing anchor or an unknown name on the API page is an
-error.
+links rewritten. The references of configuration keys and commands are generated from the code. The
+build is strict: a broken link, a missing anchor or an unknown name on the API page is an error.
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ def with_site_links(text: str, source: Path, staged: dict[Path, str], assets: Pa
         bang, label, target, anchor = found.groups(default="")
         file = (source.parent / target).resolve()
         if file in staged:
-            address = os.path.relpath(staged[file], page.parent)
+            link = os.path.relpath(staged[file], page.parent)
         elif file.suffix in {".svg", ".png"}:
             shutil.copyfile(file, assets / file.name)
-            address = os.path.relpath(f"assets/{file.name}", page.parent)
+            link = os.path.relpath(f"assets/{file.name}", page.parent)
         elif url := repository_url():
             return f"[{label}]({url}/blob/main/{file.relative_to(ROOT).as_posix()}{anchor})"
         else:
             return label
-        return f"{bang}[{label}]({address}{anchor})"
+        return f"{bang}[{label}]({link}{anchor})"
 
     return LINK.sub(rewritten, text)
 
@@ -83,7 +82,7 @@ def with_bars_in_code(text: str) -> str:
 
 
 def repository_url() -> str | None:
-    """Return the address of the repository in pyproject.toml, None when it states none."""
+    """Return the URL of the repository in pyproject.toml, or None when it states none."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
     url = urls.get("repository") or urls.get("homepage")
@@ -132,13 +131,13 @@ def key_reference(key: str, field: Any) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """Return a default as it is written in YAML."""
+    """Return a default in YAML notation."""
     value = list(value) if isinstance(value, tuple) else value
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 def type_name(annotation: Any) -> str:
-    """Return a type as a reader writes it, such as `int or auto`; None is left out."""
+    """Return a type in plain notation, such as `int or auto`, without None."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(arguments[0])
@@ -205,7 +204,7 @@ def build(folder: Path) -> int:
 
 
 def main() -> int:
-    """Build the site, and move it to site/ when nothing is wrong with it."""
+    """Build the site, and move it to site/ when the build succeeds."""
     sys.path.insert(0, str(ROOT))
     if code := build(ROOT / "build"):
         return code

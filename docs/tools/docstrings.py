@@ -1,4 +1,4 @@
-"""Docstrings and signatures as the API page shows them: contracts and options are lists."""
+"""Rewrites docstrings and signatures for the API page: contracts and options become lists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Draw a command's last screen: `python docs/tools/terminal_picture.py flatout demo book.txt`.
 
-The command runs in a pseudo-terminal, in a temporary folder with a copy of the files it names, and
-rich exports what stays on the screen to docs/assets/terminal.svg. The default is `flatout demo`,
+The command runs in a pseudo-terminal, in a temporary directory with a copy of the files it names,
+and rich exports the final screen to docs/assets/terminal.svg. The default is `flatout demo`,
 which takes three minutes. The machine should be idle, because the picture shows rates.
 """
 
@@ -26,12 +26,12 @@ from rich.text import Text
 PICTURE = Path(__file__).parents[1] / "assets" / "terminal.svg"
 COLUMNS, ROWS = 92, 60
 LONGEST = 40
-"""Lines of the picture; the middle of a longer screen is left out."""
+"""Maximum lines of the picture; the middle of a longer screen is left out."""
 CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
 
 
 def output_of(words: list[str]) -> str:
-    """Run a command in a pseudo-terminal, and return everything that it wrote."""
+    """Run a command in a pseudo-terminal and return its output."""
     written = []
 
     def read(file: int) -> bytes:
@@ -53,9 +53,9 @@ def output_of(words: list[str]) -> str:
 
 
 def screen(output: str) -> list[str]:
-    """Return the lines that stay on the screen, with their colours.
+    """Return the lines of the final screen, with their colours.
 
-    Of the control sequences it knows those that rich's progress display uses.
+    Only the control sequences of rich's progress display are interpreted.
     """
     lines, row = [""], 0
     for part in CONTROL.split(output):

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from flatout import registry
+from flatout.commands.prepare import TokenizerName
 from flatout.data import tokenizers
 from flatout.data.tokenizers import load_tokenizer, make_tokenizer, parse_tokenizer
 from flatout.errors import DataError
@@ -102,3 +103,11 @@ def test_a_file_cannot_name_another_module(kind):
         tokenizers._restored(
             {"format": "flatout-tokenizer", "format_version": 1, "kind": kind}, "x.json"
         )
+
+
+def test_the_help_of_prepare_names_every_kind():
+    """The help is a literal, because reading every file would slow down each `--help`."""
+    [option] = TokenizerName.__metadata__
+    specs = {TOKENIZERS.stated(kind, "SPEC") for kind in TOKENIZERS.names()} - {None}
+    assert specs
+    assert [spec for spec in specs if spec not in option.help] == []
