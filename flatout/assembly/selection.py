@@ -85,8 +85,8 @@ def stored_decisions(
 ) -> list[Decision]:
     """Return the decisions stored in a resolved configuration; a resumed run makes no new ones.
 
-    `requested` is the configuration that the run was started with; it shows whether the micro-batch was
-    chosen or stated.
+    `requested` is the configuration that the run was started with; it shows whether the micro-batch
+    was chosen or stated.
     """
     on = parse_request(config.speedups).named
     before = "as when the run started"

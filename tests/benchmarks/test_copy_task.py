@@ -47,10 +47,10 @@ def test_learned_and_unlearned_rows_are_distinguished(benchmark):
 def test_at_long_distances_only_the_plain_form_is_tried(benchmark):
     assert list(benchmark.forms(16384)) == [
         "long-memory",
-        "long-memory, memory of four windows",
+        "long-memory, memory of four sequences",
         "published",
     ]
-    assert benchmark.forms(16384)["long-memory, memory of four windows"] == {"memory": 65540}
+    assert benchmark.forms(16384)["long-memory, memory of four sequences"] == {"memory": 65540}
 
 
 def test_a_row_ends_with_the_question(benchmark):

@@ -229,7 +229,7 @@ def test_other_code_is_measured_again_except_peers(
 def test_no_measurement_starts_that_would_not_end_in_time(benchmark, on_gpu, tmp_path, capsys):
     benchmark.main(["--only", "gpt2-124m/set", "--out", str(tmp_path), "--minutes", "0.5"])
     assert on_gpu == []
-    assert "3 measurements are left" in capsys.readouterr().err
+    assert "3 measurements left" in capsys.readouterr().err
 
 
 def test_a_measurement_cut_short_by_the_time_limit_is_repeated(
