@@ -68,7 +68,7 @@ endef
 
 # The demo and the tests share an environment; the tests add their tools to it.
 .venv/test/.demo: pyproject.toml constraints.txt
-	$(call environment,,constraints.txt,$(TORCH))
+	$(call environment,[report],constraints.txt,$(TORCH))
 
 .venv/test/.installed: pyproject.toml constraints.txt
 	$(call environment,[dev],constraints.txt,$(TORCH))

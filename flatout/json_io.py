@@ -117,3 +117,74 @@ def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[st
                 continue
             if isinstance(document, dict):
                 yield document
+
+
+class LineReader:
+    """Reads a file of JSON lines that may still grow: each call of `read` yields the new lines.
+
+    A line that is not a JSON object is left out, and listed in `damaged`. A missing file has no
+    lines.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was read: the next `read` starts at the first line."""
+        self.damaged: list[int] = []
+        """The numbers of the lines that were left out, counted from 1."""
+        self.is_cut_off = False
+        """Whether the file ends within a line."""
+        self.lines = 0
+        """Lines read so far, without the one that is cut off."""
+        self._offset = 0
+        self._file: tuple[int, int] | None = None
+
+    def was_replaced(self) -> bool:
+        """Return whether the file was replaced or shortened since the last `read`."""
+        if self._file is None:
+            return False
+        try:
+            now = self.path.stat()
+        except OSError:
+            return True
+        return (now.st_dev, now.st_ino) != self._file or now.st_size < self._offset
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines since the last call.
+
+        Raises: CheckpointError when the file cannot be read.
+        """
+        if not self.path.exists():
+            return
+        try:
+            descriptor = open_regular(self.path)
+        except OSError as error:
+            raise CheckpointError(
+                f"Cannot read {self.path}: {error.strerror}.", fix=RESTORE
+            ) from error
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            self._file = (status.st_dev, status.st_ino)
+            file.seek(self._offset)
+            self.is_cut_off = False
+            for line in file:
+                document = _object_or_none(line)
+                if document is None and not line.endswith(b"\n"):
+                    self.is_cut_off = True
+                    return
+                self._offset += len(line)
+                self.lines += 1
+                if document is not None:
+                    yield document
+                elif line.strip():
+                    self.damaged.append(self.lines)
+
+
+def _object_or_none(line: bytes) -> dict[str, Any] | None:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None

@@ -18,7 +18,7 @@ from flatout.recognised import require_local
 from flatout.terminal.figures import aligned, amount
 from flatout.training.checkpoint import catalog, location
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lock import is_locked
+from flatout.training.run_dir.state import run_state
 
 DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
@@ -153,7 +153,7 @@ def _age(seconds: float) -> str:
 def _item(path: Path, settings: dict[str, Any]) -> RunItem:
     try:
         config = layout.read_config(path)
-        checkpoints, state = catalog.steps(path), _state(path)
+        checkpoints, state = catalog.steps(path), run_state(path)
         size = folder_bytes(path)
         checkpoints_dir = location.checkpoints_folder(path)
         size += 0 if checkpoints_dir.is_relative_to(path) else folder_bytes(checkpoints_dir)
@@ -181,19 +181,6 @@ def _item(path: Path, settings: dict[str, Any]) -> RunItem:
         bytes=size,
         age_s=round(max(time.time() - _last_written(path), 0.0), 1),
         settings=settings,
-    )
-
-
-def _state(path: Path) -> str:
-    if is_locked(path):
-        return "running"
-    code = layout.read_exit_code(path)
-    if code is None:
-        if layout.read_summary(path) is not None:
-            return "finished"
-        return "killed" if (path / layout.EVENTS).exists() else "new"
-    return {0: "finished", 75: "stopped", 130: "interrupted", 143: "interrupted"}.get(
-        code, "failed"
     )
 
 

@@ -1,0 +1,156 @@
+"""Which charts a report has, and the lines of each: the runs' curves, sampled for drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flatout.measure.report.reading import Curve, RunData
+from flatout.measure.report.sampling import outline, trend
+
+NUM_COLORS = 8
+"""Colours in page.css; they repeat after that."""
+DASHES = ("solid", "dashed", "dotted", "dotdash")
+MAX_OTHER_CHARTS = 12
+"""Charts of figures that this file does not name; a run from elsewhere may have thousands."""
+SPARSE = 60
+"""Curves of up to this many points are drawn with a marker at each."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: figures of metrics.jsonl that share a unit."""
+
+    key: str
+    title: str
+    unit: str
+    figures: Mapping[str, str]
+    """Name in metrics.jsonl to label."""
+    scale: float = 1.0
+    """Values are multiplied by this."""
+    has_trend: bool = True
+    """Whether long curves get their trend; not for a planned curve, which has no noise."""
+    ticks: str = ""
+    """The vertical axis in Bokeh's numeral or printf format; empty for its usual ticks."""
+
+
+CHARTS = (
+    Chart("loss", "Loss", "nats per token", {"train/loss": "training", "val/loss": "validation"}),
+    Chart(
+        "throughput", "Throughput", "tokens/s", {"perf/tokens_per_s": "tokens/s"}, ticks="0.[00]a"
+    ),
+    Chart("mfu", "Model FLOPs utilisation", "% of the peak", {"perf/mfu": "MFU"}, scale=100),
+    Chart(
+        "step",
+        "Time of a step",
+        "ms",
+        {
+            "perf/step_ms": "step",
+            "perf/device_ms": "device",
+            "perf/host_ms": "host",
+            "perf/data_wait_ms": "waiting for data",
+        },
+    ),
+    Chart("wait", "Waiting for data", "% of the step", {"data wait": "share"}, scale=100),
+    Chart(
+        "memory",
+        "Memory",
+        "GiB",
+        {
+            "mem/peak_gib": "peak",
+            "mem/allocated_gib": "allocated",
+            "mem/reserved_gib": "reserved",
+        },
+    ),
+    Chart("norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
+    Chart(
+        "lr",
+        "Learning rate",
+        "",
+        {"train/lr": "learning rate"},
+        has_trend=False,
+        ticks="%.1e",
+    ),
+    Chart("gpu", "GPU utilisation", "%", {"gpu/util_pct": "utilisation"}),
+    Chart("power", "GPU power", "W", {"gpu/power_w": "power"}),
+)
+NOT_DRAWN = {"train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
+"""Figures that repeat the shape of another chart."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve in a chart."""
+
+    key: str
+    """Different for each line of a report."""
+    label: str
+    curve: Curve
+    trend: Curve | None
+    color: int
+    dash: str
+    has_markers: bool
+
+
+@dataclass(frozen=True)
+class DrawnChart:
+    """A chart with its lines."""
+
+    chart: Chart
+    lines: tuple[Line, ...]
+
+
+def drawn_charts(runs: Sequence[RunData]) -> list[DrawnChart]:
+    """Return the charts that have something to show, in the order of the page.
+
+    A colour stands for a figure in a report about one run, and for a run in one about several.
+    """
+    curves = [dict(run.curves) | _shares(run.curves) for run in runs]
+    charts = (*CHARTS, *_other_charts(curves))
+    found = [DrawnChart(chart, tuple(_lines(chart, runs, curves))) for chart in charts]
+    return [chart for chart in found if chart.lines]
+
+
+def _lines(
+    chart: Chart, runs: Sequence[RunData], curves: Sequence[Mapping[str, Curve]]
+) -> Iterator[Line]:
+    several = len(runs) > 1
+    for index, (run, known) in enumerate(zip(runs, curves, strict=True)):
+        for number, (figure, label) in enumerate(chart.figures.items()):
+            curve = known.get(figure)
+            if curve is None or not np.isfinite(curve.value).any():
+                continue
+            curve = replace(curve, value=curve.value * chart.scale)
+            names = [run.name] if several and len(chart.figures) == 1 else [run.name, label]
+            yield Line(
+                key=f"{index}|{figure}",
+                label=" · ".join(names if several else [label]),
+                curve=outline(curve),
+                trend=trend(curve) if chart.has_trend else None,
+                color=(index if several else number) % NUM_COLORS,
+                dash=DASHES[number % len(DASHES)] if several else "solid",
+                has_markers=len(curve.value) <= SPARSE,
+            )
+
+
+def _shares(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Return the share of each step that waits for data, where both times were recorded."""
+    wait, step = curves.get("perf/data_wait_ms"), curves.get("perf/step_ms")
+    if wait is None or step is None or len(wait.value) != len(step.value):
+        return {}
+    share = np.divide(
+        wait.value, step.value, out=np.full(len(step.value), np.nan), where=step.value > 0
+    )
+    return {"data wait": replace(wait, value=share)}
+
+
+def _other_charts(curves: Sequence[Mapping[str, Curve]]) -> list[Chart]:
+    """Return charts for the figures that CHARTS does not name: val/loss/NAME, a user's own."""
+    known = NOT_DRAWN.union(*(chart.figures for chart in CHARTS))
+    names = sorted({name for each in curves for name in each} - known)
+    return [
+        Chart(f"other{number}", name, "", {name: name.rpartition("/")[2]})
+        for number, name in enumerate(names[:MAX_OTHER_CHARTS])
+    ]

@@ -1,0 +1,119 @@
+"""The events of runs: where they stand on the charts' axis, and what they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flatout.measure.report.reading import Curve, RunData
+
+KINDS = {
+    "start": "start",
+    "resume": "start",
+    "longer": "start",
+    "save": "save",
+    "skip": "skip",
+    "compiled": "compile",
+    "recompiled": "compile",
+    "alarm": "alarm",
+    "alarm_over": "alarm",
+    "sample": "sample",
+    "evaluation": "score",
+    "stop": "end",
+    "early_stop": "end",
+    "end": "end",
+}
+"""Events that stand on the axis, and the row of each; the others are in the table only."""
+ROWS = ("start", "save", "sample", "score", "compile", "skip", "alarm", "end")
+MAX_MARKS = 400
+"""Marks of one kind in one run; of more, evenly spaced ones are drawn."""
+LONGEST_TEXT = 200
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The events of one kind in one run."""
+
+    key: str
+    kind: str
+    color: int
+    at: Curve
+    """Their positions; the values are not used."""
+    texts: tuple[str, ...]
+
+
+def marks_of(runs: Sequence[RunData]) -> list[Marks]:
+    """Return the marks of all runs, in the order of their rows."""
+    found = [
+        mark for index, run in enumerate(runs) for mark in _marks(index, run, several=len(runs) > 1)
+    ]
+    return sorted(found, key=lambda mark: ROWS.index(mark.kind))
+
+
+def _marks(index: int, run: RunData, *, several: bool) -> Iterator[Marks]:
+    by_row: dict[str, list[Mapping[str, Any]]] = {}
+    for event in run.events:
+        row = KINDS.get(str(event.get("event")))
+        if row is not None and _is_step(event.get("step")):
+            by_row.setdefault(row, []).append(event)
+    positions = _positions(run)
+    for row, events in by_row.items():
+        every = math.ceil(len(events) / MAX_MARKS)
+        events = events[::every]
+        steps = np.array([float(event["step"]) for event in events])
+        prefix = f"{run.name}: " if several else ""
+        yield Marks(
+            key=f"events|{index}|{row}",
+            kind=row,
+            color=index if several else 0,
+            at=Curve(
+                step=steps,
+                tokens=_between(steps, positions, "tokens"),
+                elapsed_s=_between(steps, positions, "elapsed_s"),
+                value=steps,
+            ),
+            texts=tuple(prefix + described(event) for event in events),
+        )
+
+
+def described(event: Mapping[str, Any]) -> str:
+    """Return one line about an event: its step, its kind and its figures."""
+    kind = str(event.get("event"))
+    if kind == "sample":
+        details = str(event.get("text", "")).strip().partition("\n")[0]
+    else:
+        details = ", ".join(_details(event))
+    step = f"step {event['step']:,}: " if _is_step(event.get("step")) else ""
+    text = f"{step}{kind}" + (f": {details}" if details else "")
+    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 3] + "..."
+
+
+def _details(event: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the fields of an event that have a value; `end` repeats the summary and has none."""
+    if event.get("event") == "end":
+        return
+    for name, value in event.items():
+        if name in {"event", "time", "step", "wall_s", "environment"} or value in (None, [], ""):
+            continue
+        yield f"{name} {value}" if name not in {"reason", "text", "cause"} else str(value)
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
+
+
+def _positions(run: RunData) -> Curve | None:
+    """Return the run's longest curve, whose records say where a step stands."""
+    return max(run.curves.values(), key=lambda curve: len(curve.step), default=None)
+
+
+def _between(steps: Iterable[float], known: Curve | None, name: str) -> Any:
+    """Return the tokens or the time at `steps`, interpolated between the records."""
+    steps = np.asarray(steps)
+    if known is None:
+        return np.full(len(steps), np.nan)
+    return np.interp(steps, known.step, getattr(known, name))

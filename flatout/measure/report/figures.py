@@ -1,0 +1,202 @@
+"""The charts as a Bokeh document, which page.js shows, colours and keeps in step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flatout.errors import MissingPackage
+from flatout.measure.report.charts import DrawnChart, Line
+from flatout.measure.report.events import Marks
+from flatout.measure.report.reading import POSITIONS, Curve
+
+if TYPE_CHECKING:
+    from bokeh.models import Range1d
+    from bokeh.plotting import figure
+
+HEIGHT, EVENTS_ROW = 220, 22
+LEFT, RIGHT = 58, 14
+"""Pixels beside the plots: all have the same, so that their horizontal axes line up."""
+FAINT = 0.35
+"""Opacity of a curve that its trend is drawn over."""
+
+
+def require_bokeh() -> None:
+    """Check that Bokeh is installed, without importing it.
+
+    Raises: MissingPackage with the install line.
+    """
+    from importlib.util import find_spec
+
+    if find_spec("bokeh") is None:
+        raise MissingPackage(
+            "The charts of a report need the package bokeh, which is not installed.",
+            fix='Install it: `pip install "flatout[report]"`.',
+        )
+
+
+def library() -> str:
+    """Return BokehJS as a script: the copy that the Python package contains."""
+    from bokeh.resources import Resources
+
+    resources = Resources(mode="inline", components=["bokeh"], minified=True)
+    return "\n".join(resources.js_raw[:1])
+
+
+def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[str, Any]:
+    """Return the document, and what page.js needs to know about its charts.
+
+    Positions of a curve are columns of its data source: `step`, `tokens` and `elapsed_s`.
+    """
+    from bokeh.document import Document
+    from bokeh.models import Range1d
+
+    x_range = Range1d(start=0, end=1, name="x")
+    document = Document()
+    shown: list[dict[str, Any]] = []
+    for drawn in charts:
+        plot = _plot(drawn, x_range)
+        document.add_root(plot)
+        shown.append({"key": drawn.chart.key, "root": plot.id, "lines": _legend(drawn.lines)})
+    if marks:
+        plot = _events_plot(marks, x_range)
+        document.add_root(plot)
+        shown.append({"key": "events", "root": plot.id, "lines": []})
+    curves = [line.curve for drawn in charts for line in drawn.lines]
+    return {
+        "document": json.loads(_serialized(document.to_json(deferred=False))),
+        "charts": shown,
+        "bounds": {name: _bounds(curves, name) for name in POSITIONS},
+    }
+
+
+def _serialized(document: Any) -> str:
+    from bokeh.core.json_encoder import serialize_json
+
+    return serialize_json(document)
+
+
+def _plot(drawn: DrawnChart, x_range: Range1d) -> figure:
+    """Return the plot of one chart: each curve, and over it its trend."""
+    from bokeh.models import NumeralTickFormatter, PrintfTickFormatter
+
+    plot = _empty_plot(HEIGHT, x_range=x_range, window_axis="x")
+    if ticks := drawn.chart.ticks:
+        form = PrintfTickFormatter if ticks.startswith("%") else NumeralTickFormatter
+        plot.yaxis.formatter = form(format=ticks)
+    for line in drawn.lines:
+        alpha = 1.0 if line.trend is None else FAINT
+        _draw(plot, f"{line.key}|curve", line, line.curve, alpha=alpha)
+        if line.trend is not None:
+            _draw(plot, f"{line.key}|trend", line, line.trend, alpha=1.0)
+    return plot
+
+
+def _draw(plot: figure, name: str, line: Line, curve: Curve, *, alpha: float) -> None:
+    source = _source(name, curve)
+    options: dict[str, Any] = {
+        "source": source,
+        "name": line.key,
+        "tags": [f"c{line.color}"],
+    }
+    if len(curve.value) > 1:
+        width = 2 if alpha == 1.0 else 1
+        plot.line(
+            "step", "value", line_width=width, line_alpha=alpha, line_dash=line.dash, **options
+        )
+    if line.has_markers:
+        plot.scatter("step", "value", size=5, fill_alpha=alpha, line_color=None, **options)
+
+
+def _source(name: str, curve: Curve) -> Any:
+    from bokeh.models import ColumnDataSource
+
+    columns = {
+        "step": curve.step,
+        "tokens": curve.tokens,
+        "elapsed_s": curve.elapsed_s.astype(np.float32),
+        "value": curve.value.astype(np.float32),
+    }
+    return ColumnDataSource(columns, name=name)
+
+
+def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
+    """Return the plot of the events: a row for each kind."""
+    from bokeh.models import ColumnDataSource
+
+    kinds = list(dict.fromkeys(mark.kind for mark in marks))
+    height = 40 + EVENTS_ROW * len(kinds)
+    plot = _empty_plot(height, x_range=x_range, y_range=kinds[::-1])
+    for mark in marks:
+        columns = {
+            "step": mark.at.step,
+            "tokens": mark.at.tokens,
+            "elapsed_s": mark.at.elapsed_s,
+            "value": [mark.kind] * len(mark.at.step),
+        }
+        is_trouble = mark.kind in {"alarm", "skip"}
+        options: dict[str, Any] = {
+            "source": ColumnDataSource(columns, name=mark.key),
+            "name": mark.key,
+            "marker": "diamond" if is_trouble else "circle",
+            "size": 12 if is_trouble else 8,
+            "tags": ["alarm" if is_trouble else f"c{mark.color}"],
+        }
+        plot.scatter("step", "value", fill_alpha=0.8, line_color=None, **options)
+    return plot
+
+
+def _empty_plot(height: int, **options: Any) -> figure:
+    """Return a plot without title, toolbar and background, which page.css and page.js provide.
+
+    It has a horizontal axis for each position; page.js shows one of them.
+    """
+    from bokeh.models import AdaptiveTicker, BoxZoomTool, LinearAxis, NumeralTickFormatter
+    from bokeh.plotting import figure
+
+    zoom = BoxZoomTool(dimensions="width")
+    plot = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        toolbar_location=None,
+        tools=[zoom],
+        active_drag=zoom,
+        min_border_left=LEFT,
+        min_border_right=RIGHT,
+        min_border_top=6,
+        min_border_bottom=24,
+        background_fill_color=None,
+        border_fill_color=None,
+        outline_line_color=None,
+        x_axis_location=None,
+        **options,
+    )
+    for name, form in (("step", "0.[000]a"), ("tokens", "0.[00]a"), ("elapsed_s", "00:00:00")):
+        axis: Any = LinearAxis(name=name)
+        axis.formatter = NumeralTickFormatter(format=form)
+        plot.add_layout(axis, "below")
+    plot.xaxis[-1].ticker = AdaptiveTicker(base=60, mantissas=[1, 2, 5, 10, 15, 30], min_interval=1)
+    plot.toolbar.logo = None
+    plot.xgrid.grid_line_color = None
+    plot.axis.axis_line_color = None
+    plot.axis.major_tick_line_color = None
+    plot.axis.minor_tick_line_color = None
+    plot.axis.major_label_text_font = "system-ui, sans-serif"
+    return plot
+
+
+def _legend(lines: Iterable[Line]) -> list[Mapping[str, Any]]:
+    return [{"key": line.key, "trend": line.trend is not None} for line in lines]
+
+
+def _bounds(curves: Iterable[Curve], name: str) -> list[float] | None:
+    """Return the lowest and highest position of all curves; None when no record has one."""
+    known = [getattr(curve, name) for curve in curves]
+    finite = [values[np.isfinite(values)] for values in known]
+    finite = [values for values in finite if len(values)]
+    if not finite:
+        return None
+    return [float(min(v.min() for v in finite)), float(max(v.max() for v in finite))]

@@ -1,0 +1,261 @@
+// The page's own script: shows the charts, moves a cursor over all of them, and follows a live run.
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const find = (selector, inside = document) => [...inside.querySelectorAll(selector)];
+let axis = "step";
+let cursor = null;
+let plots = [];
+let bokeh = null;
+
+async function show() {
+  const roots = {};
+  plots = data.charts.map((chart) => {
+    const figure = document.querySelector(`[data-chart="${chart.key}"]`);
+    const holder = figure.querySelector(".plot");
+    roots[chart.root] = document.createElement("div");
+    holder.prepend(roots[chart.root]);
+    return { ...chart, figure, holder };
+  });
+  await Bokeh.embed.embed_items({ d: data.document }, [
+    { docid: "d", root_ids: Object.keys(roots), roots, use_for_title: false },
+  ]);
+  bokeh = Bokeh.documents[Bokeh.documents.length - 1];
+  for (const plot of plots) {
+    plot.model = bokeh.get_model_by_id(plot.root);
+    plot.view = Bokeh.index.get(plot.model);
+    listen(plot);
+    if (matchMedia("(pointer: coarse)").matches) plot.model.toolbar.active_drag = null;
+  }
+  for (const radio of find('input[name="axis"]')) {
+    radio.disabled = data.bounds[radio.value] === null;
+    radio.addEventListener("change", () => setAxis(radio.value));
+  }
+  find(".legend button").forEach((button) => button.addEventListener("click", () => toggle(button)));
+  document.getElementById("reset").addEventListener("click", wholeRun);
+  document.getElementById("theme").addEventListener("click", switchTheme);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+  setAxis(axis);
+  paint();
+  document.documentElement.dataset.ready = "yes";
+}
+
+function range() {
+  return plots[0].model.x_range;
+}
+
+function setAxis(name) {
+  axis = name;
+  cursor = null;
+  for (const { model } of plots) {
+    for (const one of model.below) one.visible = one.name === name;
+    for (const renderer of model.renderers) renderer.glyph.x = { field: name };
+  }
+  wholeRun();
+  moveCursor(null);
+}
+
+function wholeRun() {
+  const [low, high] = data.bounds[axis] ?? [0, 1];
+  const margin = (high - low || 1) * 0.01;
+  zoomTo(low - margin, high + margin);
+}
+
+function zoomTo(start, end) {
+  if (plots.length) range().setv({ start, end });
+}
+
+// Colours come from page.css, so that both themes have one place.
+function paint() {
+  const style = getComputedStyle(document.documentElement);
+  const color = (name) => style.getPropertyValue(`--${name}`).trim();
+  for (const { model } of plots) {
+    for (const one of [...model.below, ...model.left]) one.major_label_text_color = color("quiet");
+    for (const grid of model.center) grid.grid_line_color = grid.dimension === 1 ? color("line") : null;
+    for (const renderer of model.renderers) {
+      const value = { value: color(renderer.glyph.tags[0]) };
+      if (renderer.glyph.type === "Line") renderer.glyph.line_color = value;
+      else renderer.glyph.fill_color = value;
+    }
+  }
+}
+
+function switchTheme() {
+  const root = document.documentElement;
+  const isDark = root.dataset.theme
+    ? root.dataset.theme === "dark"
+    : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = isDark ? "light" : "dark";
+  paint();
+}
+
+function toggle(button) {
+  const visible = button.getAttribute("aria-pressed") !== "true";
+  button.setAttribute("aria-pressed", String(visible));
+  for (const { model } of plots) {
+    for (const renderer of model.renderers) {
+      if (renderer.name === button.dataset.line) renderer.visible = visible;
+    }
+  }
+}
+
+function listen(plot) {
+  plot.holder.addEventListener("pointermove", (event) => {
+    const { left, width } = frame(plot);
+    const at = (event.clientX - plot.holder.getBoundingClientRect().left - left) / width;
+    const { start, end } = range();
+    moveCursor(at < 0 || at > 1 ? null : start + at * (end - start));
+  });
+  plot.holder.addEventListener("pointerleave", () => moveCursor(null));
+  plot.holder.addEventListener("dblclick", wholeRun);
+  plot.holder.addEventListener("keydown", (event) => press(event));
+}
+
+function frame(plot) {
+  const box = plot.view.frame.bbox;
+  return { left: box.left, width: box.width, top: box.top, height: box.height };
+}
+
+function press(event) {
+  const { start, end } = range();
+  const size = end - start;
+  const at = cursor ?? start + size / 2;
+  const moves = { ArrowLeft: -size / 100, ArrowRight: size / 100 };
+  if (event.key in moves) {
+    const next = Math.min(Math.max(at + moves[event.key] * (event.shiftKey ? 10 : 1), start), end);
+    moveCursor(next);
+  } else if (event.key === "+" || event.key === "=") zoomTo(at - size / 4, at + size / 4);
+  else if (event.key === "-") zoomTo(at - size, at + size);
+  else if (event.key === "0") wholeRun();
+  else if (event.key === "Escape") moveCursor(null);
+  else return;
+  event.preventDefault();
+}
+
+// One cursor over all charts; the legends show the values there.
+function moveCursor(at) {
+  cursor = at;
+  const { start, end } = range();
+  for (const plot of plots) {
+    const line = plot.holder.querySelector(".cursor");
+    line.hidden = at === null;
+    if (at !== null) {
+      const { left, width, top, height } = frame(plot);
+      line.style.left = `${left + ((at - start) / (end - start)) * width}px`;
+      line.style.top = `${top}px`;
+      line.style.height = `${height}px`;
+    }
+    for (const button of find(".legend button", plot.figure)) {
+      button.querySelector("output").textContent = at === null ? "" : valueAt(button.dataset.line, at);
+    }
+  }
+  sayEvents(at, (end - start) / 150);
+}
+
+function column(source, name) {
+  const values = source.data instanceof Map ? source.data.get(name) : source.data[name];
+  return values ?? [];
+}
+
+function valueAt(key, at) {
+  const source = bokeh.get_model_by_name(`${key}|curve`);
+  const positions = column(source, axis);
+  const nearest = indexNear(positions, at);
+  if (nearest === null) return "";
+  const value = column(source, "value")[nearest];
+  return Number.isFinite(value) ? formatted(value) : "";
+}
+
+function indexNear(positions, at) {
+  if (!positions.length) return null;
+  let low = 0;
+  let high = positions.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (positions[middle] < at) low = middle + 1;
+    else high = middle;
+  }
+  return low > 0 && at - positions[low - 1] < positions[low] - at ? low - 1 : low;
+}
+
+function formatted(value) {
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size !== 0 && size < 0.001) return value.toExponential(2);
+  return value.toPrecision(4);
+}
+
+function sayEvents(at, reach) {
+  const place = document.querySelector('[data-chart="events"] .said');
+  if (!place) return;
+  const near = [];
+  for (const [key, texts] of at === null ? [] : Object.entries(data.marks)) {
+    const positions = column(bokeh.get_model_by_name(key), axis);
+    texts.forEach((text, index) => {
+      const distance = Math.abs(positions[index] - at);
+      if (distance <= reach) near.push([distance, text]);
+    });
+  }
+  near.sort((a, b) => a[0] - b[0]);
+  place.textContent = near.slice(0, 3).map((pair) => pair[1]).join(" · ");
+}
+
+// A live page fetches itself again when the server says that the run has moved on.
+async function follow() {
+  const place = document.getElementById("live");
+  let version = null;
+  for (;;) {
+    try {
+      const answer = await (await fetch("version", { cache: "no-store" })).json();
+      if (version !== null && answer.version !== version) await update();
+      version = answer.version;
+      place.textContent = "live";
+      place.className = "";
+      await sleep(answer.wait_ms);
+    } catch {
+      place.textContent = "the server has ended; the page shows its last state";
+      place.className = "lost";
+      await sleep(5000);
+    }
+  }
+}
+
+const sleep = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+
+async function update() {
+  const text = await (await fetch("./", { cache: "no-store" })).text();
+  const page = new DOMParser().parseFromString(text, "text/html");
+  const newer = JSON.parse(page.getElementById("data").textContent);
+  if (JSON.stringify(newer.structure) !== JSON.stringify(data.structure)) {
+    location.reload();
+    return;
+  }
+  const isWhole = showsWholeRun();
+  for (const root of Bokeh.Document.from_json(newer.document).roots()) {
+    for (const renderer of root.renderers) {
+      bokeh.get_model_by_name(renderer.data_source.name).data = renderer.data_source.data;
+    }
+  }
+  data.bounds = newer.bounds;
+  data.marks = newer.marks;
+  if (isWhole) wholeRun();
+  find("[data-live][id]").forEach((section) => replace(section, page));
+}
+
+function showsWholeRun() {
+  const [low, high] = data.bounds[axis] ?? [0, 1];
+  return range().start <= low && range().end >= high;
+}
+
+function replace(section, page) {
+  const newer = page.getElementById(section.id);
+  if (!newer || newer.innerHTML === section.innerHTML) return;
+  const open = find("details", section).map((details) => details.open);
+  section.replaceChildren(...newer.childNodes);
+  section.hidden = newer.hidden;
+  find("details", section).forEach((details, index) => (details.open = open[index] ?? details.open));
+}
+
+show().then(() => {
+  if (document.documentElement.dataset.live) follow();
+});

@@ -1,0 +1,72 @@
+"""The charts of a report, and the lines in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from flatout.measure.report.charts import CHARTS, MAX_OTHER_CHARTS, drawn_charts
+
+
+def by_key(charts):
+    return {drawn.chart.key: drawn for drawn in charts}
+
+
+def test_a_run_on_a_cpu_has_no_charts_of_a_gpu(make_run, read):
+    charts = by_key(drawn_charts(read(make_run())))
+    assert [*charts] == ["loss", "throughput", "step", "wait", "memory", "norm", "lr"]
+    assert [line.label for line in charts["step"].lines] == [
+        "step",
+        "device",
+        "host",
+        "waiting for data",
+    ]
+    assert charts["wait"].lines[0].curve.value == pytest.approx(10.0)
+
+
+def test_gpu_figures_have_charts(make_run, read):
+    records = [{"step": 1, "gpu/util_pct": 97.0, "gpu/power_w": 640.0, "perf/mfu": 0.5}]
+    charts = by_key(drawn_charts(read(make_run(records=records))))
+    assert [*charts] == ["mfu", "gpu", "power"]
+    assert charts["mfu"].lines[0].curve.value == pytest.approx(50.0)
+
+
+def test_one_run_is_coloured_by_figure_and_several_by_run(make_run, read):
+    one, two = make_run("one"), make_run("two")
+    (step,) = [drawn for drawn in drawn_charts(read(one)) if drawn.chart.key == "step"]
+    assert [line.color for line in step.lines] == [0, 1, 2, 3]
+    charts = by_key(drawn_charts(read(one, two)))
+    assert [line.color for line in charts["step"].lines] == [0] * 4 + [1] * 4
+    assert len({line.dash for line in charts["step"].lines[:4]}) == 4
+    assert [line.label for line in charts["lr"].lines] == ["one", "two"]
+    assert charts["loss"].lines[0].label == "one · training"
+
+
+def test_other_figures_have_charts_of_their_own_up_to_a_number(make_run, read):
+    records = [{"step": 1, "val/loss/book": 2.0} | {f"my/f{n:03}": 1.0 for n in range(100)}]
+    charts = drawn_charts(read(make_run(records=records)))
+    assert len(charts) == MAX_OTHER_CHARTS
+    assert "train/epoch" not in [chart.chart.title for chart in charts]
+
+
+def test_a_figure_without_a_finite_value_has_no_line(make_run, read):
+    assert drawn_charts(read(make_run(records=[{"step": 1, "train/loss": None}]))) == []
+
+
+def test_keys_of_lines_are_different(make_run, read):
+    charts = drawn_charts(read(make_run("one"), make_run("two")))
+    keys = [line.key for drawn in charts for line in drawn.lines]
+    assert len(set(keys)) == len(keys)
+    assert len({chart.key for chart in CHARTS}) == len(CHARTS)
+
+
+def test_a_short_curve_has_markers_and_a_long_one_a_trend(make_run, read):
+    records = [{"step": step, "train/loss": 1.0, "train/lr": 1.0} for step in range(2000)]
+    charts = by_key(drawn_charts(read(make_run(records=records))))
+    (loss,) = charts["loss"].lines
+    assert not loss.has_markers
+    assert loss.trend is not None
+    assert charts["lr"].lines[0].trend is None
+    (short,) = drawn_charts(read(make_run("short", records=records[:5])))[0].lines
+    assert short.has_markers
+    assert np.array_equal(short.curve.step, range(5))

@@ -1,0 +1,46 @@
+"""The Bokeh document behind the charts."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from flatout.errors import MissingPackage
+from flatout.measure.report import figures
+from flatout.measure.report.charts import drawn_charts
+from flatout.measure.report.events import marks_of
+
+
+def test_a_missing_package_names_its_install_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage) as caught:
+        figures.require_bokeh()
+    assert 'pip install "flatout[report]"' in caught.value.fix
+
+
+def test_all_plots_share_one_horizontal_range(make_run, read):
+    runs = read(make_run(events=[{"event": "save", "step": 3}]))
+    made = figures.charts_json(drawn_charts(runs), marks_of(runs))
+    roots = made["document"]["roots"]
+    assert len(roots) == len(made["charts"]) == 8
+    ranges = {str(root["attributes"]["x_range"].get("id")) for root in roots}
+    assert len(ranges) == 1
+
+
+def test_every_plot_has_an_axis_for_each_position(make_run, read):
+    made = figures.charts_json(drawn_charts(read(make_run())), ())
+    for root in made["document"]["roots"]:
+        names = [axis["attributes"].get("name") for axis in root["attributes"]["below"]]
+        assert names == ["step", "tokens", "elapsed_s"]
+
+
+def test_positions_that_no_record_has_have_no_bounds(make_run, read):
+    made = figures.charts_json(drawn_charts(read(make_run(records=[{"step": 1, "a/b": 1}]))), ())
+    assert made["bounds"] == {"step": [1, 1], "tokens": None, "elapsed_s": None}
+
+
+def test_the_library_is_the_installed_one():
+    text = figures.library()
+    assert "Bokeh" in text
+    assert "</script" not in text

@@ -1,0 +1,148 @@
+"""The page: complete, self-contained, and closed to what a run directory holds."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from flatout.measure.report.page import MARK, render
+
+ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&"
+
+
+class Elements(HTMLParser):
+    """The elements of a page, and the text of its scripts."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.found, self.scripts, self.is_script = [], [], False
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        self.is_script = tag == "script"
+        if self.is_script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self.is_script = False
+
+    def handle_data(self, data):
+        if self.is_script:
+            self.scripts[-1] += data
+
+
+def page_of(runs, **options):
+    return render(runs, version="1", **options)
+
+
+def data_of(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def test_nothing_is_loaded_from_elsewhere(make_run, read):
+    page = page_of(read(make_run()))
+    for tag, attributes in Elements(page).found:
+        assert tag not in {"link", "iframe", "object", "base", "img"}
+        assert not {"src", "href", "action"} & attributes.keys()
+    assert page.startswith(MARK)
+
+
+def test_the_policy_allows_the_scripts_of_the_page_and_no_others(make_run, read):
+    elements = Elements(page_of(read(make_run())))
+    policy = next(a["content"] for t, a in elements.found if "http-equiv" in a)
+    allowed = set(re.findall(r"'sha256-([^']+)'", policy))
+    own = [
+        base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        for text in elements.scripts[1:]
+    ]
+    assert set(own) == allowed
+    assert len(own) == 2
+    assert "default-src 'none'" in policy
+    assert "connect-src 'none'" in policy
+    assert "unsafe-eval" not in policy
+
+
+def attacked(make_run):
+    """A run whose every text is an attack."""
+    records = [{"step": 1, f"my/{ATTACK}": 1.0, "train/loss": 1.0, ATTACK: 3}]
+    events = [
+        {"event": "sample", "step": 1, "text": ATTACK},
+        {"event": "skip", "step": 1, "reason": ATTACK},
+        {"event": ATTACK, "step": 1, ATTACK: ATTACK},
+    ]
+    summary = {"mfu_of": ATTACK, "predicted": {ATTACK: 1.0}, ATTACK: 2.0}
+    findings = {
+        "verdict": ATTACK,
+        "findings": [{"name": ATTACK, ATTACK: {ATTACK: [ATTACK]}, "fixes": [ATTACK]}],
+    }
+    config = json.dumps({"name": ATTACK, "data": {"path": ATTACK, ATTACK: ATTACK}})
+    options = {"events": events, "summary": summary, "findings": findings, "config": config}
+    return make_run("<script>alert(3)<", records=records, **options)
+
+
+def test_no_text_of_a_run_becomes_markup_or_script(make_run, read):
+    clean = Elements(page_of(read(make_run("clean"), make_run("clean2"))))
+    page = page_of(read(attacked(make_run), make_run("other")))
+    elements = Elements(page)
+    assert {tag for tag, _ in elements.found} <= {tag for tag, _ in clean.found} | {
+        *("article", "h3", "h4", "strong", "pre", "dt", "dd", "dl", "ul", "li", "details")
+    }
+    assert len(elements.scripts) == 3
+    assert not any(name.startswith("on") for _, attrs in elements.found for name in attrs)
+    assert "<script>alert" not in page
+    assert "<img" not in page
+    assert ATTACK in json.dumps(data_of(page), ensure_ascii=False).replace('\\"', '"')
+
+
+def test_a_page_of_one_run(make_run, read):
+    page = page_of(read(make_run()))
+    assert 'id="differences"' not in page
+    assert '<section id="findings" data-live hidden>' in page
+    assert "lowest and the highest" in page
+
+
+def test_notes_are_in_the_page(make_run, read):
+    folder = make_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"st')
+    assert "line 21) is incomplete" in page_of(read(folder))
+
+
+def test_a_run_without_records_still_has_a_page(make_run, read):
+    page = page_of(read(make_run(records=[])))
+    assert "no records yet" in page
+    assert data_of(page)["charts"] == []
+
+
+def test_every_line_has_its_source(make_run, read):
+    page = page_of(read(make_run("a"), make_run("b", events=[{"event": "save", "step": 2}])))
+    data = data_of(page)
+    names = set(re.findall(r'"name": ?"([^"]*\|curve)"', json.dumps(data["document"])))
+    lines = {f"{line['key']}|curve" for chart in data["charts"] for line in chart["lines"]}
+    assert names == lines
+    assert data["bounds"]["step"] == [1, 20]
+    assert data["marks"] == {"events|1|save": ["b: step 2: save"]}
+
+
+def test_the_structure_stays_while_a_run_grows_and_changes_with_a_new_line(make_run, read):
+    folder = make_run()
+    before = data_of(page_of(read(folder), live=True))["structure"]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "train/loss": 1}\n')
+    assert data_of(page_of(read(folder), live=True))["structure"] == before
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 21, "val/loss": 1}\n')
+    assert data_of(page_of(read(folder), live=True))["structure"] != before
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_records_make_a_page_of_less_than_two_megabytes(make_run, read):
+    records = [{"step": s, "tokens": s, "elapsed_s": s, "train/loss": s % 7} for s in range(10**5)]
+    page = page_of(read(make_run(records=records)))
+    assert len(page) < 2e6
