@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flatout.commands.inspect import inspect
     from flatout.commands.list import list_entries
     from flatout.commands.prepare import prepare
+    from flatout.commands.report import report
     from flatout.commands.runs import runs
     from flatout.commands.train import train
     from flatout.commands.verify import verify
@@ -59,6 +60,7 @@ __all__ = [
     "load_config",
     "load_run",
     "prepare",
+    "report",
     "runs",
     "sample",
     "train",
@@ -85,6 +87,7 @@ _HOMES = {
     "load_config": "flatout.config.schema",
     "load_run": "flatout.inference.load",
     "prepare": "flatout.commands.prepare",
+    "report": "flatout.commands.report",
     "runs": "flatout.commands.runs",
     "sample": "flatout.commands.generate:generate",
     "train": "flatout.commands.train",

@@ -83,7 +83,7 @@ def _next_steps(run: str, width: int) -> str:
     steps = {
         "more samples": f"flatout generate {run} --num-samples 3",
         "its scores": f"flatout eval {run}",
-        "all curves": f"tensorboard --logdir {run}",
+        "all curves": f"flatout report {run}",
         "a recipe for a text": "flatout prepare FILE --out DATA; flatout inspect DATA",
     }
     beside = [f"  {what:<22}{command}" for what, command in steps.items()]

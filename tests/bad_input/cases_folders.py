@@ -89,6 +89,42 @@ CASES = [
         ("a local path",),
     ),
     Case(
+        "a URL as the file of `report`",
+        "report first --out s3://bucket/report.html",
+        ("--out s3://bucket/report.html is a URL",),
+        ("a local path",),
+    ),
+    Case(
+        "a report of a run that does not exist",
+        "report runs/firts",
+        ("runs/firts is not a run directory",),
+        ("Did you mean runs/first?",),
+    ),
+    Case(
+        "a report in place of another file",
+        "report first --out book.txt",
+        ("book.txt exists and is not a report",),
+        ("--out",),
+    ),
+    Case(
+        "a report in a directory that does not exist",
+        "report first --out pages/first.html",
+        ("There is no directory pages",),
+        ("Create it",),
+    ),
+    Case(
+        "a report both served and written",
+        "report first --serve --out x.html",
+        ("--serve writes no file",),
+        ("Leave out one of them",),
+    ),
+    Case(
+        "a port that does not exist",
+        "report first --serve --port 70000",
+        ("--port 70000 is not a port",),
+        ("65535",),
+    ),
+    Case(
         "a URL as the directory of `runs`",
         "runs gs://bucket/runs",
         ("gs://bucket/runs is a URL",),

@@ -76,7 +76,7 @@ def test_next_steps_can_be_copied_from_any_terminal(width):
         command in commands
         for command in (
             "flatout generate runs/demo-book-0123 --num-samples 3",
-            "tensorboard --logdir runs/demo-book-0123",
+            "flatout report runs/demo-book-0123",
         )
     )
 
