@@ -96,7 +96,7 @@ def test_a_reader_reads_what_is_new(make_run):
     reader = RunReader(folder, "run")
     assert reader.read().num_records == 20
     before = reader.signature()
-    append(folder / "metrics.jsonl", json.dumps({"step": 21, "train/loss": 1.0}) + "\n{\"ste")
+    append(folder / "metrics.jsonl", json.dumps({"step": 21, "train/loss": 1.0}) + '\n{"ste')
     assert reader.signature() != before
     assert reader.read().num_records == 21
     append(folder / "metrics.jsonl", 'p": 22, "train/loss": 1.0}\n')
