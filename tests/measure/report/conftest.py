@@ -35,7 +35,7 @@ def training(step):
 
 @pytest.fixture
 def make_run(tmp_path):
-    """Write a run directory: `make_run("name", records=..., events=..., summary=..., config=...)`."""
+    """Write a run directory: `make_run("name", records=..., events=..., summary=...)`."""
 
     def make(name="run", *, records=None, events=(), summary=None, findings=None, config=CONFIG):
         folder = tmp_path / name
