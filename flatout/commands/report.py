@@ -70,7 +70,6 @@ def report(
 
     Raises: CheckpointError when a run does not exist; MissingPackage without bokeh.
     """
-    from flatout import __version__
     from flatout.measure.report.page import render
     from flatout.measure.report.reading import RunReader, names_of
     from flatout.measure.report.serve import LivePage
@@ -81,7 +80,7 @@ def report(
     readers = [RunReader(*pair) for pair in zip(folders, names_of(folders), strict=True)]
     named = [str(folder) for folder in folders]
     if serve:
-        url = serve_page(LivePage(readers, version=__version__), port, progress=progress)
+        url = serve_page(LivePage(readers), port, progress=progress)
         wall_s = round(time.perf_counter() - began_s, 2)
         return ReportResult(
             path=None, url=url, runs=named, records=None, bytes=None, notes=[], wall_s=wall_s
@@ -92,7 +91,7 @@ def report(
     for note in notes:
         progress.say(note)
     with progress.task("Drawing"):
-        html = render(read, version=__version__)
+        html = render(read)
     path = _destination(folders, out)
     _write(path, html)
     return ReportResult(

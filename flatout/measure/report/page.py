@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import hashlib
+import importlib
 import json
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -39,7 +40,7 @@ HOW_DRAWN = (
 )
 
 
-def render(runs: Sequence[RunData], *, version: str, live: bool = False) -> str:
+def render(runs: Sequence[RunData], *, live: bool = False) -> str:
     """Return the page about `runs`; a `live` one asks the server for changes and shows them.
 
     Text from the runs appears as text only: it is escaped in HTML, is never a script's source, and
@@ -65,7 +66,7 @@ def render(runs: Sequence[RunData], *, version: str, live: bool = False) -> str:
             "<body>",
             _header(runs, live=live),
             "<main>",
-            *_main(runs, charts, marks, version),
+            *_main(runs, charts, marks),
             "</main>",
             f'<script type="application/json" id="data">{_in_json(data)}</script>',
             *(f"<script>{text}</script>" for text in scripts),
@@ -126,7 +127,6 @@ def _main(
     runs: Sequence[RunData],
     charts: Sequence[DrawnChart],
     marks: Sequence[Marks],
-    version: str,
 ) -> Iterator[str]:
     """Yield the sections of the page, without those that have nothing to say."""
     several = len(runs) > 1
@@ -141,7 +141,7 @@ def _main(
     yield _section("samples", sections.samples(runs))
     yield _section("events", sections.events(runs))
     yield _section("settings", results.settings(runs))
-    yield _section("about", _about(runs, version))
+    yield _section("about", _about(runs))
 
 
 def _section(key: str, content: str) -> str:
@@ -208,10 +208,11 @@ def _legend(line: Line) -> str:
     )
 
 
-def _about(runs: Sequence[RunData], version: str) -> str:
+def _about(runs: Sequence[RunData]) -> str:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    version = importlib.import_module("flatout").__version__
     read = ", ".join(f"{escape(run.path)} ({number(run.num_records)} records)" for run in runs)
-    return f"<p>{HOW_DRAWN}</p><p>flatout {escape(version)}, {now}; from {read}.</p>"
+    return f"<p>{HOW_DRAWN}</p><p>flatout {version}, {now}; from {read}.</p>"
 
 
 def _resource(name: str) -> str:

@@ -24,8 +24,8 @@ MAX_SHARE = 0.1
 class LivePage:
     """The page about runs that may still be training, rendered again after they have written."""
 
-    def __init__(self, readers: Sequence[RunReader], *, version: str) -> None:
-        self._readers, self._flatout_version = readers, version
+    def __init__(self, readers: Sequence[RunReader]) -> None:
+        self._readers = readers
         self._lock = threading.Lock()
         self._rendered: tuple[object, str] | None = None
         self._render_s = 0.0
@@ -42,7 +42,7 @@ class LivePage:
             if self._rendered is None or self._rendered[0] != signature:
                 began_s = time.perf_counter()
                 runs = [reader.read() for reader in self._readers]
-                page = render(runs, version=self._flatout_version, live=True)
+                page = render(runs, live=True)
                 self._rendered = signature, page
                 self._render_s = time.perf_counter() - began_s
             return self._rendered[1]

@@ -38,7 +38,7 @@ class Elements(HTMLParser):
 
 
 def page_of(runs, **options):
-    return render(runs, version="1", **options)
+    return render(runs, **options)
 
 
 def data_of(page):

@@ -17,7 +17,7 @@ from flatout.measure.report.reading import RunReader
 def server(make_run):
     """A server of one run, on a free port."""
     folder = make_run()
-    page = serve.LivePage([RunReader(folder, "run")], version="1")
+    page = serve.LivePage([RunReader(folder, "run")])
     with serve.make_server(page, 0) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -52,7 +52,7 @@ def test_the_page_follows_the_run(server):
 
 
 def test_the_page_is_rendered_once_for_each_state(make_run, monkeypatch):
-    page = serve.LivePage([RunReader(make_run(), "run")], version="1")
+    page = serve.LivePage([RunReader(make_run(), "run")])
     calls = []
     monkeypatch.setattr(serve, "render", lambda *a, **k: calls.append(1) or "page")
     assert [page.html(), page.html()] == ["page", "page"]
@@ -73,7 +73,7 @@ def test_no_file_is_served(server):
 
 
 def test_a_taken_port_is_said(server, make_run):
-    page = serve.LivePage([], version="1")
+    page = serve.LivePage([])
     with pytest.raises(ConfigError) as caught:
         serve.make_server(page, server[1])
     assert "--port 0" in caught.value.fix
@@ -84,5 +84,5 @@ def test_ctrl_c_ends_it(make_run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serve.ThreadingHTTPServer, "serve_forever", interrupted)
-    page = serve.LivePage([RunReader(make_run(), "run")], version="1")
+    page = serve.LivePage([RunReader(make_run(), "run")])
     assert serve.serve(page, 0).startswith("http://127.0.0.1:")
