@@ -51,7 +51,7 @@ class FileEntry(StoredModel):
     """The size and checksums of one binary file, as a manifest lists them."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")
-    """File name inside the folder."""
+    """File name inside the directory."""
     size_bytes: int = Field(ge=0)
     """Exact size."""
     block_crc32: tuple[int, ...]

@@ -275,7 +275,7 @@ def usable_cores() -> int:
 
 
 def _with_parents(root: Path, path: str) -> list[Path]:
-    """Return a cgroup's folder and its parents, since limits apply at all levels.
+    """Return a cgroup's directory and its parents, since limits apply at all levels.
 
     In a container, its own level may be mounted as the root.
     """

@@ -121,7 +121,7 @@ def remember(run_folder: Path, references: Iterable[str]) -> bool:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Return whether `flatout train` created a folder, judging by its files."""
+    """Return whether `flatout train` created a directory, judging by its files."""
     return (folder / CONFIG).exists() and any(
         (folder / name).exists() for name in ("asked.yaml", "events.jsonl")
     )

@@ -38,7 +38,7 @@ REMOTE_PART_BYTES = 32 << 20
 """The same for remote files: each task reads up to a block too much, and Parquet's footer again."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".markdown", ".rst", ".tex"}
 _SEARCHED_SUFFIXES = frozenset(TEXT_SUFFIXES | ROW_SUFFIXES | PARQUET_SUFFIXES)
-"""Files that a folder is searched for; a file named directly or by a pattern may have any name."""
+"""Suffixes searched for in a directory; a file named directly or by a pattern may have any."""
 FINGERPRINT_BYTES = 256 << 20
 COMPARED_BYTES = 1 << 20
 """Bytes read, at most, to tell whether a file is a copy of another."""
@@ -53,9 +53,9 @@ def files(
     include: Sequence[str] = (),
     encoding: str | None = None,
 ) -> list[ReadTask]:
-    """Return the tasks of a file, a folder (searched recursively), a glob, or a URL of these.
+    """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
-    Files are sorted. `include` lists patterns of other names to read from folders; `encoding` is
+    Files are sorted. `include` lists patterns of other names to read; `encoding` is
     the encoding of text that is not UTF-8.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
@@ -149,7 +149,7 @@ def _tasks(cut: list[tuple[InputFile, list[Piece]]], fields: Fields) -> Iterator
 
 
 def find_files(path: str, include: tuple[str, ...] = ()) -> tuple[list[InputFile], list[str]]:
-    """Return the files at `path`, sorted, and the files of folders that are skipped by name.
+    """Return the files at `path`, sorted, and the files of directories that are skipped by name.
 
     Raises: DataError when there are none.
     """

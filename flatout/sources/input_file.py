@@ -17,7 +17,7 @@ class InputFile:
     path: str
     """Its path or URL."""
     name: str
-    """Its name inside the folder or pattern, or its URL."""
+    """Its name inside the directory or pattern, or its URL."""
     size: int
     mark: str = ""
     """The server's checksum or date of its content; for a local file, the fingerprint with `limit`.

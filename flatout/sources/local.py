@@ -1,4 +1,4 @@
-"""Finds the local files of a path, which is a file, a folder or a glob, and lists skipped files."""
+"""Finds the local files of a path (a file, a directory or a glob), and lists skipped files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flatout.transfer.urls import name_in
 
 @dataclass(frozen=True)
 class Wanted:
-    """The files of a folder that are read."""
+    """The files of a directory that are read."""
 
     suffixes: frozenset[str]
     """Suffixes of their names."""
@@ -35,8 +35,8 @@ class Wanted:
 
 
 Search = tuple[list[tuple[Path, str]], list[str]]
-"""The files to read, each with its name inside the folder or pattern, and the paths of the other
-files of the searched folders, except hidden ones.
+"""The files to read, each with its name inside the directory or pattern, and the paths of the other
+files of the searched directories, except hidden ones.
 """
 
 
@@ -49,12 +49,12 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def find_local(path: str, wanted: Wanted) -> Search:
-    """Return the files at a path; folders are searched for wanted files.
+    """Return the files at a path; directories are searched for wanted files.
 
-    Links are followed, also to folders; a folder is searched once, even if several links lead to
-    it.
+    Links are followed, also to directories; a directory is searched once, even if several links
+    lead to it.
 
-    Raises: DataError when there are none, or a file or folder cannot be read.
+    Raises: DataError when there are none, or a file or directory cannot be read.
     """
     target = expanded(path)
     try:
@@ -73,9 +73,9 @@ def find_local(path: str, wanted: Wanted) -> Search:
 
 
 def missing(target: Path) -> DataError:
-    """Return the error for a missing path, with the nearest name or the missing parent folder."""
+    """Return the error for a missing path, with the nearest name or the missing parent."""
     if not target.parent.is_dir():
-        return DataError(f"There is no folder {target.parent}.", fix="Check the path.")
+        return DataError(f"There is no directory {target.parent}.", fix="Check the path.")
     guess = nearest(target.name, [entry.name for entry in target.parent.iterdir()])
     return DataError(
         f"There is no file {target}.",
@@ -94,7 +94,7 @@ def full_suffix_of(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a part of a path starts with a dot; folders skip such files."""
+    """Return whether a part of a path starts with a dot; directories skip such files."""
     return any(piece.startswith(".") for piece in name.split("/"))
 
 
@@ -128,8 +128,8 @@ def _in_folder(folder: Path, wanted: Wanted) -> Search:
             fix=f"Name its files by a quoted pattern, for example {pattern!r}.",
         )
     raise DataError(
-        f"{folder} is an empty folder.",
-        fix=f"Put files that end in {endings} there, or name another folder.",
+        f"{folder} is an empty directory.",
+        fix=f"Put files that end in {endings} there, or name another directory.",
     )
 
 
@@ -140,9 +140,9 @@ def _checked(file: Path, name: str) -> tuple[Path, str]:
 
 
 def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
-    """Yield the files of a folder and its subfolders, except hidden ones.
+    """Yield the files of a directory and its subdirectories, except hidden ones.
 
-    Links to folders come last, so that files found directly keep their names.
+    Links to directories come last, so that files found directly keep their names.
     """
     inside, linked = [folder], list[Path]()
     while inside or linked:
@@ -162,7 +162,7 @@ def _walk(folder: Path, searched: set[str]) -> Iterator[Path]:
 
 
 def _matching(pattern: str, wanted: Wanted) -> Search:
-    """Return the files that match a pattern, and the wanted files of matching folders.
+    """Return the files that match a pattern, and the wanted files of matching directories.
 
     Each file is returned once, under its shortest path.
     """
@@ -187,7 +187,7 @@ def _matching(pattern: str, wanted: Wanted) -> Search:
     if not found:
         raise DataError(
             f"No file matches {pattern!r}.",
-            fix="Quote the pattern and check it with `ls`; `**` crosses folders.",
+            fix="Quote the pattern and check it with `ls`; `**` crosses directories.",
         )
     _require_text([file for file, _ in found.values()], wanted)
     return sorted(found.values()), sorted(skipped[key] for key in skipped.keys() - found)
@@ -215,9 +215,9 @@ def _identity(file: Path) -> tuple[str, str]:
 
 
 def _require_listable(pattern: str) -> None:
-    """Check that every folder a pattern searches can be listed; glob treats others as empty.
+    """Check that every directory a pattern searches can be listed; glob treats others as empty.
 
-    Raises: OSError for the first folder that cannot be listed.
+    Raises: OSError for the first directory that cannot be listed.
     """
     pieces = Path(pattern).parts
     for number, piece in enumerate(pieces):

@@ -89,6 +89,6 @@ SPEEDUP = Speedup(
     rank=730,
     auto={
         "cpu": Off("it costs time on a CPU: name adamw-8bit where memory is short"),
-        "cuda": Off("name it where memory is short and compiling is not wanted"),
+        "cuda": Off("turn it on where memory is short and compiling is not wanted"),
     },
 )

@@ -47,6 +47,6 @@ SPEEDUP = Speedup(
     rank=260,
     auto={
         "cpu": Off("it needs bf16, which is off on a CPU"),
-        "cuda": Off("name it where parallel.shard waits for weights"),
+        "cuda": Off("turn it on where parallel.shard waits for weights"),
     },
 )

@@ -50,6 +50,6 @@ SPEEDUP = Speedup(
     rank=230,
     auto={
         "cpu": Off("it needs bf16, which is off on a CPU"),
-        "cuda": Off("name it where memory is short"),
+        "cuda": Off("turn it on where memory is short"),
     },
 )

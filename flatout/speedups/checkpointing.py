@@ -26,7 +26,7 @@ SPEEDUP = Speedup(
     promise=Promise.exact(),
     rank=1010,
     auto={
-        "cpu": Off("it costs a third more work: name it where memory is short"),
-        "cuda": Off("it costs a third more work: name it where memory is short"),
+        "cpu": Off("it costs a third more work: turn it on where memory is short"),
+        "cuda": Off("it costs a third more work: turn it on where memory is short"),
     },
 )

@@ -12,7 +12,7 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=1e-4),
     rank=610,
     auto={
-        "cpu": Off("bf16-products and onednn also compute the loss: name it where memory is short"),
+        "cpu": Off("bf16-products and onednn compute the loss too: use it where memory is short"),
         "cuda": On(),
     },
 )

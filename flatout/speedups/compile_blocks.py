@@ -30,11 +30,11 @@ SPEEDUP = Speedup(
     rank=940,
     auto={
         "cpu": Off(
-            "compile fuses more: name it where compiling a deep model takes too long",
+            "compile fuses more: turn it on where compiling a deep model takes too long",
             from_minutes=2,
         ),
         "cuda": Off(
-            "compile fuses more: name it where compiling a deep model takes too long",
+            "compile fuses more: turn it on where compiling a deep model takes too long",
             from_minutes=2,
         ),
     },

@@ -40,7 +40,7 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if shard > 1 and "deferred-sync" not in config.speedups:
         return (
             "Between micro-batches each GPU would hold whole gradients, which parallel.shard "
-            "splits: name it where there is memory."
+            "splits: turn it on where there is memory."
         )
     return None
 

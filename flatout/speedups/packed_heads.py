@@ -33,5 +33,5 @@ SPEEDUP = Speedup(
         "4.3 TB/s. Rotary alone: 1,410 MB and 604 MB, 2.2 ms."
     ),
     rank=460,
-    auto={"cuda": Off("name it where queries and keys are normalised or rotated")},
+    auto={"cuda": Off("turn it on where queries and keys are normalised or rotated")},
 )

@@ -50,7 +50,7 @@ SPEEDUP = Speedup(
     promise=Promise.exact(),
     rank=1020,
     auto={
-        "cpu": Off("it costs some work: name it where memory is short"),
-        "cuda": Off("it costs some work: name it where memory is short"),
+        "cpu": Off("it costs some work: turn it on where memory is short"),
+        "cuda": Off("it costs some work: turn it on where memory is short"),
     },
 )

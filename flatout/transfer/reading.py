@@ -137,7 +137,7 @@ class RemoteFile(io.RawIOBase):
 def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteEntry]:
     """Return the files at a URL, sorted: a single file, the matches of a pattern, or a folder's.
 
-    `wanted` selects the files of a folder by their names inside it; a pattern matches any file.
+    `wanted` selects the files of a directory by their names inside it; a pattern matches any file.
 
     Raises: DataError when there are none, they may not be read, or the server fails;
             MissingPackage.
@@ -167,14 +167,14 @@ def find_remote(url: str, wanted: Callable[[str], bool]) -> list[RemoteEntry]:
     if not entries:
         raise DataError(
             f"No file matches {url}.",
-            fix="Check the URL: a folder is searched for text files, a pattern matches any file.",
+            fix="Check the URL: directories are searched for text files, patterns match any file.",
         )
     return entries
 
 
 def _entry(url: str, description: Description) -> RemoteEntry:
     if description["type"] == "directory":
-        raise DataError(f"{url} is a folder.", fix="Name a file in it, or a pattern.")
+        raise DataError(f"{url} is a directory.", fix="Name a file in it, or a pattern.")
     if description.get("size") is None:
         raise NotSeekable(f"The server does not report the size of {url}.", fix=_DOWNLOAD_IT)
     key = next((key for key in _MARKS if description.get(key)), None)

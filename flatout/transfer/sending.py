@@ -1,4 +1,4 @@
-"""Writes files to a folder at a URL and compares them with the local files."""
+"""Writes files to a directory at a URL and compares them with the local files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def byte_counter(advance: Callable[[int], None]) -> Callback:
 
 
 class RemoteFolder:
-    """A folder at a URL to which files are written.
+    """A directory at a URL to which files are written.
 
     Raises: DataError when URLs of that kind are read-only; MissingPackage.
     """
@@ -52,7 +52,7 @@ class RemoteFolder:
         if protocol_of(url) in _READ_ONLY:
             raise DataError(
                 f"{url}: URLs of this kind are read-only.",
-                fix="Prepare into a folder, or to s3:// or gs://, and copy the dataset from there.",
+                fix="Prepare into a directory, or to s3:// or gs://, and copy the dataset.",
             )
         self._filesystem, self._path = open_filesystem(url, "write")
         self._options = _WRITE_OPTIONS.get(protocol_of(url), {})

@@ -257,7 +257,7 @@ def test_a_missing_file_is_reported_with_the_nearest_name(tmp_path):
         DataError, match=r"There is no file .*shakspeare\.txt.*Did you mean '.*/shakespeare\.txt'"
     ):
         rows(tmp_path / "shakspeare.txt")
-    with pytest.raises(DataError, match="There is no folder"):
+    with pytest.raises(DataError, match="There is no directory"):
         rows(tmp_path / "nowhere" / "a.txt")
 
 
@@ -274,7 +274,7 @@ def test_empty_rows_are_named_by_their_lines(tmp_path):
 
 
 def test_a_folder_without_text_names_what_it_contains(tmp_path):
-    with pytest.raises(DataError, match="empty folder"):
+    with pytest.raises(DataError, match="empty directory"):
         rows(tmp_path)
     (tmp_path / "a.py").write_text("x")
     with pytest.raises(DataError, match=r"contains no file.*\*\*/\*\.py"):

@@ -103,7 +103,7 @@ def test_the_command_after_a_contradiction_quotes_the_path(tmp_path, monkeypatch
 
 def test_commands_for_a_missing_dataset_quote_the_path(tmp_path):
     absent = tmp_path / AWKWARD_NAME
-    with pytest.raises(DataError, match="There is no dataset folder") as refused:
+    with pytest.raises(DataError, match="There is no dataset directory") as refused:
         read_manifest(absent)
     assert words(refused.value.fix.rstrip("."), "flatout") == [
         "flatout",

@@ -268,7 +268,7 @@ def test_a_trained_model_generates_without_its_data(tiny_config, tiny_set, tmp_p
     loaded = load_run(tmp_path / "run")
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("a run")) == "a run"
     assert "".join(sample(loaded.model, loaded.tokenizer, "a", max_tokens=5))
-    with pytest.raises(DataError, match="no dataset folder"):
+    with pytest.raises(DataError, match="no dataset directory"):
         _ = loaded.dataset
 
 

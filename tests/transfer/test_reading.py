@@ -135,7 +135,7 @@ def test_a_file_of_unknown_length_is_refused(memory, monkeypatch):
 
 def test_a_folder_cannot_be_opened(memory):
     memory.pipe("/data/a.txt", b"text")
-    with pytest.raises(DataError, match=r"memory://data is a folder.*Name a file in it"):
+    with pytest.raises(DataError, match=r"memory://data is a directory.*Name a file in it"):
         open_remote("memory://data")
 
 

@@ -1,4 +1,4 @@
-"""Import tokens from another pipeline: a folder of `chunk_NNNNNN.pt` files, one tensor each."""
+"""Import tokens from another pipeline: a directory of `chunk_NNNNNN.pt` files, one tensor each."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def import_chunks(
     split: str = "tail 0.1",
     progress: Progress = SILENT,
 ) -> Imported:
-    """Write the tokens of a folder of chunks to the dataset `out`, one chunk at a time.
+    """Write the tokens of a directory of chunks to the dataset `out`, one chunk at a time.
 
     Tokens are stored unchanged. Documents end at end-of-text tokens and may span chunks, or each
     chunk is a document. A directory that already contains this dataset is left unchanged.

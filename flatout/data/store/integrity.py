@@ -14,7 +14,7 @@ import numpy as np
 from flatout.data.store.manifest import BLOCK_BYTES, FileEntry, Manifest, SplitEntry
 from flatout.files import Array as Array
 
-PREPARE_AGAIN = "The folder is damaged: delete it and run `flatout prepare` again."
+PREPARE_AGAIN = "The directory is damaged: delete it and run `flatout prepare` again."
 
 
 class Problem(NamedTuple):

@@ -48,7 +48,7 @@ class TokenizerEntry(StoredModel):
     name: str
     """Name of the tokenizer."""
     file: str = Field(TOKENIZER, pattern=r"^\w[\w.-]*$")
-    """File name inside the folder."""
+    """File name inside the directory."""
     digest: str
     """SHA-256 of that file."""
 
@@ -65,7 +65,7 @@ class SkippedEntry(StoredModel):
 
 
 class Manifest(StoredModel):
-    """The content of a complete dataset folder."""
+    """The content of a complete dataset directory."""
 
     format_version: int = FORMAT_VERSION
     """Version of the folder's format."""
@@ -94,7 +94,7 @@ class Manifest(StoredModel):
 
     @property
     def files(self) -> tuple[FileEntry, ...]:
-        """Every file in the folder except the tokenizer and the manifest."""
+        """Every file in the directory except the tokenizer and the manifest."""
         return tuple(
             entry
             for split in self.splits.values()
@@ -123,7 +123,7 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a dataset folder.
+    """Return the manifest of a dataset directory.
 
     Raises: DataError when there is none, it cannot be read, or its format is newer than this
             version of flatout.
@@ -151,7 +151,7 @@ def _no_dataset(folder: Path) -> DataError:
     if folder.is_file():
         out = in_shell(f"data/{folder.stem}")
         fix = f"Prepare it with `flatout prepare {in_shell(folder)} --out {out}`, then use {out}."
-        return DataError(f"{folder} is a file, not a dataset folder.", fix=fix)
+        return DataError(f"{folder} is a file, not a dataset directory.", fix=fix)
     if folder.is_dir() and any(folder.iterdir()):
         fix = "Name another one, or prepare one with `flatout prepare SOURCE --out data/mine`."
         return DataError(f"{folder} has no {MANIFEST}: it is not a complete dataset.", fix=fix)
@@ -163,7 +163,7 @@ def _no_dataset(folder: Path) -> DataError:
     missing = (
         f"{folder} has no {MANIFEST}: it is empty"
         if folder.is_dir()
-        else f"There is no dataset folder {folder}"
+        else f"There is no dataset directory {folder}"
     )
     return DataError(
         f"{missing}.", fix=f"{hint} it with `flatout prepare SOURCE --out {in_shell(folder)}`."
@@ -186,7 +186,7 @@ def parse_manifest(text: str, path: Path | str) -> Manifest:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = f"{path} is not a manifest: {where + ': ' if where else ''}{first['msg'].lower()}."
-        raise DataError(what, fix="Prepare the dataset again into another folder.") from error
+        raise DataError(what, fix="Prepare the dataset again into another directory.") from error
     raise DataError(
         f"{path} has format_version {version}; "
         f"this version of flatout reads up to {FORMAT_VERSION}.",
@@ -203,7 +203,7 @@ def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None
     if sealed and _digest(json.loads(text)) != manifest.sha256:
         raise DataError(
             f"{path} is damaged: its content does not match its digest.",
-            fix="Restore it from a copy, or prepare the dataset again into another folder.",
+            fix="Restore it from a copy, or prepare the dataset again into another directory.",
         )
 
 

@@ -55,7 +55,7 @@ class MixedDataset:
 
     @classmethod
     def open(cls, mix: Mapping[str, float], *, progress: Progress = SILENT) -> Self:
-        """Open the folders or URLs of a mix, each with its weight.
+        """Open the directories or URLs of a mix, each with its weight.
 
         Raises: ConfigError when a dataset is named twice or its share is too small; DataError when
                 one is not a dataset, or two have different tokenizers.

@@ -36,7 +36,7 @@ ATTEMPTS_WITH_COPY = 1
 def open_dataset(
     path_or_url: str | Path, *, cache: Path = CACHE, progress: Progress = SILENT
 ) -> Dataset:
-    """Open a dataset in a folder or at a URL; a remote dataset is fetched unless it is cached.
+    """Open a dataset in a directory or at a URL; a remote dataset is fetched unless it is cached.
 
     Raises: DataError when there is none, it is incomplete, or it cannot be fetched; MissingPackage.
     """
@@ -54,12 +54,12 @@ def absolute_path_or_url(path_or_url: str) -> str:
 def dataset_url(url: str) -> str:
     """Return the URL of a dataset without a trailing slash.
 
-    Raises: DataError when it names a local folder, or contains a secret, which would be stored in
-            configurations and manifests.
+    Raises: DataError when it names a local directory, or contains a secret, which would be stored
+            in configurations and manifests.
     """
     if protocol_of(url) in ("file", "local"):
         raise DataError(
-            f"{url} is a folder on this machine.", fix="Give its path, without file://."
+            f"{url} is a directory on this machine.", fix="Give its path, without file://."
         )
     if without_secrets(url) != url:
         raise DataError(
@@ -70,26 +70,26 @@ def dataset_url(url: str) -> str:
     bare = url.rstrip("/")
     if not is_url(bare) or bare.endswith("://"):
         raise DataError(
-            f"{url} does not name a folder in a store.", fix="Write it as s3://BUCKET/FOLDER."
+            f"{url} does not name a directory in a store.", fix="Write it as s3://BUCKET/FOLDER."
         )
     return bare
 
 
 def cache_dir_of(url: str, cache: Path) -> Path:
-    """Return the cache folder for a URL."""
+    """Return the cache directory for a URL."""
     name = url.rpartition("/")[2][-64:]
     digest = hashlib.sha256(url.encode()).hexdigest()[:16]
     return cache.expanduser() / "stored" / f"{name}-{digest}"
 
 
 def copy_dir_of(cache_dir: Path, manifest: bytes) -> Path:
-    """Return the cache folder for the version of the dataset that has this manifest."""
+    """Return the cache directory for the version of the dataset that has this manifest."""
     return cache_dir / hashlib.sha256(manifest).hexdigest()[:16]
 
 
 @contextlib.contextmanager
 def locked(cache_dir: Path, when_taken: Callable[[], None]) -> Iterator[None]:
-    """Create and lock a URL's cache folder; call `when_taken`, which may raise, before waiting.
+    """Create and lock a URL's cache directory; call `when_taken`, which may raise, before waiting.
 
     Raises: DataError when the cache cannot be written.
     """
@@ -216,7 +216,7 @@ def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: P
             raise DataError(
                 f"Fetching {url} needs {readable_size(size)}, "
                 f"but only {readable_size(free)} are free in {copy}.",
-                fix="Free some space there, or make ~/.cache/flatout a link to a folder "
+                fix="Free some space there, or make ~/.cache/flatout a link to a directory "
                 "on a larger disk.",
             )
         jobs = [

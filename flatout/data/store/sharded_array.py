@@ -49,7 +49,7 @@ class ShardedArray:
         except OSError as error:
             raise DataError(
                 f"Cannot read the dataset: {error}.",
-                fix="Check that the folder still exists and is readable.",
+                fix="Check that the directory still exists and is readable.",
             ) from error
 
     @cached_property

@@ -1,9 +1,9 @@
-"""Opens a dataset folder (written by data/prepare/writer.py) and reads its tokens in sequences.
+"""Opens a dataset directory (written by data/prepare/writer.py) and reads its tokens in sequences.
 
-A folder contains `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens),
+A directory contains `manifest.json`, `tokenizer.json`, `{train,val}-NNNNN.bin` (flat tokens),
 `{train,val}-documents.bin` (int64 ends) and, with a loss mask, `{train,val}-NNNNN.mask.bin`
 (uint8). Every 4 MiB block has a CRC-32, checked when the block is first read from. File sizes are
-checked when a folder is opened and while its files are read.
+checked when a directory is opened and while its files are read.
 
 Letters in names: N sequences, T tokens of one sequence, W = T + 1 (its inputs and its last target).
 """
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 
 
 class Dataset:
-    """A prepared dataset folder, open for reading."""
+    """A prepared dataset directory, open for reading."""
 
     def __init__(self, path: Path, manifest: Manifest, *, origin: str | None = None) -> None:
         self.path = path
         self.origin = str(path) if origin is None else origin
-        """The folder, or the URL that it was copied from."""
+        """The directory, or the URL that it was copied from."""
         self.manifest = manifest
         self._splits: dict[str, Split] = {}
 
     @classmethod
     def open(cls, path: Path | str, *, origin: str | None = None) -> Dataset:
-        """Open a folder and check its manifest, tokenizer and file sizes, without reading tokens.
+        """Open a directory; check its manifest, tokenizer and file sizes without reading tokens.
 
         Raises: DataError when it is not a dataset, a file is missing or has the wrong size, or the
                 tokenizer is not the one that made the tokens.
@@ -63,7 +63,7 @@ class Dataset:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the folder, loaded on first use."""
+        """The tokenizer in the directory, loaded on first use."""
         from flatout.data.tokenizers import load_tokenizer  # reading tokens does not need it
 
         return load_tokenizer(

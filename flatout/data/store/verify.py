@@ -1,4 +1,4 @@
-"""Reads a whole dataset, in a folder or at a URL, and lists its problems."""
+"""Reads a whole dataset, in a directory or at a URL, and lists its problems."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class Verified:
 
 
 def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
-    """Check every file of a dataset folder: sizes, checksums, values, document ends, tokenizer.
+    """Check every file of a dataset directory: sizes, checksums, values, document ends, tokenizer.
 
     Memory: one block per file in progress, and the document ends.
-    Raises: DataError when the folder has no readable manifest.
+    Raises: DataError when the directory has no readable manifest.
     """
     folder = expanded(folder)
     manifest = read_manifest(folder)
@@ -73,7 +73,7 @@ def verify_dataset(folder: Path, *, progress: Progress = SILENT) -> Verified:
 
 
 def verify_remote(url: str, *, progress: Progress = SILENT) -> Verified:
-    """Check a dataset at a URL as `verify_dataset` checks a folder, without storing it.
+    """Check a dataset at a URL as `verify_dataset` checks a directory, without storing it.
 
     Memory: one block per file in progress, and the document ends.
     Raises: DataError when there is no readable manifest, or the store does not answer.

@@ -33,7 +33,7 @@ SPEEDUP = Speedup(
     why_not=_why_not,
     rank=720,
     auto={
-        "cpu": Off("it costs time on a CPU: name it where memory is short"),
-        "cuda": Off("name it where memory is short"),
+        "cpu": Off("it costs time on a CPU: turn it on where memory is short"),
+        "cuda": Off("turn it on where memory is short"),
     },
 )

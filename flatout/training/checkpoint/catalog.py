@@ -184,7 +184,7 @@ def check_file(path: Path, facts: FileFacts) -> str | None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint, complete or damaged, by its name or its manifest."""
+    """Return whether a directory is a checkpoint, complete or damaged, by its name or manifest."""
     return folder.is_dir() and (
         _STEP.fullmatch(folder.name) is not None
         or all((folder / name).exists() for name in (MANIFEST, INDEX))

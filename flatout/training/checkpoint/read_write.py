@@ -5,8 +5,8 @@ checkpoints/step-N/
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
 ├── index.json                    dtype, shape and slices of every tensor
 ├── state.json                    the other items of state.STATE, some per rank; the environment
-└── manifest.json                 size and SHA-256 of every file, written last; then the folder is
-                                  renamed to its final name
+└── manifest.json                 size and SHA-256 of every file, written last; then the directory
+                                  is renamed to its final name
 
 All ranks share one file system; a single rank is no special case. Nothing is ever pickled or
 unpickled. Functions that do not need torch are in catalog.py.

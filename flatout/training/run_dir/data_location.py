@@ -62,9 +62,9 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 def relocated(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfig | None:
     """Return the data config with the new paths of data that was moved together with its run.
 
-    This finds the data after a project's folder was renamed. Each directory above the run directory
-    is tried with each tail of the old path. None when the data that the checkpoint was trained on
-    is not found.
+    This finds the data after a project's directory was renamed. Each directory above the run
+    directory is tried with each tail of the old path. None when the data that the checkpoint was
+    trained on is not found.
     """
     found = {path: path if _exists(path) else _moved_with(path, run_folder) for path in paths(data)}
     if None in found.values():

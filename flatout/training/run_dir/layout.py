@@ -88,7 +88,7 @@ WRITTEN = (
 directory from an untrusted source cannot make a run write outside it.
 """
 STARTED = (COPY, REQUESTED, ORIGIN, OWNER)
-"""Files that a first start writes before config.yaml, which makes a folder a run directory."""
+"""Files that a first start writes before config.yaml, which makes a directory a run directory."""
 
 
 def run_name(config: RunConfig) -> str:
@@ -106,7 +106,7 @@ def run_name(config: RunConfig) -> str:
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
     """Store the resolved configuration and the requested one, and trust the code that they name.
 
-    Raises: CheckpointError when the folder of its checkpoints belongs to another run.
+    Raises: CheckpointError when the directory of its checkpoints belongs to another run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder, folder_in(config.checkpoint.dir, folder))
@@ -128,7 +128,7 @@ def replace_config(folder: Path, config: RunConfig, *, requested: RunConfig) -> 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
     """Return the resolved configuration of a run for use; any code it names must be trusted.
 
-    None when the folder contains no run. flatout/trust.py decides what is trusted.
+    None when the directory contains no run. flatout/trust.py decides what is trusted.
     Raises: UntrustedCode; ConfigError when the model in it was changed after the run had started.
     """
     config = read_config(folder)

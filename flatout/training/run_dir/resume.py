@@ -36,9 +36,9 @@ def config_to_resume(
 ) -> RunConfig | None:
     """Return a run's stored configuration with the free keys and data paths of `requested`.
 
-    None when the folder contains no run, or one that has never saved: the next start is a new run
-    and may change any setting. The stored length is kept, whatever `requested` sets: whether a run
-    can be made longer depends on its data (training/longer.py). Moved data is accepted:
+    None when the directory contains no run, or one that has never saved: the next start is a new
+    run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
+    run can be made longer depends on its data (training/longer.py). Moved data is accepted:
     `require_tokenizer` refuses another tokenizer, and `load` reports changed tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
             edited config.yaml, and for keys that contradict it, such as another mix.
@@ -79,10 +79,10 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     """Return the checkpoint to resume from, or None to start; call it only under the lock.
 
     `auto` resumes from the newest complete checkpoint of this run, or starts when it has none;
-    `never` starts, and refuses a folder that is not empty; anything else is a checkpoint or a run
-    directory to resume from. A checkpoint of another run is stored as this run's origin: the same
-    call, or `auto`, then resumes from the newest checkpoint saved since, or else from the origin.
-    The leftovers of killed saves are deleted.
+    `never` starts, and refuses a directory that is not empty; anything else is a checkpoint or a
+    run directory to resume from. A checkpoint of another run is stored as this run's origin: the
+    same call, or `auto`, then resumes from the newest checkpoint saved since, or else from the
+    origin. The leftovers of killed saves are deleted.
     Raises: CheckpointError.
     """
     if resume == "never":
@@ -137,7 +137,7 @@ def _checkpoint_at(path: Path, progress: Progress) -> Path:
         if newest is None:
             raise CheckpointError(
                 f"The run {path} has no checkpoint.",
-                fix="Name another run, or a folder such as RUN/checkpoints/step-100.",
+                fix="Name another run, or a directory such as RUN/checkpoints/step-100.",
             )
         return newest
     catalog.step_of(path)

@@ -31,7 +31,7 @@ def test_the_stored_type_holds_every_id(vocab_size, dtype):
 
 def test_a_missing_manifest_names_the_prepare_command(tmp_path):
     with pytest.raises(
-        DataError, match=r"no dataset folder .*Fix: Prepare it with `flatout prepare"
+        DataError, match=r"no dataset directory .*Fix: Prepare it with `flatout prepare"
     ):
         Dataset.open(tmp_path / "absent")
     with pytest.raises(DataError, match=r"no manifest\.json.*flatout prepare"):

@@ -214,9 +214,9 @@ def test_a_dataset_url_must_not_contain_secrets(tmp_path):
         ) as refused:
             open_dataset(address, cache=tmp_path)
         assert "hidden" not in str(refused.value)
-    with pytest.raises(DataError, match="is a folder on this machine"):
+    with pytest.raises(DataError, match="is a directory on this machine"):
         open_dataset("file:///data/set", cache=tmp_path)
-    with pytest.raises(DataError, match="does not name a folder"):
+    with pytest.raises(DataError, match="does not name a directory"):
         open_dataset("s3:///", cache=tmp_path)
     assert dataset_url("s3://bucket/set//") == "s3://bucket/set"
     assert absolute_path_or_url("s3://bucket/set") == "s3://bucket/set"

@@ -1,4 +1,4 @@
-"""Find chunks: the `chunk_NNNNNN.pt` files of a folder, and the metadata beside them."""
+"""Find chunks: the `chunk_NNNNNN.pt` files of a directory, and the metadata beside them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find_chunks(folder: Path) -> list[Path]:
         if (match := CHUNK_NAME.fullmatch(path.name))
     )
     if not numbered and (known := recognise(folder)) is not None:
-        raise DataError(known.instead_of("a folder of chunks"), fix=known.fix)
+        raise DataError(known.instead_of("a directory of chunks"), fix=known.fix)
     if not is_folder:
         raise DataError(
             f"{folder} is not a directory.",

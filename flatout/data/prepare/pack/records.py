@@ -178,7 +178,7 @@ def record_path(folder: Path, number: int) -> Path:
 
 
 def read_records(folder: Path) -> dict[int, RangeRecord]:
-    """Return the records in a folder by their numbers.
+    """Return the records in a directory by their numbers.
 
     Raises: DataError when one is damaged, or was written by another version of flatout.
     """
