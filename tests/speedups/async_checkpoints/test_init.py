@@ -7,10 +7,12 @@ import json
 import os
 import signal
 import threading
+from concurrent.futures import Future
 
 import pytest
 
 from flatout.errors import RunFailed, Stopped
+from flatout.speedups.async_checkpoints import saver
 from flatout.speedups.async_checkpoints.host_copy import HostCopy
 from flatout.training import loop
 from flatout.training.checkpoint import catalog, job
@@ -27,21 +29,21 @@ BESIDE = "auto,-compile,+async-checkpoints"
 def slow_disk(monkeypatch):
     """Let a thread write only while the loop waits for it, to make saves as long as possible."""
     waited_for, write_share = threading.Event(), job.write_share
-    join = threading.Thread.join
 
     def gated(*arguments):
         assert threading.current_thread().name != "checkpoint" or waited_for.wait(60)
         write_share(*arguments)
 
-    def joined(thread, timeout=None):
-        if thread.name == "checkpoint":
+    class Waited(Future):
+        def result(self, timeout=None):
             waited_for.set()
-        join(thread, timeout)
-        if thread.name == "checkpoint":
-            waited_for.clear()
+            try:
+                return super().result(timeout)
+            finally:
+                waited_for.clear()
 
     monkeypatch.setattr(job, "write_share", gated)
-    monkeypatch.setattr(threading.Thread, "join", joined)
+    monkeypatch.setattr(saver, "Job", Waited)
 
 
 class StopAt(Quiet):
