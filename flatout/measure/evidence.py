@@ -205,6 +205,8 @@ class GpuFacts(Fact):
     """Enforced power limit as a share of its default limit."""
     temperature_c: float | None = None
     """Temperature."""
+    utilisation: float | None = None
+    """Share of the time at which some kernel ran, as the driver measures it."""
     supports_bf16: bool | None = None
     """Whether it multiplies bfloat16."""
 
@@ -290,6 +292,8 @@ class Evidence(Fact):
     """Speedups that are on; None: unknown."""
     compile_fallback: str | None = None
     """Why a run that should compile runs uncompiled."""
+    recompile_reasons: tuple[str, ...] = ()
+    """Why code was compiled again, in the compiler's words."""
     machine: Machine | None = None
     """This machine."""
     device: str | None = None
@@ -311,7 +315,8 @@ class Evidence(Fact):
     memory already."""
     sites: Mapping[str, tuple[CallSite, ...]] = {}
     """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
-    python, save, logging, optimizer, recompile, compute."""
+    python, save, logging, optimizer, recompile, compute, op (the lines that call the most
+    operations)."""
     memory: MemoryFacts = MemoryFacts()
     host: HostFacts = HostFacts()
     gpu: GpuFacts | None = None

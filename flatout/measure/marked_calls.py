@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.measure.evidence import CallSite
 from flatout.measure.sampling import MOST_SITES, line_of, user_frame
@@ -125,6 +126,36 @@ class MarkedCalls:
         if line is not None:
             self._calls[kind][line] += 1
             self._seconds[kind][line] += seconds
+
+
+class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the operations of the forward pass by the line of user code that calls them.
+
+    Only for code that is not compiled. Every operation takes several times as long inside.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
+            line = user_frame(sys._getframe(1))
+            if line is not None:
+                self._calls[line] += 1
+        return func(*args, **(kwargs or {}))
+
+    def sites(self, steps: int) -> tuple[CallSite, ...]:
+        """Return the lines that call the most operations."""
+        return tuple(
+            CallSite(
+                file=file,
+                line=number,
+                text=line_of(file, number),
+                count_per_step=calls / max(steps, 1),
+            )
+            for (file, number), calls in self._calls.most_common(MOST_SITES)
+        )
 
 
 def _reads(_tensor: Any, _result: Any) -> str | None:

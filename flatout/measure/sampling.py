@@ -28,6 +28,8 @@ MOST_SITES = 5
 """Lines reported per kind."""
 ELSEWHERE = frozenset({"data", "save"})
 """Kinds for which the work may be in another thread, while this one waits for it."""
+LOOP = str(Path(__file__).parents[1] / "training" / "loop.py")
+"""The file of flatout's training loop."""
 KINDS = {
     "data_wait": "data",
     "copy": "copy",
@@ -61,8 +63,11 @@ def line_of(file: str, number: int) -> str:
 
 
 def user_frame(frame: FrameType | None) -> tuple[str, int] | None:
-    """Return file and line of the innermost frame of user code, or None."""
-    while frame is not None:
+    """Return file and line of the innermost frame of user code, or None.
+
+    What called flatout's own training loop is not looked at.
+    """
+    while frame is not None and frame.f_code.co_filename != LOOP:
         if is_user_code(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back

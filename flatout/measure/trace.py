@@ -131,7 +131,11 @@ class Trace:
 
     def outermost(self) -> list[Op]:
         """Return the operations of the host that no other operation called."""
-        return [op for op in self.ops if op.name.startswith("aten::") and op.parent is None]
+        return [
+            op
+            for op in self.ops
+            if op.name.startswith("aten::") and not (op.parent or "").startswith("aten::")
+        ]
 
     def tiny(self) -> tuple[float, float]:
         """Return number and seconds of tiny operations in an average step, with their start."""
@@ -139,6 +143,12 @@ class Trace:
         tiny = [op for op in ops if op.seconds < TINY_S]
         seconds = sum(op.seconds for op in tiny) + LAUNCH_S * len(tiny)
         return len(tiny) / self.steps, seconds / self.steps
+
+    def tiny_share(self) -> float:
+        """Return the share of the operations' time, with their start, that tiny ones take."""
+        ops = self.kernels or self.outermost()
+        total = sum(op.seconds for op in ops) + LAUNCH_S * len(ops)
+        return self.tiny()[1] * self.steps / total if total else 0.0
 
     def matching(self, names: Iterable[str] | re.Pattern[str]) -> list[Op]:
         """Return the host's operations with one of these names, or matching a pattern."""

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -200,3 +200,8 @@ def disconnect() -> None:
         # Sharded models keep their groups in cycles; freeing a group here joins its threads.
         gc.collect()
         time.sleep(RELEASE_S)
+
+
+def stated_variables(names: Iterable[str]) -> dict[str, str]:
+    """Return the environment variables among `names` that are set, with their values."""
+    return {name: os.environ[name] for name in names if name in os.environ}

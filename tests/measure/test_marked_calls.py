@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.measure import marked_calls
-from flatout.measure.marked_calls import MarkedCalls
+from flatout.measure.marked_calls import MarkedCalls, OperationLines
 
 
 def test_each_way_to_read_a_value_is_counted_with_its_line():
@@ -64,3 +64,17 @@ def test_only_unpinned_copies_to_a_gpu_count():
     assert marked_calls._pageable(tensor("cpu", pinned=True), tensor("cuda")) is None
     assert marked_calls._pageable(tensor("cuda"), tensor("cuda")) is None
     assert marked_calls._pageable(tensor("cpu"), tensor("cpu")) is None
+
+
+def test_operations_of_the_forward_pass_are_counted_by_line():
+    weight = torch.ones(3, requires_grad=True)
+    lines = OperationLines()
+    with lines:
+        for _ in range(3):
+            weight2 = weight * 2
+        weight2.sum().backward()
+    first, *others = lines.sites(1)
+    assert (first.text, first.count_per_step) == ("weight2 = weight * 2", 3)
+    # `.sum()` and the seed of the gradient; not the operations of the backward pass
+    assert [site.text for site in others] == ["weight2.sum().backward()"]
+    assert others[0].count_per_step <= 2

@@ -1,0 +1,169 @@
+"""Say what holds a run back, with evidence, and how to fix it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from flatout.assembly import preflight
+from flatout.cache import CACHE
+from flatout.commands import Argument, Command, Option, Overrides, Result
+from flatout.config.schema import RunConfig, load_config
+from flatout.errors import ConfigError
+from flatout.measure.diagnose import (
+    DEFAULT_SECONDS,
+    Measured,
+    diagnose_recipe,
+    diagnose_run,
+    scratch_folder,
+)
+from flatout.measure.diagnose_fix import FixOutcome, applied, try_fixes, write_recipe
+from flatout.measure.diagnosis import Diagnosis
+from flatout.measure.diagnosis_text import text_of
+from flatout.progress import SILENT, Progress
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.lookup import RUNS
+
+
+class DiagnoseResult(Result):
+    """A verdict, and its evidence."""
+
+    verdict: str
+    """One line."""
+    source: str
+    """measured run, recorded run, or preflight when no step could be taken."""
+    step_s: float | None
+    """Seconds of an average step."""
+    shares: dict[str, float]
+    """Share of an average step by phase; phases that were not measured are missing."""
+    counterfactual_s: dict[str, float]
+    """Seconds of an average step with one thing replaced, such as synthetic-data."""
+    roof: dict[str, Any]
+    """The distance to what the device can do: peak and achieved rate, MFU, tokens per second."""
+    findings: list[dict[str, Any]]
+    """One object per finding, the worst first: name, verdict, harm, figures, share, site, fixes."""
+    notes: list[str]
+    """What could not be measured, and why."""
+    fixes_tried: list[dict[str, Any]]
+    """With --fix: one object per fix, with its measured gain, and whether it is kept."""
+    recipe: str | None
+    """With --fix: the recipe that was written; null when no fix holds."""
+    path: str | None
+    """findings.json in the run directory; null when there is no run directory."""
+
+    def summary(self) -> str:
+        """Return the verdict, the breakdown, the findings, and what --fix did."""
+        found = Diagnosis.model_validate(
+            {name: getattr(self, name) for name in Diagnosis.model_fields if hasattr(self, name)}
+        )
+        tried = [f"Tried: {one['text']} {one['reason']}" for one in self.fixes_tried]
+        if self.recipe is not None:
+            tried.append(f"Written: {self.recipe}")
+        return "\n\n".join([text_of(found), *(["\n".join(tried)] if tried else [])])
+
+
+def diagnose(
+    recipe: Annotated[
+        str | Path, Argument("A recipe's name, a YAML file, a run directory, or a run's name.")
+    ],
+    overrides: Overrides = None,
+    fix: Annotated[
+        bool, Option("Try the best fixes, measure again, and write a recipe with one that holds.")
+    ] = False,
+    seconds: Annotated[
+        float, Option("Seconds of ordinary steps to measure.", min=0.1)
+    ] = DEFAULT_SECONDS,
+    out: Annotated[
+        Path | None, Option("File for the recipe that --fix writes; NAME-fixed.yaml by default.")
+    ] = None,
+    *,
+    progress: Progress = SILENT,
+) -> DiagnoseResult:
+    """Say what holds a run back, with evidence, and how to fix it.
+
+    For a recipe, it checks the machine, the environment, the memory and the data, runs the recipe
+    for some seconds in a process of its own, and divides each step into waiting for data, host,
+    computation, optimiser, logging, saving, garbage collection and compiling. For a run, it reads
+    what the run has recorded. Nothing is trained or changed. What was not measured is null.
+
+    Raises: UsageError when there is no such recipe or run, or it cannot be resolved; RunFailed.
+    """
+    folder = run_folder(recipe)
+    if folder is not None and not fix and not overrides:
+        measured = diagnose_run(folder)
+        return _result(measured, path=measured.diagnosis.write(folder))
+    config = _config(recipe, folder, overrides)
+    measured = diagnose_recipe(config, seconds=seconds, cache=CACHE, progress=progress)
+    tried: list[FixOutcome] = []
+    written: Path | None = None
+    if fix:
+        tried, written = _fixed(config, measured, out, progress)
+    run = RUNS / layout.run_name(config) if folder is None else folder
+    path = measured.diagnosis.write(run) if (run / layout.CONFIG).exists() else None
+    return _result(measured, path=path, tried=tried, recipe=written)
+
+
+def run_folder(name: str | Path) -> Path | None:
+    """Return the run directory that a name means: a path, or a run under runs/; None: a recipe."""
+    candidates = (Path(name), RUNS / name) if str(name) else ()
+    return next((path for path in candidates if (path / layout.CONFIG).exists()), None)
+
+
+def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None) -> RunConfig:
+    """Return the configuration to measure; that of a run is the one it was started with."""
+    if folder is None:
+        return load_config(recipe, overrides or ())
+    asked = folder / layout.ASKED
+    return load_config(asked if asked.exists() else folder / layout.CONFIG, overrides or ())
+
+
+def _fixed(
+    config: RunConfig, measured: Measured, out: Path | None, progress: Progress
+) -> tuple[list[FixOutcome], Path | None]:
+    """Try the fixes; return what was tried, and the recipe with the one that holds."""
+    with scratch_folder(config) as folder:
+        tried = try_fixes(measured.evidence, measured.diagnosis, folder=folder, progress=progress)
+    kept = next((outcome for outcome in tried if outcome.kept), None)
+    if kept is None:
+        return tried, None
+    path = out or Path(f"{config.name}-fixed.yaml")
+    write_recipe(path, applied(config, kept.overrides), tried)
+    return tried, path
+
+
+def _result(
+    measured: Measured,
+    *,
+    path: Path | None,
+    tried: list[FixOutcome] | None = None,
+    recipe: Path | None = None,
+) -> DiagnoseResult:
+    found = measured.diagnosis.model_dump(mode="json", exclude={"format_version"})
+    return DiagnoseResult(
+        **found,
+        fixes_tried=[outcome.model_dump(mode="json") for outcome in tried or ()],
+        recipe=None if recipe is None else str(recipe),
+        path=None if path is None else str(path),
+    )
+
+
+def check(recipe: str, overrides: list[str] | None = None, out: Path | None = None) -> None:
+    """Check the names of a recipe without torch; missing data is a finding, not an error here.
+
+    Raises: UsageError.
+    """
+    folder = run_folder(recipe)
+    if out is not None and out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"--out {out} is not a YAML file.", fix="For example --out recipe-fixed.yaml."
+        )
+    if folder is None or overrides:
+        preflight.check_names(_config(recipe, folder, overrides))
+
+
+COMMAND = Command(
+    diagnose,
+    example="flatout diagnose shakespeare-char data.path=data/s --fix",
+    check=check,
+    writes_files=False,
+)

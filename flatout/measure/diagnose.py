@@ -1,0 +1,85 @@
+"""`diagnose`: measures a recipe, or reads a run, and returns the diagnosis with its evidence."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.config.schema import RunConfig
+from flatout.measure.diagnose_process import measure_apart
+from flatout.measure.diagnose_recorded import recorded_evidence
+from flatout.measure.diagnose_spec import MeasureSpec
+from flatout.measure.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.evidence import Evidence
+from flatout.progress import SILENT, Progress
+
+DEFAULT_SECONDS = 4.0
+"""Seconds of ordinary steps that are measured."""
+LIMIT_S = 150.0
+"""Longest measured run before it counts as hanging; more seconds of steps extend it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A diagnosis with the evidence behind it."""
+
+    evidence: Evidence
+    diagnosis: Diagnosis
+
+
+def diagnose_recipe(
+    config: RunConfig,
+    *,
+    seconds: float = DEFAULT_SECONDS,
+    cache: Path | None = None,
+    progress: Progress = SILENT,
+) -> Measured:
+    """Check a configuration on this machine, run it for some seconds, and return the diagnosis.
+
+    No step is taken when something already known keeps the run from starting.
+    Raises: UsageError when the configuration cannot be resolved; RunFailed.
+    """
+
+    def on_preflight(evidence: Evidence) -> bool:
+        stops = any(finding.harm == "fails" for finding in diagnosis_of(evidence).findings)
+        if not stops:
+            progress.say("Nothing keeps the run from starting; measuring its steps.")
+        return not stops
+
+    with scratch_folder(config) as folder:
+        spec = MeasureSpec(
+            config=config.to_dict(),
+            folder=str(folder),
+            cache=None if cache is None else str(cache),
+            seconds=seconds,
+            limit_s=LIMIT_S + 6 * seconds,
+        )
+        with progress.task("Measuring (about half a minute)"):
+            evidence = measure_apart(spec, on_preflight)
+    return Measured(evidence, diagnosis_of(evidence))
+
+
+def diagnose_run(folder: Path) -> Measured:
+    """Return the diagnosis of a recorded run, and write findings.json into its directory.
+
+    Raises: CheckpointError when it has recorded nothing.
+    """
+    evidence = recorded_evidence(folder)
+    return Measured(evidence, diagnosis_of(evidence))
+
+
+@contextmanager
+def scratch_folder(config: RunConfig) -> Iterator[Path]:
+    """Make a directory on the disk of the run's checkpoints, and remove it at the end."""
+    root = Path(config.checkpoint.dir or "runs")
+    while not root.is_dir():
+        root = root.parent
+    folder = Path(tempfile.mkdtemp(prefix=".diagnose-", dir=root))
+    try:
+        yield folder / "run"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

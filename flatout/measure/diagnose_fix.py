@@ -1,0 +1,205 @@
+"""Applies a fix, measures again, and keeps it if it holds.
+
+The run without the fix and the run with it take turns, each in a process of its own, so that a
+machine that becomes slower or faster affects both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flatout.assembly.request import adding, mentions, parse_request, removing
+from flatout.config.overrides import nested
+from flatout.config.schema import RunConfig, flat
+from flatout.errors import ConfigError
+from flatout.files import write_text
+from flatout.measure.diagnosis import Diagnosis
+from flatout.measure.evidence import Evidence, Fact
+from flatout.measure.finding import Finding, Fix
+from flatout.measure.spec import TrialResult, TrialSpec
+from flatout.measure.statistics import mean_of
+from flatout.progress import SILENT, Progress, Task
+
+REPEATS = 3
+"""Measurements of each of the two."""
+MOST_TRIED = 3
+"""Fixes that are tried until one holds."""
+TRIAL_S = 3.0
+"""Seconds of measured steps of a trial."""
+TIMEOUT_S = 300.0
+Trial = Callable[[TrialSpec], TrialResult]
+
+
+class FixOutcome(Fact):
+    """A fix that was tried."""
+
+    finding: str
+    """The finding that it belongs to."""
+    text: str
+    """What was changed."""
+    overrides: Mapping[str, Any]
+    """The settings."""
+    kept: bool
+    """Whether it holds: its whole interval lies above 1, or the run works now and did not."""
+    gain: float | None = None
+    """How many times faster steps are; None when the run did not work before."""
+    gain_low: float | None = None
+    """Lower end of the 95% interval."""
+    gain_high: float | None = None
+    """Upper end."""
+    reason: str
+    """The result in one sentence."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A fix that a recipe can express."""
+
+    finding: Finding
+    fix: Fix
+
+
+def candidates(diagnosis: Diagnosis, remaining_s: float | None) -> list[Candidate]:
+    """Return the fixes that can be applied without changing the run's result, the best first."""
+    return [
+        Candidate(finding, fix)
+        for finding, fix in diagnosis.fixes(remaining_s)
+        if fix.overrides and fix.same_result
+    ]
+
+
+def try_fixes(
+    evidence: Evidence,
+    diagnosis: Diagnosis,
+    *,
+    folder: Path,
+    trial: Trial | None = None,
+    progress: Progress = SILENT,
+) -> list[FixOutcome]:
+    """Try the applicable fixes in order until one holds; return all that were tried.
+
+    `folder` is for the files of the trials.
+    """
+    base = evidence.config
+    if base is None:
+        return []
+    measure = trial or _trial
+    outcomes: list[FixOutcome] = []
+    for candidate in candidates(diagnosis, evidence.remaining_s)[:MOST_TRIED]:
+        try:
+            changed = applied(base, candidate.fix.overrides)
+        except ConfigError as error:
+            outcomes.append(_outcome(candidate, kept=False, reason=error.what))
+            continue
+        works = evidence.step_s is not None
+        with progress.task(f"Trying: {candidate.fix.text}", total=(1 + works) * REPEATS) as task:
+
+            def measured(config: RunConfig, task: Task = task) -> TrialResult:
+                found = measure(_spec(config, folder))
+                task.advance()
+                return found
+
+            outcomes.append(compare(candidate, base if works else None, changed, measured))
+        if outcomes[-1].kept:
+            break
+    return outcomes
+
+
+def compare(
+    candidate: Candidate,
+    before: RunConfig | None,
+    after: RunConfig,
+    measure: Callable[[RunConfig], TrialResult],
+) -> FixOutcome:
+    """Measure both configurations in turns, and return whether the second is faster.
+
+    Without `before`, which is a run that does not work, the second only has to work.
+    """
+    logs: list[float] = []
+    for number in range(REPEATS):
+        # whichever comes second may profit from a warm machine: they take turns
+        order = [after, before] if number % 2 else [before, after]
+        found = {id(config): measure(config) for config in order if config is not None}
+        new = found[id(after)]
+        if not new.is_ok:
+            return _outcome(
+                candidate, kept=False, reason=f"The run fails with it: {new.reason or new.status}"
+            )
+        if before is None:
+            return _outcome(candidate, kept=True, reason="The run works with it.")
+        old = found[id(before)]
+        if old.is_ok and old.tokens_per_s and new.tokens_per_s:
+            logs.append(math.log(new.tokens_per_s / old.tokens_per_s))
+    if len(logs) < REPEATS:
+        return _outcome(candidate, kept=False, reason="The run without it could not be measured.")
+    low, middle, high = (math.exp(value) for value in mean_of(logs))
+    kept = low > 1
+    return _outcome(
+        candidate,
+        kept=kept,
+        reason=f"x{middle:.2f} ({low:.2f} to {high:.2f} in {REPEATS} pairs)"
+        + (": kept." if kept else ": not kept, it may be no gain."),
+        gain=middle,
+        gain_low=low,
+        gain_high=high,
+    )
+
+
+def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """Return a configuration with the overrides of a fix; `+name` and `-name` edit the speedups.
+
+    Raises: ConfigError when they contradict it.
+    """
+    values = dict(overrides)
+    edit = values.get("speedups")
+    if isinstance(edit, str) and edit[:1] in "+-" and "," not in edit:
+        name = edit[1:]
+        if edit.startswith("+"):
+            values["speedups"] = adding(config.speedups, [name])
+        else:
+            without = removing(name, config.speedups)
+            auto = parse_request(without).auto and not mentions(name, without)
+            values["speedups"] = f"{without},-{name}" if auto else without
+    return config.with_values(values)
+
+
+def write_recipe(path: Path, config: RunConfig, outcomes: Sequence[FixOutcome]) -> None:
+    """Write a recipe with what differs from the defaults, and what was changed as a comment."""
+    defaults = flat(RunConfig().to_dict())
+    own = {
+        key: value for key, value in flat(config.to_dict()).items() if defaults.get(key) != value
+    }
+    kept = [outcome for outcome in outcomes if outcome.kept]
+    comment = [f"# {config.name}, with the fix that `flatout diagnose --fix` measured"]
+    comment += [f"# {outcome.finding}: {outcome.text} {outcome.reason}" for outcome in kept]
+    text = yaml.safe_dump(nested(own), sort_keys=False, allow_unicode=True)
+    write_text(path, "\n".join(comment) + "\n" + text)
+
+
+def _outcome(candidate: Candidate, *, kept: bool, reason: str, **figures: float) -> FixOutcome:
+    return FixOutcome(
+        finding=candidate.finding.name,
+        text=candidate.fix.text,
+        overrides=candidate.fix.overrides,
+        kept=kept,
+        reason=reason,
+        **figures,
+    )
+
+
+def _spec(config: RunConfig, folder: Path) -> TrialSpec:
+    return TrialSpec(
+        config=config.to_dict(), folder=str(folder), seconds=TRIAL_S, loss_steps=1, warmup_s=8.0
+    )
+
+
+def _trial(spec: TrialSpec) -> TrialResult:
+    from flatout.measure.trial import run_trial
+
+    return run_trial(spec, TIMEOUT_S)

@@ -1,0 +1,25 @@
+"""The disk is too small for the checkpoints of the run."""
+
+from __future__ import annotations
+
+from flatout.measure.evidence import Evidence
+from flatout.measure.finding import Finding, FindingRule, Fix
+
+
+def look(evidence: Evidence) -> Finding | None:
+    """Return the finding when the checkpoints do not fit."""
+    free, needed = evidence.host.disk_free_gib, evidence.host.disk_needed_gib
+    if free is None or needed is None or needed <= free:
+        return None
+    return Finding(
+        verdict=f"The checkpoints need {needed:.1f} GiB, and the disk has {free:.1f} GiB free.",
+        harm="fails",
+        figures={"needed_gib": needed, "free_gib": free},
+        fixes=(
+            Fix(text="Free space, or set checkpoint.dir to a larger disk."),
+            Fix(text="Keep fewer: checkpoint.keep=1.", overrides={"checkpoint.keep": 1}),
+        ),
+    )
+
+
+FINDING = FindingRule(name="disk-space", stage="preflight", look=look)
