@@ -14,7 +14,7 @@ from flatout.measure.diagnose_failure import failure_of
 from flatout.measure.diagnose_preflight import prepare
 from flatout.measure.diagnose_spec import MeasureSpec
 from flatout.measure.diagnosis import diagnosis_of
-from flatout.models.transformer import MODEL as Transformer
+from flatout.models import transformer
 
 pytestmark = pytest.mark.slow
 
@@ -95,7 +95,7 @@ def test_a_slow_source_is_named_with_its_line(measured, monkeypatch):
     assert evidence.counterfactual_s["synthetic-data"] < evidence.step_s
 
 
-class Tiny(Transformer):
+class Tiny(transformer.MODEL):
     def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
         loss, num_valid = super().forward(tokens_BT, targets_BT, doc_ids_BT)
         for _ in range(2000):
@@ -103,7 +103,7 @@ class Tiny(Transformer):
         return loss, num_valid
 
 
-class Reads(Transformer):
+class Reads(transformer.MODEL):
     def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
         loss, num_valid = super().forward(tokens_BT, targets_BT, doc_ids_BT)
         if loss.item() > 1e9 or float(num_valid) < 0:
@@ -112,18 +112,18 @@ class Reads(Transformer):
         return loss, num_valid
 
 
-class Collects(Transformer):
+class Collects(transformer.MODEL):
     def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
         gc.collect()
         return super().forward(tokens_BT, targets_BT, doc_ids_BT)
 
 
-class Broken(Transformer):
+class Broken(transformer.MODEL):
     def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
         raise ModuleNotFoundError("No module named 'imaginary'", name="imaginary")
 
 
-class Hungry(Transformer):
+class Hungry(transformer.MODEL):
     def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
         torch.empty(2**50)
         return super().forward(tokens_BT, targets_BT, doc_ids_BT)
