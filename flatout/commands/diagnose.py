@@ -113,7 +113,7 @@ def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None
     """Return the configuration to measure; that of a run is the one it was started with."""
     if folder is None:
         return load_config(recipe, overrides or ())
-    asked = folder / layout.ASKED
+    asked = folder / layout.REQUESTED
     return load_config(asked if asked.exists() else folder / layout.CONFIG, overrides or ())
 
 

@@ -103,7 +103,7 @@ def measured(spec: MeasureSpec, prepared: Prepared) -> Evidence:
             windows = Windows(run, feed, timer, spec)
             warm_up(run, log)
             try:
-                fit(run, log, windows)
+                fit(run, log, windows.requested)
             finally:
                 windows.close()
             gpu = gpu_facts(resolved.machine, config.train.device)

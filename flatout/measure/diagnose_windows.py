@@ -66,7 +66,7 @@ class Windows:
         self._run, self._feed, self._timer, self._spec = run, feed, timer, spec
         self._course = self._windows()
 
-    def asked(self, run: Run) -> bool:
+    def requested(self, run: Run) -> bool:
         """Return whether the measurement is over; the loop calls it before each step."""
         if self._timer.current is not None:
             self._timer.leave()
