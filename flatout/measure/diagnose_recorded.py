@@ -110,16 +110,7 @@ def _with_steps(
             "step_s": step_s,
             "step_times_s": tuple(1e-3 * record["perf/step_ms"] for record in steady),
             "phases": _phases(known, steady, events, around, steps),
-            "counts": Counts(
-                recompiles=sum(int(e.get("graphs") or 0) for e in events if _is(e, "recompiled"))
-                / max(steps, 1)
-            ),
-            "recompile_reasons": tuple(
-                str(reason)
-                for event in events
-                if _is(event, "recompiled")
-                for reason in event.get("reasons") or ()
-            ),
+            **_compilations([event for event in events if _is(event, "recompiled")], steps),
             "memory": MemoryFacts(
                 peak_gib=_number(last, "mem/peak_gib"),
                 reserved_gib=_number(last, "mem/reserved_gib"),
@@ -140,6 +131,16 @@ def _with_steps(
             "remaining_s": None if planned is None or summary else max(planned - step, 0) * step_s,
         }
     )
+
+
+def _compilations(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Return how often code was compiled again, and why."""
+    graphs = sum(int(event.get("graphs") or 0) for event in events)
+    reasons = (str(reason) for event in events for reason in event.get("reasons") or ())
+    return {
+        "counts": Counts(recompiles=graphs / max(steps, 1)),
+        "recompile_reasons": tuple(dict.fromkeys(reasons)),
+    }
 
 
 def _phases(
