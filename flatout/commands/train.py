@@ -66,6 +66,8 @@ class TrainResult(Result):
     """Seconds spent compiling, before the first step and after; null when nothing was compiled."""
     recompiles: int | None = None
     """Graphs compiled after the warm-up; events.jsonl has the reason for each."""
+    alarms: int | None = None
+    """Alarms that this process raised; events.jsonl has each with its cause."""
     wall_s: float
     """Seconds of this process, from the first step to the summary."""
     elapsed_s: float

@@ -179,6 +179,10 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
         return f"Sample at step {event['step']:,}:\n{indented(event['text'])}"
     if kind == "evaluation":
         return f"Whole validation split: loss {event['loss']:.4f} on {event['tokens']:,} tokens"
+    if kind == "alarm":
+        return f"Alarm: {event['text']}"
+    if kind == "alarm_over":
+        return str(event["text"])
     if kind == "no_tensorboard":
         return (
             f"TensorBoard's event file can no longer be written ({event['reason']}); "
@@ -305,6 +309,8 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         losses.append(f"{value('bits_per_byte'):.3f} bits per byte")
     if losses:
         yield "Loss", ", ".join(losses)
+    if value("alarms"):
+        yield "Alarms", f"{value('alarms')}: see events.jsonl for each, with its cause"
     rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []
     besides = "evaluation, saving and compiling" if value("compile_s") else "evaluation and saving"
     if value("wall_tokens_per_s"):

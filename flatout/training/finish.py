@@ -104,6 +104,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, An
         "peak_gib": log.peak_gib(),
         "compile_s": log.compile_s,
         "recompiles": None if log.compile_s is None else log.recompiles,
+        "alarms": log.num_alarms(),
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,
         "resumed_from": run.resumed_from,

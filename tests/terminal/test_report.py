@@ -236,6 +236,14 @@ def test_events_print_lines(terminal):
     assert "the last one" not in text
 
 
+def test_an_alarm_and_its_end_print_a_line_each(terminal):
+    report = RunReport(terminal)
+    text = "Throughput fell 12% at step 8,400, from 512 to 451 tokens/s: heat."
+    report.on_event({"event": "alarm", "kind": "throughput", "text": text})
+    report.on_event({"event": "alarm_over", "kind": "throughput", "text": "Throughput is back."})
+    assert text_of(terminal) == f"Alarm: {text}\nThroughput is back.\n"
+
+
 def test_recompilation_is_reported_once_and_graph_breaks_with_their_reason(terminal):
     report = RunReport(terminal)
     compiled = {

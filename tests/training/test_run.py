@@ -28,7 +28,7 @@ NAMES = {
     "train/loss", "train/lr", "train/grad_norm", "train/epoch", "val/loss", "perf/tokens_per_s",
     "perf/samples_per_s", "perf/steps_per_s", "perf/mfu", "perf/step_ms", "perf/data_wait_ms",
     "perf/host_ms", "perf/device_ms", "mem/allocated_gib", "mem/peak_gib", "mem/reserved_gib",
-    "gpu/util_pct", "gpu/power_w",
+    "mem/process_gib", "gpu/util_pct", "gpu/power_w",
 }  # fmt: skip
 
 

@@ -1,24 +1,45 @@
-"""Memory, utilisation and power of the training device."""
+"""Memory, utilisation, power and clock of the training device."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from flatout.training.metrics.surroundings import GpuState
+
 GIB = 2**30
+OWN_PAGES = Path("/proc/self/statm")
+SLOWED_BY = {0x08: "a hardware fault", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
+"""Bits of NVML's clock event reasons. Its power cap is not one: GPUs train at it all the time."""
+POWER_CAP = 0x04
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:
-    """Return the device's memory figures; on a CPU, the peak of this process."""
+    """Return the device's memory figures, and this process's; on a CPU, only those."""
+    own_gib = process_gib()
+    own = {} if own_gib is None else {"mem/process_gib": own_gib}
     if device.type == "cuda":
-        return {
+        return own | {
             "mem/allocated_gib": torch.cuda.memory_allocated(device) / GIB,
             "mem/peak_gib": torch.cuda.max_memory_allocated(device) / GIB,
             "mem/reserved_gib": torch.cuda.memory_reserved(device) / GIB,
         }
-    return {"mem/peak_gib": process_peak_bytes() / GIB}
+    return own | {"mem/peak_gib": process_peak_bytes() / GIB}
+
+
+def process_gib() -> float | None:
+    """Return the memory of this process without mapped files; None where it is not known."""
+    try:
+        _, resident, shared, *_ = OWN_PAGES.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 def process_peak_bytes() -> int:
@@ -43,3 +64,46 @@ def gpu_figures(device: torch.device) -> dict[str, float]:
         except (pynvml.NVMLError, RuntimeError):
             continue  # virtual and partitioned GPUs do not report it; records omit it
     return found
+
+
+class GpuDriver:
+    """Asks the driver about one GPU; nothing that it does waits for the GPU's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle: Any = None
+        if device.type != "cuda":
+            return
+        import pynvml
+
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+
+    def state(self) -> GpuState | None:
+        """Return what slows the GPU down, its clock, and how many processes use it.
+
+        None on a CPU and without a driver.
+        """
+        if self._handle is None:
+            return None
+        import pynvml
+
+        bits: int | None = None
+        processes: int | None = None
+        clock_mhz: float | None = None
+        with suppress(pynvml.NVMLError, AttributeError):
+            bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+        with suppress(pynvml.NVMLError):
+            processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
+        with suppress(pynvml.NVMLError):
+            clock_mhz = float(pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM))
+        is_capped = None if bits is None else bool(bits & POWER_CAP)
+        return GpuState(slowed_by(bits), is_capped, processes, clock_mhz)
+
+
+def slowed_by(bits: int | None) -> tuple[str, ...] | None:
+    """Return what slows a GPU down by NVML's bits, each once; None when they are not known."""
+    if bits is None:
+        return None
+    return tuple(dict.fromkeys(name for bit, name in SLOWED_BY.items() if bits & bit))

@@ -20,6 +20,7 @@ import torch
 
 from flatout.errors import RunFailed
 from flatout.progress import SILENT, Progress
+from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.clocks import (
     Interval,
     Span,
@@ -28,9 +29,10 @@ from flatout.training.metrics.clocks import (
     step_clock,
 )
 from flatout.training.metrics.compile_events import CompilationWatch
-from flatout.training.metrics.device import gpu_figures, memory_gib
+from flatout.training.metrics.device import GpuDriver, gpu_figures, memory_gib
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Records
+from flatout.training.metrics.surroundings import Surroundings
 from flatout.training.run_dir.layout import append_event
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class Log:
         """The rates of every interval; the first includes the warm-up."""
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step and result of the last evaluation that this process recorded."""
+        self._alarms = _alarms(run) if run.mesh.is_main else None
         self._records = (
             Records(
                 run.folder,
@@ -160,6 +163,8 @@ class Log:
         if not self._run.mesh.is_main:
             return
         fields = {"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields}
+        if self._alarms:
+            self._alarms.note(kind, fields["step"])
         event = append_event(self._run.folder, kind, **fields)
         for observer in self._observers:
             observer.on_event(event)
@@ -227,6 +232,10 @@ class Log:
     def peak_gib(self) -> float | None:
         """Return the peak memory so far: the device's, or this process's on a CPU."""
         return memory_gib(self._run.mesh.device).get("mem/peak_gib")
+
+    def num_alarms(self) -> int | None:
+        """Return how many alarms this process raised; None on ranks that do not watch."""
+        return self._alarms.num_alarms if self._alarms else None
 
     def mfu(self, flops_per_s: float) -> float | None:
         """Return the model FLOPs utilisation at `flops_per_s`, causal-exact, over all ranks.
@@ -311,6 +320,14 @@ class Log:
             record = self._records.write(record)
             for observer in self._observers:
                 observer.on_record(record)
+            for alarm in self._alarms.see(record) if self._alarms else ():
+                self.event(alarm.pop("event"), **alarm)
+
+
+def _alarms(run: Run) -> Alarms:
+    read_gpu = GpuDriver(run.mesh.device).state
+    surroundings = Surroundings(cores=run.machine.cores, read_gpu=read_gpu)
+    return Alarms(surroundings, last_step=run.last_step)
 
 
 def require_finite(name: str, value: float, step: int) -> None:

@@ -1,0 +1,71 @@
+"""What else the machine does."""
+
+import gc
+
+import psutil
+import pytest
+
+from flatout.training.metrics import surroundings as module
+from flatout.training.metrics.surroundings import Load, Own, Surroundings, limit_counts
+
+
+def test_own_counters_grow():
+    before = Own.read()
+    gc.collect()
+    assert Own.read().full_collections == before.full_collections + 1
+
+
+def test_the_load_of_others_excludes_this_process():
+    before, after = Load(0.0, 100.0, 10.0), Load(10.0, 118.0, 20.0)
+    assert before.busy_until(after) == pytest.approx(1.8)
+    assert before.others_until(after) == pytest.approx(0.8)
+
+
+def test_the_load_of_this_machine_is_at_most_its_cores():
+    before = Load.read()
+    sum(range(10**6))
+    assert 0 <= before.busy_until(Load.read()) <= psutil.cpu_count() + 1
+
+
+def loads(*counters):
+    found = iter([Load(*one) for one in counters])
+    return Surroundings(cores=2, read_load=lambda: next(found), read_limits=lambda: (0, 0, 0))
+
+
+def test_load_is_a_cause_only_when_it_grew_and_the_machine_is_full():
+    grew = loads((0, 0, 0), (100, 100, 100), (110, 120, 110))
+    grew.suspect(True)
+    assert grew.other_load() == "other processes use 1.0 of 2 cores, before it was 0.0"
+    idle_cores = loads((0, 0, 0), (100, 50, 50), (110, 60, 55))
+    idle_cores.suspect(True)
+    assert idle_cores.other_load() is None
+    as_before = loads((0, 0, 0), (100, 200, 100), (110, 220, 110))
+    as_before.suspect(True)
+    assert as_before.other_load() is None
+
+
+def test_without_a_suspicion_there_is_nothing_to_compare():
+    calm = loads((0, 0, 0), (100, 100, 100))
+    calm.suspect(True)
+    calm.suspect(False)
+    assert calm.other_load() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "heat", "found"),
+    [
+        ("usage_usec 5\nnr_periods 40\nnr_throttled 30\n", "7\n", (40, 30, 7)),
+        ("usage_usec 5\n", "", (0, 0, 0)),
+        (None, None, (0, 0, 0)),
+    ],
+)
+def test_limits_are_read_from_the_system_where_it_has_them(
+    monkeypatch, tmp_path, text, heat, found
+):
+    stats, hot = tmp_path / "cpu.stat", tmp_path / "heat"
+    if text is not None:
+        stats.write_text(text)
+        hot.write_text(heat)
+    monkeypatch.setattr(module, "CPU_STATS", (tmp_path / "missing", stats))
+    monkeypatch.setattr(module, "HEAT_COUNTS", hot)
+    assert limit_counts() == found
