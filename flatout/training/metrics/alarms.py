@@ -17,7 +17,7 @@ from flatout.training.metrics.detectors import Change, Creep, Shift, Spike
 from flatout.training.metrics.surroundings import Own, Surroundings
 
 MIN_FALL, MIN_WAIT = 0.08, 0.10
-"""Smallest fall of the logarithm of tokens/s, and rise of the share of a step that waits for data."""
+"""Smallest fall of the logarithm of tokens/s, and rise of the share of a step spent waiting."""
 MIN_GROWTH_GIB, MIN_GROWTH_SHARE = 1 / 32, 0.02
 """Smallest growth of memory in the time over which it is sought."""
 SAMPLE_S = 1.25
