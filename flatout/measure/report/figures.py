@@ -139,7 +139,7 @@ def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
         }
         is_trouble = mark.kind in {"alarm", "skip"}
         options: dict[str, Any] = {
-            "source": ColumnDataSource(columns, name=mark.key),
+            "source": ColumnDataSource(columns, name=f"{mark.key}|marks"),
             "name": mark.key,
             "marker": "diamond" if is_trouble else "circle",
             "size": 12 if is_trouble else 8,

@@ -24,6 +24,7 @@ async function show() {
   for (const plot of plots) {
     plot.model = bokeh.get_model_by_id(plot.root);
     plot.view = Bokeh.index.get(plot.model);
+    plot.view.canvas_view.events_el.tabIndex = -1; // the element around it takes the focus
     listen(plot);
     if (matchMedia("(pointer: coarse)").matches) plot.model.toolbar.active_drag = null;
   }
@@ -160,8 +161,10 @@ function column(source, name) {
 function valueAt(key, at) {
   const source = bokeh.get_model_by_name(`${key}|curve`);
   const positions = column(source, axis);
+  const reach = (range().end - range().start) / 100;
   const nearest = indexNear(positions, at);
-  if (nearest === null) return "";
+  const isOutside = at < positions[0] - reach || at > positions[positions.length - 1] + reach;
+  if (nearest === null || isOutside) return "";
   const value = column(source, "value")[nearest];
   return Number.isFinite(value) ? formatted(value) : "";
 }
@@ -190,7 +193,7 @@ function sayEvents(at, reach) {
   if (!place) return;
   const near = [];
   for (const [key, texts] of at === null ? [] : Object.entries(data.marks)) {
-    const positions = column(bokeh.get_model_by_name(key), axis);
+    const positions = column(bokeh.get_model_by_name(`${key}|marks`), axis);
     texts.forEach((text, index) => {
       const distance = Math.abs(positions[index] - at);
       if (distance <= reach) near.push([distance, text]);

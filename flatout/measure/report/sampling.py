@@ -14,7 +14,7 @@ INTERVALS = 600
 """Intervals of a long curve; each contributes its lowest and its highest point."""
 TREND_INTERVALS = 150
 """Intervals whose means are the trend."""
-MIN_FOR_TREND = 2 * TREND_INTERVALS
+MIN_FOR_TREND = 4 * TREND_INTERVALS
 """Shorter curves have no trend: they can be read as they are."""
 
 

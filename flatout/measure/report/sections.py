@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from flatout.config.schema import flat
 from flatout.measure.report.events import described
 from flatout.measure.report.reading import RunData
 from flatout.measure.report.values import UNKNOWN, escape, number, plain, table, time
 
+PREDICTED: Mapping[str, tuple[str, Callable[[object], str]]] = {
+    "wall_s": ("time in total", time),
+    "score_s": ("time of an evaluation", time),
+    "tokens_per_s": ("tokens/s", lambda value: number(value, ",.0f")),
+    "peak_gib": ("peak memory, GiB", lambda value: number(value, ".2f")),
+}
+"""Predictions by their name in the summary: the label, and the form of the number."""
 MAX_SAMPLES = 50
 """Samples of one run in the page: the first, and the last ones."""
 LONGEST_SAMPLE = 20_000
@@ -19,69 +27,67 @@ MAX_EVENTS = 500
 def plan(runs: Sequence[RunData]) -> str:
     """Return what was predicted before each run against what was measured; empty when unknown."""
     rows = [
-        (f"{escape(run.name)}: {escape(name)}" if len(runs) > 1 else escape(name), *cells)
+        (f"{escape(run.name)}: {name}" if len(runs) > 1 else name, *cells)
         for run in runs
         for name, *cells in _predictions(run)
     ]
-    return table(["", "predicted", "measured", "measured / predicted"], rows) if rows else ""
+    return table(["", "predicted", "measured", "predicted / measured"], rows) if rows else ""
 
 
-def _predictions(run: RunData) -> list[tuple[str, str, str, str]]:
-    """Return a row for each predicted number that the summary has measured under its name."""
+def _predictions(run: RunData) -> Iterator[tuple[str, str, str, str]]:
+    """Yield each predicted number beside what the summary has measured under its name.
+
+    Early stopping is not part of a prediction, so the time of such a run is no measurement of it.
+    """
     predicted = run.summary.get("predicted")
     if not isinstance(predicted, Mapping):
-        return []
-    found = []
-    for name, value in predicted.items():
-        measured = run.summary.get(str(name))
-        shown, real = number(value), number(measured)
+        return
+    for name, value in flat(predicted).items():
+        measured = run.summary.get(name)
+        if name == "wall_s" and run.summary.get("stopped_early"):
+            measured = None
+        label, form = PREDICTED.get(name, (escape(name), number))
+        shown, real = form(value), form(measured)
         if shown != UNKNOWN:
-            known = real != UNKNOWN and value
-            ratio = number(measured / value, ".2f") if known else UNKNOWN
-            found.append((str(name), shown, real, ratio))
-    return found
+            ratio = f"{value / measured:.2f}" if real != UNKNOWN and measured else UNKNOWN
+            yield label, shown, real, ratio
 
 
 def findings(runs: Sequence[RunData]) -> str:
-    """Return the findings that `flatout diagnose` wrote; empty when there are none."""
+    """Return what `flatout diagnose` found; empty when it was not asked."""
     shown = []
     for run in runs:
-        found = run.findings
-        verdict = found.get("verdict") if isinstance(found, Mapping) else None
-        listed = found.get("findings") if isinstance(found, Mapping) else found
-        if not isinstance(listed, list):
-            listed = []
-        if not listed and verdict is None:
+        diagnosis = run.findings if isinstance(run.findings, Mapping) else {}
+        if not diagnosis.get("verdict"):
             continue
-        shown.append(f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
-        shown.append(f"<p><strong>{escape(plain(verdict))}</strong></p>" if verdict else "")
-        shown += [_finding(one) for one in listed if isinstance(one, Mapping)]
+        name = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
+        shown.append(f"{name}<p><strong>{escape(diagnosis['verdict'])}</strong></p>")
+        shown += map(_finding, _mappings(diagnosis.get("findings")))
     return "".join(shown)
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
-    """Return one finding: its sentence, then every other field that has a value."""
-    title = finding.get("verdict") or finding.get("name") or "finding"
-    rest = "".join(
-        f"<dt>{escape(name)}</dt><dd>{_nested(value)}</dd>"
-        for name, value in finding.items()
-        if value not in (None, "", [], {}) and value != title
-    )
-    return f'<article class="finding"><h4>{escape(plain(title))}</h4><dl>{rest}</dl></article>'
+    """Return one finding: its sentence, the evidence, the line of code, and what to do."""
+    figures, site = finding.get("figures"), finding.get("site")
+    parts: list[tuple[str, str]] = []
+    if isinstance(figures, Mapping):
+        known = (f"{name} {plain(value)}" for name, value in figures.items() if value is not None)
+        parts.append(("evidence", escape(", ".join(known))))
+    if number(finding.get("share")) != UNKNOWN:
+        parts.append(("share of the step", number(finding.get("share"), ".0%")))
+    if isinstance(site, Mapping):
+        place = f"{site.get('file')}:{site.get('line')}"
+        parts.append(("where", f"{escape(place)} <code>{escape(site.get('text') or '')}</code>"))
+    fixes = [escape(fix.get("text")) for fix in _mappings(finding.get("fixes"))]
+    if fixes:
+        parts.append(("what to do", "<br>".join(fixes)))
+    rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in parts if value)
+    title = escape(finding.get("verdict") or finding.get("name") or "")
+    return f'<article class="finding"><h4>{title}</h4><dl>{rows}</dl></article>'
 
 
-def _nested(value: Any, depth: int = 0) -> str:
-    """Return a value of a finding: lists as lists, mappings as name: value."""
-    if depth < 3 and isinstance(value, Mapping):
-        pairs = (
-            f"<li>{escape(name)}: {_nested(one, depth + 1)}</li>"
-            for name, one in value.items()
-            if one is not None
-        )
-        return f"<ul>{''.join(pairs)}</ul>"
-    if depth < 3 and isinstance(value, list):
-        return f"<ul>{''.join(f'<li>{_nested(one, depth + 1)}</li>' for one in value)}</ul>"
-    return escape(plain(value))
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
 def samples(runs: Sequence[RunData]) -> str:
