@@ -1,0 +1,235 @@
+"""The page in a real browser: it draws, reacts to mouse and keyboard, and runs no foreign script.
+
+Needs the package playwright, and Chromium: from the system, or by `playwright install chromium`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import pytest
+
+from flatout.measure.report import serve
+from flatout.measure.report.page import render
+from flatout.measure.report.reading import RunReader
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="the package playwright is not installed"
+)
+pytestmark = pytest.mark.slow
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+PHONE = {"width": 390, "height": 844}
+WAIT_MS = 60_000
+EVENTS = [
+    {"event": "start", "step": 0},
+    {"event": "save", "step": 10, "path": "checkpoints/step-10"},
+    {"event": "sample", "step": 20, "text": "</script><script>window.attacked = 1</script>"},
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    with playwright.sync_playwright() as kit:
+        try:
+            found = kit.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+        yield found
+        found.close()
+
+
+class Tab:
+    """An open page, and what went wrong on it."""
+
+    def __init__(self, browser, url, **options):
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.wrong, self.requests = [], []
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on(
+            "console", lambda said: self.wrong.append(said.text) if said.type == "error" else None
+        )
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.goto(url)
+        self.page.wait_for_selector("html[data-ready]", timeout=WAIT_MS)
+
+    def range(self):
+        """Start and end of the horizontal axis."""
+        return self.page.evaluate("[range().start, range().end]")
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """Open the page of some runs: `show(runs, **options of the browser's context)`."""
+    tabs = []
+
+    def show(runs, **options):
+        file = tmp_path / "page.html"
+        file.write_text(render(runs))
+        tabs.append(Tab(browser, file.as_uri(), **options))
+        return tabs[-1]
+
+    yield show
+    for tab in tabs:
+        tab.context.close()
+
+
+def test_every_chart_is_drawn_without_errors_or_requests(make_run, read, show):
+    tab = show(read(make_run(events=EVENTS)))
+    assert tab.wrong == []
+    assert len(tab.requests) == 1
+    assert tab.page.evaluate("plots.length") == 8
+    heights = tab.page.evaluate("plots.map(plot => plot.view.frame.bbox.height)")
+    assert min(heights) > 20
+    assert tab.page.evaluate("window.attacked") is None
+    assert "<script>window.attacked" in tab.page.inner_text("#samples pre")
+
+
+def test_no_text_of_a_run_is_executed_as_a_script(make_run, read, show):
+    attack = "</script><img src=x onerror='window.attacked=1'><script>window.attacked=1</script>"
+    records = [{"step": 1, "train/loss": 1.0, f"x/{attack}": 2.0}]
+    events = [{"event": "skip", "step": 1, "reason": attack}]
+    tab = show(read(make_run("<b>bold", records=records, events=events), make_run("b")))
+    tab.page.focus('[data-chart="events"] .plot')
+    tab.page.keyboard.press("ArrowRight")
+    tab.page.evaluate("moveCursor(1)")
+    assert attack in tab.page.inner_text(".said")
+    assert tab.page.evaluate("window.attacked") is None
+    assert (tab.wrong, len(tab.requests)) == ([], 1)
+
+
+def test_an_injected_script_is_refused_by_the_policy(make_run, read, show):
+    tab = show(read(make_run()))
+    tab.page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'),"
+        " {textContent: 'window.attacked = 1'}))"
+    )
+    assert tab.page.evaluate("window.attacked") is None
+    assert any("Content Security Policy" in text for text in tab.wrong)
+
+
+def test_the_axis_can_show_steps_tokens_and_time(make_run, read, show):
+    tab = show(read(make_run()))
+    for name, last in (("tokens", 2000), ("elapsed_s", 10), ("step", 20)):
+        tab.page.check(f'input[value="{name}"]')
+        low, high = tab.range()
+        assert last <= high < 1.05 * last
+        shown = tab.page.evaluate(
+            "plots[0].model.below.filter(axis => axis.visible).map(axis => axis.name)"
+        )
+        assert shown == [name]
+
+
+def test_the_keyboard_moves_the_cursor_and_zooms(make_run, read, show):
+    tab = show(read(make_run()))
+    tab.page.focus('[data-chart="loss"] .plot')
+    whole = tab.range()
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.inner_text('[data-chart="loss"] output') == "0.3636"
+    assert tab.page.inner_text('[data-chart="memory"] output') == "0.5000"
+    tab.page.keyboard.press("+")
+    low, high = tab.range()
+    assert high - low == pytest.approx((whole[1] - whole[0]) / 2)
+    tab.page.keyboard.press("0")
+    assert tab.range() == whole
+    tab.page.keyboard.press("Escape")
+    assert tab.page.inner_text('[data-chart="loss"] output') == ""
+
+
+def test_tab_reaches_each_control_once(make_run, read, show):
+    tab = show(read(make_run()))
+    tab.page.evaluate("document.activeElement.blur()")
+    seen = []
+    for _ in range(60):
+        tab.page.keyboard.press("Tab")
+        seen.append(
+            tab.page.evaluate(
+                "(() => { const e = document.activeElement;"
+                " return e.id || e.dataset.line || e.closest('[data-chart]')?.dataset.chart"
+                " || e.className || e.tagName; })()"
+            )
+        )
+    first = seen[: seen.index("BODY")] if "BODY" in seen else seen
+    charts = [name for name in first if name in {"loss", "throughput", "norm", "lr"}]
+    assert charts == ["loss", "throughput", "norm", "lr"]
+
+
+def test_the_mouse_zooms_and_a_double_click_shows_the_whole_run(make_run, read, show):
+    tab = show(read(make_run()))
+    whole = tab.range()
+    box = tab.page.locator('[data-chart="loss"] .plot').bounding_box()
+    x, y = box["x"] + 300, box["y"] + 100
+    tab.page.mouse.move(x, y)
+    tab.page.mouse.down()
+    tab.page.mouse.move(x + 200, y + 10, steps=4)
+    tab.page.mouse.up()
+    tab.page.wait_for_function(f"range().end < {whole[1]}", timeout=WAIT_MS)
+    tab.page.mouse.dblclick(x, y)
+    tab.page.wait_for_function(f"range().end === {whole[1]}", timeout=WAIT_MS)
+
+
+def test_a_legend_hides_and_shows_its_line(make_run, read, show):
+    tab = show(read(make_run()))
+    button = tab.page.locator('[data-chart="step"] .legend button').first
+    visible = "plots.flatMap(p => p.model.renderers).filter(r => r.visible).length"
+    before = tab.page.evaluate(visible)
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    assert tab.page.evaluate(visible) < before
+    button.click()
+    assert tab.page.evaluate(visible) == before
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_follow_the_system_and_the_button(make_run, read, show, scheme):
+    tab = show(read(make_run()), color_scheme=scheme)
+    back = "getComputedStyle(document.body).backgroundColor"
+    line = "plots[0].model.renderers[0].glyph.line_color.value"
+    before = tab.page.evaluate(f"[{back}, {line}]")
+    tab.page.click("#theme")
+    after = tab.page.evaluate(f"[{back}, {line}]")
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+    assert (before[0] == "rgb(255, 255, 255)") == (scheme == "light")
+
+
+def test_a_phone_needs_no_sideways_scrolling(make_run, read, show):
+    runs = read(make_run("one", events=EVENTS), make_run("with-a-long-name-" * 5))
+    tab = show(runs, viewport=PHONE, is_mobile=True, has_touch=True)
+    assert tab.page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    assert min(tab.page.evaluate("plots.map(plot => plot.view.frame.bbox.width)")) > 200
+    assert tab.page.evaluate("plots[0].model.toolbar.active_drag") is None
+    assert tab.wrong == []
+
+
+def test_a_page_without_records(make_run, read, show):
+    tab = show(read(make_run(records=[])))
+    assert tab.wrong == []
+    assert "no records yet" in tab.page.inner_text("#notes")
+
+
+def test_a_live_page_shows_what_the_run_writes(make_run, browser, monkeypatch):
+    monkeypatch.setattr(serve, "MIN_WAIT_S", 0.2)
+    monkeypatch.setattr(serve, "MAX_SHARE", 1.0)
+    folder = make_run()
+    page = serve.LivePage([RunReader(folder, "run")])
+    with serve.make_server(page, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        tab = Tab(browser, f"http://127.0.0.1:{server.server_port}/")
+        tab.page.wait_for_timeout(500)
+        line = '{"step": 40, "tokens": 4000, "elapsed_s": 20, "train/loss": 0.0125}\n'
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(line)
+        tab.page.wait_for_function("range().end > 40", timeout=WAIT_MS)
+        assert "0.0125" in tab.page.inner_text("#results")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 41, "val/loss": 0.5}\n')  # a new line: the page is loaded again
+        tab.page.wait_for_selector('button[data-line="0|val/loss"]', timeout=WAIT_MS)
+        server.shutdown()
+        thread.join()
+    tab.page.wait_for_selector("#live.lost", timeout=WAIT_MS)
+    tab.context.close()
