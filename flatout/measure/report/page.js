@@ -136,6 +136,7 @@ function press(event) {
 // One cursor over all charts; the legends show the values there.
 function moveCursor(at) {
   cursor = at;
+  if (!plots.length) return;
   const { start, end } = range();
   for (const plot of plots) {
     const line = plot.holder.querySelector(".cursor");
@@ -206,12 +207,10 @@ function sayEvents(at, reach) {
 // A live page fetches itself again when the server says that the run has moved on.
 async function follow() {
   const place = document.getElementById("live");
-  let version = null;
   for (;;) {
     try {
       const answer = await (await fetch("version", { cache: "no-store" })).json();
-      if (version !== null && answer.version !== version) await update();
-      version = answer.version;
+      if (answer.version !== data.version) await update();
       place.textContent = "live";
       place.className = "";
       await sleep(answer.wait_ms);
@@ -241,6 +240,7 @@ async function update() {
   }
   data.bounds = newer.bounds;
   data.marks = newer.marks;
+  data.version = newer.version;
   if (isWhole) wholeRun();
   find("[data-live][id]").forEach((section) => replace(section, page));
 }

@@ -33,6 +33,7 @@ TITLES = {
 }
 FOLDED = {"events", "settings"}
 """Long sections, closed until the reader opens them."""
+LIVE = '<p id="live" role="status">live</p>'
 HOW_DRAWN = (
     f"Curves of more than {2 * INTERVALS:,} records are drawn from the lowest and the highest "
     f"point of each of {INTERVALS} intervals, so that no peak is lost. The stronger line over a "
@@ -40,8 +41,10 @@ HOW_DRAWN = (
 )
 
 
-def render(runs: Sequence[RunData], *, live: bool = False) -> str:
-    """Return the page about `runs`; a `live` one asks the server for changes and shows them.
+def render(runs: Sequence[RunData], *, live: str | None = None) -> str:
+    """Return the page about `runs`.
+
+    With `live`, the version of the files that it shows, it asks its server for newer ones.
 
     Text from the runs appears as text only: it is escaped in HTML, is never a script's source, and
     the page's Content-Security-Policy allows only the scripts whose hashes it lists.
@@ -50,21 +53,23 @@ def render(runs: Sequence[RunData], *, live: bool = False) -> str:
     data = figures.charts_json(charts, marks)
     data["marks"] = {mark.key: mark.texts for mark in marks}
     data["structure"] = structure(runs, charts, marks)
+    data["version"] = live
     scripts = [_in_script(text) for text in (figures.library(), _resource("page.js"))]
+    allowed = policy(scripts, connect="'self'" if live else "'none'")
     names = ", ".join(run.name for run in runs)
     return "\n".join(
         [
             f'{MARK}\n<html lang="en" data-live="{"yes" if live else ""}">',
             "<head>",
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy(scripts, live=live)}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{allowed}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">',
             f"<title>{escape(names)} · flatout</title>",
             f"<style>{_resource('page.css')}</style>",
             "</head>",
             "<body>",
-            _header(runs, live=live),
+            _header(runs, status=LIVE if live else ""),
             "<main>",
             *_main(runs, charts, marks),
             "</main>",
@@ -77,13 +82,12 @@ def render(runs: Sequence[RunData], *, live: bool = False) -> str:
     )
 
 
-def policy(scripts: Sequence[str], *, live: bool) -> str:
+def policy(scripts: Sequence[str], *, connect: str) -> str:
     """Return the Content-Security-Policy: these scripts, inline styles, and nothing from outside.
 
-    A live page may ask its own server for changes.
+    `connect` is what the page may ask: a live one asks its own server.
     """
     hashes = " ".join(f"'sha256-{_digest(text)}'" for text in scripts)
-    connect = "'self'" if live else "'none'"
     return (
         f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; "
         f"connect-src {connect}; base-uri 'none'; form-action 'none'"
@@ -99,7 +103,7 @@ def structure(
     return [[run.name for run in runs], lines, trends, [mark.key for mark in marks]]
 
 
-def _header(runs: Sequence[RunData], *, live: bool) -> str:
+def _header(runs: Sequence[RunData], *, status: str) -> str:
     names = "".join(
         f'<li><span class="dot c{index % 8}"></span>{escape(run.name)} '
         f'<span class="state">{escape(run.state)}</span></li>'
@@ -113,7 +117,6 @@ def _header(runs: Sequence[RunData], *, live: bool) -> str:
             ("elapsed_s", "time", ""),
         )
     )
-    status = '<p id="live" role="status">live</p>' if live else ""
     return (
         f'<header><h1>flatout report</h1><ul class="runs" data-live id="runs">{names}</ul>{status}'
         f'<div class="controls"><fieldset id="axis"><legend>Against</legend>{axes}</fieldset>'

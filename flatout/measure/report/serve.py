@@ -42,7 +42,7 @@ class LivePage:
             if self._rendered is None or self._rendered[0] != signature:
                 began_s = time.perf_counter()
                 runs = [reader.read() for reader in self._readers]
-                page = render(runs, live=True)
+                page = render(runs, live=repr(signature))
                 self._rendered = signature, page
                 self._render_s = time.perf_counter() - began_s
             return self._rendered[1]

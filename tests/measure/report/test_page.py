@@ -132,13 +132,13 @@ def test_every_line_has_its_source(make_run, read):
 
 def test_the_structure_stays_while_a_run_grows_and_changes_with_a_new_line(make_run, read):
     folder = make_run()
-    before = data_of(page_of(read(folder), live=True))["structure"]
+    before = data_of(page_of(read(folder), live="1"))["structure"]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "train/loss": 1}\n')
-    assert data_of(page_of(read(folder), live=True))["structure"] == before
+    assert data_of(page_of(read(folder), live="1"))["structure"] == before
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 21, "val/loss": 1}\n')
-    assert data_of(page_of(read(folder), live=True))["structure"] != before
+    assert data_of(page_of(read(folder), live="1"))["structure"] != before
 
 
 @pytest.mark.slow
