@@ -214,7 +214,8 @@ async function follow() {
       place.textContent = "live";
       place.className = "";
       await sleep(answer.wait_ms);
-    } catch {
+    } catch (error) {
+      console.warn(error);
       place.textContent = "the server has ended; the page shows its last state";
       place.className = "lost";
       await sleep(5000);
@@ -233,7 +234,7 @@ async function update() {
     return;
   }
   const isWhole = showsWholeRun();
-  for (const root of Bokeh.Document.from_json(newer.document).roots()) {
+  for (const root of bokeh.constructor.from_json(newer.document).roots()) {
     for (const renderer of root.renderers) {
       bokeh.get_model_by_name(renderer.data_source.name).data = renderer.data_source.data;
     }
