@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 import psutil
 
 from flatout.config.sections import Section
-from flatout.errors import HardwareError
-from flatout.registry import MACHINES, nearest
+from flatout.errors import ConfigError, HardwareError
+from flatout.registry import MACHINES, nearest, unknown_name
 
 GIB = 2**30
 ASSUMED_MFU = 0.3
@@ -51,6 +52,12 @@ class MachineRow(Section):
     """Rate of dense matrix products in fp32, tf32, fp16, bf16 and fp8; a missing dtype has no
     hardware units.
     """
+    power_w: Figure | None = None
+    """Highest power of the board; None if unknown."""
+    short_names: tuple[str, ...] = ()
+    """Names by which people ask for it, such as H100; each belongs to one row."""
+    compute_capability: tuple[int, int] | None = None
+    """CUDA compute capability; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ class Machine:
     python: str
     cpu_multiplies_bf16: bool = False
     """Whether its CPU has instructions for bfloat16 products."""
+    is_here: bool = True
+    """Whether this process runs on it; False for a machine that is only planned for."""
 
     @property
     def row(self) -> MachineRow | None:
@@ -99,10 +108,58 @@ def row_of(gpu_name: str) -> MachineRow | None:
     A guessed peak would be worse than an unknown one.
     """
     for name in MACHINES.names():
-        document = MACHINES.get(name)
-        if gpu_name in document["gpu_names"]:
-            return MachineRow.model_validate({"name": name, **document})
+        if gpu_name in MACHINES.get(name)["gpu_names"]:
+            return row_named(name)
     return None
+
+
+def row_named(name: str) -> MachineRow:
+    """Return the row of machines/NAME.yaml."""
+    return MachineRow.model_validate({"name": name, **MACHINES.get(name)})
+
+
+def machine_named(text: str) -> Machine:
+    """Return the machine that `8x H100` describes: so many GPUs of a row of machines/*.yaml.
+
+    Its CPU and memory are unknown.
+    Raises: ConfigError with the nearest name when no row has that name.
+    """
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.*?)\s*", text)
+    count, wanted = (int(found.group(1) or 1), found.group(2)) if found else (0, "")
+    if count < 1 or not wanted:
+        raise ConfigError(f"--machine {text!r} has no GPU.", fix="Write for example '8x H100'.")
+    rows = {name: row_named(name) for name in MACHINES.names()}
+    by_word = {_word(alias): row for row in rows.values() for alias in _names(row)}
+    row = by_word.get(_word(wanted))
+    if row is None:
+        similar = [name for name in rows if _word(wanted) and _word(name).startswith(_word(wanted))]
+        if similar:
+            raise ConfigError(
+                f"--machine {wanted!r} matches several machines.",
+                fix=f"Write one of {', '.join(similar)}.",
+            )
+        raise unknown_name("machine", wanted, [*rows, *short_names(rows.values())])
+    gpu = Gpu(
+        row.gpu_names[0],
+        row.memory_gb.value * 1e9 / GIB,
+        row.compute_capability or (0, 0),
+        driver="",
+    )
+    return Machine("unknown", 0, 0.0, (gpu,) * count, platform.python_version(), is_here=False)
+
+
+def short_names(rows: Iterable[MachineRow]) -> list[str]:
+    """Return the names by which people ask for the GPUs of these rows."""
+    return [name for row in rows for name in row.short_names]
+
+
+def _names(row: MachineRow) -> list[str]:
+    return [row.name, *row.gpu_names, *row.short_names]
+
+
+def _word(name: str) -> str:
+    """Return a name without case, punctuation and the words that everyone leaves out."""
+    return re.sub(r"nvidia|geforce|tesla|[^a-z0-9]", "", name.lower())
 
 
 def probe() -> Machine:

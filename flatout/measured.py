@@ -149,6 +149,10 @@ def _release(torch_version: str) -> str:
     return torch_version.partition("+")[0]
 
 
+def file_name(hardware: str) -> str:
+    """Return the name of a file about some hardware."""
+    return re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-") + ".json"
+
+
 def _path(hardware: str, cache: Path) -> Path:
-    name = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
-    return cache.expanduser() / "measured" / f"{name}.json"
+    return cache.expanduser() / "measured" / file_name(hardware)

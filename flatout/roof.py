@@ -28,13 +28,14 @@ class Peak:
 def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
     """Return the peak rate from the data sheet of a known GPU, or else measured here.
 
-    None, unknown, remains for fp8 on an unknown GPU: no plain matrix product can measure it.
+    None, unknown, remains for fp8 on an unknown GPU, which no plain matrix product can measure, and
+    for a dtype that the data sheet of a machine elsewhere does not list.
     """
     row = _row_of_device(machine, device) if device.startswith("cuda") else None
     if row is not None and dtype in row.peak_tflops:
         figure = row.peak_tflops[dtype]
         return Peak(figure.value, f"data sheet: {figure.source}")
-    if dtype not in DTYPES:
+    if dtype not in DTYPES or not machine.is_here:
         return None
     tflops, size = measure(device, dtype)
     return Peak(tflops, f"measured here, matmul {size}³, {dtype}")
@@ -120,4 +121,6 @@ def _row_of_device(machine: Machine, device: str) -> MachineRow | None:
 
     torch numbers GPUs by CUDA_VISIBLE_DEVICES, the driver by their slots.
     """
-    return row_of(torch.cuda.get_device_name(device)) if torch.cuda.is_available() else machine.row
+    if machine.is_here and torch.cuda.is_available():
+        return row_of(torch.cuda.get_device_name(device))
+    return machine.row

@@ -1,37 +1,37 @@
 """Estimate the memory of a run, part by part, without a GPU and without allocating it.
 
-The model runs forward and backward on tensors that have shapes but no storage, and the bytes that
-autograd keeps are summed. The estimate therefore works for any model, op and precision, without
-formulas. It is for eager mode; a compiled model keeps less. It excludes the device's context (about
-half a GiB on a GPU), kernels' scratch space, the allocator's fragmentation, and copies of the state
-in host memory.
+The embedding, each kind of block, the head with the loss, and the optimizer's step run on tensors
+that have shapes but no storage, and their bytes are counted while they exist. The peak of a step
+follows by arithmetic, for any number of blocks. The estimate therefore works for any model, op and
+precision, without formulas. It is for eager mode; a compiled model usually needs less. It excludes
+the device's context (about half a GiB on a GPU), scratch space inside kernels, the allocator's
+fragmentation, and copies of the state in host memory.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
 
+from flatout.assembly.memory_trace import Live, Part, bytes_of, trace
+from flatout.config.sections import OptimConfig
 from flatout.errors import HardwareError
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.ops import Ops
+from flatout.optimizers.groups import OptimizerParts
 from flatout.parallel.mesh import Mesh
+from flatout.registry import OPTIMIZERS
 
 GIB = 2**30
-Result = TypeVar("Result")
 MOST_ROWS = 2**20
 """Upper bound of the search for the most rows."""
 
@@ -63,11 +63,36 @@ class Workload:
     """Transforms that change what the model keeps; (model, mesh) -> model."""
     document_mask: bool = False
     """Whether attention gets document ids, from which it may build a mask in every block."""
+    gradients_stay: bool = False
+    """Whether gradients keep their memory between steps."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer, whose step may need more memory than the loss."""
+    newton_schulz: Callable[[Tensor], Tensor] | None = None
+    """Muon's orthogonalisation; None for optimizers that have none."""
+    adamw_copies: int = 0
+    """Temporary copies of its largest parameter that AdamW's step makes."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What exists at one moment of a step, besides the weights and the optimizer state."""
+
+    name: str
+    gradients: int
+    activations: int
+    """Tensors kept for backward, with the tokens."""
+    transient: int
+    """Everything else: what the pass that is running needs for itself."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all bytes."""
+        return self.gradients + self.activations + self.transient
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device at the peak of a training step."""
+    """Bytes on one device in a training step."""
 
     weights: int
     """Parameters and buffers of this process."""
@@ -81,140 +106,216 @@ class MemoryEstimate:
     """Peak of final norm, head and loss, including the logits' gradient."""
     workspace: int
     """Excess of one block's backward over `logits`, and gathered weights if sharded."""
+    peak: Moment
+    """The moment of the step at which most memory exists; parts do not all exist at once."""
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of weights and optimizer state, which exist throughout."""
+        return self.weights + self.optimizer
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
-        return sum(astuple(self))
+        """Bytes at the peak."""
+        return self.fixed + self.peak.total
 
 
-@lru_cache(maxsize=256)
-def estimate(workload: Workload, rows: int) -> MemoryEstimate:
-    """Return the memory of a training step with `rows` sequences per micro-batch on one device."""
-    with FakeTensorMode():
-        model = workload.model_class(workload.model_config, workload.ops)
-        for transform in workload.transforms:
-            model = transform(model, None)
-        activations, in_block = _through_blocks(model, workload, rows)
-        logits = _head_peak(model, workload, rows)
-    own = sum(_shard_bytes(parameter, workload.num_shards) for parameter in model.parameters())
-    gradients = _bytes_of(model.parameters()) if workload.whole_gradients else own
+def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
+    """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
+    gradients_exist = workload.gradients_stay or accumulate > 1
+    shards = workload.num_shards
+    traced = _trace(replace(workload, num_shards=1, whole_gradients=False), rows, gradients_exist)
+    model = traced.model
+    own = sum(_shard_bytes(parameter, shards) for parameter in model.parameters())
+    gradients = bytes_of(model.parameters()) if workload.whole_gradients else own
+    activations = traced.inputs + sum(part.kept for part in [traced.embedding, *traced.blocks])
+    logits = max(traced.head.forward, traced.head.backward)
+    in_block = max((part.backward - part.kept for part in traced.blocks), default=0)
+    workspace = max(in_block - logits, 0) + _gathered(model, shards)
+    if shards > 1:
+        moments = [Moment("a sharded step", gradients, activations, logits + workspace)]
+    else:
+        step = Moment("the optimizer's step", gradients, traced.inputs, traced.step)
+        moments = [*_micro_batch(traced, gradients if gradients_exist else 0), step]
     return MemoryEstimate(
-        weights=own + _bytes_of(model.buffers()),
+        weights=own + bytes_of(model.buffers()),
         gradients=gradients,
         optimizer=_optimizer_bytes(model, workload),
         activations=activations,
         logits=logits,
-        workspace=max(in_block - logits, 0) + _gathered(model, workload.num_shards),
+        workspace=workspace,
+        peak=max(moments, key=lambda moment: moment.total),
     )
 
 
-def rows_that_fit(workload: Workload, available: int) -> int:
+def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> int:
     """Return the most rows per micro-batch with which a step needs at most `available` bytes.
 
     Raises: HardwareError when not even one row fits.
     """
-    need = estimate(workload, 1).total
-    if need > available:
+
+    def need(rows: int) -> int:
+        return estimate(workload, rows, accumulate).total
+
+    least = need(1)
+    if least > available:
         raise HardwareError(
-            f"One sequence of {workload.seq_len} tokens needs about {need / GIB:.2f} GiB, "
+            f"One sequence of {workload.seq_len} tokens needs about {least / GIB:.2f} GiB, "
             f"and {available / GIB:.2f} GiB are available.",
             fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
         )
     fits, too_many = 1, 2
-    while too_many < MOST_ROWS and estimate(workload, too_many).total <= available:
+    while too_many < MOST_ROWS and need(too_many) <= available:
         fits, too_many = too_many, too_many * 2
     while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if estimate(workload, middle).total <= available:
-            fits = middle
-        else:
+        # The need grows almost in proportion, so the first guess is nearly right.
+        low, high = need(fits), need(too_many)
+        guess = fits + (too_many - fits) * (available - low) // max(high - low, 1)
+        middle = min(max(guess, fits + 1), too_many - 1)
+        if need(middle) > available:
             too_many = middle
+        elif middle + 1 == too_many or need(middle + 1) > available:
+            return middle
+        else:
+            fits = middle + 1
     return fits
 
 
-def kept_bytes(run: Callable[[], Result], *, apart_from: Iterable[Tensor]) -> tuple[int, Result]:
-    """Return the bytes that autograd keeps for the backward pass of `run()`, and its result.
+@dataclass(frozen=True)
+class _Traced:
+    """A model without values, and its parts in the order of a micro-batch."""
 
-    Each storage counts once; those of `apart_from` (parameters, a block's input) do not count.
+    model: LanguageModel
+    inputs: int
+    embedding: Part
+    blocks: Sequence[Part]
+    head: Part
+    step: int
+    """What the optimizer's step needs beside its state."""
+
+
+@lru_cache(maxsize=64)
+def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
+    with FakeTensorMode():
+        model = workload.model_class(workload.model_config, workload.ops)
+        for transform in workload.transforms:
+            model = transform(model, None)
+        return _trace_model(model, workload, rows, gradients_exist=gradients_exist)
+
+
+def _trace_model(
+    model: LanguageModel, workload: Workload, rows: int, *, gradients_exist: bool
+) -> _Traced:
+    shape = (rows, workload.seq_len)
+    tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None
+    precision = partial(_precision, workload)
+    with torch.no_grad(), precision():
+        hidden_BTD = model.embed(tokens_BT)
+        tied = _tied(model, hidden_BTD)
+    entered = (hidden_BTD.shape, hidden_BTD.dtype)
+    del hidden_BTD
+
+    def traced(call: Callable[[Any], Tensor], *, is_first: bool = False) -> Part:
+        for parameter in model.parameters():
+            # Autograd adds both gradients of a tied weight before it touches an existing one.
+            exists = gradients_exist and id(parameter) not in tied
+            parameter.grad = _like(parameter) if exists else None
+        return trace(call, None if is_first else entered, precision)
+
+    def loss(hidden_BTD: Tensor) -> Tensor:
+        config, (normed_BTD, weight_VD) = model.config, model.head(hidden_BTD)
+        return model.ops.cross_entropy(
+            normed_BTD, weight_VD, targets_BT, softcap=config.logit_softcap, z_loss=config.z_loss
+        )[0]
+
+    block_of = {repr(block): block for block in model.blocks}
+    part_of = {name: traced(partial(_call, block, doc_ids_BT)) for name, block in block_of.items()}
+    return _Traced(
+        model,
+        bytes_of([tokens_BT, targets_BT, *([] if doc_ids_BT is None else [doc_ids_BT])]),
+        traced(lambda _: model.embed(tokens_BT), is_first=True),
+        [part_of[repr(block)] for block in model.blocks],
+        traced(loss),
+        _optimizer_peak(model, workload),
+    )
+
+
+def _call(block: nn.Module, doc_ids_BT: Tensor | None, hidden_BTD: Tensor) -> Tensor:
+    return block(hidden_BTD, doc_ids_BT)  # type: ignore[no-any-return]
+
+
+def _tied(model: LanguageModel, hidden_BTD: Tensor) -> set[int]:
+    """Return the id of the embedding that is the output weight too, if there is one."""
+    _, weight_VD = model.head(hidden_BTD)
+    kinds = model.parameter_kinds()
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if kinds[name] == "embedding" and parameter is weight_VD
+    }
+
+
+def _like(parameter: nn.Parameter) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype)
+
+
+def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
+    """Yield the moments of a micro-batch that starts with these bytes of gradients."""
+    kept = traced.inputs
+    yield Moment("the embedding", gradients, kept, traced.embedding.forward)
+    kept += traced.embedding.kept
+    for part in traced.blocks:
+        yield Moment("a block's forward pass", gradients, kept, part.forward)
+        kept += part.kept
+    head = traced.head
+    yield Moment("the loss", gradients, kept, max(head.forward, head.backward))
+    gradients += head.gradients
+    for part in reversed(traced.blocks):
+        own = min(part.kept, part.backward)
+        yield Moment("a block's backward pass", gradients, kept, part.backward - own)
+        kept -= part.kept
+        gradients += part.gradients
+    kept -= traced.embedding.kept
+    yield Moment("the embedding's gradient", gradients, kept, traced.embedding.backward)
+
+
+class _Nothing(Optimizer):
+    """Stands for AdamW, whose step cannot run without values."""
+
+    def __init__(self, groups: Any, keywords: dict[str, Any]) -> None:
+        super().__init__(groups, keywords)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def _optimizer_peak(model: LanguageModel, workload: Workload) -> int:
+    """Return the most that the optimizer's step needs beside its state.
+
+    AdamW's need is stated; other optimizers take two steps, of which the first creates the state.
+    An optimizer that reads values, as `.item()` does, counts as one that needs nothing.
     """
-    storages: dict[int, int] = {}
-    known = {_storage_id(part) for part in _parts(apart_from)}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if _storage_id(tensor) not in known:
-            storages[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        result = run()
-    return sum(storages.values()), result
-
-
-class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tracks the total bytes of tensors created inside the context, and the peak."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = 0
-        self.peak = 0
-        self._seen: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {_storage_id(part) for part in _parts(tree_leaves((args, kwargs)))}
-        for part in _parts(tree_leaves(result)):
-            if _storage_id(part) not in given and _storage_id(part) not in self._seen:
-                self._add(part.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-
-        def on_free(_: object) -> None:
-            self._seen.pop(key, None)
-            self.now -= size
-
-        self._seen[key] = weakref.ref(storage, on_free)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
-def _through_blocks(model: LanguageModel, workload: Workload, rows: int) -> tuple[int, int]:
-    """Return the bytes that embedding and blocks keep, and the most a block's backward adds."""
-    tokens_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
-    doc_ids_BT = (
-        torch.zeros(rows, workload.seq_len, dtype=torch.int32) if workload.document_mask else None
-    )
-    outside = [*model.parameters(), *model.buffers(), *([] if doc_ids_BT is None else [doc_ids_BT])]
-    with _precision(workload):
-        total, hidden_BTD = kept_bytes(lambda: model.embed(tokens_BT), apart_from=outside)
-    count_of = Counter(repr(block) for block in model.blocks)
-    distinct = {repr(block): block for block in model.blocks}
-    most = 0
-    for name, block in distinct.items():
-        input_BTD = hidden_BTD.detach().requires_grad_()
-        with _Live() as live, _precision(workload):
-            call = partial(block, input_BTD, doc_ids_BT)
-            kept, output_BTD = kept_bytes(call, apart_from=outside)
-            torch.autograd.backward(output_BTD, torch.empty_like(output_BTD))
-        total += kept * count_of[name]
-        most = max(most, live.peak - kept)
-        model.zero_grad()
-    return total, most
-
-
-def _head_peak(model: LanguageModel, workload: Workload, rows: int) -> int:
-    targets_BT = torch.zeros(rows, workload.seq_len, dtype=torch.int64)
-    hidden_BTD = model.embed(targets_BT).detach().requires_grad_()
-    with _Live() as live, _precision(workload):
-        loss_sum, _ = model.ops.cross_entropy(*model.head(hidden_BTD), targets_BT)
-        torch.autograd.backward(loss_sum)
-    weight_grads = _bytes_of(
-        parameter.grad for parameter in model.parameters() if parameter.grad is not None
-    )
-    model.zero_grad()
-    return max(int(live.peak) - weight_grads, 0)
+    parameters = list(model.parameters())
+    largest = max((parameter.numel() for parameter in parameters), default=0)
+    adamw = 4 * workload.adamw_copies * largest
+    if workload.optim.kind == "adamw" or workload.newton_schulz is None:
+        return adamw
+    for parameter in parameters:
+        parameter.grad = _like(parameter)
+    parts = OptimizerParts(_Nothing, workload.newton_schulz)
+    try:
+        optimizers = OPTIMIZERS.get(workload.optim.kind)(model, workload.optim, parts)
+        with Live() as live:
+            for optimizer in optimizers:
+                optimizer.step()
+            state = live.now
+            live.restart_peak()
+            for optimizer in optimizers:
+                optimizer.step()
+    except RuntimeError:
+        return adamw
+    return max(adamw, int(live.peak - state))
 
 
 def _precision(workload: Workload) -> AbstractContextManager[Any]:
@@ -233,8 +334,8 @@ def _gathered(model: LanguageModel, num_shards: int) -> int:
     """
     if num_shards == 1:
         return 0
-    blocks = [_bytes_of(block.parameters()) for block in model.blocks]
-    return _bytes_of(model.parameters()) - sum(blocks) + 3 * max(blocks, default=0)
+    blocks = [bytes_of(block.parameters()) for block in model.blocks]
+    return bytes_of(model.parameters()) - sum(blocks) + 3 * max(blocks, default=0)
 
 
 def _optimizer_bytes(model: LanguageModel, workload: Workload) -> int:
@@ -250,23 +351,3 @@ def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:
     """Return the bytes of the largest shard of a parameter, split along its first dimension."""
     slice_rows = math.ceil(parameter.shape[0] / num_shards)
     return slice_rows * math.prod(parameter.shape[1:]) * parameter.element_size()
-
-
-def _bytes_of(tensors: Iterable[Tensor]) -> int:
-    sizes: dict[int, int] = {
-        _storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
-    return sum(sizes.values())
-
-
-def _parts(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among `values`; for a wrapper subclass, the tensors inside it."""
-    for value in values:
-        if is_traceable_wrapper_subclass(value):
-            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
-        elif isinstance(value, Tensor):
-            yield value
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

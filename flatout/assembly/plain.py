@@ -41,7 +41,8 @@ class MicroBatchPlan:
         """Return whether a micro-batch of `rows` sequences fits into memory."""
         from flatout.assembly.memory import estimate
 
-        return estimate(self.workload, rows).total <= USED_MEMORY * self.memory_bytes
+        need = estimate(self.workload, rows, self.rows_per_rank // rows).total
+        return need <= USED_MEMORY * self.memory_bytes
 
 
 def rows_people_write(plan: MicroBatchPlan) -> int:

@@ -25,6 +25,7 @@ from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.measured import Gain
 from flatout.models.language_model import model_of
 from flatout.ops import Ops, scan
+from flatout.ops.newton_schulz import batched, compiled
 from flatout.parallel.mesh import replicas
 from flatout.roof import peak_tflops
 
@@ -138,7 +139,7 @@ def expected_minutes(config: RunConfig, tflops: float) -> float | None:
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
     """Return the workload of a resolved configuration, from which its memory is estimated."""
     model_class, model_config = model_of(config)
-    ops = ops_of(recipe)
+    ops, newton_schulz = ops_of(recipe), recipe.ops.newton_schulz
     if ops.scan is scan.reference:
         # Stepping through 16,384 tokens takes minutes; the chunked scan keeps only 2% less memory.
         ops = replace(ops, scan=scan.chunked)
@@ -158,6 +159,12 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
             if transform.stage in ("low-precision", "checkpointing")
         ),
         document_mask=config.data.document_mask,
+        gradients_stay="zero_grad" in recipe.filled_by
+        or config.parallel.replicate not in ("auto", 1),
+        optim=config.optim,
+        # The compiled iterations need no more memory, and no compiler runs without values.
+        newton_schulz=batched if newton_schulz is compiled else newton_schulz,
+        adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
     )
 
 

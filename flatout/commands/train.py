@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import ValidationError
 
@@ -74,6 +74,11 @@ class TrainResult(Result):
     """Seconds over all resumes."""
     resumed_from: str | None
     """Checkpoint that this process resumed from."""
+    predicted: dict[str, Any] | None = None
+    """What was predicted before the first step, under the names of the measured figures.
+
+    It has tokens_per_s, wall_s and peak_gib (null: unknown), where each comes from, and score_s,
+    the seconds of evaluations; null in runs of earlier versions."""
     weights_sha256: str
     """Digest of the final weights: equal runs have equal digests."""
 

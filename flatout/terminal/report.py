@@ -322,3 +322,23 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif "mfu" in summary:
         why = str(value("mfu_of") or "no peak rate is known for this device")
         yield "MFU", why if why.startswith("unknown") else f"unknown: {why}"
+    if predicted := _predicted(summary):
+        yield "Predicted", predicted
+
+
+def _predicted(summary: Mapping[str, Any]) -> str:
+    """Return what was predicted before the run, and how far it was from what was measured."""
+    forms: dict[str, Callable[[float], str]] = {
+        "wall_s": duration,
+        "tokens_per_s": lambda rate: f"{amount(rate)} tokens/s",
+        "peak_gib": lambda gib: f"{gib:.2f} GiB",
+    }
+    if summary.get("stopped_early"):
+        del forms["wall_s"]
+    predicted, found = summary.get("predicted") or {}, []
+    for name, form in forms.items():
+        before, after = predicted.get(name), summary.get(name)
+        if before and after:
+            miss = before / after - 1
+            found.append(f"{form(before)} ({abs(miss):.0%} too {'high' if miss > 0 else 'low'})")
+    return ", ".join(found)

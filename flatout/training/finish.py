@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from flatout.assembly.prediction import Prediction
 from flatout.assembly.run import Run
 from flatout.roof import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
@@ -21,11 +22,16 @@ MEASURE_AGAIN_S = 10.0
 
 
 def finish(
-    run: Run, log: Log, sample: Callable[[Run], str] | None, *, drop: Drop | None = None
+    run: Run,
+    log: Log,
+    sample: Callable[[Run], str] | None,
+    *,
+    drop: Drop | None = None,
+    prediction: Prediction | None = None,
 ) -> dict[str, Any]:
     """Save, evaluate on the whole validation split, sample, and write and return the summary.
 
-    Every rank calls it.
+    Every rank calls it. The summary states the `prediction` beside what was measured.
     Raises: EvaluationDropped when `drop`, called between the evaluation's batches, returns True;
             the state is saved by then.
     """
@@ -39,7 +45,8 @@ def finish(
         log_sample(run, log, sample)
     log.close()
     log.keep_clock()
-    summary = summarise(run, log, evaluation)
+    predicted = prediction.to_dict() if prediction else None
+    summary = summarise(run, log, evaluation) | {"predicted": predicted}
     if run.mesh.is_main:
         log.event("end", **summary)
         layout.write_summary(run.folder, summary)

@@ -35,6 +35,7 @@ from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
+from flatout.training.predicting import Forecast, forecast, predict, record
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock
@@ -101,6 +102,7 @@ def run_training(
 
 def train_plan(request: RunRequest, plan: RunPlan) -> dict[str, Any]:
     """Build, restore and execute the planned run; return its summary."""
+    known = forecast(request, plan)
     run = build_run(request, plan)
     with closing(run.feed), explained(run):
         differences = restore(run, plan, request.progress)
@@ -108,7 +110,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> dict[str, Any]:
             store_plan(run, plan, request.progress)
             suggest_bench(run, plan, request)
         with writing_run(run.folder):
-            return execute(run, request, plan, differences)
+            return execute(run, request, plan, differences, known)
 
 
 def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
@@ -213,7 +215,7 @@ def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
 
 
 def execute(
-    run: Run, request: RunRequest, plan: RunPlan, differences: Sequence[str]
+    run: Run, request: RunRequest, plan: RunPlan, differences: Sequence[str], known: Forecast
 ) -> dict[str, Any]:
     """Train a restored run to its end, and return its summary.
 
@@ -231,6 +233,8 @@ def execute(
         if plan.checkpoint is None and run.config.train.init_from is not None:
             with log.aside():  # so that the run no longer depends on the source of its weights
                 save_last(run, log)
+        prediction = predict(run, known)
+        log.event("predicted", **prediction.to_dict())
         log.start()
         run.feed.prime(run.last_step - run.step, progress=log.progress)
         warm_up(run, log, eval_shapes=batch_shapes(run))
@@ -241,10 +245,14 @@ def execute(
             _stop(run, log)
         stop.waits_for = "the batch of the final evaluation"
         try:
-            summary = finish(run, log, request.sample, drop=stop.requested_within_step)
+            summary = finish(
+                run, log, request.sample, drop=stop.requested_within_step, prediction=prediction
+            )
         except EvaluationDropped:
             _stop(run, log)
         log.end(summary)
+    if run.mesh.is_main:
+        record(run, request, known, summary)
     return summary
 
 

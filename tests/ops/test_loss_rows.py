@@ -17,7 +17,7 @@ from test_cross_entropy import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flatout.assembly.memory import _Live
+from flatout.assembly.memory_trace import Live
 from flatout.errors import MissingPackage
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, cross_entropy, loss_chunks
@@ -262,7 +262,7 @@ def test_memory_holds_one_chunk_of_logits_and_both_gradients(monkeypatch, dtype,
         hidden, weight = torch.empty(1, 4096, 64, dtype=dtype), torch.empty(4099, 64, dtype=dtype)
         targets = torch.zeros(1, 4096, dtype=torch.int64)
         hidden.requires_grad_(), weight.requires_grad_()
-        with _Live() as live:
+        with Live() as live:
             cross_entropy.triton(hidden, weight, targets)
     chunk = 512 * 4112 * 2
     kept = 4096 * 64 * bytes_of_hidden + 4099 * 64 * 4

@@ -34,6 +34,7 @@ HOUSE = (
     "models",
     "optimizers",
     "measured",
+    "past_runs",
     "assembly",
     "training",
     "speedups",

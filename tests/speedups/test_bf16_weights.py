@@ -6,8 +6,9 @@ import json
 
 import pytest
 import torch
+from kept import kept_bytes
 
-from flatout.assembly.memory import estimate, kept_bytes
+from flatout.assembly.memory import estimate
 from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named

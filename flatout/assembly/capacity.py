@@ -1,0 +1,148 @@
+"""Whether a run fits into the memory of its device, and which machine it would fit into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from flatout.assembly.memory import Workload, estimate, rows_that_fit
+from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, MemoryPrediction
+from flatout.config.schema import RunConfig
+from flatout.errors import HardwareError
+from flatout.hardware import Machine, MachineRow, row_named
+from flatout.registry import MACHINES
+
+GIB = 2**30
+MOST_GPUS = 1024
+"""Largest machine that is suggested."""
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memory of one rank, in bytes."""
+
+    whole: int
+    """All memory that it could ever have: of the GPU, or on a CPU its share, with swap."""
+    free: int
+    """What is available now, without swapping."""
+    name: str
+    """What has it: `GPU` or `machine`."""
+
+
+def capacity_of(machine: Machine, device: str, local_world_size: int) -> Capacity | None:
+    """Return the memory of one rank on `device`; None when the machine has no such device."""
+    if device.startswith("cuda"):
+        if machine.is_here and torch.cuda.is_available():
+            free, whole = torch.cuda.mem_get_info(device)
+            return Capacity(whole, free, "GPU")
+        if not machine.gpus:
+            return None
+        whole = int(machine.gpus[0].memory_gib * GIB)
+        return Capacity(whole, whole, "GPU")
+    memory = int(machine.memory_gib * GIB)
+    own = psutil.Process().memory_info().rss
+    free = min(psutil.virtual_memory().available + own, memory)
+    whole = memory + psutil.swap_memory().total
+    return Capacity(whole // local_world_size, free // local_world_size, "machine")
+
+
+def require_fitting(
+    config: RunConfig, workload: Workload, memory: MemoryPrediction, capacity: Capacity
+) -> str | None:
+    """Return a warning when a micro-batch fits only by swapping or by luck, else None.
+
+    Raises: HardwareError with the largest micro-batch that fits, when this one certainly does not.
+    """
+    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
+    need = f"batch.rows_per_device={rows} needs about {memory.total / GIB:,.1f} GiB"
+    if memory.least > capacity.whole:
+        raise HardwareError(
+            f"{need}, and this {capacity.name} has {capacity.whole / GIB:,.1f} GiB.",
+            fix=advice(config, workload, capacity),
+        )
+    if memory.total <= capacity.free:
+        return None
+    free = f"{capacity.free / GIB:,.1f} GiB of this {capacity.name} are free"
+    if memory.on_gpu:
+        return f"{need}, and {free}: it may run out of memory. {advice(config, workload, capacity)}"
+    fewer = largest_rows(workload, rows * accumulate, int(USED_MEMORY * capacity.free), rows)
+    if fewer in (None, rows):
+        return f"{need}, and {free}: it will be much slower if the system swaps."
+    return (
+        f"{need}, and {free}: it will be much slower if the system swaps. "
+        f"batch.rows_per_device={fewer} batch.accumulate={rows * accumulate // (fewer or 1)} "
+        "would not."
+    )
+
+
+def advice(config: RunConfig, workload: Workload, capacity: Capacity) -> str:
+    """Return what to change so that a micro-batch fits: its rows, or the machine."""
+    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
+    available = int(USED_MEMORY * capacity.whole)
+    fewer = largest_rows(workload, rows * accumulate, available, rows - 1)
+    if fewer is not None:
+        return (
+            f"Set batch.rows_per_device={fewer} batch.accumulate={rows * accumulate // fewer}: "
+            "the tokens per step stay the same."
+        )
+    machine = smallest_machine(workload)
+    return (
+        "Not even one sequence fits: shorten data.seq_len or choose a smaller model"
+        + (
+            f", or use a larger machine, such as {machine} (`flatout plan` compares)"
+            * bool(machine)
+        )
+        + "."
+    )
+
+
+def largest_rows(
+    workload: Workload, rows_per_rank: int, available: int, at_most: int
+) -> int | None:
+    """Return the most rows of a micro-batch that fit and divide a rank's step; None if none fits.
+
+    Rows that divide the step keep its number of tokens.
+    """
+    fits = min(most_rows(workload, available), at_most)
+    return next((rows for rows in range(fits, 0, -1) if rows_per_rank % rows == 0), None)
+
+
+def most_rows(workload: Workload, available: int) -> int:
+    """Return the most rows of a micro-batch whose tensors fit; 0 when not even one does."""
+    try:
+        return rows_that_fit(workload, available)
+    except HardwareError:
+        return 0
+
+
+def smallest_machine(workload: Workload) -> str | None:
+    """Return the smallest known machine that can train with one row per device, as `8x h100-sxm`.
+
+    The number of GPUs comes first, then their memory. More than one GPU means a sharded model.
+    """
+    rows = sorted(known_machines(), key=lambda row: row.memory_gb.value)
+    for count in counts():
+        sharded = replace(workload, num_shards=count) if count > 1 else workload
+        need = estimate(sharded, 1).total * CUDA_RESERVED + CUDA_CONTEXT
+        for row in rows:
+            if need <= row.memory_gb.value * 1e9:
+                how = f" with parallel.shard={count}" if count > 1 else ""
+                return f"{count}x {row.name}{how}"
+    return None
+
+
+def known_machines() -> list[MachineRow]:
+    """Return all rows of machines/*.yaml."""
+    return [row_named(name) for name in MACHINES.names()]
+
+
+def counts() -> Iterator[int]:
+    """Yield the numbers of GPUs that are tried: powers of two."""
+    count = 1
+    while count <= MOST_GPUS:
+        yield count
+        count *= 2

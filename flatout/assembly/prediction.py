@@ -1,0 +1,301 @@
+"""Predict the peak memory, the rate and the duration of a resolved run.
+
+Earlier runs on the same hardware (`flatout.past_runs`) correct the arithmetic. A figure that
+neither they nor a data sheet support is None, and every figure says where it comes from.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.assembly.memory import MemoryEstimate
+from flatout.assembly.parts import Decision
+from flatout.assembly.recipe import Recipe
+from flatout.assembly.selection import speedup_named
+from flatout.config.schema import RunConfig
+from flatout.data.store.mix import MixedDataset, members_of
+from flatout.data.store.shards import Dataset
+from flatout.hardware import ASSUMED_MFU
+from flatout.past_runs import PastRun, alike, shape_of
+from flatout.roof import Peak
+
+GIB = 2**30
+EAGER_ERROR = 0.1
+"""Error of the estimate for an eager model; benchmarks/plan.py measures it."""
+LEAST_COMPILED = 0.3
+"""Least share of the eager estimate's activations and workspace that a compiled model may need."""
+CUDA_CONTEXT = GIB // 2
+"""Assumed memory of the CUDA context and the libraries' workspaces, which depends on the GPU."""
+CUDA_RESERVED = 1.1
+"""Assumed ratio of what torch's allocator reserves to what is allocated."""
+CPU_OVERHEAD = GIB // 10
+"""Assumed memory of a process on a CPU besides tensors and what it holds before it starts."""
+LAST_RUNS = 5
+"""How many of the latest runs of one kind are used."""
+EVALUATION_COST = 3
+"""A training token costs as much as this many evaluated ones: forward, and backward twice that."""
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Predicted peak memory of one rank, in bytes."""
+
+    estimate: MemoryEstimate
+    """The parts, in eager mode."""
+    allocated: int
+    """Tensors at the peak; what `train` reports on a GPU."""
+    reserved: int
+    """What the allocator holds for them."""
+    context: int
+    """What the process needs besides: the CUDA context, or on a CPU Python, torch and buffers."""
+    least: int
+    """The least that the tensors may need, considering the error."""
+    error: float | None
+    """Relative error to expect of the total; None if it is unknown."""
+    source: str
+    """Where the figures come from."""
+    on_gpu: bool
+
+    @property
+    def total(self) -> int:
+        """Everything that the device must hold."""
+        return self.reserved + self.context
+
+    @property
+    def peak_gib(self) -> float:
+        """The figure that `train` reports: allocated on a GPU, the whole process on a CPU."""
+        return (self.allocated if self.on_gpu else self.total) / GIB
+
+
+@dataclass(frozen=True)
+class TimePrediction:
+    """Predicted rate and duration of a run."""
+
+    tokens_per_s: float | None
+    """Steady rate of all ranks together."""
+    wall_s: float | None
+    """Seconds of the whole run."""
+    score_s: float | None
+    """Part of it for evaluations."""
+    mfu: float | None
+    """Share of the peak rate that the rate assumes; None if the peak is unknown."""
+    source: str
+    """Where the rate comes from."""
+    error: float | None
+    """Relative error to expect of the time; None if it is unknown."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `train` predicts before its first step."""
+
+    memory: MemoryPrediction | None
+    """None when the model cannot run on tensors without values."""
+    time: TimePrediction
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures under the names of the summary's measured ones, with their sources."""
+        return {
+            "tokens_per_s": self.time.tokens_per_s,
+            "tokens_per_s_from": self.time.source,
+            "wall_s": self.time.wall_s,
+            "score_s": self.time.score_s,
+            "peak_gib": self.memory.peak_gib if self.memory else None,
+            "peak_gib_from": self.memory.source if self.memory else "not predictable",
+        }
+
+
+def speedups_on(decisions: Iterable[Decision]) -> list[str]:
+    """Return the speedups that are on, apart from one that only chose the micro-batch."""
+    return [
+        decision.name
+        for decision in decisions
+        if decision.on and "micro_batch" not in speedup_named(decision.name).fills
+    ]
+
+
+def predict_memory(
+    config: RunConfig,
+    recipe: Recipe,
+    speedups: Sequence[str],
+    estimate: MemoryEstimate,
+    *,
+    runs: Sequence[PastRun] = (),
+    world_size: int = 1,
+    context: int = 0,
+) -> MemoryPrediction:
+    """Return the peak memory of one rank.
+
+    `runs` are those recorded on this hardware, `context` the memory of this process so far (CPU).
+    """
+    on_gpu = config.train.device.startswith("cuda")
+    is_compiled = "compilation" in recipe.filled_by
+    measured = [run for run in runs if run.by == "train" and run.estimate_gib and run.peak_gib]
+    same = [
+        run
+        for run in alike(measured, shape=shape_of(config), speedups=speedups, world_size=world_size)
+        if run.rows_per_device == config.batch.rows_per_device
+    ][-LAST_RUNS:]
+    kind = [
+        run for run in measured if run.kind == config.model.kind and run.is_compiled == is_compiled
+    ][-LAST_RUNS:]
+    used = same or kind
+    fixed, variable = estimate.fixed, estimate.total - estimate.fixed
+    allocated, reserved, extra = estimate.total, estimate.total, context
+    error: float | None = None if is_compiled and not used else EAGER_ERROR
+    if on_gpu:
+        share = statistics.median(map(_share, used)) if used else 1.0
+        allocated = int(fixed + share * variable)
+        held = [
+            run.reserved_gib / run.peak_gib for run in used if run.reserved_gib and run.peak_gib
+        ]
+        reserved = int(allocated * (statistics.median(held) if held else CUDA_RESERVED))
+        extra = CUDA_CONTEXT
+    else:
+        extra += int(GIB * statistics.median(map(_overhead, used))) if used else CPU_OVERHEAD
+        extra = max(extra, 0)
+    least = int(fixed + variable * (LEAST_COMPILED if is_compiled and not used else 1))
+    if used:
+        error = max([_miss(run) for run in used if run.predicted_gib] or [EAGER_ERROR])
+    return MemoryPrediction(
+        estimate,
+        allocated,
+        reserved,
+        extra,
+        int(least * (1 - EAGER_ERROR)),
+        error,
+        _memory_source(same, kind, is_compiled),
+        on_gpu,
+    )
+
+
+def _share(run: PastRun) -> float:
+    """Return the measured share of the estimate's variable part."""
+    fixed = run.fixed_gib or 0.0
+    return max((run.peak_gib or 0.0) - fixed, 0.0) / max((run.estimate_gib or 0.0) - fixed, 1e-9)
+
+
+def _overhead(run: PastRun) -> float:
+    """Return the measured GiB of a process on a CPU besides its tensors and its start."""
+    return (run.peak_gib or 0.0) - (run.context_gib or 0.0) - (run.estimate_gib or 0.0)
+
+
+def _miss(run: PastRun) -> float:
+    return abs((run.predicted_gib or 0.0) - (run.peak_gib or 0.0)) / (run.peak_gib or 1.0)
+
+
+def _memory_source(same: Sequence[PastRun], kind: Sequence[PastRun], is_compiled: bool) -> str:
+    if same:
+        return f"traced, corrected by {_count(same)} of this recipe's shape here"
+    if kind:
+        return f"traced, corrected by {_count(kind)} of other shapes here"
+    if is_compiled:
+        return "traced in eager mode; a compiled model usually needs less, by an unknown amount"
+    return "traced in eager mode"
+
+
+def _count(runs: Sequence[PastRun]) -> str:
+    return f"{len(runs)} earlier run{'s' if len(runs) > 1 else ''}"
+
+
+def predict_time(
+    config: RunConfig,
+    speedups: Sequence[str],
+    *,
+    flops_per_token: float,
+    peak: Peak | None,
+    runs: Sequence[PastRun] = (),
+    world_size: int = 1,
+    dataset: Dataset | MixedDataset | None = None,
+    first_step: int = 0,
+) -> TimePrediction:
+    """Return the rate and the duration of a resolved run on `world_size` devices.
+
+    A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
+    share of the peak that other shapes reached here, or an assumed share. A run whose micro-batch
+    also is the same is preferred.
+    """
+    rate, source, past = _rate(config, speedups, flops_per_token, peak, runs, world_size)
+    mfu = rate * flops_per_token / (peak.tflops * 1e12 * world_size) if rate and peak else None
+    steps = config.train.steps
+    if rate is None or steps is None:
+        return TimePrediction(rate, None, None, mfu, source, None)
+    train_s = (steps - first_step) * (config.batch.tokens_per_step or 0) / rate
+    scored = tokens_to_score(config, dataset, first_step)
+    score_s = None if scored is None else scored / (EVALUATION_COST * rate)
+    beside = [_beside(run) for run in past if run.wall_s and run.train_s]
+    wall_s = train_s + (score_s or 0.0) + (statistics.median(beside) if beside else 0.0)
+    misses = [
+        abs(run.predicted_s - run.wall_s) / run.wall_s
+        for run in past
+        if run.predicted_s and run.wall_s
+    ]
+    return TimePrediction(
+        rate, wall_s, score_s, mfu, source, statistics.median(misses) if misses else None
+    )
+
+
+def _rate(
+    config: RunConfig,
+    speedups: Sequence[str],
+    flops_per_token: float,
+    peak: Peak | None,
+    runs: Sequence[PastRun],
+    world_size: int,
+) -> tuple[float | None, str, Sequence[PastRun]]:
+    """Return the rate, its source, and the runs that it is based on."""
+    timed = [run for run in runs if run.tokens_per_s]
+    same = alike(timed, shape=shape_of(config), speedups=speedups, world_size=world_size)
+    for by, what in (("train", "of this shape here"), ("bench", "of bench for this shape here")):
+        found = [run for run in same if run.by == by]
+        rows = [run for run in found if run.rows_per_device == config.batch.rows_per_device]
+        used = (rows or found)[-LAST_RUNS:]
+        if used:
+            rate = statistics.median(run.tokens_per_s or 0.0 for run in used)
+            counted = _count(used) if by == "train" else f"{len(used)} measurement(s)"
+            return rate, f"{counted} {what}", used
+    if peak is None:
+        return None, "unknown: no peak rate is known for this device", ()
+    whole = peak.tflops * 1e12 * world_size / flops_per_token
+    others = [
+        run
+        for run in timed
+        if run.mfu and run.kind == config.model.kind and set(run.speedups) == set(speedups)
+    ][-LAST_RUNS:]
+    if others:
+        mfu = statistics.median(run.mfu or 0.0 for run in others)
+        return mfu * whole, f"{mfu:.0%} of the peak, as {_count(others)} of other shapes here", ()
+    return (
+        ASSUMED_MFU * whole,
+        f"an assumed {ASSUMED_MFU:.0%} of the peak ({peak.source})",
+        (),
+    )
+
+
+def _beside(run: PastRun) -> float:
+    """Return the seconds of a run besides its steps and evaluations: start, compiling, saves."""
+    return max((run.wall_s or 0.0) - (run.train_s or 0.0) - (run.score_s or 0.0), 0.0)
+
+
+def tokens_to_score(
+    config: RunConfig, dataset: Dataset | MixedDataset | None, first_step: int = 0
+) -> int | None:
+    """Return the validation tokens that a run scores from `first_step` on; None without a dataset.
+
+    The last evaluation is on the whole split. If those during the run are on a part of it, that
+    part is scored at the end, too.
+    """
+    if dataset is None:
+        return None
+    train = config.train
+    whole = sum(member.dataset.split("val").num_tokens for member in members_of(dataset))
+    if not train.eval_every:
+        return whole
+    steps = train.steps or 0
+    during = max((steps - 1) // train.eval_every - first_step // train.eval_every, 0)
+    if train.eval_tokens == "all":
+        return whole * (during + 1)
+    return min(train.eval_tokens, whole) * (during + 1) + whole
