@@ -16,8 +16,7 @@ from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import MixedDataset, members_of
-from flatout.data.store.shards import Dataset
+from flatout.data.store.mix import AnyDataset, members_of
 from flatout.hardware import ASSUMED_MFU
 from flatout.past_runs import PastRun, alike, shape_of
 from flatout.roof import Peak
@@ -209,7 +208,7 @@ def predict_time(
     peak: Peak | None,
     runs: Sequence[PastRun] = (),
     world_size: int = 1,
-    dataset: Dataset | MixedDataset | None = None,
+    dataset: AnyDataset | None = None,
     first_step: int = 0,
 ) -> TimePrediction:
     """Return the rate and the duration of a resolved run on `world_size` devices.
@@ -281,7 +280,7 @@ def _beside(run: PastRun) -> float:
 
 
 def tokens_to_score(
-    config: RunConfig, dataset: Dataset | MixedDataset | None, first_step: int = 0
+    config: RunConfig, dataset: AnyDataset | None, first_step: int = 0
 ) -> int | None:
     """Return the validation tokens that a run scores from `first_step` on; None without a dataset.
 

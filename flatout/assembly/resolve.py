@@ -39,14 +39,15 @@ def resolve(
     config: RunConfig,
     *,
     machine: Machine,
-    dataset: AnyDataset,
+    dataset: AnyDataset | None,
     world_size: int,
     local_world_size: int | None = None,
     measured: Mapping[str, Gain] | None = None,
 ) -> tuple[RunConfig, list[Decision]]:
     """Return the fully resolved configuration, and a decision for every speedup.
 
-    `config.train.device` must be resolved already. `local_world_size` is the number of processes on
+    `config.train.device` must be resolved already. Without a dataset, which only planning allows,
+    a length in epochs stays open. `local_world_size` is the number of processes on
     this machine; None means all of them. `measured` contains the gains that `bench` measured on
     this hardware.
     Raises: ConfigError when sizes contradict each other.
@@ -54,18 +55,18 @@ def resolve(
     config = _resolve_model(config, dataset)
     config = _resolve_batch(config, world_size)
     requested = config.train
-    config = config.with_values({"train.steps": steps_stated(config, requested, dataset)})
+    config = _resolve_length(config, requested, dataset, None)
     check_names(config)
-    peak = known_peak(
-        machine, config.train.device, "fp32" if config.train.device == "cpu" else "bf16"
-    )
+    dtype = "fp32" if config.train.device == "cpu" else "bf16"
+    has_device = dtype == "fp32" or bool(machine.gpus)
+    peak = known_peak(machine, config.train.device, dtype) if has_device else None
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
     config = config.with_values({"parallel.replicate": replicas(config.parallel, world_size)})
     decisions = select(
         config, machine, device=config.train.device, minutes=minutes, measured=measured
     )
     recipe = assemble(decisions)
-    config = config.with_values({"train.steps": steps_stated(config, requested, dataset, recipe)})
+    config = _resolve_length(config, requested, dataset, recipe)
     on = {decision.name for decision in decisions if decision.on}
     batch: dict[str, int] = {}
     if config.batch.rows_per_device == "auto":
@@ -85,6 +86,18 @@ def resolve(
         "speedups": [d.name for d in decisions if d.name in on] or "none",
     }
     return config.with_values(batch | resolved), decisions
+
+
+def _resolve_length(
+    config: RunConfig, requested: TrainConfig, dataset: AnyDataset | None, recipe: Recipe | None
+) -> RunConfig:
+    """Return the configuration with its length in steps; open without a dataset to count epochs."""
+    if dataset is not None:
+        steps: int | None = steps_stated(config, requested, dataset, recipe)
+    else:
+        in_tokens = math.ceil((requested.tokens or 0) / (config.batch.tokens_per_step or 1))
+        steps = requested.steps or in_tokens or None
+    return config.with_values({"train.steps": steps}) if steps else config
 
 
 def steps_stated(
@@ -173,7 +186,7 @@ def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
 
     This is the free memory of a GPU, or on a CPU the machine's memory divided by its processes.
     """
-    if device.startswith("cuda") and torch.cuda.is_available():
+    if device.startswith("cuda") and machine.is_here and torch.cuda.is_available():
         return int(torch.cuda.mem_get_info(device)[0])
     gib = (
         machine.gpus[0].memory_gib
@@ -188,10 +201,15 @@ def ops_of(recipe: Recipe) -> Ops:
     return Ops(**{field.name: getattr(recipe.ops, field.name) for field in fields(Ops)})
 
 
-def _resolve_model(config: RunConfig, dataset: AnyDataset) -> RunConfig:
+def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     """Return the configuration with the vocabulary size and the model's defaults filled in."""
-    vocab_size = config.model.vocab_size or dataset.vocab_size
-    if vocab_size < dataset.vocab_size:
+    vocab_size = config.model.vocab_size or (dataset.vocab_size if dataset else None)
+    if vocab_size is None:
+        raise ConfigError(
+            "The vocabulary size is not known: neither model.vocab_size nor a dataset states it.",
+            fix="Set model.vocab_size, such as 50304 for GPT-2's tokenizer, or data.path.",
+        )
+    if dataset is not None and vocab_size < dataset.vocab_size:
         raise ConfigError(
             f"model.vocab_size={vocab_size} is smaller than the vocabulary of "
             f"{members_of(dataset)[0].dataset.origin}, {dataset.vocab_size}.",

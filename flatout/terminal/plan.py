@@ -1,0 +1,113 @@
+"""The plan of a run as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from flatout.terminal.figures import amount, columns, duration, wrapped
+
+NAMES = 13
+"""Columns of the names."""
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "correction")
+MOST_CHANGES = 6
+"""Changes that are shown; --json has all."""
+
+
+def plan_lines(plan: Mapping[str, Any], *, width: int | None = None) -> str:
+    """Return the fields of `flatout plan` as aligned lines, wrapped to `width` columns."""
+    lines = [
+        *_facts(plan),
+        *_memory(plan),
+        *_time(plan),
+        *_changes(plan),
+        *(("Note", note) for note in plan["notes"]),
+    ]
+    return wrapped(
+        "\n".join(f"{name:<{NAMES}}{text}".rstrip() for name, text in lines),
+        width or columns(),
+        hanging=NAMES,
+    )
+
+
+def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "Run", f"{plan['recipe']} on {plan['machine']}"
+    parts = ", ".join(f"{name} {amount(n)}" for name, n in plan["params_by_part"].items())
+    yield "Parameters", f"{plan['params']:,}: {parts}"
+    yield (
+        "FLOPs",
+        f"{plan['flops_per_token']:.4g} per token, causal-exact; "
+        f"{plan['flops_per_token_palm']:.4g} as PaLM counts them",
+    )
+    batch = f"{plan['rows_per_device']} rows per device, accumulated {plan['accumulate']} times"
+    length = "length unknown"
+    if plan["steps"]:
+        length = f"{plan['steps']:,} steps, {amount(plan['tokens'], 'tokens')}"
+    yield "Batch", f"{batch}; {length}"
+
+
+def _memory(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    memory = plan["memory"]
+    if memory is None:
+        yield "Memory", "unknown"
+        return
+    error = plan["memory_error"]
+    known = f"error about {error:.0%}" if error is not None else "error unknown"
+    yield "Memory", f"GiB per device at the peak, in {memory['peak_in']} ({known})"
+    rows = [name for name in PARTS if round(memory[name], 3)]
+    for name in rows:
+        yield "", f"{memory[name]:9.2f}  {name}{_later(name, memory)}"
+    if "gradients" not in rows:
+        yield "", f"{0:9.2f}  gradients{_later('gradients', memory)}"
+    yield "", f"{memory['allocated']:9.2f}  allocated"
+    yield "", f"{memory['reserved']:9.2f}  reserved by the allocator"
+    yield "", f"{memory['context']:9.2f}  context, the process besides"
+    yield "", f"{memory['total']:9.2f}  in all{_verdict(plan)}"
+    yield "", f"Source: {plan['memory_from']}."
+
+
+def _later(name: str, memory: Mapping[str, Any]) -> str:
+    if name == "gradients" and memory["gradients_in_all"] > memory["gradients"] + 0.005:
+        return f" ({memory['gradients_in_all']:.2f} later in the step)"
+    return ""
+
+
+def _verdict(plan: Mapping[str, Any]) -> str:
+    available = plan["memory"]["available"]
+    if available is None:
+        return ""
+    largest = plan["largest_rows_per_device"]
+    answer = "fits" if plan["fits"] else "does not fit"
+    rows = f"at most {largest:,} rows fit" if largest else "not even one row fits"
+    return f" of {available:.2f}: {answer}; {rows}"
+
+
+def _time(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    rate = plan["tokens_per_s"]
+    yield "Speed", (f"{amount(rate)} tokens/s: " if rate else "") + plan["tokens_per_s_from"]
+    if plan["mfu"]:
+        yield "MFU", f"{plan['mfu']:.1%} of {plan['mfu_of']}"
+    if plan["wall_s"] is None:
+        yield "Time", "unknown"
+    else:
+        error = plan["wall_s_error"]
+        known = "" if error is None else f"; earlier predictions were {error:.0%} off"
+        yield "Time", f"{duration(plan['wall_s'])}{known}"
+    if plan["kwh"] is not None:
+        yield "Energy", f"{plan['kwh']:,.3g} kWh at {plan['kwh_from']}"
+    elif plan["wall_s"] is not None:
+        yield "Energy", "unknown: no data sheet states the power of this device"
+    if plan["cost"] is not None:
+        yield "Cost", f"{plan['cost']:,.2f}"
+
+
+def _changes(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if plan["changes"]:
+        yield "To make it fit", ""
+    for change in plan["changes"][:MOST_CHANGES]:
+        fits = "fits" if change["fits"] else "not enough"
+        facts = [f"{change['saves_gib']:.2f} GiB less, {fits}", f"speed {change['speed']}"]
+        facts += [change["promise"]] if change["promise"] else []
+        yield "", f"{' '.join(change['overrides'])}: {'; '.join(facts)}"
+    if plan["smallest_machine"]:
+        yield "Smallest", f"{plan['smallest_machine']} would do, with one row per device"
