@@ -71,6 +71,8 @@ class Workload:
     """Muon's orthogonalisation; None for optimizers that have none."""
     adamw_copies: int = 0
     """Temporary copies of its largest parameter that AdamW's step makes."""
+    on_gpu: bool = True
+    """Whether it runs on a GPU, where some ops work in larger pieces."""
 
 
 @dataclass(frozen=True)
@@ -164,20 +166,16 @@ def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> in
             f"and {available / GIB:.2f} GiB are available.",
             fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
         )
-    fits, too_many = 1, 2
-    while too_many < MOST_ROWS and need(too_many) <= available:
-        fits, too_many = too_many, too_many * 2
+    fits, step, too_many = 1, 1, MOST_ROWS
     while too_many - fits > 1:
-        # The need grows almost in proportion, so the first guess is nearly right.
-        low, high = need(fits), need(too_many)
-        guess = fits + (too_many - fits) * (available - low) // max(high - low, 1)
-        middle = min(max(guess, fits + 1), too_many - 1)
-        if need(middle) > available:
-            too_many = middle
-        elif middle + 1 == too_many or need(middle + 1) > available:
-            return middle
+        # The need grows almost in proportion, so guesses from its slope are nearly right.
+        middle = min(fits + step, too_many - 1)
+        per_row = max((need(middle) - need(fits)) // (middle - fits), 1)
+        if need(middle) <= available:
+            fits = middle
         else:
-            fits = middle + 1
+            too_many = middle
+        step = max((available - need(fits)) // per_row, 1)
     return fits
 
 
@@ -196,7 +194,8 @@ class _Traced:
 
 @lru_cache(maxsize=64)
 def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
-    with FakeTensorMode():
+    with FakeTensorMode() as mode:
+        mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
         for transform in workload.transforms:
             model = transform(model, None)

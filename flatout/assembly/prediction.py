@@ -158,7 +158,7 @@ def predict_memory(
         extra = max(extra, 0)
     least = int(fixed + variable * (LEAST_COMPILED if is_compiled and not used else 1))
     if used:
-        error = max([_miss(run) for run in used if run.predicted_gib] or [EAGER_ERROR])
+        error = max(EAGER_ERROR if not same else 0.0, _spread(used, on_gpu=on_gpu))
     return MemoryPrediction(
         estimate,
         allocated,
@@ -182,8 +182,18 @@ def _overhead(run: PastRun) -> float:
     return (run.peak_gib or 0.0) - (run.context_gib or 0.0) - (run.estimate_gib or 0.0)
 
 
-def _miss(run: PastRun) -> float:
-    return abs((run.predicted_gib or 0.0) - (run.peak_gib or 0.0)) / (run.peak_gib or 1.0)
+def _spread(runs: Sequence[PastRun], *, on_gpu: bool) -> float:
+    """Return how far from the peak of each run their median correction is, at most."""
+    if len(runs) == 1:
+        return EAGER_ERROR
+    correction = _share if on_gpu else _overhead
+    median = statistics.median(map(correction, runs))
+
+    def miss(run: PastRun) -> float:
+        unit = (run.estimate_gib or 0.0) - (run.fixed_gib or 0.0) if on_gpu else 1.0
+        return abs(correction(run) - median) * unit / (run.peak_gib or 1.0)
+
+    return max(map(miss, runs))
 
 
 def _memory_source(same: Sequence[PastRun], kind: Sequence[PastRun], is_compiled: bool) -> str:
@@ -227,14 +237,9 @@ def predict_time(
     score_s = None if scored is None else scored / (EVALUATION_COST * rate)
     beside = [_beside(run) for run in past if run.wall_s and run.train_s]
     wall_s = train_s + (score_s or 0.0) + (statistics.median(beside) if beside else 0.0)
-    misses = [
-        abs(run.predicted_s - run.wall_s) / run.wall_s
-        for run in past
-        if run.predicted_s and run.wall_s
-    ]
-    return TimePrediction(
-        rate, wall_s, score_s, mfu, source, statistics.median(misses) if misses else None
-    )
+    misses = [abs(rate / run.tokens_per_s - 1) for run in past if run.tokens_per_s]
+    error = max(misses) if len(misses) > 1 else None
+    return TimePrediction(rate, wall_s, score_s, mfu, source, error)
 
 
 def _rate(
@@ -269,7 +274,7 @@ def _rate(
         return mfu * whole, f"{mfu:.0%} of the peak, as {_count(others)} of other shapes here", ()
     return (
         ASSUMED_MFU * whole,
-        f"an assumed {ASSUMED_MFU:.0%} of the peak ({peak.source})",
+        f"an assumed {ASSUMED_MFU:.0%} of the peak",
         (),
     )
 

@@ -178,6 +178,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         # The compiled iterations need no more memory, and no compiler runs without values.
         newton_schulz=batched if newton_schulz is compiled else newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
+        on_gpu=config.train.device.startswith("cuda"),
     )
 
 

@@ -21,6 +21,8 @@ IGNORED = -1
 LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
 """How many logits to hold at once: enough rows for full-rate products, few enough to save memory.
 """
+FAKE_CHUNKS = 3
+"""Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
 SCALES = {torch.float16: 2.0**12}
 """Factors that scale the gradients of the logits before they are rounded to a dtype; the products
 divide by them in fp32.
@@ -229,7 +231,8 @@ def chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
 
-    This keeps the number of different lengths small, so that chunks share compiled code.
+    This keeps the number of different lengths small, so that chunks share compiled code. Of fake
+    tensors only a few chunks are yielded: all need the same memory.
 
     Shapes:  as `loss_and_gradients`; yields (rows, chunk_CD, targets_C).
     """
@@ -237,17 +240,20 @@ def chunks(
     size = max(len(targets_N), 1)
     while size > limit:
         size = -(-size // 2)
-    for start in range(0, len(targets_N), size):
+    starts = range(0, len(targets_N), size)
+    for start in starts[:FAKE_CHUNKS] if isinstance(hidden_ND, FakeTensor) else starts:
         rows = slice(start, start + size)
         yield rows, hidden_ND[rows], targets_N[rows]
 
 
 def on_gpu(tensor: Tensor) -> bool:
-    """Return whether the tensor is on a GPU, or fake and so estimates the memory of a GPU run.
+    """Return whether the tensor is on a GPU, or fake and estimates the memory of a GPU run.
 
     Shapes:  any.
     """
-    return tensor.is_cuda or isinstance(tensor, FakeTensor)
+    if isinstance(tensor, FakeTensor):
+        return getattr(tensor.fake_mode, "stands_for", "cuda") == "cuda"
+    return tensor.is_cuda
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

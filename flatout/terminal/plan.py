@@ -10,6 +10,8 @@ from flatout.terminal.figures import amount, columns, duration, wrapped
 NAMES = 13
 """Columns of the names."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace", "correction")
+OPTIONAL = ("logits", "workspace", "correction")
+"""Parts that are shown only if they take something at the peak."""
 MOST_CHANGES = 6
 """Changes that are shown; --json has all."""
 
@@ -32,18 +34,31 @@ def plan_lines(plan: Mapping[str, Any], *, width: int | None = None) -> str:
 
 def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "Run", f"{plan['recipe']} on {plan['machine']}"
-    parts = ", ".join(f"{name} {amount(n)}" for name, n in plan["params_by_part"].items())
-    yield "Parameters", f"{plan['params']:,}: {parts}"
+    yield "Parameters", f"{plan['params']:,}: {', '.join(_parts(plan['params_by_part']))}"
     yield (
         "FLOPs",
-        f"{plan['flops_per_token']:.4g} per token, causal-exact; "
-        f"{plan['flops_per_token_palm']:.4g} as PaLM counts them",
+        f"{amount(plan['flops_per_token'])} per token, causal-exact; "
+        f"{amount(plan['flops_per_token_palm'])} as PaLM counts them",
     )
     batch = f"{plan['rows_per_device']} rows per device, accumulated {plan['accumulate']} times"
     length = "length unknown"
     if plan["steps"]:
         length = f"{plan['steps']:,} steps, {amount(plan['tokens'], 'tokens')}"
     yield "Batch", f"{batch}; {length}"
+
+
+def _parts(params: Mapping[str, int]) -> Iterator[str]:
+    """Yield the parts of the model; those of the blocks are in brackets after their sum."""
+    inside = {name: n for name, n in params.items() if name.startswith("blocks.")}
+    for name, number in params.items():
+        if name not in inside:
+            yield f"{name} {amount(number)}"
+        elif name == next(iter(inside)):
+            details = ", ".join(
+                f"{part.removeprefix('blocks.').replace('_', ' ')} {amount(n)}"
+                for part, n in inside.items()
+            )
+            yield f"blocks {amount(sum(inside.values()))} ({details})"
 
 
 def _memory(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -54,11 +69,9 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     error = plan["memory_error"]
     known = f"error about {error:.0%}" if error is not None else "error unknown"
     yield "Memory", f"GiB per device at the peak, in {memory['peak_in']} ({known})"
-    rows = [name for name in PARTS if round(memory[name], 3)]
-    for name in rows:
-        yield "", f"{memory[name]:9.2f}  {name}{_later(name, memory)}"
-    if "gradients" not in rows:
-        yield "", f"{0:9.2f}  gradients{_later('gradients', memory)}"
+    for name in PARTS:
+        if name not in OPTIONAL or round(memory[name], 2):
+            yield "", f"{memory[name]:9.2f}  {name}{_later(name, memory)}"
     yield "", f"{memory['allocated']:9.2f}  allocated"
     yield "", f"{memory['reserved']:9.2f}  reserved by the allocator"
     yield "", f"{memory['context']:9.2f}  context, the process besides"
@@ -91,7 +104,7 @@ def _time(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "Time", "unknown"
     else:
         error = plan["wall_s_error"]
-        known = "" if error is None else f"; earlier predictions were {error:.0%} off"
+        known = "" if error is None else f"; the rates of these runs differ by up to {error:.0%}"
         yield "Time", f"{duration(plan['wall_s'])}{known}"
     if plan["kwh"] is not None:
         yield "Energy", f"{plan['kwh']:,.3g} kWh at {plan['kwh_from']}"

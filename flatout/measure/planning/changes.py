@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from flatout.assembly.selection import assemble
 from flatout.errors import FlatoutError
 from flatout.measure.planning.plan import Plan, resolve_for
 from flatout.measured import gains_here
+from flatout.ops import cross_entropy
 
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
@@ -53,24 +53,29 @@ def changes(plan: Plan, cache: Path | None) -> list[Change]:
     """
     if plan.memory is None or plan.available is None:
         return []
-    found = [change for change in _single(plan, cache) if change.saves_gib > 0]
+    leaner = sorted(_leaner_speedups(plan, cache), key=lambda one: _need(plan, one[1]))
+    found = [change for change in _single(plan, leaner, cache) if change.saves_gib > 0]
     found.sort(key=lambda change: (not change.fits, change.need_gib))
     if not any(change.fits for change in found):
-        together = _together(plan, cache)
+        together = _together(plan, leaner, cache)
         found = [*([together] if together else []), *found]
     return found
 
 
-def _single(plan: Plan, cache: Path | None) -> Iterator[Change]:
+Leaner = Sequence[tuple[Speedup, Workload]]
+"""Speedups with the workload that each leads to."""
+
+
+def _single(plan: Plan, leaner: Leaner, cache: Path | None) -> Iterator[Change]:
     if plan.memory is None or plan.available is None:
         return
     rows, accumulate = _batch(plan)
     fewer = largest_rows(plan.workload, rows * accumulate, plan.available, rows - 1)
     if fewer:
         more = rows * accumulate // fewer
-        overrides = (f"batch.rows_per_device={fewer}", f"batch.accumulate={more}")
-        yield _change(plan, overrides, plan.workload, NOT_MEASURED, batch=(fewer, more))
-    for speedup, workload in _leaner_speedups(plan, cache):
+        by_rows = (f"batch.rows_per_device={fewer}", f"batch.accumulate={more}")
+        yield _change(plan, by_rows, plan.workload, NOT_MEASURED, batch=(fewer, more))
+    for speedup, workload in leaner:
         yield _change(
             plan,
             (f"speedups={adding(plan.requested.speedups, [speedup.name])}",),
@@ -89,22 +94,16 @@ def _single(plan: Plan, cache: Path | None) -> Iterator[Change]:
         yield _change(plan, (f"parallel.shard={world}",), sharded, NOT_MEASURED)
 
 
-def _together(plan: Plan, cache: Path | None) -> Change | None:
-    """Return the smallest set of speedups, by savings, that fits; None if even all do not."""
+def _together(plan: Plan, leaner: Leaner, cache: Path | None) -> Change | None:
+    """Return a set of speedups that fits, those with the largest savings first; None if none do."""
     chosen: list[Speedup] = []
-    workload, rest = plan.workload, dict(_by_name(_leaner_speedups(plan, cache)))
-    while rest:
-        options = {
-            name: leaner
-            for name, speedup in rest.items()
-            if (leaner := _with(plan, [*chosen, speedup], cache)) is not None
-        }
-        need = partial(_need, plan)
-        best = min(options, key=lambda name: need(options[name]), default=None)
-        if best is None or need(options[best]) > (1 - LEAST_SAVING) * need(workload):
-            return None
-        chosen, workload = [*chosen, rest.pop(best)], options[best]
-        if need(workload) <= (plan.available or 0):
+    workload = plan.workload
+    for speedup, _ in leaner:
+        more = _with(plan, [*chosen, speedup], cache)
+        if more is None or _need(plan, more) > (1 - LEAST_SAVING) * _need(plan, workload):
+            continue
+        chosen, workload = [*chosen, speedup], more
+        if _need(plan, workload) <= (plan.available or 0):
             names = [speedup.name for speedup in chosen]
             return _change(
                 plan,
@@ -114,10 +113,6 @@ def _together(plan: Plan, cache: Path | None) -> Change | None:
                 promise=_weak_promise(chosen),
             )
     return None
-
-
-def _by_name(found: Iterator[tuple[Speedup, Workload]]) -> Iterator[tuple[str, Speedup]]:
-    return ((speedup.name, speedup) for speedup, _ in found)
 
 
 def _leaner_speedups(plan: Plan, cache: Path | None) -> Iterator[tuple[Speedup, Workload]]:
@@ -210,8 +205,9 @@ def _weak_promise(speedups: Sequence[Speedup]) -> str | None:
 def training_flops(workload: Workload) -> int:
     """Return the FLOPs of one sequence, forward and backward, with what is recomputed."""
     counter = FlopCounterMode(display=False)
+    ops = replace(workload.ops, cross_entropy=cross_entropy.fused)  # whole, so that all is counted
     with FakeTensorMode():
-        model = workload.model_class(workload.model_config, workload.ops)
+        model = workload.model_class(workload.model_config, ops)
         for transform in workload.transforms:
             model = transform(model, None)
         tokens_BT = torch.zeros(1, workload.seq_len, dtype=torch.int64)

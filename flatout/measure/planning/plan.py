@@ -32,7 +32,7 @@ from flatout.assembly.resolve import known_peak, resolve, workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, HardwareError
 from flatout.measure.planning.target import Target, find_data, target_of
 from flatout.measured import gains_here, hardware_name
 from flatout.models.language_model import Flops, LanguageModel, model_of
@@ -152,21 +152,34 @@ def resolve_for(
     dataset: AnyDataset | None,
     cache: Path | None,
 ) -> tuple[RunConfig, list[Decision]]:
-    """Return the configuration as `train` would resolve it on the target."""
-    return resolve(
-        requested.with_values({"train.device": target.device}),
-        machine=target.machine,
-        dataset=dataset,
-        world_size=target.world_size,
-        measured=gains_here(target.machine, target.device, cache),
-    )
+    """Return the configuration as `train` would resolve it on the target.
+
+    If not even one row fits, the plan is for one row.
+    """
+    requested = requested.with_values({"train.device": target.device})
+
+    def resolved(config: RunConfig) -> tuple[RunConfig, list[Decision]]:
+        return resolve(
+            config,
+            machine=target.machine,
+            dataset=dataset,
+            world_size=target.world_size,
+            measured=gains_here(target.machine, target.device, cache),
+        )
+
+    try:
+        return resolved(requested)
+    except HardwareError:
+        if requested.batch.rows_per_device != "auto":
+            raise
+        return resolved(requested.with_values({"batch.rows_per_device": 1}))
 
 
 def peak_of(target: Target, recipe: Recipe) -> Peak | None:
     """Return the peak rate of the run's arithmetic on one device of the target."""
     if target.is_missing:
         return None
-    dtype = recipe.precision.name
+    dtype: str = recipe.precision.name
     if dtype == "fp32" and recipe.matmul == "high" and target.device.startswith("cuda"):
         dtype = "tf32"
     return known_peak(target.machine, target.device, dtype)
@@ -201,14 +214,17 @@ def _memory(
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:
-    """Return the parameters of embedding, blocks by their children, head, and everything else."""
+    """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
+
+    A tied head counts as the embedding.
+    """
     kinds, found = model.parameter_kinds(), Counter[str]()
     for name, parameter in model.named_parameters():
-        words = name.split(".")
-        if words[0] == "blocks" and len(words) > 2:
-            part = f"blocks: {words[2].replace('_', ' ')}"
+        words, kind = name.split("."), kinds[name]
+        if words[0] == "blocks" and len(words) > 3:
+            part = f"blocks.{words[2]}"
         else:
-            part = {"embedding": "embedding", "head": "head"}.get(kinds[name], "final norm, other")
+            part = kind if kind in ("embedding", "head") else "other"
         found[part] += parameter.numel()
     return dict(found)
 

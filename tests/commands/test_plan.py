@@ -1,0 +1,183 @@
+"""`flatout plan`: what a run will need, without data and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from flatout.commands.plan import check, plan
+from flatout.commands.train import train_config
+from flatout.errors import ConfigError
+from flatout.measure.planning import plan as planning
+
+SMALL = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.num_heads=2",
+    "data.seq_len=16",
+    "batch.tokens_per_step=128",
+    "train.steps=6",
+]
+ON_CPU = [*SMALL, "train.device=cpu", "speedups=auto,-compile"]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("{}\n")
+    return path
+
+
+def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
+    found = plan(
+        recipe,
+        [*SMALL, "model.vocab_size=101"],
+        machine="8x H100",
+        price_per_hour=20.0,
+    )
+    assert (found.device, found.world_size) == ("cuda", 8)
+    assert found.machine == "8x NVIDIA H100 80GB HBM3 (h100-sxm)"
+    assert found.fits
+    assert found.tokens_per_s_from == "an assumed 30% of the peak"
+    assert found.mfu == pytest.approx(0.3)
+    assert found.kwh == pytest.approx(8 * 700 * found.wall_s / 3.6e6)
+    assert found.cost == pytest.approx(20 * found.wall_s / 3600)
+    assert found.tokens == 6 * 128
+    assert sum(found.params_by_part.values()) == found.params
+    assert found.flops_per_token < found.flops_per_token_palm
+    assert found.changes == []
+    assert found.smallest_machine is None
+
+
+def test_the_parts_of_the_memory_add_up(recipe):
+    memory = plan(recipe, [*ON_CPU, "model.vocab_size=101"]).memory
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+    whole = sum(memory[part] for part in (*parts, "correction"))
+    assert memory["allocated"] == pytest.approx(whole)
+    assert memory["total"] == pytest.approx(memory["reserved"] + memory["context"])
+
+
+def test_without_a_vocabulary_size_the_error_names_the_key(recipe):
+    with pytest.raises(ConfigError, match=r"Set model\.vocab_size"):
+        plan(recipe, ON_CPU)
+
+
+def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set):
+    overrides = [word for word in ON_CPU if "steps" not in word]
+    found = plan(recipe, [*overrides, f"data.path={tiny_set}"])
+    assert found.steps
+    assert found.notes == []
+    assert found.params_by_part["embedding"] == 32 * 257
+
+
+def test_a_dataset_that_is_not_here_yet_is_left_out(recipe, tmp_path):
+    missing = tmp_path / "none"
+    found = plan(recipe, [*ON_CPU, "model.vocab_size=101", f"data.path={missing}"])
+    assert found.notes == [
+        f"{missing} is not a dataset yet, so the time leaves out the evaluations."
+    ]
+
+
+def test_the_length_of_a_run_may_be_unknown(recipe):
+    overrides = [word for word in ON_CPU if "steps" not in word]
+    found = plan(recipe, [*overrides, "model.vocab_size=101"])
+    assert (found.steps, found.tokens, found.wall_s, found.kwh, found.cost) == (None,) * 5
+    assert found.tokens_per_s
+    assert "length unknown" in found.summary()
+
+
+def test_a_gpu_recipe_on_a_machine_without_one(recipe, monkeypatch):
+    monkeypatch.setattr("flatout.hardware._gpus", lambda: ())
+    found = plan(recipe, [*SMALL, "model.vocab_size=101", "train.device=cuda"])
+    assert found.fits is False
+    assert found.tokens_per_s is None
+    assert found.smallest_machine.startswith("1x ")
+    assert "a GPU that is not here" in found.summary()
+
+
+LARGE = [
+    "model.num_layers=48",
+    "model.d_model=4096",
+    "model.num_heads=32",
+    "model.vocab_size=50304",
+    "data.seq_len=1024",
+    "train.steps=10",
+]
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_fit_names_the_smallest_machine_that_would_do(recipe):
+    found = plan(recipe, LARGE, machine="T4")
+    assert found.fits is False
+    assert found.largest_rows_per_device == 0
+    count, _, name = found.smallest_machine.partition("x ")
+    again = plan(
+        recipe,
+        [*LARGE, f"parallel.shard={count}", "batch.rows_per_device=1"],
+        machine=f"{count}x {name.split()[0]}",
+    )
+    assert again.fits
+
+
+@pytest.mark.slow
+def test_each_change_that_fits_does_fit(recipe):
+    shape = ["model.num_layers=12", "model.d_model=768", "model.num_heads=12"]
+    overrides = [*shape, "model.vocab_size=50304", "data.seq_len=1024", "train.steps=10"]
+    batch = ["batch.rows_per_device=128", "batch.accumulate=1"]
+    found = plan(recipe, [*overrides, *batch], machine="A10")
+    assert found.fits is False
+    fitting = [change for change in found.changes if change["fits"]]
+    assert fitting
+    rows = next(c for c in fitting if c["overrides"][0].startswith("batch"))
+    assert plan(recipe, [*overrides, *rows["overrides"]], machine="A10").fits
+    full = next(c for c in found.changes if c["overrides"][0].endswith("+checkpointing"))
+    assert "more FLOPs, from recomputing" in full["speed"]
+    # The block's last product need not be recomputed; the head is not, either.
+    assert 10 < float(full["speed"].partition("%")[0]) < 34
+    assert "To make it fit" in found.summary()
+
+
+def test_a_run_here_corrects_the_next_plan(recipe, tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("flatout.commands.plan.CACHE", tmp_path / "cache")
+    monkeypatch.setattr("flatout.commands.train.CACHE", tmp_path / "cache")
+    config = tiny_config(train__steps=20)
+    done = train_config(config, run=tmp_path / "run")
+    path = tmp_path / "same.yaml"
+    path.write_text(json.dumps(config.to_dict()))
+    found = plan(path)
+    assert found.tokens_per_s == pytest.approx(done.tokens_per_s)
+    assert found.tokens_per_s_from == "1 earlier run of this shape here"
+    assert found.wall_s == pytest.approx(done.wall_s, rel=0.2)
+    assert found.memory_from == "traced, corrected by 1 earlier run of this recipe's shape here"
+
+
+def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("data-dependent")
+
+    monkeypatch.setattr(planning, "estimate", refuse)
+    found = plan(recipe, [*ON_CPU, "model.vocab_size=101", "batch.rows_per_device=4"])
+    assert (found.memory, found.fits, found.peak_gib, found.largest_rows_per_device) == (
+        None,
+        None,
+        None,
+        None,
+    )
+    assert any("RuntimeError: data-dependent" in note for note in found.notes)
+    assert math.isfinite(found.tokens_per_s)
+
+
+@pytest.mark.parametrize(
+    ("machine", "fix"),
+    [("8x H1000", "Did you mean 'H100'"), ("A800", "a800-pcie-80gb"), ("0x H100", "8x H100")],
+)
+def test_a_wrong_machine_is_refused_without_torch(machine, fix):
+    with pytest.raises(ConfigError, match=fix):
+        check("gpt2-124m", None, machine)
+
+
+def test_a_cpu_run_has_no_other_machine():
+    with pytest.raises(ConfigError, match="contradict"):
+        check("gpt2-124m", ["train.device=cpu"], "H100")
