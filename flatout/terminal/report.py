@@ -322,12 +322,11 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif "mfu" in summary:
         why = str(value("mfu_of") or "no peak rate is known for this device")
         yield "MFU", why if why.startswith("unknown") else f"unknown: {why}"
-    if predicted := _predicted(summary):
-        yield "Predicted", predicted
+    yield from _predicted(summary)
 
 
-def _predicted(summary: Mapping[str, Any]) -> str:
-    """Return what was predicted before the run, and how far it was from what was measured."""
+def _predicted(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what was predicted before the run, and how far it was from what was measured."""
     forms: dict[str, Callable[[float], str]] = {
         "wall_s": duration,
         "tokens_per_s": lambda rate: f"{amount(rate)} tokens/s",
@@ -341,4 +340,5 @@ def _predicted(summary: Mapping[str, Any]) -> str:
         if before and after:
             miss = before / after - 1
             found.append(f"{form(before)} ({abs(miss):.0%} too {'high' if miss > 0 else 'low'})")
-    return ", ".join(found)
+    if found:
+        yield "Predicted", ", ".join(found)
