@@ -7,6 +7,9 @@ import math
 
 import pytest
 
+from flatout import hardware
+from flatout.commands import plan as plan_command
+from flatout.commands import train as train_command
 from flatout.commands.plan import check, plan
 from flatout.commands.train import train_config
 from flatout.errors import ConfigError
@@ -89,7 +92,7 @@ def test_the_length_of_a_run_may_be_unknown(recipe):
 
 
 def test_a_gpu_recipe_on_a_machine_without_one(recipe, monkeypatch):
-    monkeypatch.setattr("flatout.hardware._gpus", lambda: ())
+    monkeypatch.setattr(hardware, "_gpus", lambda: ())
     found = plan(recipe, [*SMALL, "model.vocab_size=101", "train.device=cuda"])
     assert found.fits is False
     assert found.tokens_per_s is None
@@ -140,8 +143,8 @@ def test_each_change_that_fits_does_fit(recipe):
 
 
 def test_a_run_here_corrects_the_next_plan(recipe, tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("flatout.commands.plan.CACHE", tmp_path / "cache")
-    monkeypatch.setattr("flatout.commands.train.CACHE", tmp_path / "cache")
+    monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(train_command, "CACHE", tmp_path / "cache")
     config = tiny_config(train__steps=20)
     done = train_config(config, run=tmp_path / "run")
     path = tmp_path / "same.yaml"

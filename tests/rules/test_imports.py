@@ -81,6 +81,7 @@ TRAINING = (
     "longer",
     "loop",
     "run_plan",
+    "predicting",
     "finish",
     "run",
 )
