@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flatout.commands.inspect import inspect
     from flatout.commands.list import list_entries
     from flatout.commands.prepare import prepare
+    from flatout.commands.profile import profile
     from flatout.commands.report import report
     from flatout.commands.runs import runs
     from flatout.commands.train import train
@@ -60,6 +61,7 @@ __all__ = [
     "load_config",
     "load_run",
     "prepare",
+    "profile",
     "report",
     "runs",
     "sample",
@@ -87,6 +89,7 @@ _HOMES = {
     "load_config": "flatout.config.schema",
     "load_run": "flatout.inference.load",
     "prepare": "flatout.commands.prepare",
+    "profile": "flatout.commands.profile",
     "report": "flatout.commands.report",
     "runs": "flatout.commands.runs",
     "sample": "flatout.commands.generate:generate",

@@ -15,6 +15,8 @@ from flatout.hardware import Machine, MachineRow, row_of
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 """Arithmetic that a plain matrix product can measure."""
+COPY_BYTES = 256 << 20
+"""Size of the copy that measures memory bandwidth: more than caches hold."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,37 @@ def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
         return None
     tflops, size = measure(device, dtype)
     return Peak(tflops, f"measured here, matmul {size}³, {dtype}")
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """The memory bandwidth that counts as 100%, and its source."""
+
+    gb_per_s: float
+    source: str
+
+
+def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
+    """Return the memory bandwidth from the data sheet of a known GPU, or else measured here.
+
+    Measuring copies a large tensor a few times, with all threads, and counts reads and writes.
+    """
+    row = _row_of_device(machine, device) if device.startswith("cuda") else None
+    if row is not None:
+        figure = row.bandwidth_gb_per_s
+        return Bandwidth(figure.value, f"data sheet: {figure.source}")
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best_s = float("inf")
+    for _ in range(6):
+        _wait(device)
+        start_s = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return Bandwidth(
+        2 * COPY_BYTES / best_s / 1e9, f"measured here, copy of {COPY_BYTES >> 20} MiB"
+    )
 
 
 def measure(device: str, dtype: str) -> tuple[float, int]:

@@ -85,5 +85,6 @@ def test_lost_output_keeps_the_exit_code_of_commands_that_write_files():
         "demo",
         "import",
         "prepare",
+        "profile",
         "train",
     }

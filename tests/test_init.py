@@ -132,6 +132,7 @@ def test_wrong_paths_are_refused_in_either_form(form, tmp_path):
         "inspect",
         "list_entries",
         "prepare",
+        "profile",
         "runs",
         "sample",
         "train",

@@ -54,9 +54,24 @@ _PATTERNS = (
     ),
 )
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
-_GENERATED = re.compile(r"^(triton|cpp)_(poi|red|per|mm|tem)?_?_?fused_?")
+_GENERATED = re.compile(r"^(?:graph_\w*?)?(triton|cpp)_(poi|red|per|mm|tem|for|spl)?_?_?fused_?")
 """How torch.compile names the kernels that it generates, before the operations fused in them."""
-_OF_GENERATED = {"poi": "elementwise", "red": "reduction", "per": "reduction"}
+_OF_GENERATED = {
+    "poi": "elementwise",
+    "red": "reduction",
+    "per": "reduction",
+    "mm": "matmul",
+    "tem": "matmul",
+    "for": "optimizer",
+    "spl": "scan",
+}
+TELLING = frozenset({"communication", "copy", "attention"})
+"""Classes that a kernel's own name decides, whatever operation started it."""
+
+
+def is_generated(name: str) -> bool:
+    """Return whether torch.compile generated the kernel."""
+    return _GENERATED.match(name) is not None
 
 
 @cache

@@ -23,7 +23,7 @@ import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
 from flatout.measure.evidence import KernelShare
-from flatout.measure.kernels import KINDS, kind_of
+from flatout.measure.kernels import KINDS, TELLING, is_generated, kind_of
 
 TINY_S = 20e-6
 """An operation that takes less costs about as much to start as to run."""
@@ -61,12 +61,23 @@ class Op:
     within: str | None
     """The innermost `record_function` range around it."""
     flops: int | None
-    """Floating-point operations, where torch knows a formula."""
+    """Floating-point operations, where there is a formula."""
+    bytes: int | None = None
+    """Bytes that it reads and writes at least, where there is a formula."""
+    launched_by: str | None = None
+    """The host's operation that started a kernel."""
 
     @property
     def kind(self) -> str:
-        """Class of the operation, one of `kernels.KINDS`."""
-        return kind_of(self.name)
+        """Class of the operation, one of `kernels.KINDS`.
+
+        A kernel without a telling name has the class of the operation that started it.
+        """
+        own = kind_of(self.name)
+        if self.launched_by is None or own in TELLING or is_generated(self.name):
+            return own
+        started = kind_of(self.launched_by)
+        return own if started == "other" else started
 
     @property
     def end_s(self) -> float:

@@ -89,6 +89,18 @@ CASES = [
         ("a local path",),
     ),
     Case(
+        "a URL as --out of `profile`",
+        "profile my.yaml --out s3://bucket/profile",
+        ("--out s3://bucket/profile is a URL",),
+        ("a local path",),
+    ),
+    Case(
+        "a file as --out of `profile`",
+        "profile my.yaml --out book.txt",
+        ("Cannot write book.txt", "File exists"),
+        ("--out DIR",),
+    ),
+    Case(
         "a URL as the file of `report`",
         "report first --out s3://bucket/report.html",
         ("--out s3://bucket/report.html is a URL",),

@@ -29,6 +29,18 @@ CASES = [
         ("leave it out",),
     ),
     Case(
+        "a profile of steps beyond the end of the run",
+        "profile my.yaml --skip 50",
+        ("Steps 51 to 53 do not exist", "2 steps"),
+        ("smaller",),
+    ),
+    Case(
+        "a profile of no steps",
+        "profile my.yaml --steps 0",
+        ("--steps", "0"),
+        ("1",),
+    ),
+    Case(
         "an unknown precision",
         "train my.yaml train.precision=bf17",
         ("train.precision='bf17'", "'bf16'"),
