@@ -102,10 +102,11 @@ def long_enough(config: RunConfig, wanted: Wanted) -> RunConfig:
         return config.with_values({"train.steps": wanted.at_least})
     first, last = wanted.skip + 1, wanted.at_least
     which = f"Step {last} does" if first == last else f"Steps {first} to {last} do"
-    fix = "Leave out --skip, or use a smaller one"
+    most = planned - wanted.steps
+    choice = f"Use --skip {most} or less" if most >= 0 else "Leave out --skip"
     raise ConfigError(
         f"{which} not exist: the run has {planned} step{'s' * (planned != 1)}.",
-        fix=f"{fix}: --skip {planned - wanted.steps}." if planned >= wanted.steps else f"{fix}.",
+        fix=f"{choice}, or set train.steps={last}.",
     )
 
 

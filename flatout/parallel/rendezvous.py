@@ -202,15 +202,14 @@ def disconnect() -> None:
         time.sleep(RELEASE_S)
 
 
-<<<<<<< HEAD
 def stated_variables(names: Iterable[str]) -> dict[str, str]:
     """Return the environment variables among `names` that are set, with their values."""
     return {name: os.environ[name] for name in names if name in os.environ}
-=======
+
+
 def silence_profiler() -> None:
     """Keep torch's profiler from writing its own log lines to standard error.
 
     It must be called before the profiler starts for the first time.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
->>>>>>> 4b46391 (flatout profile: a trace with phases and memory, kernels by class against the roof, one step as a timeline)

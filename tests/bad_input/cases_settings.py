@@ -32,13 +32,13 @@ CASES = [
         "a profile of steps beyond the end of the run",
         "profile my.yaml --skip 50",
         ("Steps 51 to 53 do not exist", "2 steps"),
-        ("smaller",),
+        ("Leave out --skip", "train.steps=53"),
     ),
     Case(
         "a profile of no steps",
         "profile my.yaml --steps 0",
-        ("--steps", "0"),
-        ("1",),
+        ("'--steps'", "x>=1"),
+        ("--help",),
     ),
     Case(
         "an unknown precision",
