@@ -24,6 +24,8 @@ PACKAGES = (
     "gigatoken",
     "torchao",
     "liger_kernel",
+    "click",
+    "tenacity",
 )
 """Packages that a machine with torch, Triton and the usual ML packages may lack.
 

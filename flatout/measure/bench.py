@@ -23,6 +23,7 @@ from flatout.measure.promises import (
 from flatout.measure.remember import remember
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import (
+    PICTURE,
     TRIALS,
     Report,
     Row,
@@ -131,7 +132,16 @@ def _store(report: Report, out: Path, progress: Progress) -> None:
             f"the new trials are in {out / TRIALS}."
         )
     else:
-        write(report, table(report), picture(report), out)
+        write(report, table(report), _picture(report, progress), out)
+
+
+def _picture(report: Report, progress: Progress) -> str | None:
+    """Return the report as SVG; None, with a message, where matplotlib is missing."""
+    try:
+        return picture(report)
+    except ImportError as error:
+        progress.say(f"No {PICTURE}: {error}. `pip install matplotlib` installs what it needs.")
+        return None
 
 
 def require_figures(rounds: Rounds, out: Path) -> None:

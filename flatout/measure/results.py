@@ -277,12 +277,13 @@ def is_less(report: Report, out: Path) -> bool:
     )
 
 
-def write(report: Report, table: str, picture: str, out: Path) -> None:
-    """Write bench.json, table.md and bench.svg, each atomically."""
+def write(report: Report, table: str, picture: str | None, out: Path) -> None:
+    """Write bench.json, table.md and, if there is a picture, bench.svg, each atomically."""
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / JSON, json.dumps(report.model_dump(mode="json"), indent=1) + "\n")
     write_text(out / TABLE, table)
-    write_text(out / PICTURE, picture)
+    if picture is not None:
+        write_text(out / PICTURE, picture)
 
 
 def read(out: Path) -> Report:

@@ -292,6 +292,17 @@ def test_everything_is_written_and_read_back(auto_config, tmp_path):
     ElementTree.fromstring((place / "bench.svg").read_text())
 
 
+def test_a_missing_matplotlib_costs_the_picture_only(auto_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report, place = bench(auto_config, MadeUp(), tmp_path, repeats=2)
+    assert sorted(path.name for path in place.iterdir()) == [
+        "bench.json",
+        "table.md",
+        "trials.jsonl",
+    ]
+    assert read(place) == report
+
+
 def test_a_sweep_is_measured_like_a_ladder(auto_config, tmp_path):
     report, place = bench(auto_config, MadeUp(), tmp_path, sweep="prefetch", repeats=2)
     assert report.kind == "prefetch"
