@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flatout.commands.report import report
     from flatout.commands.runs import runs
     from flatout.commands.train import train
+    from flatout.commands.tune import tune
     from flatout.commands.verify import verify
     from flatout.config.schema import RunConfig, load_config
     from flatout.config.sections import Section
@@ -66,6 +67,7 @@ __all__ = [
     "runs",
     "sample",
     "train",
+    "tune",
     "verify",
 ]
 
@@ -94,6 +96,7 @@ _HOMES = {
     "runs": "flatout.commands.runs",
     "sample": "flatout.commands.generate:generate",
     "train": "flatout.commands.train",
+    "tune": "flatout.commands.tune",
     "verify": "flatout.commands.verify",
 }
 """The module of each public name, with `:attribute` if the name differs there.

@@ -9,6 +9,7 @@ from pydantic import Field
 from flatout.json_io import Stored
 
 Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
+Rehearsal = Literal["evaluation", "save"]
 
 
 class TrialSpec(Stored):
@@ -26,6 +27,8 @@ class TrialSpec(Stored):
     """Latest end of the warm-up, counted from the end of the first step."""
     limit_s: float = 300.0
     """Latest end of the steps, whatever has been measured by then."""
+    rehearse: list[Rehearsal] = Field([])
+    """What a run does besides training and the trial does once, untimed, for its memory."""
 
 
 class TrialResult(Stored):
@@ -65,6 +68,10 @@ class TrialResult(Stored):
     """Micro-batches per step."""
     speedups: list[str] = Field([])
     """Speedups that were actually on."""
+    compile_s: float | None = None
+    """Seconds spent compiling; null when nothing was compiled."""
+    rehearsed: list[Rehearsal] = Field([])
+    """What the trial did besides training."""
     environment: dict[str, str | int] = Field({})
     """Device, processor, threads, torch."""
     process_s: float = 0.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.assembly.build import build
@@ -11,17 +13,23 @@ from flatout.config.schema import validate
 from flatout.hardware import fingerprint
 from flatout.measure.pace import Pace
 from flatout.measure.resolving import resolve_here
-from flatout.measure.spec import TrialResult, TrialSpec
+from flatout.measure.spec import Rehearsal, TrialResult, TrialSpec
 from flatout.parallel.mesh import make_mesh
+from flatout.training.evaluation import batch_shapes, score
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log, require_finite
 from flatout.training.out_of_memory import explained
+from flatout.training.saving import closing_saver, reserve, save, wait_for_saves
 from flatout.training.warmup import warm_up
 
 MIN_RUN_STEPS = 2_000
 """Shorter recipes are extended to this many steps, so that they can warm up and be measured."""
 MIN_STEPS_S = 1.0
 """Minimum time for the steps of a trial, however long it took to start."""
+SPARE_DISK = 3
+"""A save is rehearsed where the disk has room for this multiple of the weights and the optimizer's
+state.
+"""
 QUIET = {
     "train.eval_every": 0,
     "train.patience": 0,
@@ -62,8 +70,10 @@ def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
     """Warm up the run, train it, and return the figures."""
     wanted = {decision.name for decision in run.decisions if decision.on}
     run.feed.prime(min(spec.loss_steps, run.last_step))
-    with Log(run) as log:
-        warm_up(run, log)
+    with Log(run) as log, closing_saver(run, log):
+        warm_up(run, log, eval_shapes=batch_shapes(run) if spec.rehearse else ())
+        if spec.rehearse:
+            reserve(run, log)
         limit_s = max(spec.limit_s - (time.perf_counter() - start_s), MIN_STEPS_S)
         pace = Pace(
             log,
@@ -75,6 +85,7 @@ def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
         fit(run, log, pace.requested)
         pace.finish()
         spent = pace.measured
+        rehearsed = rehearse(run, log, spec.rehearse)
         peak_gib = log.peak_gib()
     losses = [float(loss) for loss in pace.losses]
     for step, loss in enumerate(losses, 1):
@@ -100,5 +111,24 @@ def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
         rows_per_device=run.rows_per_device,
         accumulate=run.config.batch.accumulate,
         speedups=[decision.name for decision in run.decisions if decision.on],
+        compile_s=log.compile_s,
+        rehearsed=rehearsed,
         environment=fingerprint(str(run.mesh.device)),
     )
+
+
+def rehearse(run: Run, log: Log, wanted: Sequence[Rehearsal]) -> list[Rehearsal]:
+    """Evaluate one batch and save once, as `wanted`, and return what was done.
+
+    Without validation text there is no evaluation, and a small disk gets no checkpoint.
+    """
+    done: list[Rehearsal] = []
+    batch_tokens = run.rows_per_device * run.config.data.seq_len
+    if "evaluation" in wanted and score(run, max_tokens=batch_tokens) is not None:
+        done.append("evaluation")
+    state_bytes = 12 * sum(parameter.numel() for parameter in run.core.parameters())
+    if "save" in wanted and shutil.disk_usage(run.folder).free > SPARE_DISK * state_bytes:
+        save(run, log)
+        wait_for_saves(run, log)
+        done.append("save")
+    return done

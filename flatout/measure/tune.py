@@ -1,0 +1,153 @@
+"""Finds the fastest setting of a recipe on this machine, in bounded time."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from flatout.config.schema import RunConfig
+from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.hardware import Machine
+from flatout.measure.budget import Budget
+from flatout.measure.resolving import resolve_apart
+from flatout.measure.results import commit_of_package
+from flatout.measure.rounds import RunTrial
+from flatout.measure.trial import run_trial
+from flatout.measure.tune_parts import PARTS
+from flatout.measure.tune_race import Race
+from flatout.measure.tune_report import (
+    Tuning,
+    gains,
+    require_writable,
+    tuned_config,
+    tuning_of,
+    write_recipe,
+)
+from flatout.measure.tune_search import Search
+from flatout.measure.tune_space import Space, make_space
+from flatout.measured import hardware_name, keep
+from flatout.parallel.rendezvous import stated_ranks
+from flatout.progress import SILENT, Progress
+from flatout.training.run import warn_of_busy_cores
+
+
+def run_tune(
+    requested: RunConfig,
+    *,
+    out: Path,
+    minutes: float | None = None,
+    only: Sequence[str] = PARTS,
+    statistical: bool = False,
+    cache: Path | None = None,
+    progress: Progress = SILENT,
+    trial: RunTrial = run_trial,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Tuning, int | None]:
+    """Search, write the recipe to `out`, and return the result and the signal that ended it.
+
+    Gains of speedups are also kept in `cache`, unless that is None; `auto` then uses them.
+    Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
+            Interrupted when a signal arrives before that.
+    """
+    start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
+    if stated_ranks().world_size > 1:
+        raise ConfigError(
+            "tune measures a single process, and this is one of several.",
+            fix="Start it without torchrun.",
+        )
+    require_writable(out)
+    with progress.task("Resolving the configuration"):
+        resolved, additions = resolve_apart(requested, cache)
+        space = make_space(requested, resolved, additions, only=only, statistical=statistical)
+    if resolved.config.train.device == "cpu":
+        warn_of_busy_cores(resolved.machine, progress)
+    _say_what_stays(requested, space, progress)
+    budget = Budget(len(space.moves) + 5, minutes=minutes, repeats=2, began_s=start_s, clock=clock)
+    ended_by: int | None = None
+    with (
+        tempfile.TemporaryDirectory(prefix="flatout-tune-") as scratch,
+        progress.task("Tuning") as task,
+    ):
+        race = Race(requested, resolved, space.start, budget, trial, scratch, task.note)
+        search = Search(race, space)
+        try:
+            search.run()
+        except KeyboardInterrupt:
+            ended_by = signal.SIGINT
+        except Interrupted as interruption:
+            ended_by = interruption.exit_code - 128
+    if ended_by is not None:
+        search.take_best()
+    require_figures(search, ended_by)
+    facts = {"began": began, "commit": commit_of_package()}
+    tuning = tuning_of(search, requested, resolved, facts)
+    write_recipe(tuning, tuned_config(requested, resolved, search.best or space.start), out)
+    if cache is not None:
+        remember(tuning, resolved.machine, resolved.config.train.device, cache, progress)
+    return tuning, ended_by
+
+
+def _say_what_stays(requested: RunConfig, space: Space, progress: Progress) -> None:
+    """Say how tune treats a batch and speedups that the recipe states."""
+    batch = requested.batch
+    if "batch" in space.only and (batch.rows_per_device != "auto" or batch.accumulate):
+        progress.say(
+            f"The recipe states {space.start.rows} rows per micro-batch; tune varies the rows and "
+            "the accumulation, and keeps the tokens per optimiser step."
+        )
+    if not space.moves and not {"batch"} & set(space.only):
+        raise ConfigError(
+            f"There is nothing to tune in {', '.join(space.only)} here.",
+            fix="Name other parts with --only, or set speedups=auto.",
+        )
+
+
+def require_figures(search: Search, ended_by: int | None) -> None:
+    """Check that some setting gave figures.
+
+    Raises: Interrupted after a signal; otherwise RunFailed, with the first failure.
+    """
+    if search.best is not None:
+        return
+    if ended_by is not None:
+        raise Interrupted(
+            "Interrupted before any trial had given figures.",
+            fix="Run it again.",
+            signal_number=ended_by,
+        )
+    failed = list(search.race.results.values())
+    if not failed:
+        raise RunFailed(
+            f"Nothing fits: {search.left[-1].name}: {search.left[-1].reason}",
+            fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
+        )
+    last = failed[-1]
+    fixes = {
+        "timed-out": "Give it more --minutes.",
+        "out-of-memory": "Shorten data.seq_len, choose a smaller model, or shard it with "
+        "parallel.shard.",
+    }
+    raise RunFailed(
+        f"All {len(failed)} trials failed; the last one: {last.reason}",
+        fix=fixes.get(last.status, "Try the same recipe with `flatout train`."),
+    )
+
+
+def remember(
+    tuning: Tuning, machine: Machine, device: str, cache: Path, progress: Progress
+) -> None:
+    """Store the gains of speedups in this machine's table of measured defaults."""
+    hardware, found = hardware_name(machine, device), gains(tuning)
+    if hardware is None or not found:
+        return
+    try:
+        keep(hardware, found, cache)
+    except OSError as error:
+        progress.say(
+            f"Cannot write {cache}: {error.strerror or error}. "
+            "`auto` will not use the measured gains."
+        )
