@@ -6,7 +6,7 @@ import io
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import without_secrets
-from flatout.progress import Task
 from flatout.terminal.cell import CELL_COLUMNS, CellBlock
 from flatout.terminal.figures import amount, duration, printable, wrapped
 
@@ -32,7 +31,7 @@ MAX_BAR, MIN_BAR = 24, 6
 """Columns of a progress bar; with fewer than MIN_BAR left, there is none."""
 
 
-class _OpenTask:
+class OpenTask:
     """One operation in progress: a rich task, and the facts shown about it."""
 
     def __init__(
@@ -41,6 +40,10 @@ class _OpenTask:
         self.what = without_secrets(what)
         self.unit = unit
         self.text = ""
+        self.headline = ""
+        """Shown in place of `text` where there are lines below."""
+        self.below: Callable[[int], Sequence[Text]] = lambda width: ()
+        """Returns the lines below it on a screen of so many columns; called in another thread."""
         self.shown_s: float | None = None
         """When the log last had a line about it."""
         self._progress = progress
@@ -80,15 +83,16 @@ class _OpenTask:
         """Return units per second over the last ten seconds, 0 while it is unknown."""
         return self._task.speed or 0.0
 
-    def facts(self) -> list[str]:
-        """Return the facts that a line shows after the name.
+    def facts(self, text: str | None = None) -> list[str]:
+        """Return the facts that a line shows after the name, with `text` in place of the note.
 
         An operation without a unit gives its rate and the time left in its note.
         """
+        text = self.text if text is None else text
         rate, left = self.rate() if self.unit else 0.0, self._task.remaining
         found = [f"{self.share:.0%}"] if self.share is not None else []
-        if self.text:
-            found.append(self.text)
+        if text:
+            found.append(text)
         if rate > 0:
             found.append(f"{amount(rate, self.unit)}/s")
         elif self.unit or not self._task.total or self._task.completed == self._done_before:
@@ -103,9 +107,15 @@ class _OpenTask:
         counted = f"{amount(done, self.unit)} in " if self.unit and done else ""
         return f"{self.what}: {counted}{duration(self.elapsed)}"
 
-    def line(self, width: int, *, nested: bool) -> RenderableType:
+    def block(self, width: int, height: int, *, nested: bool) -> RenderableType:
+        """Return the operation's line, with the lines below it if all fit the screen."""
+        below = self.below(width)
+        if not below or len(below) >= height // 2:
+            return self.line(width, self.facts(), nested=nested)
+        return Group(self.line(width, self.facts(self.headline), nested=nested), *below)
+
+    def line(self, width: int, facts: list[str], *, nested: bool) -> RenderableType:
         """Return the operation on one line; a narrow line drops the bar, then the percentage."""
-        facts = self.facts()
         room = width - len(self.what) - 4
         if self.text and len(" · ".join(facts)) > room:
             facts = [fact for fact in facts if not fact.endswith("%") or " " in fact]
@@ -156,7 +166,7 @@ class Terminal:
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=False)
         self.clock = clock
         self._lock = threading.RLock()
-        self._open: list[_OpenTask] = []
+        self._open: list[OpenTask] = []
         self._progress = _Lines(self)
         self._ticker: threading.Thread | None = None
         self._all_closed = threading.Event()
@@ -176,7 +186,7 @@ class Terminal:
     @contextmanager
     def task(
         self, what: str, *, total: float | None = None, unit: str = "", done: float = 0.0
-    ) -> Iterator[Task]:
+    ) -> Iterator[OpenTask]:
         """Start an operation called `what`, of which `done` units are already done.
 
         With a known `total`, the time left is shown.
@@ -185,7 +195,7 @@ class Terminal:
             outermost = not self._open
             if outermost:
                 self._progress = _Lines(self)
-            task = _OpenTask(self._progress, what, total, unit, done)
+            task = OpenTask(self._progress, what, total, unit, done)
             self._open.append(task)
             if outermost:
                 self._start()
@@ -250,7 +260,7 @@ class Terminal:
         width = min(self.console.width, CELL_COLUMNS)
         paper = Console(file=io.StringIO(), width=width, force_jupyter=False, color_system=None)
         with paper.capture() as drawn:
-            paper.print(self.lines())
+            paper.print(self.lines(width))
         cell.draw(drawn.get().rstrip())
 
     def plain_line(self) -> str | None:
@@ -266,8 +276,11 @@ class Terminal:
             self._last_plain = task.shown_s = now
             return f"{task.what}: {' · '.join(task.facts())}"
 
-    def lines(self) -> RenderableType:
-        """Return one line per operation; it takes no lock, because rich calls it under its own."""
+    def lines(self, width: int | None = None) -> RenderableType:
+        """Return the lines of every operation for `width` columns (None: the terminal's).
+
+        It takes no lock, because rich calls it under its own.
+        """
         shown = [task for task in tuple(self._open) if task.elapsed >= APPEARS_AFTER_S]
-        width = self.console.width
-        return Group(*(task.line(width, nested=i > 0) for i, task in enumerate(shown)))
+        width, height = width or self.console.width, self.console.height
+        return Group(*(task.block(width, height, nested=i > 0) for i, task in enumerate(shown)))

@@ -9,6 +9,8 @@ import numpy as np
 
 from flatout.streams import can_show
 
+BARS = "▁▂▃▄▅▆▇█"
+
 
 def curve(
     points: Sequence[tuple[float, float]],
@@ -43,6 +45,20 @@ def curve(
         column = round((x - first) / ((last - first) or 1) * (width - 1))
         cells[round((high - y) / span * (height - 1))][column] = "●" if fine else "o"
     return _framed(cells, low, high, f"{first:,.0f}", f"{last:,.0f}", bool(dots), fine)
+
+
+def sparkline(values: Sequence[float], width: int, *, encoding: str = "utf-8") -> str:
+    """Return values as one line of at most `width` bars, "" where `encoding` lacks them.
+
+    Each bar is the mean of its share of the values.
+    """
+    if len(values) < 2 or not can_show(BARS, encoding):
+        return ""
+    pieces = np.array_split(np.asarray(values, dtype=float), min(width, len(values)))
+    means = [float(piece.mean()) for piece in pieces]
+    low = min(means)
+    span = (max(means) - low) or 1.0
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
 
 
 def _columns(line: list[tuple[float, float]], first: float, last: float, count: int) -> list[float]:

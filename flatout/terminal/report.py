@@ -11,10 +11,11 @@ from typing import Any
 
 from flatout.errors import CheckpointError
 from flatout.json_io import read_lines
-from flatout.progress import Task
+from flatout.terminal.epochs import Epochs
 from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
-from flatout.terminal.lines import Terminal
+from flatout.terminal.lines import OpenTask, Terminal
 from flatout.terminal.pace import Pace
+from flatout.terminal.panel import Panel
 from flatout.terminal.picture import curve
 
 PICTURE_COLUMNS, PICTURE_ROWS = 60, (3, 8)
@@ -24,10 +25,10 @@ UNDER_PICTURE = 3
 """Lines of the axis, its labels, and an empty one."""
 SHORT_SAMPLE, SHORTEST_SAMPLE = 4, 3
 """Lines reserved for a sample, and the minimum: its title, its text, and an empty one."""
+CELL_ENCODING = "utf-8"
+"""Of a notebook's cell."""
 FACT_NAMES = 11
 """Columns of the names of the figures."""
-EPOCH_LINES_EVERY_S = 5.0
-"""Minimum time between lines about epochs; a short text has many epochs per second."""
 
 
 class RunReport:
@@ -40,16 +41,16 @@ class RunReport:
     def __init__(self, terminal: Terminal, *, verbose: bool = False) -> None:
         self.terminal = terminal
         self._verbose = verbose
-        self._context: AbstractContextManager[Task] | None = None
-        self._task: Task | None = None
+        self._context: AbstractContextManager[OpenTask] | None = None
+        self._task: OpenTask | None = None
         self._step = 0
         self._last_step = -1
         self._last_line = ""
         self._decisions: list[Mapping[str, Any]] = []
         self._recompiled = False
-        self._epoch = 0
-        self._last_epoch_line_s = -math.inf
-        self._losses: list[float] = []
+        self._epochs: Epochs | None = None
+        self._requested_epochs: float | None = None
+        self._panel = self._new_panel()
         self._figures: Mapping[str, float] = {}
         self._pace = Pace(0, terminal.clock)
 
@@ -61,11 +62,15 @@ class RunReport:
             self.terminal.say(line)
         self._decisions = []
         self._step, self._last_step = run.step, -1
-        self._epoch = int(run.step / run.steps_per_epoch)
+        self._epochs = Epochs(
+            run.step / run.steps_per_epoch, total=self._requested_epochs, last_step=run.last_step
+        )
+        self._panel = self._new_panel()
         self._pace = Pace(run.tokens_per_step, self.terminal.clock)
         self._context = self.terminal.task("Training", total=run.last_step, done=run.step)
         self._task = self._context.__enter__()
         self._task.note(f"{run.step:,}/{run.last_step:,}")
+        self._task.below = self._panel.lines
 
     def on_tick(self, step: int, last_step: int) -> None:
         """Update the line of the steps."""
@@ -74,29 +79,23 @@ class RunReport:
         self._task.advance(step - self._step)
         self._step, self._last_step = step, last_step
         self._pace.tick(step)
-        self._task.note(" · ".join([f"{step:,}/{last_step:,}", *self._step_facts()]))
+        where, rates, left = f"{step:,}/{last_step:,}", self._rates(), self._time_left()
+        self._panel.rates(rates)
+        self._task.headline = " · ".join([where, *left])
+        self._task.note(" · ".join([where, *self._loss(), *rates, *left]))
 
     def on_record(self, record: Mapping[str, float]) -> None:
         """Keep the latest figures for the line; print evaluations and new epochs."""
         self._figures = {**self._figures, **record}
         self._pace.record(record)
-        if "train/loss" in record:
-            self._losses.append(record["train/loss"])
+        self._panel.record(record)
         if "val/loss" in record:
             self.terminal.say(
                 f"Step {record['step']:,.0f}: validation loss {record['val/loss']:.4f}"
             )
-        epoch = int(record.get("train/epoch", self._epoch))
-        now_s = record.get("wall_s", math.inf)
-        if epoch > self._epoch and now_s - self._last_epoch_line_s >= EPOCH_LINES_EVERY_S:
-            mean = sum(self._losses) / len(self._losses) if self._losses else math.nan
-            first = self._epoch + 1
-            which = f"Epoch {epoch}" if epoch == first else f"Epochs {first} to {epoch}"
-            self.terminal.say(
-                f"{which} done at step {record['step']:,.0f}: mean training loss {mean:.4f}"
-            )
-            self._epoch, self._losses = epoch, []
-            self._last_epoch_line_s = record.get("wall_s", 0.0)
+        line = self._epochs.line(record) if self._epochs else None
+        if line:
+            self.terminal.say(line)
 
     def on_event(self, event: Mapping[str, Any]) -> None:
         """Print a line about an event; the last sample is part of the closing lines."""
@@ -107,6 +106,8 @@ class RunReport:
             return
         if kind in ("start", "resume"):
             self._decisions = []
+            self._requested_epochs = event.get("epochs")
+        self._panel.event(event)
         if kind == "speedup":
             if self._task is None:  # later changes have their own messages
                 self._decisions.append(event)
@@ -118,18 +119,27 @@ class RunReport:
             self._last_line = line
             self.terminal.say(line)
 
-    def _step_facts(self) -> list[str]:
-        """Return the loss, the rate and the time left."""
-        found = [f"loss {self._figures['train/loss']:.3f}"] if "train/loss" in self._figures else []
+    def _new_panel(self) -> Panel:
+        encoding = CELL_ENCODING if self.terminal.is_cell else self.terminal.console.encoding
+        return Panel(self.terminal.clock, encoding=encoding)
+
+    def _loss(self) -> list[str]:
+        return [f"loss {self._figures['train/loss']:.3f}"] if "train/loss" in self._figures else []
+
+    def _rates(self) -> list[str]:
         rates = self._pace.rates()
         if rates is None:
-            return found
-        found.append(f"{amount(rates.tokens_per_s)} tokens/s")
+            return []
+        found = [f"{amount(rates.tokens_per_s)} tokens/s"]
         if self._pace.is_steady and "perf/mfu" in self._figures:
             found.append(f"MFU {self._figures['perf/mfu']:.1%}")
-        if self._step < self._last_step:
-            found.append(f"{duration((self._last_step - self._step) / rates.steps_per_s)} left")
         return found
+
+    def _time_left(self) -> list[str]:
+        rates = self._pace.rates()
+        if rates is None or self._step >= self._last_step:
+            return []
+        return [f"{duration((self._last_step - self._step) / rates.steps_per_s)} left"]
 
     def _recompiled_line(self, event: Mapping[str, Any]) -> str | None:
         """Return a line about the first recompilation, None for others; all are in events.jsonl."""

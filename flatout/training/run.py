@@ -263,6 +263,7 @@ def _log_start(
         "resume" if plan.checkpoint else "start",
         from_checkpoint=run.resumed_from,
         last_step=run.last_step,
+        epochs=request.config.train.epochs,
         init_from=run.config.train.init_from,
         parameters=num_parameters(run),
         machine=run.machine.describe(),

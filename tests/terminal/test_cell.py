@@ -85,3 +85,21 @@ def test_a_run_in_a_cell_ends_with_its_result(notebook):
     assert notebook.blocks == [
         "2 steps, 128 tokens in 3.0 s; training 2.5000, validation 2.0000 (perplexity 7.4)"
     ]
+
+
+def test_a_run_in_a_cell_has_its_panel_until_it_ends(notebook):
+    report = RunReport(cell())
+    report.on_start(SimpleNamespace(step=0, last_step=4, steps_per_epoch=4.0, tokens_per_step=64))
+    report.on_tick(2, 4)
+    report.on_record({"step": 2, "train/loss": 3.25, "mem/peak_gib": 1.5})
+    deadline = time.monotonic() + 5
+    while "saved" not in "".join(notebook.blocks) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (shown,) = notebook.blocks
+    assert shown.splitlines()[1:] == [
+        "  loss    3.250",
+        "  memory  1.50 GiB peak",
+        "  saved   nothing yet",
+    ]
+    report.on_event({"event": "stop"})
+    assert notebook.blocks == [""]

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from flatout.terminal import curve
+from flatout.terminal.picture import sparkline
 
 
 def falling(n=200):
@@ -69,3 +70,15 @@ def test_a_narrow_picture_has_a_short_title(width):
     lines = curve([(0, 2.0), (2000, 1.0)], marks=[(1000, 1.5)], width=width).splitlines()
     assert max(map(len, lines)) <= width + 10
     assert "loss" in lines[-1] or width == 8
+
+
+def test_a_sparkline_shows_the_means_of_its_shares():
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline(range(8), 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline(range(8), 80) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2.0, 2.0], 5) == "▁▁"
+
+
+def test_a_sparkline_needs_two_values_and_an_encoding():
+    assert sparkline([1.0], 5) == ""
+    assert sparkline(range(8), 8, encoding="ascii") == ""

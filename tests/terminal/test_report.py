@@ -291,3 +291,48 @@ def test_an_interactive_terminal_wraps_lines_at_spaces():
         "  off  compile          short runs do",
         "       not pay back the minutes",
     ]
+
+
+def panel_of(width, height=25):
+    """What a terminal of a size shows of a run that has reached step 5."""
+    console = Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=True, color_system=None
+    )
+    terminal = Terminal(console, clock=Clock())
+    report = RunReport(terminal)
+    report.on_start(run_at(0))
+    records = [window(2, 1.0), window(4, 29.9, **{"train/loss": 3.14159, "perf/mfu": 0.123})]
+    follow(report, range(1, 6), 10, records)
+    terminal.clock.now += 1
+    paper = Console(file=io.StringIO(), width=width)
+    paper.print(terminal.lines())
+    terminal.close()
+    return paper.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [50, 60, 80, 120])
+def test_a_terminal_shows_a_panel_below_the_bar(width):
+    bar, *lines = panel_of(width)
+    assert [line.split()[0] for line in lines] == ["loss", "speed", "saved"]
+    assert "5/10 · 0.2 s left" in bar
+    assert "tokens/s" not in bar
+    assert lines[1] == "  speed   61.2 K tokens/s · MFU 12.3%"
+    assert max(map(len, [bar, *lines])) <= width
+
+
+def test_a_terminal_of_few_lines_or_columns_has_one_line():
+    (low,) = panel_of(80, height=6)
+    (narrow,) = panel_of(30)
+    assert "5/10 · loss 3.142" in low
+    assert "5/10" in narrow
+
+
+def test_requested_epochs_come_with_the_start(terminal):
+    report = RunReport(terminal)
+    start = {"event": "resume", "step": 8, "last_step": 32, "from_checkpoint": "a", "epochs": 2.0}
+    report.on_event(start)
+    report.on_start(run_at(8, last_step=32))
+    report.on_record({"step": 16, "train/loss": 2.0, "train/epoch": 1.0, "wall_s": 61.0})
+    assert text_of(terminal).splitlines()[-1] == (
+        "Epoch 1 of 2 done at step 16: mean training loss 2.0000, 1 min 01 s"
+    )
