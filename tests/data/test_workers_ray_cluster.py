@@ -208,7 +208,7 @@ def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypa
     assert prepare_dataset(["rows.jsonl"], tmp_path / "ray", options).existed, (
         "the engine is no part of a data set"
     )
-    assert said.lines[0] == "The running Ray cluster is used."
+    assert said.lines[0] == "Using the running Ray cluster."
     assert "CPUs of the Ray cluster: 2, on 2 nodes." in said.lines
     assert not list(tmp_path.glob(".ray*"))
 

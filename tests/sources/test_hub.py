@@ -64,7 +64,7 @@ def test_each_shard_is_a_task_at_a_commit(stories, ask_hub):
 
 def test_missing_objects_are_an_error(stories, ask_hub):
     said = [
-        ("hub:org/none", {}, "The data set org/none at revision main cannot be opened"),
+        ("hub:org/none", {}, "The dataset org/none at revision main cannot be opened"),
         ("hub:org/stories:revision=old", {}, "at revision old cannot be opened"),
         ("hub:org/stories:split=tests", {}, "split tests cannot be opened"),
         ("hub:org/stories:config=other", {}, "configuration other"),

@@ -7,7 +7,7 @@ import pytest
 
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import DataError
-from flatout.sources import files
+from flatout.sources import Document, files
 from flatout.transfer import reading
 
 s3fs = pytest.importorskip("s3fs")
@@ -18,7 +18,8 @@ TEXTS = [f"row {number}" for number in range(3000)]
 
 
 def texts(address):
-    return [row.text for part in files.files(address) for row in part.rows()]
+    rows = [row for part in files.files(address) for row in part.rows()]
+    return [row.text for row in rows if isinstance(row, Document)]
 
 
 def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
@@ -35,6 +36,8 @@ def test_objects_prefixes_and_patterns_are_read(bucket, monkeypatch):
     assert len(files.files("s3://corpus/a/rows.jsonl")) == 4
     assert texts("s3://corpus/a/rows.jsonl") == TEXTS
     assert texts("s3://corpus/a") == TEXTS + TEXTS
+    skipped = files.skipped_files_in(files.files("s3://corpus/a"))
+    assert [(row.name, row.count) for row in skipped] == [("s3://corpus/a/picture.png", 1)]
     assert texts("s3://corpus/**/*.gz") == TEXTS
 
 
