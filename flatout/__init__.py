@@ -1,7 +1,8 @@
 """flatout trains language models at the limit of the hardware, and proves it.
 
 Every command is a function here (`flatout.prepare`, `flatout.train`, `flatout.evaluate`, ...),
-together with the base classes for your own models, sources and observers. Names are loaded on first
+together with the base classes for your own models, sources and observers, and `flatout.watch` for
+training loops of your own. Names are loaded on first
 use, so `import flatout` never imports torch. In a notebook the functions show their progress in the
 cell; elsewhere they are silent unless `progress` and `observers` are passed.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from flatout.data.store.shards import Dataset
     from flatout.errors import FlatoutError
     from flatout.inference.load import load_run
+    from flatout.measure.watch import Watch, watch
     from flatout.models.language_model import LanguageModel
     from flatout.ops import Ops
     from flatout.terminal import RunReport, Terminal
@@ -52,6 +54,7 @@ __all__ = [
     "RunReport",
     "Section",
     "Terminal",
+    "Watch",
     "__version__",
     "bench",
     "demo",
@@ -69,6 +72,7 @@ __all__ = [
     "train",
     "tune",
     "verify",
+    "watch",
 ]
 
 _HOMES = {
@@ -82,6 +86,7 @@ _HOMES = {
     "RunReport": "flatout.terminal",
     "Section": "flatout.config.sections",
     "Terminal": "flatout.terminal",
+    "Watch": "flatout.measure.watch",
     "bench": "flatout.commands.bench",
     "demo": "flatout.commands.demo",
     "evaluate": "flatout.commands.eval",
@@ -98,6 +103,7 @@ _HOMES = {
     "train": "flatout.commands.train",
     "tune": "flatout.commands.tune",
     "verify": "flatout.commands.verify",
+    "watch": "flatout.measure.watch",
 }
 """The module of each public name, with `:attribute` if the name differs there.
 

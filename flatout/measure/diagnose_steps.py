@@ -11,10 +11,9 @@ from flatout.config.schema import RunConfig
 from flatout.errors import FlatoutError
 from flatout.measure.diagnose_instruments import KeptFigures
 from flatout.measure.diagnose_windows import FEW_STEPS, Windows
+from flatout.measure.dividing import compute_on_cpu, step_on_gpu
 from flatout.measure.evidence import CallSite, Counts, Evidence, Phases, Roof
-from flatout.measure.kernels import MEMORY_BOUND
 from flatout.measure.sampling import LineSampler
-from flatout.measure.trace import Trace
 from flatout.training.evaluation import score
 from flatout.training.metrics.log import Log
 from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES, environment_of
@@ -149,7 +148,7 @@ def phases(known: Evidence, windows: Windows, periodic: Periodic) -> Phases:
     compute_s = max(host.get("compute", 0.0) - compiled_s / windows.steps, 0.0)
     if known.on_gpu:
         return (
-            Phases(**shared | _gpu_phases(trace, windows.step_s, host))
+            Phases(**shared | step_on_gpu(trace, windows.step_s, host))
             if trace
             else Phases(
                 data_wait_s=shared["data_wait_s"],
@@ -160,56 +159,10 @@ def phases(known: Evidence, windows: Windows, periodic: Periodic) -> Phases:
             )
         )
     shared["optimizer_s"] = host.get("optimizer", 0.0)
-    return Phases(**shared | _cpu_phases(known, trace, compute_s))
-
-
-def _cpu_phases(known: Evidence, trace: Trace | None, compute_s: float) -> dict[str, float | None]:
-    """Divide the seconds of forward and backward by what the profiler saw.
-
-    Compiled code is one operation to it, so that a compiled step is not divided.
-    """
-    if trace is None or any(name.startswith("compile") for name in known.speedups or ()):
-        return {"compute_s": compute_s}
-    inside = [op for op in trace.work if not (op.within or "").startswith("Optimizer")]
-    by_kind: dict[str, float] = {}
-    for op in inside:
-        by_kind[op.kind] = by_kind.get(op.kind, 0.0) + op.self_s / trace.steps
-    ops_s = sum(by_kind.values())
-    memory_s = sum(seconds for kind, seconds in by_kind.items() if kind in MEMORY_BOUND)
-    scale = min(compute_s / ops_s, 1.0) if ops_s else 0.0
-    return {
-        "compute_s": scale * (ops_s - memory_s),
-        "memory_bound_s": scale * memory_s,
-        "host_s": compute_s - scale * ops_s,
-    }
-
-
-def _gpu_phases(trace: Trace, step_s: float, host: dict[str, float]) -> dict[str, float | None]:
-    """Divide a step by the device's kernels, and the time at which it idles by the host's phases.
-
-    The device's time comes from the profiled steps, the step's from ordinary ones.
-    """
-    by_kind = {share.kind: share.seconds for share in trace.shares()}
-    total_s, busy_s = sum(by_kind.values()), min(trace.busy_s() or 0.0, step_s)
-    scale = busy_s / total_s if total_s else 0.0  # kernels that overlap count once
-    moved_s = sum(op.self_s for op in trace.kernels if op.name.startswith("Memcpy")) / trace.steps
-    memory_s = sum(seconds for kind, seconds in by_kind.items() if kind in MEMORY_BOUND) - moved_s
-    apart = {"optimizer": by_kind.get("optimizer", 0.0)}
-    apart["communication"] = by_kind.get("communication", 0.0)
-    compute_s = total_s - memory_s - moved_s - sum(apart.values())
-    idle_s = max(step_s - busy_s, 0.0)
-    waits = {name: host.get(name, 0.0) for name in ("data_wait", "gc", "logging")}
-    named_s = sum(waits.values())
-    share = min(idle_s / named_s, 1.0) if named_s else 0.0
-    return {
-        "compute_s": scale * compute_s,
-        "memory_bound_s": scale * memory_s,
-        "copy_s": scale * moved_s,
-        "optimizer_s": scale * apart["optimizer"],
-        "communication_s": scale * apart["communication"],
-        **{f"{name}_s": share * seconds for name, seconds in waits.items()},
-        "host_s": max(idle_s - share * named_s, 0.0),
-    }
+    compiled = any(name.startswith("compile") for name in known.speedups or ())
+    if trace is None or compiled:
+        return Phases(**shared | {"compute_s": compute_s})
+    return Phases(**shared | compute_on_cpu(trace, compute_s))
 
 
 def counts(known: Evidence, windows: Windows) -> Counts:

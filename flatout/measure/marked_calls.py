@@ -2,8 +2,7 @@
 
 The calls are those in which the host reads a tensor's value, synchronises, empties the allocator's
 cache, collects garbage, or copies memory that is not pinned to a GPU. It needs no profiler and no
-permission. A marked call costs about two microseconds more; nothing else becomes slower. Do not
-compile inside the block: torch.compile would trace the markers.
+permission. A marked call costs about two microseconds more; nothing else becomes slower.
 """
 
 from __future__ import annotations
@@ -15,13 +14,14 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.measure.evidence import CallSite
-from flatout.measure.sampling import MOST_SITES, line_of, user_frame
+from flatout.measure.sampling import MOST_SITES, is_user_code, line_of, user_frame
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")
 """Methods of a tensor that make the host wait for the device."""
@@ -80,6 +80,13 @@ class MarkedCalls:
                 stack.enter_context(self._marked(torch.Tensor, name, _reads))
             for name in MOVES:
                 stack.enter_context(self._marked(torch.Tensor, name, _pageable))
+            stack.enter_context(self.recording_rare())
+            yield
+
+    @contextmanager
+    def recording_rare(self) -> Iterator[None]:
+        """Count only the calls that no step should make; it costs nothing where there are none."""
+        with ExitStack() as stack:
             stack.enter_context(self._marked(torch.cuda, "synchronize", lambda *_: "sync"))
             stack.enter_context(self._marked(torch.cuda, "empty_cache", lambda *_: "empty-cache"))
             stack.enter_context(self._marked(gc, "collect", lambda *_: "gc"))
@@ -108,6 +115,8 @@ class MarkedCalls:
                 self._count(kind, time.perf_counter() - start_s, result)
             return result
 
+        if "torch._dynamo" in sys.modules:  # what is compiled inside the block must not trace it
+            marked = torch.compiler.disable(marked)  # type: ignore[no-untyped-call]
         setattr(owner, name, marked)
         try:
             yield
@@ -122,7 +131,7 @@ class MarkedCalls:
         self.seconds[kind] += seconds
         if kind == "copy":
             self.copied_bytes += result.numel() * result.element_size()
-        line = user_frame(sys._getframe(2))
+        line = _calling_line(sys._getframe(2))
         if line is not None:
             self._calls[kind][line] += 1
             self._seconds[kind][line] += seconds
@@ -156,6 +165,22 @@ class OperationLines(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             for (file, number), calls in self._calls.most_common(MOST_SITES)
         )
+
+
+def _calling_line(frame: FrameType | None) -> tuple[str, int] | None:
+    """Return the line of user code that made a call; None if a package made it.
+
+    An optimiser of torch, for example, reads its number of steps, which is in the host's memory.
+    """
+    while frame is not None and _module(frame).startswith("torch._dynamo"):  # its wrapper
+        frame = frame.f_back
+    if frame is None or not is_user_code(frame.f_code.co_filename):
+        return None
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _reads(_tensor: Any, _result: Any) -> str | None:

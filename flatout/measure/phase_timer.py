@@ -68,6 +68,13 @@ class PhaseTimer:
         if self._stack:
             self._stack.pop()
 
+    def leave_if_open(self, name: str) -> None:
+        """End a phase and those inside it, which an error may have left open, if it is open."""
+        if name in self._stack:
+            while self._stack[-1] != name:
+                self.leave()
+            self.leave()
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as a phase."""

@@ -39,12 +39,14 @@ def test_torch_is_as_before_even_after_an_error():
     assert set(vars(torch.Tensor)) == own
 
 
-def test_calls_of_torch_itself_have_no_line(monkeypatch):
-    monkeypatch.setattr(marked_calls, "user_frame", lambda frame: None)
+def test_calls_of_torch_itself_have_no_line():
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+    weight.sum().backward()
     marked = MarkedCalls()
     with marked.recording():
-        torch.ones(()).item()
-    assert marked.calls["sync"] == 1
+        optimizer.step()  # reads its number of steps
+    assert marked.calls["sync"] >= 1
     assert marked.by_user("sync") == 0
     assert marked.sites(1) == {}
 
