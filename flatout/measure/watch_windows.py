@@ -29,6 +29,7 @@ from flatout.measure.phase_timer import PhaseTimer
 from flatout.measure.sampling import LineSampler
 from flatout.measure.trace import Trace, profiling, read
 from flatout.measure.watch_hooks import replaced
+from flatout.parallel.rendezvous import silence_profiler
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
 
 MIN_WARM_STEPS, MAX_WARM_STEPS = 3, 20
@@ -243,6 +244,7 @@ class Windows:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             self.notes.append("Another profiler is active, so operations were not recorded.")
             return
+        silence_profiler()
         self._wait()
         self.name, began_s = "recorded", time.perf_counter()
         with ExitStack() as stack:
