@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -36,9 +36,7 @@ class Watched(Generic[Batch]):
 
     def __len__(self) -> int:
         """Return the number of batches, if the loader knows it."""
-        if not isinstance(self._batches, Sized):
-            raise TypeError(f"object of type {type(self._batches).__name__!r} has no len()")
-        return len(self._batches)
+        return len(self._batches)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)

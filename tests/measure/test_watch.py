@@ -14,6 +14,7 @@ from watching import batches, train
 
 import flatout
 from flatout.errors import ConfigError, OutputInUse
+from flatout.measure import watch as watch_module
 from flatout.measure import watch_loop
 from flatout.measure.watch import PHASES
 
@@ -275,7 +276,7 @@ def test_unknown_phases_are_errors(watch):
 
 def test_other_ranks_neither_measure_nor_speak(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(watch_loop, "ranks", lambda: (1, 2))
-    monkeypatch.setattr("flatout.measure.watch.ranks", lambda: (1, 2))
+    monkeypatch.setattr(watch_module, "ranks", lambda: (1, 2))
     with flatout.watch(run=tmp_path / "run") as watch:
         train(watch)
     assert not (tmp_path / "run").exists()
