@@ -8,6 +8,7 @@ each result is written once. What has no formula here is None, unknown.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +48,16 @@ CAUSAL_AT = {
     "aten::_scaled_dot_product_cudnn_attention_backward": 14,
 }
 """Attention operations, with the position of their `is_causal`."""
-FREE = frozenset({"view", "reshape", "expand", "t", "transpose", "permute", "slice", "select"})
-"""Operations that make a view of a tensor, and move nothing."""
-FREE_MORE = frozenset({"as_strided", "empty", "empty_strided", "empty_like", "detach", "unsqueeze"})
+FREE = re.compile(
+    r"view|reshape|expand|t|transpose|permute|slice|select|split|unbind|mT|as_strided|squeeze|"
+    r"unsqueeze|detach|alias|_unsafe_view|_reshape_alias|empty|empty_strided|empty_like|resize_|"
+    r"to|resolve_conj|resolve_neg|lift_fresh|result_type|promote_types|type_as"
+)
+"""Operations that make a view of a tensor, or only ask about it, and move nothing."""
+READ_ONLY = frozenset({"linalg_vector_norm", "_foreach_norm"})
+"""Reductions whose names are those of another class."""
+ELEMENTWISE = frozenset({"masked_fill", "masked_fill_", "bitwise_not", "bitwise_and", "reciprocal"})
+"""Elementwise operations whose names are those of another class."""
 WRITTEN_LISTS = {"aten::_fused_adamw_": 3, "aten::_fused_adam_": 3, "aten::_fused_sgd_": 2}
 """Lists of tensors that fused optimisers write; they read one more, the gradients."""
 
@@ -91,7 +99,7 @@ def bytes_of(call: Call, *, list_item_bytes: int | None = None) -> int | None:
     `list_item_bytes` is the size of the elements in lists of tensors, None if unknown.
     """
     bare = call.name.removeprefix("aten::")
-    if bare in FREE or bare in FREE_MORE:
+    if FREE.fullmatch(bare):
         return 0
     if LIST in call.dtypes:
         return _list_bytes(call, list_item_bytes)
@@ -101,8 +109,10 @@ def bytes_of(call: Call, *, list_item_bytes: int | None = None) -> int | None:
     read = sum(map(call.size, tensors))
     if is_generated(call.name) or bare == "copy_":
         return read  # of a copy, the source is read and the destination written
-    if bare in {"zero_", "fill_"}:
-        return call.size(tensors[0])
+    if bare in {"zero_", "fill_", "nll_loss_forward"}:
+        return call.size(tensors[bare == "nll_loss_forward"])  # it picks one logit per target
+    if bare == "nll_loss_backward":
+        return call.size(tensors[1])  # it writes a gradient that is zero but for the targets
     if bare == "embedding":  # it reads only the rows that it looks up
         row_bytes = int(call.shapes[0][-1]) * ITEM_BYTES[call.dtypes[0]]
         return call.size(1) + 2 * math.prod(map(int, call.shapes[1])) * row_bytes
@@ -121,10 +131,10 @@ def _written(call: Call, tensors: list[int]) -> int | None:
         return None if sizes is None else math.prod(sizes[:-1]) * item
     if call.name == "aten::embedding_dense_backward":
         return _number(call.values, 2) * shapes[0][-1] * item or None
-    kind = kind_of(call.name)
-    if kind == "reduction":
+    kind, bare = kind_of(call.name), call.name.removeprefix("aten::")
+    if kind == "reduction" or bare in READ_ONLY:
         return 0  # far less than what is read
-    if kind == "elementwise":
+    if kind == "elementwise" or bare in ELEMENTWISE:
         return _broadcast([shapes[at] for at in tensors]) * item
     if kind == "normalisation" or "softmax" in call.name:
         return call.size(first)

@@ -144,7 +144,7 @@ def _steps(profile: Profile) -> str:
             for name in PHASES
             if name in profile.phases_s
         ]
-        lines.append("Host, without the profiler: " + ", ".join(shares))
+        lines.append("Host: " + ", ".join(shares))
     return "\n".join(lines)
 
 
@@ -229,6 +229,8 @@ def _table(rows: Sequence[TableRow], profile: Profile) -> str:
         lines.append(f"      {roof.gb_per_s:.3g} GB/s ({roof.bandwidth_source})")
     else:
         lines.append("memory bandwidth: unknown")
+    if any((row.of_bandwidth or 0.0) > 1.0 for row in rows):
+        lines.append("      more than 100%: the data came from caches")
     return "\n".join(lines)
 
 

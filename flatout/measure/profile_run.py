@@ -40,7 +40,9 @@ class Wanted:
     @property
     def at_least(self) -> int:
         """Fewest steps that the run must have."""
-        return (MIN_WARM_STEPS + self.steps if self.skip is None else self.skip) + self.steps
+        if self.skip is not None:
+            return self.skip + self.steps
+        return MIN_WARM_STEPS + 2 * self.steps + 1  # the last for a memory snapshot
 
 
 @dataclass
@@ -117,7 +119,7 @@ class Windows:
             began_s = time.perf_counter()
             if len(times) >= MIN_WARM_STEPS and began_s - start_s - times[0] > MAX_WARM_S:
                 return
-            if self._run.step + 2 * self._wanted.steps >= self._run.last_step:
+            if self._run.step + 2 * self._wanted.steps + 1 >= self._run.last_step:
                 return
             yield True
             self._wait()

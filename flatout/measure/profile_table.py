@@ -15,7 +15,7 @@ KNOWN_SHARE = 0.8
 """A rate is stated when at least this share of the class's time has known FLOPs or bytes."""
 SEPARATE = frozenset({"communication", "copy"})
 """Classes that keep their own row within the optimiser's step."""
-NOT_WORK = ("autograd::",)
+NOT_WORK = ("autograd::", "torch::autograd::")
 """Start of the names of operations that only call others."""
 
 
@@ -89,7 +89,7 @@ def _row(kind: str, ops: list[Op], steps: int, total_s: float, roof: ProfileRoof
     for op in ops:
         by_name[op.name] += op.self_s
     flops_per_s = _rate([(op.self_s, op.flops) for op in ops])
-    bytes_per_s = _rate([(op.self_s, op.bytes) for op in ops])
+    bytes_per_s = _rate([(op.self_s, op.bytes) for op in ops]) if kind != "other" else None
     tflops = flops_per_s / 1e12 if flops_per_s else None
     gb_per_s = bytes_per_s / 1e9 if bytes_per_s else None
     return TableRow(

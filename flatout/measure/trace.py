@@ -183,7 +183,7 @@ def profiling(device: str, **options: Any) -> Iterator[profile]:
     activities = [ProfilerActivity.CPU]
     if device.startswith("cuda"):
         activities.append(ProfilerActivity.CUDA)
-    options = {"with_flops": True} | options
+    options = {"with_flops": True, "acc_events": True} | options  # or torch 2.11 warns
     with profile(activities=activities, **options) as profiler:
         yield profiler
         if device.startswith("cuda"):

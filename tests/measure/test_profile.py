@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 
@@ -9,7 +10,7 @@ import pytest
 
 from flatout.errors import ConfigError, RunFailed
 from flatout.measure import profile as profiles
-from flatout.measure import profile_run
+from flatout.measure import profile_results, profile_run
 from flatout.measure.profile import long_enough, run_profile
 from flatout.measure.profile_report import Profile
 from flatout.measure.profile_run import Wanted
@@ -94,7 +95,7 @@ def test_steps_beyond_the_end_of_the_run_are_refused(tiny_config):
     with pytest.raises(ConfigError, match="Step 11 does not exist"):
         long_enough(config, Wanted(1, 10))
     assert long_enough(config, Wanted(3, 7)) == config
-    assert long_enough(config, Wanted(6, None)).train.steps == 15  # nobody chose these steps
+    assert long_enough(config, Wanted(6, None)).train.steps == 16  # nobody chose these steps
 
 
 def test_without_a_profiler_step_times_and_phases_remain(quick, monkeypatch):
@@ -139,3 +140,36 @@ def test_several_processes_are_refused(tiny_config, monkeypatch, tmp_path):
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(ConfigError, match="one of several"):
         run_profile(tiny_config(), wanted=Wanted(1, 0), out=tmp_path)
+
+
+def test_a_full_disk_is_named(quick, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "trace.json.gz")
+
+    monkeypatch.setattr(profile_results, "CheckedFile", full)
+    with pytest.raises(RunFailed, match=r"Cannot write trace\.json\.gz: No space left") as bad:
+        quick()
+    assert "Free space" in bad.value.fix
+
+
+def test_nothing_is_left_behind_after_an_error(quick, monkeypatch, tmp_path):
+    monkeypatch.setattr(profiles, "evaluate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quick()
+    assert [*(tmp_path / "out").iterdir()] == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_two_lanes_kernels_and_a_snapshot(quick):
+    found, out = quick(train__device="cuda")
+    assert {one.lane for one in found.timeline.segments} == {"host", "device"}
+    assert found.timeline.gaps
+    assert 0 < found.timeline.device_idle < 1
+    kinds = {row.kind: row for row in found.table}
+    assert kinds["matmul"].tflops > 0
+    assert kinds["optimizer"].calls > 0
+    assert {*found.memory.parts_gib} >= {"weights", "activations", "optimizer"}
+    assert found.memory.reserved_gib >= found.memory.gib
+    assert found.has_snapshot
+    assert (out / "memory-snapshot.pickle").stat().st_size > 0
+    assert found.notes == ()
