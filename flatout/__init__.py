@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flatout.commands.import_ import import_chunks
     from flatout.commands.inspect import inspect
     from flatout.commands.list import list_entries
+    from flatout.commands.plan import plan
     from flatout.commands.prepare import prepare
     from flatout.commands.profile import profile
     from flatout.commands.report import report
@@ -64,6 +65,7 @@ __all__ = [
     "list_entries",
     "load_config",
     "load_run",
+    "plan",
     "prepare",
     "profile",
     "report",
@@ -95,6 +97,7 @@ _HOMES = {
     "list_entries": "flatout.commands.list",
     "load_config": "flatout.config.schema",
     "load_run": "flatout.inference.load",
+    "plan": "flatout.commands.plan",
     "prepare": "flatout.commands.prepare",
     "profile": "flatout.commands.profile",
     "report": "flatout.commands.report",

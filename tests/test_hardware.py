@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout import hardware
-from flatout.errors import HardwareError
+from flatout.errors import FlatoutError, HardwareError
 from flatout.hardware import Gpu, Machine
 from flatout.registry import MACHINES
 
@@ -248,3 +248,40 @@ def test_the_fingerprint_contains_the_number_of_threads():
         torch.set_num_threads(threads)
     assert {key for key in first if first[key] != second[key]} == {"threads"}
     assert first["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "row"),
+    [
+        ("8x H100", 8, "h100-sxm"),
+        ("h100-pcie", 1, "h100-pcie"),
+        ("2 × RTX 4090", 2, "rtx-4090"),
+        ("4*NVIDIA A100-SXM4-80GB", 4, "a100-sxm-80gb"),
+        ("geforce rtx 3090", 1, "rtx-3090"),
+    ],
+)
+def test_a_machine_is_named_by_row_driver_or_short_name(text, count, row):
+    machine = hardware.machine_named(text)
+    assert (len(machine.gpus), machine.row.name, machine.is_here) == (count, row, False)
+    assert machine.gpus[0].memory_gib == pytest.approx(machine.row.memory_gb.value * 1e9 / 2**30)
+    assert machine.gpus[0].compute_capability == machine.row.compute_capability
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [("H1000", "Did you mean 'H100'"), ("A800", "a800-sxm-80gb"), ("0x H100", "'8x H100'")],
+)
+def test_an_unknown_machine_is_an_error_with_the_nearest(text, fix):
+    with pytest.raises(FlatoutError) as caught:
+        hardware.machine_named(text)
+    assert fix in caught.value.fix
+
+
+def test_each_short_name_belongs_to_one_row_and_each_capability_is_known():
+    rows = [hardware.row_named(name) for name in MACHINES.names()]
+    names = [hardware._word(name) for row in rows for name in hardware._names(row)]
+    assert len(names) - len(set(names)) == sum(
+        len(hardware._names(row)) - len({hardware._word(n) for n in hardware._names(row)})
+        for row in rows
+    )
+    assert all(row.compute_capability for row in rows)

@@ -131,6 +131,7 @@ def test_wrong_paths_are_refused_in_either_form(form, tmp_path):
         "import_chunks",
         "inspect",
         "list_entries",
+        "plan",
         "prepare",
         "profile",
         "runs",

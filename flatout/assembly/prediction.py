@@ -101,7 +101,6 @@ class Prediction:
             "tokens_per_s": self.time.tokens_per_s,
             "tokens_per_s_from": self.time.source,
             "wall_s": self.time.wall_s,
-            "score_s": self.time.score_s,
             "peak_gib": self.memory.peak_gib if self.memory else None,
             "peak_gib_from": self.memory.source if self.memory else "not predictable",
         }

@@ -77,8 +77,8 @@ class TrainResult(Result):
     predicted: dict[str, Any] | None = None
     """What was predicted before the first step, under the names of the measured figures.
 
-    It has tokens_per_s, wall_s and peak_gib (null: unknown), where each comes from, and score_s,
-    the seconds of evaluations; null in runs of earlier versions."""
+    It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from; null in
+    runs of earlier versions."""
     weights_sha256: str
     """Digest of the final weights: equal runs have equal digests."""
 

@@ -20,7 +20,7 @@ from flatout.measure.promises import (
     ladder_rows,
     repeats_to_the_bit,
 )
-from flatout.measure.remember import remember
+from flatout.measure.remember import remember, remember_rate
 from flatout.measure.resolving import Resolved, resolve_apart
 from flatout.measure.results import (
     PICTURE,
@@ -107,6 +107,7 @@ def run_bench(
     _store(report, out, progress)
     if cache is not None:
         remember(report, resolved.machine, resolved.config.train.device, cache, progress=progress)
+        remember_rate(report, resolved, cache)
     return report, out
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from flatout import past_runs
+from flatout.assembly.parts import Decision
+from flatout.assembly.prediction import speedups_on
+from flatout.assembly.selection import assemble
 from flatout.hardware import Machine
-from flatout.measure.results import Report
+from flatout.measure.resolving import Resolved
+from flatout.measure.results import Report, Row
 from flatout.measured import Gain, hardware_name, keep
+from flatout.past_runs import PastRun, shape_of
 from flatout.progress import SILENT, Progress
 
 WHERE = {"added": "on the way up", "put-in": "put into the full set", "left-out": "in the full set"}
@@ -27,6 +34,36 @@ def remember(
             f"Cannot write {cache}: {error.strerror or error}. "
             "`auto` and `flatout list speedups` will not use the measured gains."
         )
+
+
+def remember_rate(report: Report, resolved: Resolved, cache: Path) -> None:
+    """Store the rate of the full set, from which the duration of a run is predicted."""
+    config, names = resolved.config, speedups_on(resolved.decisions)
+    hardware = hardware_name(resolved.machine, config.train.device)
+    row = next((row for row in report.rows if _is_of(row, names) and row.tokens_per_s), None)
+    if hardware is None or row is None or row.tokens_per_s is None:
+        return
+    measured = PastRun(
+        by="bench",
+        recipe=report.recipe,
+        date=report.began,
+        torch=str(report.environment.get("torch", "unknown")),
+        shape=shape_of(config),
+        kind=config.model.kind,
+        speedups=names,
+        rows_per_device=int(config.batch.rows_per_device),
+        accumulate=config.batch.accumulate or 1,
+        world_size=1,
+        is_compiled="compilation" in assemble(resolved.decisions).filled_by,
+        tokens_per_s=row.tokens_per_s.median,
+    )
+    past_runs.keep(hardware, [measured], cache)
+
+
+def _is_of(row: Row, names: Sequence[str]) -> bool:
+    """Return whether a row measured this set, apart from a speedup that chose the micro-batch."""
+    on = (Decision(name, True, "") for name in row.speedups)
+    return set(names) == set(speedups_on(on))
 
 
 def gains(report: Report) -> dict[str, Gain]:

@@ -14,12 +14,14 @@ from flatout import past_runs
 from flatout.assembly.capacity import capacity_of, require_fitting
 from flatout.assembly.memory import estimate
 from flatout.assembly.prediction import (
+    EVALUATION_COST,
     GIB,
     MemoryPrediction,
     Prediction,
     predict_memory,
     predict_time,
     speedups_on,
+    tokens_to_score,
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
@@ -124,7 +126,7 @@ def record(run: Run, request: RunRequest, known: Forecast, summary: Mapping[str,
         mfu=summary["mfu"],
         compile_s=summary["compile_s"],
         train_s=summary["tokens"] / rate,
-        score_s=predicted.get("score_s"),
+        score_s=(tokens_to_score(run.config, run.dataset) or 0) / (EVALUATION_COST * rate),
         wall_s=summary["wall_s"],
         predicted_gib=predicted.get("peak_gib"),
         predicted_tokens_per_s=predicted.get("tokens_per_s"),

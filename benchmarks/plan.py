@@ -1,0 +1,263 @@
+"""How far the predictions of `flatout plan` are from measured runs, on a CPU.
+
+    python benchmarks/plan.py
+
+Memory: for each case, the estimate is compared with the peak of torch's CPU allocator, whose events
+its profiler records, over the first three steps: weights, optimizer state and the scratch space of
+kernels count. For a compiled model, the estimate of eager mode is corrected by what another
+micro-batch of the same model needed, as an earlier run would correct it.
+
+Time: each case trains twice with `flatout train` in fresh processes with an empty cache. The first
+run is short; the second lasts about 15 seconds, and its summary has what was predicted for it.
+Writes benchmarks/results/plan.json and .md. It takes about ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from main_job import RESULTS, commit
+from torch.profiler import ProfilerActivity, profile
+from training_runs import built
+
+from flatout import Dataset, load_config
+from flatout.assembly.memory import MemoryEstimate, estimate
+from flatout.assembly.resolve import workload_of
+from flatout.assembly.selection import assemble
+from flatout.hardware import probe
+from flatout.training.step import train_step
+
+MIB = 2**20
+TARGETS = {"memory": 0.1, "time": 0.15}
+STEPS = 3
+"""Steps whose memory is recorded; the optimizer state exists from the second on."""
+SHORT_STEPS = 40
+"""Steps of the earlier run."""
+RUN_S = 15.0
+"""Duration of the predicted run, roughly."""
+TEXT = "synthetic:documents=400,words=300,seed=0"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a length, a micro-batch and speedups."""
+
+    name: str
+    overrides: tuple[str, ...]
+    rows: int
+    other_rows: int | None = None
+    """For a compiled model: the micro-batch that the estimate is corrected with."""
+
+    def config(self, data: Path | str, rows: int | None = None) -> list[str]:
+        """Return the case as overrides of the default configuration."""
+        return [
+            *self.overrides,
+            f"data.path={data}",
+            "train.device=cpu",
+            "train.precision=auto",
+            f"batch.rows_per_device={rows or self.rows}",
+            "batch.accumulate=1",
+        ]
+
+
+def shape(layers: int, width: int, heads: int, seq_len: int, *more: str) -> tuple[str, ...]:
+    """Return the overrides of a model and its length."""
+    return (
+        f"model.num_layers={layers}",
+        f"model.d_model={width}",
+        f"model.num_heads={heads}",
+        f"data.seq_len={seq_len}",
+        *more,
+    )
+
+
+EAGER, PLAIN = "speedups=auto,-compile,-compile-blocks,-compiled-muon", "speedups=none"
+LLAMA = ("model.norm=rmsnorm", "model.activation=swiglu", "model.tied_head=false")
+CASES = (
+    Case("baseline", shape(4, 128, 2, 128, PLAIN), 12),
+    Case("baseline, long", shape(2, 128, 2, 512, PLAIN), 4),
+    Case("defaults", shape(4, 128, 2, 128, EAGER), 32),
+    Case("defaults, one row", shape(4, 256, 4, 256, EAGER), 1),
+    Case("defaults, long", shape(4, 128, 2, 1024, EAGER), 4),
+    Case("Muon", shape(4, 256, 4, 128, EAGER, "optim.kind=muon"), 8),
+    Case("large vocabulary", shape(2, 128, 2, 128, EAGER, "model.vocab_size=16384"), 8),
+    Case(
+        "large vocabulary, chunked loss",
+        shape(2, 128, 2, 128, f"{EAGER},+chunked-ce", "model.vocab_size=16384"),
+        32,
+    ),
+    Case("checkpointing", shape(6, 192, 3, 256, f"{EAGER},+checkpointing"), 16),
+    Case("selective checkpointing", shape(6, 192, 3, 256, f"{EAGER},+selective-checkpointing"), 16),
+    Case("Llama shape", shape(4, 192, 3, 256, EAGER, *LLAMA), 8),
+    Case("eigenstate network", shape(4, 128, 2, 256, EAGER, "model.kind=eigenstate"), 8),
+    Case("document mask", shape(4, 128, 2, 256, EAGER, "data.document_mask=true"), 8),
+    Case("compiled", shape(4, 128, 2, 128, "speedups=auto,+compile"), 32, 8),
+    Case("compiled, long", shape(2, 256, 4, 512, "speedups=auto,+compile"), 8, 2),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", help="measure the cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=RUN_S, help="of each predicted run")
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if (arguments.only or "") in case.name]
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "data"
+        flatout(Path(folder), "prepare", TEXT, "--out", str(data), "--tokenizer", "byte")
+        rows = [measured(case, data, Path(folder), arguments.seconds) for case in cases]
+    found = {
+        "machine": probe().describe(),
+        "commit": commit(),
+        "torch": torch.__version__,
+        "seconds": arguments.seconds,
+        "rows": rows,
+    }
+    if not arguments.only:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / "plan.md").write_text(table(found))
+    print(table(found))
+
+
+def measured(case: Case, data: Path, folder: Path, seconds: float) -> dict:
+    """Return the predicted and measured figures of a case."""
+    memory = memory_of(case, data)
+    time = time_of(case, data, folder / case.name.replace(" ", "-"), seconds)
+    row = {"name": case.name, "rows": case.rows, "overrides": case.overrides, **memory, **time}
+    print(json.dumps(row), file=sys.stderr)
+    return row
+
+
+def memory_of(case: Case, data: Path) -> dict:
+    """Return the predicted and the measured peak of the allocator, in MiB."""
+    found, peak = traced_and_measured(case, data, case.rows)
+    predicted = found.total
+    if case.other_rows is not None:
+        other, other_peak = traced_and_measured(case, data, case.other_rows)
+        share = (other_peak - other.fixed) / (other.total - other.fixed)
+        predicted = int(found.fixed + share * (found.total - found.fixed))
+    return {
+        "eager_mib": found.total / MIB,
+        "predicted_mib": predicted / MIB,
+        "allocated_mib": peak / MIB,
+        "memory_error": predicted / peak - 1,
+        "at": found.peak.name,
+    }
+
+
+def traced_and_measured(case: Case, data: Path, rows: int) -> tuple[MemoryEstimate, int]:
+    """Return the estimate for a micro-batch, and the allocator's peak in real steps."""
+    config = load_config(None, [*case.config(data, rows), "train.steps=2000"])
+    dataset = Dataset.open(data)
+    torch._dynamo.reset()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run = built(config, dataset)
+        for _ in range(STEPS):
+            train_step(run, next(run.feed))
+            run.step += 1
+        run.feed.close()
+    found = estimate(workload_of(run.config, assemble(run.decisions)), run.rows_per_device)
+    return found, peak_bytes(recorded)
+
+
+def peak_bytes(recorded: profile) -> int:
+    """Return the most bytes that the allocator had handed out at a time."""
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict:
+    """Train twice, and return what was predicted for the second run and what it took."""
+    folder.mkdir()
+    words = [*case.config(data), "log.every=10"]
+    first = train(folder, "first", [*words, f"train.steps={SHORT_STEPS}"])
+    tokens_per_step = first["tokens"] / SHORT_STEPS
+    steps = int(min(max(seconds * first["tokens_per_s"] / tokens_per_step, 60), 20_000))
+    second = train(folder, "second", [*words, f"train.steps={steps}"])
+    predicted = second["predicted"]
+    return {
+        "steps": steps,
+        "predicted_s": predicted["wall_s"],
+        "wall_s": second["wall_s"],
+        "time_error": predicted["wall_s"] / second["wall_s"] - 1,
+        "process_error": predicted["peak_gib"] / second["peak_gib"] - 1,
+    }
+
+
+def train(folder: Path, name: str, words: list[str]) -> dict:
+    """Train in a fresh process with the cache of this case."""
+    (folder / "default.yaml").write_text("{}\n")
+    recipe = str(folder / "default.yaml")
+    return flatout(folder, "train", recipe, *words, "--run-dir", str(folder / name))
+
+
+def flatout(home: Path, *words: str) -> dict:
+    """Run a command with its own home directory, and so its own cache; return its --json."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flatout", *words, "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HOME": str(home)},
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(found: dict) -> str:
+    """Return the figures as Markdown."""
+    lines = [
+        "| case | rows x tokens | predicted, MiB | allocated, MiB | error | predicted, s "
+        "| measured, s | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        seq_len = next(w for w in row["overrides"] if w.startswith("data.seq_len=")).split("=")[1]
+        lines.append(
+            f"| {row['name']} | {row['rows']} x {seq_len} | {row['predicted_mib']:,.1f} "
+            f"| {row['allocated_mib']:,.1f} | {row['memory_error']:+.1%} "
+            f"| {row['predicted_s']:.1f} | {row['wall_s']:.1f} | {row['time_error']:+.1%} |"
+        )
+    lines += ["", f"{verdict(found, 'memory')}; {verdict(found, 'time')}. {how(found)}"]
+    return "\n".join(lines) + "\n"
+
+
+def verdict(found: dict, what: str) -> str:
+    """Return the errors of one prediction against its target."""
+    errors = [abs(row[f"{what}_error"]) for row in found["rows"]]
+    kept = sum(error <= TARGETS[what] for error in errors)
+    answer = "kept" if kept == len(errors) else "**missed**"
+    return (
+        f"{what.capitalize()}: median error {statistics.median(errors):.1%}, largest "
+        f"{max(errors):.1%}; within {TARGETS[what]:.0%} in {kept} of {len(errors)} cases, {answer}"
+    )
+
+
+def how(found: dict) -> str:
+    """Return how the figures were measured."""
+    return (
+        "Allocated is the peak of torch's allocator over three steps; compiled models are "
+        "corrected by another micro-batch. Time is that of a whole run of about "
+        f"{found['seconds']:.0f} s after one of {SHORT_STEPS} steps. {found['machine']}; torch "
+        f"{found['torch']}; commit {found['commit']}; one run each; `python benchmarks/plan.py`."
+    )
+
+
+if __name__ == "__main__":
+    main()
