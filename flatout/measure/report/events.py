@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from flatout.measure.report.charts import NUM_COLORS
 from flatout.measure.report.reading import Curve, RunData
 
 KINDS = {
@@ -41,6 +42,8 @@ class Marks:
     key: str
     kind: str
     color: int
+    offset: float
+    """Height within its row, from -0.5 to 0.5: marks of several runs do not hide each other."""
     at: Curve
     """Their positions; the values are not used."""
     texts: tuple[str, ...]
@@ -48,13 +51,11 @@ class Marks:
 
 def marks_of(runs: Sequence[RunData]) -> list[Marks]:
     """Return the marks of all runs, in the order of their rows."""
-    found = [
-        mark for index, run in enumerate(runs) for mark in _marks(index, run, several=len(runs) > 1)
-    ]
+    found = [mark for index, run in enumerate(runs) for mark in _marks(index, run, len(runs))]
     return sorted(found, key=lambda mark: ROWS.index(mark.kind))
 
 
-def _marks(index: int, run: RunData, *, several: bool) -> Iterator[Marks]:
+def _marks(index: int, run: RunData, num_runs: int) -> Iterator[Marks]:
     by_row: dict[str, list[Mapping[str, Any]]] = {}
     for event in run.events:
         row = KINDS.get(str(event.get("event")))
@@ -65,11 +66,12 @@ def _marks(index: int, run: RunData, *, several: bool) -> Iterator[Marks]:
         every = math.ceil(len(events) / MAX_MARKS)
         events = events[::every]
         steps = np.array([float(event["step"]) for event in events])
-        prefix = f"{run.name}: " if several else ""
+        prefix = f"{run.name}: " if num_runs > 1 else ""
         yield Marks(
             key=f"events|{index}|{row}",
             kind=row,
-            color=index if several else 0,
+            color=index % NUM_COLORS if num_runs > 1 else 0,
+            offset=0.6 * ((num_runs - 1) / 2 - index) / num_runs,
             at=Curve(
                 step=steps,
                 tokens=_between(steps, positions, "tokens"),

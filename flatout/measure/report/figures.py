@@ -135,7 +135,7 @@ def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
             "step": mark.at.step,
             "tokens": mark.at.tokens,
             "elapsed_s": mark.at.elapsed_s,
-            "value": [mark.kind] * len(mark.at.step),
+            "value": [(mark.kind, mark.offset)] * len(mark.at.step),
         }
         is_trouble = mark.kind in {"alarm", "skip"}
         options: dict[str, Any] = {

@@ -12,7 +12,7 @@ from importlib import resources
 from typing import Any
 
 from flatout.measure.report import figures, results, sections
-from flatout.measure.report.charts import DrawnChart, Line, drawn_charts
+from flatout.measure.report.charts import NUM_COLORS, DrawnChart, Line, drawn_charts
 from flatout.measure.report.events import Marks, marks_of
 from flatout.measure.report.reading import RunData
 from flatout.measure.report.sampling import INTERVALS, TREND_INTERVALS
@@ -105,7 +105,7 @@ def structure(
 
 def _header(runs: Sequence[RunData], *, status: str) -> str:
     names = "".join(
-        f'<li><span class="dot c{index % 8}"></span>{escape(run.name)} '
+        f'<li><span class="dot c{index % NUM_COLORS}"></span>{escape(run.name)} '
         f'<span class="state">{escape(run.state)}</span></li>'
         for index, run in enumerate(runs)
     )
@@ -134,9 +134,10 @@ def _main(
     """Yield the sections of the page, without those that have nothing to say."""
     several = len(runs) > 1
     yield _section("notes", _notes(runs))
-    yield f'<section id="results" data-live>{results.results(runs)}</section>'
+    yield f'<div class="beside"><section id="results" data-live>{results.results(runs)}</section>'
     if several:
         yield _section("differences", results.differences(runs))
+    yield "</div>"
     yield _charts(charts, marks)
     yield _section("time", results.time_of_steps(runs))
     yield _section("plan", sections.plan(runs))

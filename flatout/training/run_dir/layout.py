@@ -8,6 +8,8 @@ RUN/
 ├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl     one line per logged step
 ├── summary.json      the finished run
+├── findings.json     written by `flatout diagnose`
+├── report.html       written by `flatout report`
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from

@@ -26,6 +26,7 @@ def test_events_of_several_runs_say_whose_they_are(make_run, read):
         (0, "a: step 3: stop"),
         (1, "b: step 3: stop"),
     ]
+    assert marks[0].offset == -marks[1].offset > 0
 
 
 def test_events_that_cannot_be_placed_are_not_drawn(make_run, read):
