@@ -38,6 +38,8 @@ SPIKE_WINDOW, MIN_SPIKE_WINDOW = 32, 16
 """Most and fewest earlier losses that a spike is compared with."""
 SPIKE_DEVIATIONS, SPIKE_OVER = 6.0, 3.0
 """A spike is this many standard deviations above the trend, until it is that many."""
+ODD_WINDOW = 128
+"""Losses of the past that tell how often single ones are far above the trend."""
 MIN_SPIKE = 0.03
 """Minimum height of a spike as a share of the loss."""
 
@@ -243,12 +245,17 @@ def is_steady_growth(values: Sequence[float]) -> bool:
 
 
 class Spike:
-    """Detects a training loss far above its trend, in two records or with a gradient to match."""
+    """Detects a training loss far above its trend, in two records or with a gradient to match.
+
+    Where single losses were far above it before, it takes up to four records in a row.
+    """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._suspects: list[_Point] = []
+        self._odd: deque[bool] = deque(maxlen=ODD_WINDOW)
+        """Whether each of the last losses was far above the trend, but part of no spike."""
         self._calm = 0
         self._trend = self._spread = 0.0
         self.active: Change | None = None
@@ -264,9 +271,12 @@ class Spike:
             height = max(SPIKE_DEVIATIONS * self._spread, MIN_SPIKE * abs(self._trend))
             if loss > self._trend + height:
                 self._suspects.append(_Point(step, loss))
-                if len(self._suspects) > 1 or self.is_steep(grad_norm):
+                needed = 2 + min(sum(self._odd), 2)
+                if len(self._suspects) >= needed or self.is_steep(grad_norm):
                     return self._begin()
                 return None
+        self._odd.extend(True for _ in self._suspects)
+        self._odd.append(False)
         self._suspects.clear()
         self._losses.append(loss)
         if grad_norm is not None:

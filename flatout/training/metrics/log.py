@@ -158,7 +158,7 @@ class Log:
             "compiled", **asdict(self._compilation.poll()) | {"compile_s": round(seconds, 3)}
         )
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: str, /, **fields: Any) -> None:
         """Append a line to events.jsonl and tell the observers."""
         if not self._run.mesh.is_main:
             return

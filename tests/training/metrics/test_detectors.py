@@ -174,6 +174,17 @@ def test_one_odd_record_is_no_spike():
     assert changes_of(Spike(), losses, [1.0] * len(losses)) == []
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_odd_records_are_frequent_two_in_a_row_are_no_spike(seed):
+    losses = losses_of(normal, seed)
+    for odd in (*range(200, 700, 20), 401, 561):
+        losses[odd] += 1.5
+    assert changes_of(Spike(), losses, [1.0] * len(losses)) == []
+    losses[720:740] = [5.0] * 20
+    (begun, _), _ = changes_of(Spike(), losses, [1.0] * len(losses))
+    assert 721 <= begun <= 723
+
+
 def test_a_loss_that_never_recovers_is_one_spike():
     losses = losses_of(normal, 3)
     losses[400:] = [7.0] * 400

@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flatout.json_io import read_lines
 from flatout.roof import Peak
 from flatout.speedups.no_sync_logging import DelayedReadback
 from flatout.training import finish
-from flatout.training.metrics import device
+from flatout.training.metrics import detectors, device
 from flatout.training.metrics.clocks import Interval
 from flatout.training.metrics.log import Log, Rates
 from flatout.training.metrics.observers import Quiet
@@ -153,3 +154,28 @@ def test_the_training_loss_survives_a_kill_during_the_final_evaluation(
     summary = run_training(tiny_config(), tmp_path / "run")
     assert summary["train_loss"] == whole["train_loss"]
     assert summary["steps"] == whole["steps"]
+
+
+class Events(Quiet):
+    """Keeps the events of a run."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_event(self, event):
+        self.events.append(event)
+
+
+def test_an_alarm_is_an_event_and_is_counted(tiny_config, tmp_path, monkeypatch):
+    """Any loss above the last three counts as a spike here."""
+    monkeypatch.setattr(detectors, "MIN_SPIKE_WINDOW", 3)
+    monkeypatch.setattr(detectors, "SPIKE_DEVIATIONS", -1000.0)
+    monkeypatch.setattr(detectors, "MIN_SPIKE", -1000.0)
+    watch = Events()
+    config = tiny_config(train__steps=8, log__every=1, optim__lr=10.0)
+    summary = run_training(config, tmp_path / "run", observers=[watch])
+    found = [event for event in watch.events if event["event"] == "alarm"]
+    assert [event["kind"] for event in found] == ["loss_spike"]
+    assert found[0] in list(read_lines(tmp_path / "run" / "events.jsonl"))
+    assert 4 <= found[0]["step"] <= 8
+    assert summary["alarms"] == 1
