@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from textwrap import fill
+from textwrap import TextWrapper
 
 from flatout.measure.evidence import Fact
 from flatout.measure.profile_events import PHASES
@@ -119,10 +119,10 @@ def text_of(profile: Profile) -> str:
     if profile.notes:
         parts.append("\n".join(profile.notes))
     lines = "\n\n".join(parts).splitlines()
-    return "\n".join(
-        fill(line, COLUMNS, subsequent_indent="  ") if len(line) > COLUMNS else line
-        for line in lines
+    wrapper = TextWrapper(
+        COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
+    return "\n".join(wrapper.fill(line) if len(line) > COLUMNS else line for line in lines)
 
 
 def clipped(name: str) -> str:

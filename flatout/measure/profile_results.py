@@ -23,8 +23,10 @@ from flatout.measure.trace import Op
 from flatout.roof import peak_bandwidth, peak_tflops
 
 TRACE = "trace.json.gz"
-MAX_POINTS = 2_000
-"""Most moments of memory in profile.json, and ten times as many in the trace."""
+MAX_POINTS = 300
+"""Most moments of memory in profile.json, where gaps below 1/300 of a step are left out too."""
+MAX_COUNTERS = 20_000
+"""Most moments of memory in the trace."""
 NOT_PERMITTED = (
     "The driver shows no kernels: it reserves profiling for administrators. Step times, the host's "
     "lane, memory and the trace of the host are complete; the table and the device's lane are "
@@ -139,7 +141,7 @@ def write_trace(
     """Write the trace, compressed, with one counter for each category of memory."""
     events = document["traceEvents"]
     pid = next((event["pid"] for event in events if event.get("cat") == "cpu_op"), 0)
-    for moment in thinned(moments, 10 * MAX_POINTS):
+    for moment in thinned(moments, MAX_COUNTERS):
         events.append(
             {
                 "ph": "C",
@@ -177,7 +179,7 @@ def timeline_of(
     gaps = idle = None
     if on_gpu and kernels:
         device = [op for op in kernels if op.start_s < step.end_s and op.end_s > step.start_s]
-        segments += [_segment("device", one, step) for one in _joined(device)]
+        segments += [_segment("device", one, step) for one in _joined(device, seconds / MAX_POINTS)]
         gaps = gaps_of(kernels, recording.trace.ops, step, recording.phases)
         busy_s = sum(one.end_s - one.start_s for one in _busy(device, step))
         idle = max(1.0 - busy_s / seconds, 0.0) if seconds else None
@@ -217,12 +219,12 @@ def _segment(lane: str, one: Range, step: Range) -> Segment:
     )
 
 
-def _joined(kernels: Iterable[Op]) -> Iterator[Range]:
-    """Yield ranges of consecutive kernels of one phase, without the gaps between them."""
+def _joined(kernels: Iterable[Op], gap_s: float) -> Iterator[Range]:
+    """Yield ranges of consecutive kernels of one phase, without gaps longer than `gap_s`."""
     current: Range | None = None
     for op in sorted(kernels, key=lambda op: op.start_s):
         name = op.within or "logging"
-        if current and current.name == name and op.start_s <= current.end_s:
+        if current and current.name == name and op.start_s <= current.end_s + gap_s:
             current = Range(name, current.start_s, max(current.end_s, op.end_s))
             continue
         if current:

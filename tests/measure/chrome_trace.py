@@ -6,7 +6,8 @@ US = 1e-6
 
 
 def ranged(cat, name, start, length, **args):
-    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "tid": 1, "args": args}
+    place = {"pid": 1, "tid": 1}
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "args": args} | place
 
 
 def operation(name, start, length, number, shapes=(), dtype="c10::BFloat16"):
