@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import psutil
 
 from flatout.config.sections import Section
 from flatout.errors import ConfigError, HardwareError
-from flatout.registry import MACHINES, nearest, unknown_name
+from flatout.registry import MACHINES, nearest
 
 GIB = 2**30
 ASSUMED_MFU = 0.3
@@ -138,7 +137,12 @@ def machine_named(text: str) -> Machine:
                 f"--machine {wanted!r} matches several machines.",
                 fix=f"Write one of {', '.join(similar)}.",
             )
-        raise unknown_name("machine", wanted, [*rows, *short_names(rows.values())])
+        guess = nearest(wanted, [name for one in rows.values() for name in _names(one)])
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise ConfigError(
+            f"There is no machine named {wanted!r}.",
+            fix=f"{hint}`flatout list machines` shows the known ones.",
+        )
     gpu = Gpu(
         row.gpu_names[0],
         row.memory_gb.value * 1e9 / GIB,
@@ -146,11 +150,6 @@ def machine_named(text: str) -> Machine:
         driver="",
     )
     return Machine("unknown", 0, 0.0, (gpu,) * count, platform.python_version(), is_here=False)
-
-
-def short_names(rows: Iterable[MachineRow]) -> list[str]:
-    """Return the names by which people ask for the GPUs of these rows."""
-    return [name for row in rows for name in row.short_names]
 
 
 def _names(row: MachineRow) -> list[str]:

@@ -34,4 +34,28 @@ CASES = [
         ("'tf32'",),
         ("Leave it out: speedups=none",),
     ),
+    Case(
+        "a plan for a machine that is not known",
+        "plan my.yaml --machine '8x H1000'",
+        ("'H1000'",),
+        ("'H100'",),
+    ),
+    Case(
+        "a plan for a card of several kinds",
+        "plan my.yaml --machine A800",
+        ("'A800'", "several"),
+        ("a800-pcie-80gb",),
+    ),
+    Case(
+        "a plan of a CPU run for a GPU",
+        "plan my.yaml --machine H100",
+        ("train.device=cpu", "H100"),
+        ("Leave one of the two out",),
+    ),
+    Case(
+        "a plan without a vocabulary size",
+        "plan my.yaml data.path=data/none",
+        ("vocabulary size",),
+        ("model.vocab_size",),
+    ),
 ]
