@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 from flatout.commands.report import report
 
 PICTURE = Path(__file__).parents[1] / "assets" / "report.png"
-WIDTH, HEIGHT = 1120, 1180
+WIDTH, HEIGHT = 1120, 968
 COLORS = 48
 """Few colours make a small file."""
 

@@ -62,6 +62,7 @@ CHARTS = (
             "mem/peak_gib": "peak",
             "mem/allocated_gib": "allocated",
             "mem/reserved_gib": "reserved",
+            "mem/process_gib": "process",
         },
     ),
     Chart("norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"}),
