@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from flatout.assembly.capacity import smallest_machine
+from flatout.assembly.parts import Decision
+from flatout.assembly.resolve import workload_of
+from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
-from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
 from flatout.hardware import Machine
 from flatout.measure.budget import Budget
 from flatout.measure.resolving import resolve_apart
@@ -63,9 +67,10 @@ def run_tune(
     with progress.task("Resolving the configuration"):
         resolved, additions = resolve_apart(requested, cache)
         space = make_space(requested, resolved, additions, only=only, statistical=statistical)
+        require_moves(space)
     if resolved.config.train.device == "cpu":
         warn_of_busy_cores(resolved.machine, progress)
-    _say_what_stays(requested, space, progress)
+    say_what_stays(requested, space, progress)
     budget = Budget(len(space.moves) + 5, minutes=minutes, repeats=2, began_s=start_s, clock=clock)
     ended_by: int | None = None
     with (
@@ -91,17 +96,24 @@ def run_tune(
     return tuning, ended_by
 
 
-def _say_what_stays(requested: RunConfig, space: Space, progress: Progress) -> None:
-    """Say how tune treats a batch and speedups that the recipe states."""
+def say_what_stays(requested: RunConfig, space: Space, progress: Progress) -> None:
+    """Say how tune treats a batch that the recipe states."""
     batch = requested.batch
     if "batch" in space.only and (batch.rows_per_device != "auto" or batch.accumulate):
         progress.say(
             f"The recipe states {space.start.rows} rows per micro-batch; tune varies the rows and "
             "the accumulation, and keeps the tokens per optimiser step."
         )
-    if not space.moves and not {"batch"} & set(space.only):
+
+
+def require_moves(space: Space) -> None:
+    """Check that there is something to tune.
+
+    Raises: ConfigError.
+    """
+    if space.obstacle(space.start) is None and not space.moves_from(space.start):
         raise ConfigError(
-            f"There is nothing to tune in {', '.join(space.only)} here.",
+            f"There is nothing to tune here in {', '.join(space.only)}.",
             fix="Name other parts with --only, or set speedups=auto.",
         )
 
@@ -109,7 +121,8 @@ def _say_what_stays(requested: RunConfig, space: Space, progress: Progress) -> N
 def require_figures(search: Search, ended_by: int | None) -> None:
     """Check that some setting gave figures.
 
-    Raises: Interrupted after a signal; otherwise RunFailed, with the first failure.
+    Raises: Interrupted after a signal; HardwareError when nothing fits by estimate; otherwise
+            RunFailed, with the last failure.
     """
     if search.best is not None:
         return
@@ -121,20 +134,25 @@ def require_figures(search: Search, ended_by: int | None) -> None:
         )
     failed = list(search.race.results.values())
     if not failed:
-        raise RunFailed(
-            f"Nothing fits: {search.left[-1].name}: {search.left[-1].reason}",
-            fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
-        )
+        name, reason = search.left[-1].name, search.left[-1].reason
+        raise HardwareError(f"Nothing fits. With {name}: {reason}", fix=smaller(search.race))
     last = failed[-1]
     fixes = {
         "timed-out": "Give it more --minutes.",
-        "out-of-memory": "Shorten data.seq_len, choose a smaller model, or shard it with "
-        "parallel.shard.",
+        "out-of-memory": smaller(search.race),
     }
     raise RunFailed(
         f"All {len(failed)} trials failed; the last one: {last.reason}",
         fix=fixes.get(last.status, "Try the same recipe with `flatout train`."),
     )
+
+
+def smaller(race: Race) -> str:
+    """Return the fix for a recipe of which not even one row fits."""
+    recipe = assemble(Decision(name, True, "") for name in race.start.in_order())
+    machine = smallest_machine(workload_of(race.resolved.config, recipe))
+    larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
+    return f"Shorten data.seq_len or choose a smaller model{larger if machine else ''}."
 
 
 def remember(

@@ -324,8 +324,9 @@ def _addition(
 def memory_obstacle(resolved: Resolved) -> Callable[[Setting], str | None]:
     """Return a function from a setting to why it cannot fit into memory by estimate, or None."""
     config, machine = resolved.config, resolved.machine
+    sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
     kind, _, index = config.train.device.partition(":")
-    if kind == "cuda" and machine.gpus:
+    if kind == "cuda" and machine.gpus:  # asking torch would create a context on the GPU
         gpu_gib = machine.gpus[int(index or 0)].memory_gib
         available, owner = TRIED_MEMORY * gpu_gib, f"the GPU has {gpu_gib:.1f} GiB"
     else:
@@ -338,9 +339,10 @@ def memory_obstacle(resolved: Resolved) -> Callable[[Setting], str | None]:
             recipe = assemble(Decision(name, True, "") for name in setting.in_order())
         except ConfigError as error:
             return error.what
-        need_gib = estimate(workload_of(config, recipe), setting.rows).total / GIB
-        if need_gib <= available:
+        workload = workload_of(config, recipe)
+        need = estimate(workload, setting.rows, max(sequences // setting.rows, 1)).total
+        if need / GIB <= available:
             return None
-        return f"It needs about {need_gib:.1f} GiB by estimate, and {owner}."
+        return f"It needs about {need / GIB:.1f} GiB by estimate, and {owner}."
 
     return obstacle

@@ -165,4 +165,28 @@ CASES = [
         ("seed 99999999999999999999",),
         ("below",),
     ),
+    Case(
+        "a URL as --out of `tune`",
+        "tune my.yaml --out s3://bucket/tuned.yaml",
+        ("--out s3://bucket/tuned.yaml is a URL",),
+        ("a local path",),
+    ),
+    Case(
+        "a file of another program as --out of `tune`",
+        "tune my.yaml --out book.txt",
+        ("book.txt exists", "did not write it"),
+        ("--out FILE",),
+    ),
+    Case(
+        "a misspelt word of `tune --only`",
+        "tune my.yaml --only bacth",
+        ("'bacth'",),
+        ("'batch'",),
+    ),
+    Case(
+        "nothing to tune",
+        "tune my.yaml --only speedups speedups=none",
+        ("nothing to tune here in speedups",),
+        ("speedups=auto",),
+    ),
 ]

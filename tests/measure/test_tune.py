@@ -9,7 +9,7 @@ from made_up_speeds import OUT_OF_MEMORY, MadeUpSpeeds
 
 from flatout import measured
 from flatout.config.schema import load_config
-from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
 from flatout.hardware import probe
 from flatout.measure import budget, trial, tune_space
 from flatout.measure import tune as tuning
@@ -180,7 +180,7 @@ def test_no_recipe_is_written_when_every_trial_fails(config, tmp_path, result, m
 def test_a_model_that_cannot_fit_is_refused_without_a_trial(config, tmp_path, monkeypatch):
     monkeypatch.setattr(tune_space, "USED_MEMORY", 1e-9)
     machine = MadeUpSpeeds()
-    with pytest.raises(RunFailed, match=r"Nothing fits: .* GiB by estimate"):
+    with pytest.raises(HardwareError, match=r"Nothing fits\. .* GiB by estimate"):
         tune(config, machine, tmp_path)
     assert machine.specs == []
 

@@ -101,3 +101,22 @@ def test_a_speedup_that_fell_back_fails_its_trial(tiny_config, tmp_path, monkeyp
     assert found.status == "failed"
     assert "no compiler" in found.reason
     assert found.speedups == []
+
+
+def test_a_rehearsal_evaluates_a_batch_and_saves_after_the_measured_steps(tiny_config, tmp_path):
+    found = trial(tiny_config(), tmp_path / "run", rehearse=["evaluation", "save"])
+    assert found.rehearsed == ["evaluation", "save"]
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+    assert found.losses == trial(tiny_config(), tmp_path / "plain").losses
+
+
+def test_a_rehearsal_without_disk_or_validation_text_does_what_it_can(
+    tiny_config, tmp_path, monkeypatch, write_tiny
+):
+    full = type("Usage", (), {"free": 0})
+    monkeypatch.setattr(workload.shutil, "disk_usage", lambda path: full)
+    found = trial(tiny_config(), tmp_path / "run", rehearse=["evaluation", "save"])
+    assert found.rehearsed == ["evaluation"]
+    data = write_tiny(tmp_path / "data", num_documents=6)  # the eighth would be for validation
+    found = trial(tiny_config(data__path=str(data)), tmp_path / "b", rehearse=["evaluation"])
+    assert found.rehearsed == []
