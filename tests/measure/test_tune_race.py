@@ -59,7 +59,7 @@ def test_a_noisy_start_widens_the_intervals(race_of):
     assert width(0.2) > 2 * width(0.001)
 
 
-def test_settings_without_a_common_round_are_not_compared(race_of):
+def test_settings_of_different_rounds_are_not_compared(race_of):
     race = race_of(MadeUpSpeeds())
     race.measure(START, 0)
     race.measure(FEWER, 1)
