@@ -53,11 +53,9 @@ class TuneResult(Result):
         from flatout.terminal import duration
 
         ended = "" if self.complete else "Interrupted; these are the results so far.\n\n"
-        shown = "\n".join(self.text)
-        return (
-            f"{ended}{shown}\n\n{len(self.trials)} trials in {duration(self.wall_s)}; "
-            f"train it with: flatout train {in_shell(self.path)}"
-        )
+        shown, count = "\n".join(self.text), len(self.trials)
+        trials = f"{count} trial{'' if count == 1 else 's'} in {duration(self.wall_s)}"
+        return f"{ended}{shown}\n\n{trials}; train it with: flatout train {in_shell(self.path)}"
 
     @property
     def exit_code(self) -> int:

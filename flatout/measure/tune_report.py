@@ -20,7 +20,7 @@ from flatout.measure.resolving import Resolved
 from flatout.measure.results import Trial
 from flatout.measure.statistics import Figure
 from flatout.measure.tune_race import Race
-from flatout.measure.tune_search import Search, Tried
+from flatout.measure.tune_search import NO_TIME, Search, Tried
 from flatout.measure.tune_space import Setting
 from flatout.measured import Gain
 
@@ -250,6 +250,9 @@ def header_lines(tuning: Tuning) -> list[str]:
         lines += choice_lines(taken)
     if rest:
         lines += ["", "Measured and not taken:", *choice_lines(rest)]
+    late = [each.name for each in tuning.not_tried if each.reason == NO_TIME]
+    if late:
+        lines += ["", f"There was not enough time for {len(late)} others; add --minutes."]
     return lines
 
 
@@ -267,6 +270,8 @@ def total(tuning: Tuning) -> str:
     peak = "" if best.peak_gib is None else f"; peak {best.peak_gib:.2f} GiB"
     if best.name == tuning.start:
         gain = f": nothing that was measured is faster than {tuning.start}"
+        if not tuning.choices:
+            gain = f" as {tuning.start} chooses: nothing else was measured"
     return f"{rate}{gain}{peak}."
 
 

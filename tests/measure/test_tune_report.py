@@ -11,6 +11,7 @@ from flatout.measure.tune_report import (
     MARK,
     Best,
     Choice,
+    NotTried,
     Tuning,
     choice_lines,
     gains,
@@ -20,6 +21,7 @@ from flatout.measure.tune_report import (
     with_interval,
     write_recipe,
 )
+from flatout.measure.tune_search import NO_TIME
 from flatout.measure.tune_space import Setting
 
 
@@ -88,6 +90,15 @@ def test_the_header_states_what_was_taken_and_what_was_not():
     assert lines.index("  + compile  x1.25 (1.20 to 1.30)") < lines.index("Measured and not taken:")
     assert "  - prefetch  x0.80 (0.78 to 0.82); slower" in lines
     assert "  + fp8       failed: It broke." in lines
+
+
+def test_the_header_counts_what_there_was_no_time_for():
+    late = [NotTried(name=name, reason=NO_TIME) for name in ("+ fp8", "+ compile")]
+    lines = header_lines(tuning(choice(), not_tried=[*late, NotTried(name="x", reason="No.")]))
+    assert lines[-1] == "There was not enough time for 2 others; add --minutes."
+    best = tuning().best.model_copy(update={"name": "auto", "gain": None})
+    assert "nothing else was measured" in header_lines(tuning(best=best))[1]
+    assert "nothing that was measured is faster" in header_lines(tuning(choice(), best=best))[1]
 
 
 def test_long_lines_are_cut():
