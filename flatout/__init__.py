@@ -18,6 +18,7 @@ from flatout.errors import require_posix
 if TYPE_CHECKING:
     from flatout.commands.bench import bench
     from flatout.commands.demo import demo
+    from flatout.commands.diagnose import diagnose
     from flatout.commands.eval import evaluate
     from flatout.commands.generate import generate as sample
     from flatout.commands.import_ import import_chunks
@@ -59,6 +60,7 @@ __all__ = [
     "__version__",
     "bench",
     "demo",
+    "diagnose",
     "evaluate",
     "import_chunks",
     "inspect",
@@ -91,6 +93,7 @@ _HOMES = {
     "Watch": "flatout.measure.watch",
     "bench": "flatout.commands.bench",
     "demo": "flatout.commands.demo",
+    "diagnose": "flatout.commands.diagnose",
     "evaluate": "flatout.commands.eval",
     "import_chunks": "flatout.commands.import_",
     "inspect": "flatout.commands.inspect",

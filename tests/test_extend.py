@@ -87,7 +87,7 @@ def test_the_guide_has_an_example_of_every_kind_of_entry():
         for path in (ROOT / "flatout").iterdir()
         if path.is_dir() and path.name.endswith("s")
     }
-    assert folders == kinds - {"ops"}
+    assert folders == kinds - {"ops"} | {"findings"}
 
 
 def test_every_list_shows_its_new_entry(folder):
@@ -109,6 +109,8 @@ def test_every_list_shows_its_new_entry(folder):
     )
     for name in written_files():
         kind, entry = Path(name).parent.name, Path(name).stem.replace("_", "-")
+        if kind == "findings":
+            continue
         assert re.search(
             rf"\b{entry}\b", shown["--help" if kind == "commands" else f"list {kind}"]
         ), name
@@ -163,6 +165,18 @@ for a, b in zip(*results):
     torch.testing.assert_close(a, b)
 """
     python(folder, program)
+
+
+def test_the_new_finding_is_found(folder):
+    program = """
+from flatout.config.schema import load_config
+from flatout.measure.diagnosis import diagnosis_of
+from flatout.measure.evidence import Evidence
+config = load_config("gpt2-124m", ["model.d_model=700"])
+found = diagnosis_of(Evidence(source="preflight", config=config, device="cuda"))
+print([(finding.name, finding.fixes[0].text) for finding in found.findings])
+"""
+    assert python(folder, program).strip() == "[('odd-width', 'Set model.d_model=704.')]"
 
 
 def test_the_new_machine_is_known(folder):

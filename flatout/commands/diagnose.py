@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +17,13 @@ from flatout.measure.diagnose import (
     Measured,
     diagnose_recipe,
     diagnose_run,
-    scratch_folder,
+    measure_briefly,
 )
 from flatout.measure.diagnose_fix import FixOutcome, applied, try_fixes, write_recipe
 from flatout.measure.diagnosis import Diagnosis
 from flatout.measure.diagnosis_text import text_of
 from flatout.progress import SILENT, Progress
+from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS
 
@@ -77,6 +80,7 @@ def diagnose(
         Path | None, Option("File for the recipe that --fix writes; NAME-fixed.yaml by default.")
     ] = None,
     *,
+    callbacks: Sequence[Observer] = (),
     progress: Progress = SILENT,
 ) -> DiagnoseResult:
     """Say what holds a run back, with evidence, and how to fix it.
@@ -87,17 +91,22 @@ def diagnose(
     what the run has recorded. Nothing is trained or changed. What was not measured is null.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved; RunFailed.
+
+    In Python, `callbacks` observe the measured run, which then has no process of its own, and the
+    line of a slow one is named.
     """
     folder = run_folder(recipe)
     if folder is not None and not fix and not overrides:
         measured = diagnose_run(folder)
         return _result(measured, path=measured.diagnosis.write(folder))
     config = _config(recipe, folder, overrides)
-    measured = diagnose_recipe(config, seconds=seconds, cache=CACHE, progress=progress)
+    measured = diagnose_recipe(
+        config, seconds=seconds, cache=CACHE, callbacks=callbacks, progress=progress
+    )
     tried: list[FixOutcome] = []
     written: Path | None = None
     if fix:
-        tried, written = _fixed(config, measured, out, progress)
+        tried, written = _fixed(config, measured, out, seconds, progress)
     run = RUNS / layout.run_name(config) if folder is None else folder
     path = measured.diagnosis.write(run) if (run / layout.CONFIG).exists() else None
     return _result(measured, path=path, tried=tried, recipe=written)
@@ -118,11 +127,15 @@ def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None
 
 
 def _fixed(
-    config: RunConfig, measured: Measured, out: Path | None, progress: Progress
+    config: RunConfig, measured: Measured, out: Path | None, seconds: float, progress: Progress
 ) -> tuple[list[FixOutcome], Path | None]:
     """Try the fixes; return what was tried, and the recipe with the one that holds."""
-    with scratch_folder(config) as folder:
-        tried = try_fixes(measured.evidence, measured.diagnosis, folder=folder, progress=progress)
+    tried = try_fixes(
+        measured.evidence,
+        measured.diagnosis,
+        partial(measure_briefly, seconds=seconds),
+        progress=progress,
+    )
     kept = next((outcome for outcome in tried if outcome.kept), None)
     if kept is None:
         return tried, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from flatout.measure.diagnose_spec import MeasureSpec
 from flatout.measure.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.evidence import Evidence
 from flatout.progress import SILENT, Progress
+from flatout.training.metrics.observers import Observer
 
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that are measured."""
@@ -36,11 +37,13 @@ def diagnose_recipe(
     *,
     seconds: float = DEFAULT_SECONDS,
     cache: Path | None = None,
+    callbacks: Sequence[Observer] = (),
     progress: Progress = SILENT,
 ) -> Measured:
     """Check a configuration on this machine, run it for some seconds, and return the diagnosis.
 
-    No step is taken when something already known keeps the run from starting.
+    No step is taken when something already known keeps the run from starting. The run has a process
+    of its own, unless there are callbacks, which only exist in this one.
     Raises: UsageError when the configuration cannot be resolved; RunFailed.
     """
 
@@ -59,17 +62,50 @@ def diagnose_recipe(
             limit_s=LIMIT_S + 6 * seconds,
         )
         with progress.task("Measuring (about half a minute)"):
-            evidence = measure_apart(spec, on_preflight)
+            evidence = (
+                _measure_here(spec, on_preflight, callbacks)
+                if callbacks
+                else measure_apart(spec, on_preflight)
+            )
     return Measured(evidence, diagnosis_of(evidence))
 
 
+def _measure_here(
+    spec: MeasureSpec, on_preflight: Callable[[Evidence], bool], callbacks: Sequence[Observer]
+) -> Evidence:
+    from flatout.measure.diagnose_preflight import prepare
+    from flatout.measure.diagnose_run import measured
+
+    prepared = prepare(spec)
+    if not on_preflight(prepared.evidence) or prepared.resolved is None:
+        return prepared.evidence
+    return measured(spec, prepared, callbacks)
+
+
 def diagnose_run(folder: Path) -> Measured:
-    """Return the diagnosis of a recorded run, and write findings.json into its directory.
+    """Return the diagnosis of a recorded run.
 
     Raises: CheckpointError when it has recorded nothing.
     """
     evidence = recorded_evidence(folder)
     return Measured(evidence, diagnosis_of(evidence))
+
+
+def measure_briefly(config: RunConfig, *, seconds: float = DEFAULT_SECONDS) -> Evidence:
+    """Return the step time of a configuration, with its saves and evaluations.
+
+    Raises: UsageError, RunFailed.
+    """
+    with scratch_folder(config) as folder:
+        return measure_apart(
+            MeasureSpec(
+                config=config.to_dict(),
+                folder=str(folder),
+                seconds=seconds,
+                limit_s=LIMIT_S + 6 * seconds,
+                brief=True,
+            )
+        )
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from flatout.files import write_text
 from flatout.measure.diagnosis import Diagnosis
 from flatout.measure.evidence import Evidence, Fact
 from flatout.measure.finding import Finding, Fix
-from flatout.measure.spec import TrialResult, TrialSpec
 from flatout.measure.statistics import mean_of
 from flatout.progress import SILENT, Progress, Task
 
@@ -30,10 +29,7 @@ REPEATS = 3
 """Measurements of each of the two."""
 MOST_TRIED = 3
 """Fixes that are tried until one holds."""
-TRIAL_S = 3.0
-"""Seconds of measured steps of a trial."""
-TIMEOUT_S = 300.0
-Trial = Callable[[TrialSpec], TrialResult]
+Measure = Callable[[RunConfig], Evidence]
 
 
 class FixOutcome(Fact):
@@ -77,31 +73,29 @@ def candidates(diagnosis: Diagnosis, remaining_s: float | None) -> list[Candidat
 def try_fixes(
     evidence: Evidence,
     diagnosis: Diagnosis,
+    measure: Measure,
     *,
-    folder: Path,
-    trial: Trial | None = None,
     progress: Progress = SILENT,
 ) -> list[FixOutcome]:
     """Try the applicable fixes in order until one holds; return all that were tried.
 
-    `folder` is for the files of the trials.
+    `measure` returns the evidence of a configuration, from a process of its own.
     """
     base = evidence.config
     if base is None:
         return []
-    measure = trial or _trial
     outcomes: list[FixOutcome] = []
+    works = evidence.step_s is not None
     for candidate in candidates(diagnosis, evidence.remaining_s)[:MOST_TRIED]:
         try:
             changed = applied(base, candidate.fix.overrides)
         except ConfigError as error:
             outcomes.append(_outcome(candidate, kept=False, reason=error.what))
             continue
-        works = evidence.step_s is not None
         with progress.task(f"Trying: {candidate.fix.text}", total=(1 + works) * REPEATS) as task:
 
-            def measured(config: RunConfig, task: Task = task) -> TrialResult:
-                found = measure(_spec(config, folder))
+            def measured(config: RunConfig, task: Task = task) -> Evidence:
+                found = measure(config)
                 task.advance()
                 return found
 
@@ -115,7 +109,7 @@ def compare(
     candidate: Candidate,
     before: RunConfig | None,
     after: RunConfig,
-    measure: Callable[[RunConfig], TrialResult],
+    measure: Measure,
 ) -> FixOutcome:
     """Measure both configurations in turns, and return whether the second is faster.
 
@@ -126,16 +120,16 @@ def compare(
         # whichever comes second may profit from a warm machine: they take turns
         order = [after, before] if number % 2 else [before, after]
         found = {id(config): measure(config) for config in order if config is not None}
-        new = found[id(after)]
-        if not new.is_ok:
-            return _outcome(
-                candidate, kept=False, reason=f"The run fails with it: {new.reason or new.status}"
-            )
+        new = rate(found[id(after)])
+        if new is None:
+            failure = found[id(after)].failure
+            why = failure.message if failure else "it could not be measured."
+            return _outcome(candidate, kept=False, reason=f"The run fails with it: {why}")
         if before is None:
             return _outcome(candidate, kept=True, reason="The run works with it.")
-        old = found[id(before)]
-        if old.is_ok and old.tokens_per_s and new.tokens_per_s:
-            logs.append(math.log(new.tokens_per_s / old.tokens_per_s))
+        old = rate(found[id(before)])
+        if old is not None:
+            logs.append(math.log(new / old))
     if len(logs) < REPEATS:
         return _outcome(candidate, kept=False, reason="The run without it could not be measured.")
     low, middle, high = (math.exp(value) for value in mean_of(logs))
@@ -151,6 +145,13 @@ def compare(
     )
 
 
+def rate(evidence: Evidence) -> float | None:
+    """Return the tokens per second of a measured run, saves and evaluations included."""
+    if not evidence.step_s or not evidence.tokens_per_step:
+        return None
+    return evidence.tokens_per_step / evidence.step_s
+
+
 def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     """Return a configuration with the overrides of a fix; `+name` and `-name` edit the speedups.
 
@@ -161,7 +162,8 @@ def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     if isinstance(edit, str) and edit[:1] in "+-" and "," not in edit:
         name = edit[1:]
         if edit.startswith("+"):
-            values["speedups"] = adding(config.speedups, [name])
+            before = () if config.speedups == "none" else config.speedups
+            values["speedups"] = adding(before, [name])
         else:
             without = removing(name, config.speedups)
             auto = parse_request(without).auto and not mentions(name, without)
@@ -191,15 +193,3 @@ def _outcome(candidate: Candidate, *, kept: bool, reason: str, **figures: float)
         reason=reason,
         **figures,
     )
-
-
-def _spec(config: RunConfig, folder: Path) -> TrialSpec:
-    return TrialSpec(
-        config=config.to_dict(), folder=str(folder), seconds=TRIAL_S, loss_steps=1, warmup_s=8.0
-    )
-
-
-def _trial(spec: TrialSpec) -> TrialResult:
-    from flatout.measure.trial import run_trial
-
-    return run_trial(spec, TIMEOUT_S)

@@ -70,11 +70,15 @@ def measure_apart(
         late.start()
         try:
             lines = _lines(process, spec, on_preflight)
+            with suppress(subprocess.TimeoutExpired):  # a process that has ended has its exit code
+                process.wait(KILL_TIMEOUT_S if len(lines) < 2 else 0)
         finally:
             timed_out = late.finished.is_set()
             late.cancel()
             _kill(process)
             process.wait(KILL_TIMEOUT_S)
+            if process.stdout is not None:
+                process.stdout.close()
         complaints.seek(0)
         last_words = (complaints.read().strip().splitlines() or ["nothing"])[-1][:300]
     return _read(lines, process.returncode, last_words, timed_out=timed_out)

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flatout.assembly.build import build
@@ -27,6 +27,7 @@ from flatout.measure.workload import QUIET
 from flatout.parallel.mesh import make_mesh
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
+from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
 from flatout.training.warmup import warm_up
 
@@ -59,7 +60,8 @@ def main() -> None:
 def collect(spec: MeasureSpec, emit: Emit) -> None:
     """Emit what is known before the first step, and then the same with what the steps show.
 
-    A failure is evidence too: whatever happens, there is a last line that says so.
+    A failure is evidence too: whatever happens, there is a last line that says so. A run that hangs
+    ends the process.
     """
     prepared = prepare(spec)
     emit(prepared.evidence)
@@ -77,7 +79,7 @@ def collect(spec: MeasureSpec, emit: Emit) -> None:
     emit(found)
 
 
-def measured(spec: MeasureSpec, prepared: Prepared) -> Evidence:
+def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer] = ()) -> Evidence:
     """Return the evidence of a measured run; an error of the run is part of it."""
     resolved = prepared.resolved
     assert resolved is not None
@@ -97,10 +99,11 @@ def measured(spec: MeasureSpec, prepared: Prepared) -> Evidence:
             folder=Path(spec.folder),
             decisions=resolved.decisions,
         )
-        with explained(run), Log(run) as log:
+        with explained(run), Log(run, callbacks) as log:
             timer = PhaseTimer()
             feed, figures = attach(run, log, timer)
             windows = Windows(run, feed, timer, spec)
+            log.start()
             warm_up(run, log)
             try:
                 fit(run, log, windows.requested)

@@ -24,5 +24,7 @@ class MeasureSpec(BaseModel):
     """Latest end of the warm-up, counted from the end of the first step."""
     limit_s: float = 150.0
     """Time after which the run counts as hanging."""
+    brief: bool = False
+    """Whether to measure ordinary steps, saves and evaluation only, to compare two recipes."""
     preflight_only: bool = False
     """Whether to take no step."""

@@ -119,7 +119,9 @@ def evidence_of_steps(
             "phases": phases(known, windows, periodic),
             "counts": counts(known, windows),
             "kernels": windows.trace.shares() if windows.trace else None,
-            "counterfactual_s": windows.counterfactual_s,
+            "counterfactual_s": {
+                name: seconds + extra_s for name, seconds in windows.counterfactual_s.items()
+            },
             "sites": sites,
             "memory": known.memory.model_copy(update={"peak_gib": peak_gib}),
             "data": known.data.model_copy(update=_reading(windows)),

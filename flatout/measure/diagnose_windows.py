@@ -6,9 +6,11 @@ one step. Every window is a generator that yields once per step.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import cast
 
 import psutil
@@ -31,6 +33,8 @@ MIN_STEPS = 5
 """Fewest ordinary steps."""
 FEW_STEPS = 2
 """Steps of the windows that count calls and record operations."""
+TURNS = 3
+"""Comparisons of steps with and without a replaced part."""
 MIN_WARM_STEPS = 3
 """Fewest steps of the warm-up."""
 MAX_TRACED_S = 5.0
@@ -79,17 +83,17 @@ class Windows:
     def _windows(self) -> Generator[bool, None, None]:
         yield from self._warm_up()
         yield from self._ordinary()
+        if self._spec.brief:
+            return
         yield from self._marked_calls()
         if self.step_s <= MAX_TRACED_S:
             yield from self._profiled()
         else:
             self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
-        with self._fixed_data():
-            yield from self._counterfactual("synthetic-data")
+        yield from self._counterfactual("synthetic-data", self._fixed_data)
         cores = usable_cores()
         if self._run.mesh.device.type == "cpu" and torch.get_num_threads() < cores:
-            with _threads(cores):
-                yield from self._counterfactual("all-threads")
+            yield from self._counterfactual("all-threads", partial(_threads, cores))
 
     def _warm_up(self) -> Iterator[bool]:
         times: list[float] = []
@@ -145,11 +149,21 @@ class Windows:
             self.notes.append(_unprofiled("the driver shows no kernels (CUPTI is not permitted)"))
             self.trace = None
 
-    def _counterfactual(self, name: str) -> Iterator[bool]:
-        """Measure steps with a part replaced, after one step that does not count."""
-        yield from self._steps(1)
-        seconds, steps = yield from self._steps(3, self._spec.seconds / 2)
-        self.counterfactual_s[name] = seconds / steps
+    def _counterfactual(
+        self, name: str, replaced: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[bool]:
+        """Measure steps with a part replaced, in turns with ordinary steps.
+
+        The median of their ratios counts, so that a machine that becomes slower does not.
+        """
+        ratios: list[float] = []
+        for _ in range(TURNS):
+            with replaced():
+                yield from self._steps(1)
+                seconds, steps = yield from self._steps(2, self._spec.seconds / (4 * TURNS))
+            ordinary_s, number = yield from self._steps(2, self._spec.seconds / (4 * TURNS))
+            ratios.append(seconds / steps / (ordinary_s / number))
+        self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
 
     def _steps(
         self, at_least: int, seconds: float = 0.0

@@ -86,10 +86,15 @@ def fix_text(fix: Fix) -> str:
 def figures_text(figures: Mapping[str, float | int | str | None]) -> str:
     """Return the known figures in one line."""
     return ", ".join(
-        f"{name} {value if isinstance(value, str) else f'{value:,.4g}'}"
+        f"{name} {value if isinstance(value, str) else number_text(value)}"
         for name, value in figures.items()
         if value is not None
     )
+
+
+def number_text(value: float) -> str:
+    """Return a number with up to four digits, or all those before the decimal point."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def milliseconds(seconds: float) -> str:

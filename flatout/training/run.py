@@ -144,6 +144,8 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
             code = 128 + signal.SIGINT
         if (folder / layout.CONFIG).exists():
             layout.write_exit_code(folder, code)
+            if code == 1:
+                layout.record_error(folder, error)
         raise
     layout.write_exit_code(folder, 0)
 

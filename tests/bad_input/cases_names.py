@@ -27,6 +27,18 @@ CASES = [
         ("'shakespeare-chr'",),
         ("'shakespeare-char'",),
     ),
+    Case(
+        "a misspelt recipe of `diagnose`",
+        "diagnose shakespeare-chr",
+        ("'shakespeare-chr'",),
+        ("'shakespeare-char'",),
+    ),
+    Case(
+        "a recipe of `diagnose --fix` that would not be YAML",
+        "diagnose my.yaml --fix --out fixed.txt",
+        ("--out fixed.txt is not a YAML file",),
+        ("recipe-fixed.yaml",),
+    ),
     Case("a recipe file that does not exist", "train mine.yaml", ("mine.yaml",), ("'my.yaml'",)),
     Case(
         "a URL as a recipe",

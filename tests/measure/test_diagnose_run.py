@@ -246,3 +246,18 @@ def test_errors_of_flatout_keep_their_fix():
         "Correct it.",
         3,
     )
+
+
+def test_a_slow_callback_is_named_with_its_line(tiny_config, tmp_path):
+    from flatout.measure.diagnose import diagnose_recipe
+    from flatout.training.metrics.observers import Quiet
+
+    class Slow(Quiet):
+        def on_tick(self, step, last_step):
+            time.sleep(0.02)
+
+    config = tiny_config(checkpoint__dir=str(tmp_path)).with_values(SIZE)
+    found = diagnose_recipe(config, seconds=0.3, callbacks=[Slow()]).diagnosis
+    (finding,) = [one for one in found.findings if one.name not in MACHINE]
+    assert finding.name == "slow-logging"
+    assert finding.site.text == "time.sleep(0.02)"

@@ -11,14 +11,14 @@ def look(evidence: Evidence) -> Finding | None:
     free, needed = evidence.host.disk_free_gib, evidence.host.disk_needed_gib
     if free is None or needed is None or needed <= free:
         return None
+    fixes = [Fix(text="Free space, or set checkpoint.dir to a larger disk.")]
+    if evidence.config is not None:
+        fixes.append(Fix(text="Keep fewer: checkpoint.keep=1.", overrides={"checkpoint.keep": 1}))
     return Finding(
         verdict=f"The checkpoints need {needed:.1f} GiB, and the disk has {free:.1f} GiB free.",
         harm="fails",
         figures={"needed_gib": needed, "free_gib": free},
-        fixes=(
-            Fix(text="Free space, or set checkpoint.dir to a larger disk."),
-            Fix(text="Keep fewer: checkpoint.keep=1.", overrides={"checkpoint.keep": 1}),
-        ),
+        fixes=tuple(fixes),
     )
 
 

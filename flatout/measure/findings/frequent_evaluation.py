@@ -31,12 +31,12 @@ def look(evidence: Evidence) -> Finding | None:
                 gain_from=f"1 evaluation instead of {factor}",
             )
         )
-        if config.train.eval_tokens == "all":
-            tokens = (evidence.data.val_tokens or 0) // factor
+        tokens = (evidence.data.val_tokens or 0) // factor
+        if config.train.eval_tokens == "all" and tokens:
             fixes.append(
                 Fix(
                     text=f"Or score a part of the validation text: train.eval_tokens={tokens}.",
-                    overrides={"train.eval_tokens": tokens} if tokens else {},
+                    overrides={"train.eval_tokens": tokens},
                     gain=share * (1 - 1 / factor),
                     gain_from=f"1/{factor} of the text",
                 )

@@ -30,14 +30,15 @@ def look(evidence: Evidence) -> Finding | None:
 def lost_to_data(evidence: Evidence) -> float | None:
     """Return the share of a step that is lost to waiting for data; None: unknown.
 
-    If the same steps are no faster on synthetic data, the wait hides something else.
+    If the same steps are no faster on synthetic data, the GPU works while the host waits.
     """
     wait_s = evidence.phases.data_wait_s
     synthetic_s = evidence.counterfactual_s.get("synthetic-data")
     if wait_s is None or evidence.step_s is None:
         return None
-    if synthetic_s is not None and evidence.step_s - synthetic_s < MIN_SHARE_CONFIRMED * wait_s:
-        return 0.0
+    if evidence.on_gpu and synthetic_s is not None:
+        gained_s = evidence.step_s - synthetic_s
+        return evidence.share(wait_s) if gained_s >= MIN_SHARE_CONFIRMED * wait_s else 0.0
     return evidence.share(wait_s)
 
 

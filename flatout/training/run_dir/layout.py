@@ -33,7 +33,7 @@ from flatout import trust
 from flatout.config.schema import RunConfig, flat, validate
 from flatout.data.store.manifest import TOKENIZER
 from flatout.documents import read_document
-from flatout.errors import CheckpointError, HardwareError
+from flatout.errors import CheckpointError, FlatoutError, HardwareError
 from flatout.files import folder_bytes, write_text
 from flatout.json_io import append_line, read_json, read_lines, write_json
 from flatout.recognised import read_regular
@@ -214,6 +214,15 @@ def read_exit_code(folder: Path) -> int | None:
     with suppress(OSError, ValueError):
         return int(read_regular(folder / EXIT_CODE))
     return None
+
+
+def record_error(folder: Path, error: BaseException) -> None:
+    """Append the event `error`, which says why a run failed, ignoring errors of the disk."""
+    what, fix = (str(error).splitlines() or [""])[0][:300], None
+    if isinstance(error, FlatoutError):
+        what, fix = error.what, error.fix
+    with suppress(OSError):
+        append_event(folder, "error", kind=type(error).__name__, what=what, fix=fix)
 
 
 def clear_exit_code(folder: Path) -> None:
