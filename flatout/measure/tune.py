@@ -132,7 +132,7 @@ def require_figures(search: Search, ended_by: int | None) -> None:
             fix="Run it again.",
             signal_number=ended_by,
         )
-    failed = list(search.race.results.values())
+    failed = [each for each in search.race.results.values() if not each.is_ok]
     if not failed:
         name, reason = search.left[-1].name, search.left[-1].reason
         raise HardwareError(f"Nothing fits. With {name}: {reason}", fix=smaller(search.race))
@@ -142,7 +142,7 @@ def require_figures(search: Search, ended_by: int | None) -> None:
         "out-of-memory": smaller(search.race),
     }
     raise RunFailed(
-        f"All {len(failed)} trials failed; the last one: {last.reason}",
+        f"No setting could be used, and {len(failed)} trials failed; the last one: {last.reason}",
         fix=fixes.get(last.status, "Try the same recipe with `flatout train`."),
     )
 

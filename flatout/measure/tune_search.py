@@ -291,17 +291,20 @@ class Search:
         """
         confirmed = 0
         while confirmed < CONFIRM_ROUNDS:
-            best, start = self._here, self.start
-            settings = [best] if start in (None, best) else [start, best]
-            if not self.race.allows(*filter(None, settings)):
+            best, start = self._here, self.start or self._here
+            settings = dict.fromkeys([start, best])
+            if not self.race.allows(*settings):
                 return
             self._round += 1
-            if start is not None and start != best:
-                self.race.measure(start, self._round)
             rehearse: list[Rehearsal] = [] if confirmed else ["evaluation", "save"]
-            if not self.race.measure(best, self._round, rehearse=rehearse).is_ok and self.taken:
-                last = self.taken.pop()
-                last.taken, self.best, confirmed = False, last.before, 0
+            for setting in settings:
+                rehearsal = rehearse if setting == best else []
+                self.race.measure(setting, self._round, rehearse=rehearsal)
+            if not self.race.is_ok(best):
+                confirmed = 0
+                self._step_back()
+                if self.best is None:
+                    return
                 continue
             if start == best:
                 return
@@ -309,3 +312,17 @@ class Search:
             for tried in self.taken:
                 if tried.before == start and tried.after != best and self.race.allows(tried.after):
                     self.race.measure(tried.after, self._round)
+
+    def _step_back(self) -> None:
+        """Give up the best setting for the one before it, or for another one that was measured."""
+        if self.taken:
+            last = self.taken.pop()
+            last.taken, self.best = False, last.before
+            return
+        rates = {
+            setting: result.tokens_per_s or 0.0
+            for setting, result in self.race.results.items()
+            if result.is_ok
+        }
+        self.best = self.start = max(rates, key=lambda setting: rates[setting], default=None)
+        self.race.base = self.best or self.space.start

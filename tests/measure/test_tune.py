@@ -151,6 +151,17 @@ def test_a_setting_that_fails_at_the_first_save_gives_way(config, tmp_path):
     assert found.best.rehearsed == ["evaluation", "save"]
 
 
+def test_fewer_rows_replace_a_start_that_fails_at_the_first_save(config, tmp_path):
+    machine = MadeUpSpeeds(
+        rows={4: 0.8}, fits=lambda rows, on, spec: rows == 4 or "save" not in spec.rehearse
+    )
+    found = tune(config, machine, tmp_path, only=["batch"])
+    assert (found.start, found.best.rows_per_device) == ("rows 4", 4)
+    never = MadeUpSpeeds(fits=lambda rows, on, spec: "save" not in spec.rehearse)
+    with pytest.raises(RunFailed, match="No setting could be used"):
+        tune(config, never, tmp_path / "never", only=["batch"])
+
+
 def test_every_setting_is_rehearsed_before_it_can_win(config, tmp_path):
     machine = MadeUpSpeeds(rows={4: 1.3, 2: 1.6})
     tune(config, machine, tmp_path, only=["batch"])
