@@ -144,7 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=100, help="made-up runs per row")
+    parser.add_argument("--runs", type=int, default=60, help="made-up runs per row")
     runs = parser.parse_args().runs
     found = measure(runs) | {"runs": runs, "machine": probe().describe(), "commit": commit()}
     RESULTS.mkdir(exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -114,21 +113,18 @@ class Panel:
 
     def _memory(self) -> list[str]:
         figures = self._figures
-        names = (
-            ("mem/allocated_gib", ""),
-            ("mem/peak_gib", " peak"),
-            ("mem/reserved_gib", " held"),
+        shown = (
+            ("mem/allocated_gib", ".2f", "{} GiB"),
+            ("mem/peak_gib", ".2f", "{} GiB peak"),
+            ("gpu/util_pct", ".0f", "GPU {}%"),
+            ("gpu/power_w", ".0f", "{} W"),
+            ("mem/reserved_gib", ".2f", "{} GiB held"),
         )
-        found = [
-            f"{figures[name]:.2f} GiB{what}"
-            for name, what in names
-            if math.isfinite(figures.get(name, math.nan))
+        return [
+            text.format(format(figures[name], digits))
+            for name, digits, text in shown
+            if name in figures
         ]
-        if "gpu/util_pct" in figures:
-            found.append(f"GPU {figures['gpu/util_pct']:.0f}%")
-        if "gpu/power_w" in figures:
-            found.append(f"{figures['gpu/power_w']:.0f} W")
-        return found
 
     def _safety(self) -> list[str]:
         found = ["nothing yet"]

@@ -53,7 +53,7 @@ def test_all_that_is_known_is_shown(panel):
     assert loss.endswith("▁ · validation 2.200 · -0.760 since step 510")
     assert others == [
         "  speed   61.2 K tokens/s · MFU 34.1% · data wait 0.4%",
-        "  memory  12.00 GiB · 31.25 GiB peak · 33.50 GiB held · GPU 97% · 412 W",
+        "  memory  12.00 GiB · 31.25 GiB peak · GPU 97% · 412 W · 33.50 GiB held",
         "  saved   step 900, 1 min ago",
     ]
 
