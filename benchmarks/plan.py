@@ -15,6 +15,7 @@ Writes benchmarks/results/plan.json and .md. It takes about ten minutes on two c
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -31,6 +32,7 @@ from training_runs import built
 
 from flatout import Dataset, load_config
 from flatout.assembly.memory import MemoryEstimate, estimate
+from flatout.assembly.prediction import fixed_bytes
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.hardware import probe
@@ -146,8 +148,9 @@ def memory_of(case: Case, data: Path) -> dict:
     predicted = found.total
     if case.other_rows is not None:
         other, other_peak = traced_and_measured(case, data, case.other_rows)
-        share = (other_peak - other.fixed) / (other.total - other.fixed)
-        predicted = int(found.fixed + share * (found.total - found.fixed))
+        fixed = fixed_bytes(other, is_compiled=True)
+        share = (other_peak - fixed) / (other.total - other.fixed)
+        predicted = int(fixed + share * (found.total - found.fixed))
     return {
         "eager_mib": found.total / MIB,
         "predicted_mib": predicted / MIB,
@@ -162,6 +165,7 @@ def traced_and_measured(case: Case, data: Path, rows: int) -> tuple[MemoryEstima
     config = load_config(None, [*case.config(data, rows), "train.steps=2000"])
     dataset = Dataset.open(data)
     torch._dynamo.reset()
+    gc.collect()  # what an earlier run frees would count as negative
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run = built(config, dataset)
         for _ in range(STEPS):

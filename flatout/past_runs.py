@@ -54,7 +54,9 @@ class PastRun(BaseModel):
     estimate_gib: float | None = None
     """Memory of its tensors as estimated for eager mode."""
     fixed_gib: float | None = None
-    """The part of the estimate for weights, gradients and optimizer state."""
+    """What every micro-batch needs: weights, optimizer state, and gradients if compiled."""
+    variable_gib: float | None = None
+    """The part of the estimate that depends on the micro-batch."""
     context_gib: float | None = None
     """Memory of the process before it built the model; on a CPU only."""
     peak_gib: float | None = None

@@ -141,7 +141,8 @@ def predict_memory(
         run for run in measured if run.kind == config.model.kind and run.is_compiled == is_compiled
     ][-LAST_RUNS:]
     used = same or kind
-    fixed, variable = estimate.fixed, estimate.total - estimate.fixed
+    fixed = fixed_bytes(estimate, is_compiled=is_compiled and bool(used))
+    variable = estimate.total - estimate.fixed
     allocated, reserved, extra = estimate.total, estimate.total, context
     error: float | None = None if is_compiled and not used else EAGER_ERROR
     if on_gpu:
@@ -155,7 +156,9 @@ def predict_memory(
     else:
         extra += int(GIB * statistics.median(map(_overhead, used))) if used else CPU_OVERHEAD
         extra = max(extra, 0)
-    least = int(fixed + variable * (LEAST_COMPILED if is_compiled and not used else 1))
+    is_known = not is_compiled or (on_gpu and bool(same))
+    least = min(allocated, estimate.fixed + variable) if is_known else estimate.fixed
+    least += 0 if is_known else int(LEAST_COMPILED * variable)
     if used:
         error = max(EAGER_ERROR if not same else 0.0, _spread(used, on_gpu=on_gpu))
     return MemoryPrediction(
@@ -170,10 +173,18 @@ def predict_memory(
     )
 
 
+def fixed_bytes(estimate: MemoryEstimate, *, is_compiled: bool) -> int:
+    """Return the bytes at the peak that do not depend on the micro-batch.
+
+    A compiled model holds all gradients at its peak; an eager one need not.
+    """
+    return estimate.fixed + (estimate.gradients if is_compiled else 0)
+
+
 def _share(run: PastRun) -> float:
     """Return the measured share of the estimate's variable part."""
-    fixed = run.fixed_gib or 0.0
-    return max((run.peak_gib or 0.0) - fixed, 0.0) / max((run.estimate_gib or 0.0) - fixed, 1e-9)
+    measured = (run.peak_gib or 0.0) - (run.fixed_gib or 0.0)
+    return max(measured, 0.0) / max(run.variable_gib or 0.0, 1e-9)
 
 
 def _overhead(run: PastRun) -> float:
@@ -189,7 +200,7 @@ def _spread(runs: Sequence[PastRun], *, on_gpu: bool) -> float:
     median = statistics.median(map(correction, runs))
 
     def miss(run: PastRun) -> float:
-        unit = (run.estimate_gib or 0.0) - (run.fixed_gib or 0.0) if on_gpu else 1.0
+        unit = (run.variable_gib or 0.0) if on_gpu else 1.0
         return abs(correction(run) - median) * unit / (run.peak_gib or 1.0)
 
     return max(map(miss, runs))

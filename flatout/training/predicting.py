@@ -18,6 +18,7 @@ from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
     Prediction,
+    fixed_bytes,
     predict_memory,
     predict_time,
     speedups_on,
@@ -105,6 +106,7 @@ def record(run: Run, request: RunRequest, known: Forecast, summary: Mapping[str,
         return
     predicted = summary["predicted"] or {}
     batch, memory = run.config.batch, known.memory
+    is_compiled = "compilation" in assemble(run.decisions).filled_by
     done = PastRun(
         by="train",
         recipe=run.config.name,
@@ -116,9 +118,10 @@ def record(run: Run, request: RunRequest, known: Forecast, summary: Mapping[str,
         rows_per_device=int(batch.rows_per_device),
         accumulate=batch.accumulate or 1,
         world_size=run.mesh.world_size,
-        is_compiled="compilation" in assemble(run.decisions).filled_by,
+        is_compiled=is_compiled,
         estimate_gib=memory.estimate.total / GIB if memory else None,
-        fixed_gib=memory.estimate.fixed / GIB if memory else None,
+        fixed_gib=fixed_bytes(memory.estimate, is_compiled=is_compiled) / GIB if memory else None,
+        variable_gib=(memory.estimate.total - memory.estimate.fixed) / GIB if memory else None,
         context_gib=None if run.mesh.device.type == "cuda" else known.context / GIB,
         peak_gib=summary["peak_gib"],
         reserved_gib=reserved_gib(run.mesh.device),

@@ -112,19 +112,31 @@ def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, 
     before = memory(config=config, recipe=compiled)
     assert before.error is None
     assert "usually needs less" in before.source
-    fixed, size = before.estimate.fixed / GIB, before.estimate.total / GIB
+    part = before.estimate
+    fixed, variable = (part.fixed + part.gradients) / GIB, (part.total - part.fixed) / GIB
     halved = past(
-        estimate_gib=size,
+        estimate_gib=part.total / GIB,
         fixed_gib=fixed,
-        peak_gib=(fixed + size) / 2,
-        reserved_gib=(fixed + size) * 0.6,
+        variable_gib=variable,
+        peak_gib=fixed + variable / 2,
+        reserved_gib=1.2 * (fixed + variable / 2),
         is_compiled=True,
         shape="another",
     )
     found = memory(halved, config=config, recipe=compiled)
-    assert found.allocated / GIB == pytest.approx((fixed + size) / 2, rel=1e-3)
+    assert found.allocated / GIB == pytest.approx(fixed + variable / 2, rel=1e-3)
     assert found.reserved / found.allocated == pytest.approx(1.2)
     assert found.peak_gib == found.allocated / GIB
+
+
+def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memory, run, past):
+    """Its process is measured, not its tensors; a run that would fit must not be refused."""
+    compiled = assemble([*run.decisions, Decision("compile", True, "")])
+    size = memory().estimate.total / GIB
+    measured = past(estimate_gib=size, context_gib=0.5, peak_gib=0.5 + size, is_compiled=True)
+    for runs in ((), (measured,)):
+        found = memory(*runs, recipe=compiled)
+        assert found.least < found.estimate.fixed + 0.31 * found.estimate.peak.total
 
 
 def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
