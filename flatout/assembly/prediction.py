@@ -24,6 +24,8 @@ from flatout.roof import Peak
 GIB = 2**30
 EAGER_ERROR = 0.1
 """Error of the estimate for an eager model; benchmarks/plan.py measures it."""
+LEAST_ERROR = 0.02
+"""Least error that is stated, however well earlier runs agree."""
 LEAST_COMPILED = 0.3
 """Least share of the eager estimate's activations and workspace that a compiled model may need."""
 CUDA_CONTEXT = GIB // 2
@@ -143,24 +145,21 @@ def predict_memory(
     used = same or kind
     fixed = fixed_bytes(estimate, is_compiled=is_compiled and bool(used))
     variable = estimate.total - estimate.fixed
-    allocated, reserved, extra = estimate.total, estimate.total, context
+    allocated = reserved = estimate.total
     error: float | None = None if is_compiled and not used else EAGER_ERROR
     if on_gpu:
         share = statistics.median(map(_share, used)) if used else 1.0
         allocated = int(fixed + share * variable)
-        held = [
-            run.reserved_gib / run.peak_gib for run in used if run.reserved_gib and run.peak_gib
-        ]
-        reserved = int(allocated * (statistics.median(held) if held else CUDA_RESERVED))
+        reserved = int(allocated * _reserved(used))
         extra = CUDA_CONTEXT
     else:
-        extra += int(GIB * statistics.median(map(_overhead, used))) if used else CPU_OVERHEAD
-        extra = max(extra, 0)
-    is_known = not is_compiled or (on_gpu and bool(same))
-    least = min(allocated, estimate.fixed + variable) if is_known else estimate.fixed
-    least += 0 if is_known else int(LEAST_COMPILED * variable)
+        beside = int(GIB * statistics.median(map(_overhead, used))) if used else CPU_OVERHEAD
+        extra = max(context + beside, 0)
+    least = min(allocated, estimate.total)
+    if is_compiled and not (on_gpu and same):
+        least = estimate.fixed + int(LEAST_COMPILED * variable)
     if used:
-        error = max(EAGER_ERROR if not same else 0.0, _spread(used, on_gpu=on_gpu))
+        error = max(LEAST_ERROR if same else EAGER_ERROR, _spread(used, on_gpu=on_gpu))
     return MemoryPrediction(
         estimate,
         allocated,
@@ -185,6 +184,12 @@ def _share(run: PastRun) -> float:
     """Return the measured share of the estimate's variable part."""
     measured = (run.peak_gib or 0.0) - (run.fixed_gib or 0.0)
     return max(measured, 0.0) / max(run.variable_gib or 0.0, 1e-9)
+
+
+def _reserved(runs: Sequence[PastRun]) -> float:
+    """Return the ratio of what the allocator reserves on a GPU to what is allocated."""
+    found = [run.reserved_gib / run.peak_gib for run in runs if run.reserved_gib and run.peak_gib]
+    return statistics.median(found) if found else CUDA_RESERVED
 
 
 def _overhead(run: PastRun) -> float:

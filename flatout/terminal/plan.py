@@ -68,20 +68,25 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         return
     error = plan["memory_error"]
     known = f"error about {error:.0%}" if error is not None else "error unknown"
-    yield "Memory", f"GiB per device at the peak, in {memory['peak_in']} ({known})"
+    unit, per_gib, digits = ("MiB", 1024, 1) if memory["total"] < 1 else ("GiB", 1, 2)
+    yield "Memory", f"{unit} per device at the peak, in {memory['peak_in']} ({known})"
+
+    def line(name: str, text: str) -> tuple[str, str]:
+        return "", f"{memory[name] * per_gib:9.{digits}f}  {text}"
+
     for name in PARTS:
-        if name not in OPTIONAL or round(memory[name], 2):
-            yield "", f"{memory[name]:9.2f}  {name}{_later(name, memory)}"
-    yield "", f"{memory['allocated']:9.2f}  allocated"
-    yield "", f"{memory['reserved']:9.2f}  reserved by the allocator"
-    yield "", f"{memory['context']:9.2f}  context, the process besides"
-    yield "", f"{memory['total']:9.2f}  in all{_verdict(plan)}"
+        if name not in OPTIONAL or round(memory[name] * per_gib, digits):
+            yield line(name, f"{name}{_later(name, memory)}")
+    yield line("allocated", "allocated")
+    yield line("reserved", "reserved by the allocator")
+    yield line("context", "context, the process besides")
+    yield line("total", f"in all{_verdict(plan)}")
     yield "", f"Source: {plan['memory_from']}."
 
 
 def _later(name: str, memory: Mapping[str, Any]) -> str:
     if name == "gradients" and memory["gradients_in_all"] > memory["gradients"] + 0.005:
-        return f" ({memory['gradients_in_all']:.2f} later in the step)"
+        return f" ({memory['gradients_in_all']:.2f} GiB later in the step)"
     return ""
 
 
@@ -92,7 +97,7 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     largest = plan["largest_rows_per_device"]
     answer = "fits" if plan["fits"] else "does not fit"
     rows = f"at most {largest:,} rows fit" if largest else "not even one row fits"
-    return f" of {available:.2f}: {answer}; {rows}"
+    return f" of {available:.2f} GiB: {answer}; {rows}"
 
 
 def _time(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
