@@ -65,9 +65,10 @@ def line_of(file: str, number: int) -> str:
 def user_frame(frame: FrameType | None) -> tuple[str, int] | None:
     """Return file and line of the innermost frame of user code, or None.
 
-    What called flatout's own training loop is not looked at.
+    What called flatout's own training loop is not looked at. A frame of another thread may end
+    meanwhile; Python 3.11 has then been seen to return something else as its caller.
     """
-    while frame is not None and frame.f_code.co_filename != LOOP:
+    while isinstance(frame, FrameType) and frame.f_code.co_filename != LOOP:
         if is_user_code(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back

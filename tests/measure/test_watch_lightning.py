@@ -32,10 +32,11 @@ def test_steps_and_evaluations_are_reported():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning's own
 def test_a_real_trainer_is_watched(tmp_path):
     lightning = pytest.importorskip("lightning.pytorch")
-    watch = flatout.watch()
-    model = lightning.demos.boring_classes.BoringModel()
+    demos = pytest.importorskip("lightning.pytorch.demos.boring_classes")
+    watch, model = flatout.watch(), demos.BoringModel()
     trainer = lightning.Trainer(
         default_root_dir=tmp_path,
         max_steps=40,

@@ -68,6 +68,7 @@ def test_the_end_of_training_ends_the_watch(events, calls):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # those of transformers
 def test_a_real_trainer_is_watched(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
