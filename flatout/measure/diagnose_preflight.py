@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.assembly.memory import GIB, MemoryEstimate, Workload, estimate, rows_that_fit
@@ -24,6 +24,9 @@ from flatout.measure.resolving import Resolved
 from flatout.measured import gains_here
 from flatout.models.language_model import model_of
 from flatout.training.run import DISK_BYTES_PER_PARAMETER
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
+"""Parts of an estimate; not all of them exist at once."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def memory_facts(workload: Workload, config: RunConfig, machine: Machine) -> Mem
     """Return the estimate of the run's memory, and what the device has."""
     device, rows = config.train.device, int(config.batch.rows_per_device)
     available = memory_bytes(machine, device, 1)
-    need: MemoryEstimate = estimate(workload, rows)
+    need: MemoryEstimate = estimate(workload, rows, config.batch.accumulate or 1)
     try:
         most = rows_that_fit(workload, available)
     except HardwareError:
@@ -123,7 +126,7 @@ def memory_facts(workload: Workload, config: RunConfig, machine: Machine) -> Mem
         total_gib=total,
         free_gib=available / GIB,
         estimated_gib=need.total / GIB,
-        estimated_parts_gib={name: size / GIB for name, size in asdict(need).items()},
+        estimated_parts_gib={name: getattr(need, name) / GIB for name in PARTS},
         rows_that_fit=most,
     )
 
