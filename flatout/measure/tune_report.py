@@ -28,6 +28,7 @@ FORMAT_VERSION = 1
 MARK = "# Written by `flatout tune`"
 """The start of a recipe that tune wrote, which tune may therefore replace."""
 LINE_COLUMNS = 96
+NAME_COLUMNS = 40
 
 
 class Choice(Stored):
@@ -85,9 +86,9 @@ class Best(Stored):
     gain: Figure | None
     """How many times more tokens per second than the first setting; null when it is that one."""
     peak_gib: float | None
-    """Peak memory of its last trial."""
+    """Peak memory of any of its trials."""
     rehearsed: list[str]
-    """What its last trial did besides training: evaluation, save."""
+    """What its trials did besides training: evaluation, save."""
 
 
 class NotTried(Stored):
@@ -138,6 +139,7 @@ def tuning_of(search: Search, requested: RunConfig, resolved: Resolved, facts: A
     race, best, start = search.race, search.best or search.space.start, search.start
     config = tuned_config(requested, resolved, best)
     result = race.results[best]
+    trials = list(race.measured.ok(race.name(best)).values())
     left = {each.name: each.reason for each in (*search.space.left, *search.left)}
     return Tuning(
         **facts,
@@ -156,8 +158,8 @@ def tuning_of(search: Search, requested: RunConfig, resolved: Resolved, facts: A
             speedups=best.in_order(),
             tokens_per_s=race.rate(best),
             gain=race.gain(best, start) if start and start != best else None,
-            peak_gib=result.peak_gib,
-            rehearsed=list(result.rehearsed),
+            peak_gib=max((t.peak_gib for t in trials if t.peak_gib is not None), default=None),
+            rehearsed=sorted({what for trial in trials for what in trial.rehearsed}),
         ),
         choices=[choice_of(tried, race) for tried in search.tried if tried.after in race.results],
         not_tried=[NotTried(name=name, reason=reason) for name, reason in left.items()],
@@ -243,8 +245,8 @@ def header_lines(tuning: Tuning) -> list[str]:
     taken = [choice for choice in tuning.choices if choice.taken]
     rest = last_of_each([choice for choice in tuning.choices if not choice.taken], apart_from=taken)
     lines = [f"Recipe {tuning.recipe}; {tuning.machine}; torch {torch}{commit}.", total(tuning)]
-    if tuning.best.rehearsed:
-        lines.append(f"Rehearsed with it: {' and '.join(tuning.best.rehearsed)}.")
+    done = " and ".join(tuning.best.rehearsed)
+    lines.append(f"Rehearsed with it: {done or 'nothing'}.")
     if taken:
         lines += ["", "Taken, in this order; each gain is over the setting before:"]
         lines += choice_lines(taken)
@@ -278,13 +280,13 @@ def total(tuning: Tuning) -> str:
 def with_interval(figure: Figure) -> str:
     """Return a gain with its interval."""
     if figure.low is None or figure.high is None:
-        return f"x{figure.median:.2f} (too few repeats for an interval)"
+        return f"x{figure.median:.2f} (too few repeats)"
     return f"x{figure.median:.2f} ({figure.low:.2f} to {figure.high:.2f})"
 
 
 def choice_lines(choices: Sequence[Choice]) -> list[str]:
     """Return one aligned line per choice: its name, gain and verdict."""
-    width = max(len(choice.name) for choice in choices)
+    width = min(max(len(choice.name) for choice in choices), NAME_COLUMNS)
     lines = []
     for choice in choices:
         told = choice.verdict

@@ -253,7 +253,8 @@ class Search:
             return known
         tried = Tried(move, before, after)
         for _ in range(COMBINED_ROUNDS):
-            if not self.race.allows(before, after, reserve_s=self._reserve_s(0.9)):
+            confirming = [self.start or before, after]  # there must be time for it afterwards
+            if not self.race.allows(before, after, *confirming):
                 break
             self._round += 1
             is_new = not self.race.has_losses(before, after)

@@ -99,6 +99,16 @@ def test_the_time_limit_is_kept_and_the_rest_is_listed(config, tmp_path):
     assert found.trials
 
 
+@pytest.mark.parametrize("minutes", [2, 3, 4, 6])
+def test_the_winner_is_compared_with_the_start_and_rehearsed_in_time(config, tmp_path, minutes):
+    machine = MadeUpSpeeds(speedups={"checkpointing": 1.6}, rows={4: 1.3, 2: 1.7, 1: 2.0})
+    found = tune(config, machine, tmp_path, minutes=minutes)
+    assert machine.now <= 60 * minutes
+    assert found.best.rows_per_device < 8
+    assert found.best.gain is not None
+    assert found.best.rehearsed == ["evaluation", "save"]
+
+
 def test_a_speedup_whose_losses_break_its_promise_is_left_out(config, tmp_path):
     machine = MadeUpSpeeds(speedups={"fused-adamw": 1.5}, losses={"fused-adamw": 0.5})
     found = tune(config, machine, tmp_path, only=["speedups"])
@@ -164,11 +174,12 @@ def test_fewer_rows_replace_a_start_that_fails_at_the_first_save(config, tmp_pat
 
 def test_every_setting_is_rehearsed_before_it_can_win(config, tmp_path):
     machine = MadeUpSpeeds(rows={4: 1.3, 2: 1.6})
-    tune(config, machine, tmp_path, only=["batch"])
+    found = tune(config, machine, tmp_path, only=["batch"])
     first = {}
     for spec in machine.specs:
         first.setdefault(spec.config["batch"]["rows_per_device"], spec)
     assert all(spec.rehearse for spec in first.values())
+    assert found.best.rehearsed == ["evaluation", "save"]
     full = [spec for spec in machine.specs if spec.rehearse == ["evaluation", "save"]]
     assert [spec.config["batch"]["rows_per_device"] for spec in full] == [2]
 

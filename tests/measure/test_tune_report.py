@@ -115,7 +115,7 @@ def test_a_change_is_listed_once():
 
 def test_an_unknown_interval_is_said():
     figure = Figure(median=1.1, low=None, high=None)
-    assert with_interval(figure) == "x1.10 (too few repeats for an interval)"
+    assert with_interval(figure) == "x1.10 (too few repeats)"
 
 
 def test_only_sure_gains_of_single_speedups_are_kept():
