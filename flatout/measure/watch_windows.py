@@ -128,8 +128,8 @@ class Windows:
         if not self.end_step() and self.name != "warm-up":
             for name in BETWEEN:
                 self.between.phases[name] += self._timer.seconds.get(name, 0.0)
-        self._timer.reset()
         next(self._course)
+        self._timer.reset()  # after the windows' own work, in which garbage may be collected
         self._since_s = time.perf_counter()
 
     def end_step(self) -> bool:
