@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flatout.assembly.auto import all_speedups
 from flatout.measure.evidence import CallSite, Evidence, Fact
 
 Harm = Literal["fails", "spoils", "slows", "warns"]
@@ -75,3 +76,30 @@ class FindingRule:
     """Returns the finding, or None."""
     unless: tuple[str, ...] = ()
     """Rules with a more specific cause: when one of them finds something, this one is silent."""
+
+
+def speedup_fixes(
+    evidence: Evidence,
+    slot: str,
+    text: str,
+    *,
+    gain: float | None = None,
+    gain_from: str | None = None,
+) -> list[Fix]:
+    """Return a fix per speedup that fills `slot` and is off; [] for loops without a recipe.
+
+    `text` says what it does, without a full stop. By its slot, a finding needs no speedup's name.
+    """
+    if evidence.config is None:
+        return []
+    on = evidence.speedups or ()
+    return [
+        Fix(
+            text=f"{text}: add the speedup {speedup.name}.",
+            overrides={"speedups": f"+{speedup.name}"},
+            gain=gain,
+            gain_from=gain_from,
+        )
+        for speedup in all_speedups()
+        if slot in speedup.fills and speedup.name not in on
+    ]

@@ -19,7 +19,7 @@ from flatout.measure.diagnosis import Diagnosis
 from flatout.measure.phase_timer import PhaseTimer
 from flatout.measure.report.page import render
 from flatout.measure.report.reading import RunReader
-from flatout.speedups.no_sync_logging import DelayedReadback
+from flatout.training.metrics.readback import DelayedReadback
 from flatout.training.run_dir.layout import METRICS
 
 MOST_KEPT = 20_000

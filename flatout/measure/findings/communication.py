@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.finding import Finding, FindingRule, Fix, speedup_fixes
 
 WORTH_TELLING = 0.15
 """Share of the step from which it is a finding."""
@@ -23,14 +23,7 @@ def look(evidence: Evidence) -> Finding | None:
             same_result=False,
         )
     ]
-    if evidence.config is not None and "deferred-sync" not in (evidence.speedups or ()):
-        fixes.insert(
-            0,
-            Fix(
-                text="Exchange gradients once per step: add the speedup deferred-sync.",
-                overrides={"speedups": "+deferred-sync"},
-            ),
-        )
+    fixes = [*speedup_fixes(evidence, "grad_sync", "Exchange gradients once per step"), *fixes]
     return Finding(
         verdict=f"{share:.0%} of each step waits for communication between {evidence.world_size} "
         "processes.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.finding import Finding, FindingRule, Fix, speedup_fixes
 
 WORTH_TELLING = 0.03
 """Share of the step from which it is a finding."""
@@ -28,15 +28,13 @@ def look(evidence: Evidence) -> Finding | None:
                 gain_from="the time of the collector",
             )
         )
-    if evidence.config is not None and "collector" not in (evidence.speedups or ()):
-        fixes.append(
-            Fix(
-                text="Collect at fixed steps only: add the speedup collector.",
-                overrides={"speedups": "+collector"},
-                gain=share,
-                gain_from="the time of the collector",
-            )
-        )
+    fixes += speedup_fixes(
+        evidence,
+        "gc",
+        "Collect at fixed steps only",
+        gain=share,
+        gain_from="the time of the collector",
+    )
     if evidence.config is None:
         fixes.append(
             Fix(

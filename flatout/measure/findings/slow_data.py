@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.finding import Finding, FindingRule, Fix, speedup_fixes
 
 WORTH_TELLING = 0.1
 """Share of the step from which waiting for data is a finding."""
@@ -57,27 +57,18 @@ def data_figures(evidence: Evidence) -> dict[str, float | None]:
 
 
 def _fixes(evidence: Evidence, share: float) -> tuple[Fix, ...]:
-    on, fixes = evidence.speedups or (), []
+    fixes: list[Fix] = []
     measured = "the step without its wait for data"
     if evidence.config is not None:
-        if "pretokenised" not in on:
-            fixes.append(
-                Fix(
-                    text="Read tokens instead of text: add the speedup pretokenised.",
-                    overrides={"speedups": "+pretokenised"},
-                    gain=share,
-                    gain_from=measured,
-                )
-            )
-        if "prefetch" not in on:
-            fixes.append(
-                Fix(
-                    text="Read ahead in the background: add the speedup prefetch.",
-                    overrides={"speedups": "+prefetch"},
-                    gain=share,
-                    gain_from=f"{measured}, if the device takes longer than reading",
-                )
-            )
+        tokens = "Read tokens instead of text"
+        fixes += speedup_fixes(evidence, "reader", tokens, gain=share, gain_from=measured)
+        fixes += speedup_fixes(
+            evidence,
+            "feed",
+            "Read ahead in the background",
+            gain=share,
+            gain_from=f"{measured}, if the device takes longer than reading",
+        )
         fixes.append(Fix(text="Copy the dataset to a local disk.", gain=share, gain_from=measured))
     site = evidence.site("data")
     if site is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.finding import Finding, FindingRule, Fix, speedup_fixes
 
 WORTH_TELLING = 0.05
 """Share of the step from which it is a finding."""
@@ -24,15 +24,8 @@ def look(evidence: Evidence) -> Finding | None:
                 gain_from="the time of logging",
             )
         )
-    if config is not None and "no-sync-logging" not in (evidence.speedups or ()):
-        fixes.append(
-            Fix(
-                text="Read figures one step late: add the speedup no-sync-logging.",
-                overrides={"speedups": "+no-sync-logging"},
-                gain=share,
-                gain_from="the time of logging",
-            )
-        )
+    late = "Read figures one step late"
+    fixes += speedup_fixes(evidence, "readback", late, gain=share, gain_from="the time of logging")
     if config is not None and config.log.every < 10:
         fixes.append(
             Fix(

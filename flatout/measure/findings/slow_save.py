@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.finding import Finding, FindingRule, Fix, speedup_fixes
 
 WORTH_TELLING = 0.05
 """Share of the run from which saves are a finding."""
@@ -26,7 +26,7 @@ def look(evidence: Evidence) -> Finding | None:
 
 
 def _fixes(evidence: Evidence, share: float) -> tuple[Fix, ...]:
-    config, fixes = evidence.config, []
+    config = evidence.config
     if config is None:
         return (
             Fix(
@@ -35,15 +35,13 @@ def _fixes(evidence: Evidence, share: float) -> tuple[Fix, ...]:
                 gain_from="the time of the saves",
             ),
         )
-    if "async-checkpoints" not in (evidence.speedups or ()):
-        fixes.append(
-            Fix(
-                text="Write checkpoints in the background: add the speedup async-checkpoints.",
-                overrides={"speedups": "+async-checkpoints"},
-                gain=0.8 * share,
-                gain_from="the time of the saves, without the copy that remains",
-            )
-        )
+    fixes = speedup_fixes(
+        evidence,
+        "state_saver",
+        "Write checkpoints in the background",
+        gain=0.8 * share,
+        gain_from="the time of the saves, without the copy that remains",
+    )
     factor = max(round(share / 0.01), 2)
     for key in ("every_steps", "every_minutes", "every_epochs"):
         every = getattr(config.checkpoint, key)

@@ -10,12 +10,12 @@ import torch
 
 from flatout.json_io import read_lines
 from flatout.roof import Peak
-from flatout.speedups.no_sync_logging import DelayedReadback
 from flatout.training import finish
 from flatout.training.metrics import detectors, device
 from flatout.training.metrics.clocks import Interval
 from flatout.training.metrics.log import Log, Rates
 from flatout.training.metrics.observers import Quiet
+from flatout.training.metrics.readback import DelayedReadback
 from flatout.training.run import run_training
 from flatout.training.step import StepResult
 
