@@ -28,7 +28,7 @@ from flatout import roof
 from flatout.assembly.build import build
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig, validate
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, OutOfMemory
 from flatout.hardware import fingerprint
 from flatout.measure.resolving import resolve_here
 from flatout.measure.trial import end_with
@@ -89,11 +89,10 @@ def measured(spec: dict[str, Any]) -> dict[str, Any]:
         return measure(spec)
     except (torch.OutOfMemoryError, MemoryError) as error:
         return {"status": "out-of-memory", "reason": first_line(error)}
+    except OutOfMemory as error:
+        return {"status": "out-of-memory", "reason": error.what}
     except FlatoutError as error:
-        return {
-            "status": "out-of-memory" if error.what.startswith("Out of memory") else "failed",
-            "reason": error.what,
-        }
+        return {"status": "failed", "reason": error.what}
     except Exception as error:  # any error becomes the reason in the row
         return {"status": "failed", "reason": f"{type(error).__name__}: {first_line(error)}"}
 

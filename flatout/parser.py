@@ -122,8 +122,8 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
     key = _key_meant(error.option_name, parser)
     if key is not None:
         return ConfigError(what, fix=f"Keys of a recipe take no dashes: write {key}=VALUE.")
-    known = [word for param in parser.params for word in param.opts if word.startswith("--")]
-    known.append("--help")
+    spelled = ([word for word in param.opts if word.startswith("--")] for param in parser.params)
+    known = [*(words[0] for words in spelled if words), "--help"]  # without aliases such as --run
     guess = nearest(error.option_name, known)
     fix = f"Did you mean {guess!r}?" if guess else f"Known: {', '.join(known)}; {see}"
     return ConfigError(what, fix=fix)

@@ -13,6 +13,7 @@ import pytest
 from shouting import Fakes
 
 from flatout import cli, parser, terminal
+from flatout.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -157,6 +158,15 @@ def test_misspelt_words_get_a_suggestion(run, words, what, fix):
     assert err.startswith(what)
     assert err.split("\n")[1].startswith("Fix: ")
     assert fix in err
+
+
+@pytest.mark.parametrize("word", ["--runs", "--run-dri"])
+def test_suggestions_leave_out_aliases(word):
+    """torchrun takes `--run` for one of its own options."""
+    with pytest.raises(ConfigError) as refused:
+        parser.parse("train", ["shakespeare-char", word, "x"])
+    assert "--run-dir" in refused.value.fix
+    assert "--run'" not in refused.value.fix
 
 
 def test_help_of_the_program_lists_the_commands(run):

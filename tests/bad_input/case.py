@@ -221,7 +221,7 @@ def row(case: Case, answer: Answer) -> str:
 
 def _cell(text: str) -> str:
     """Return text escaped for Markdown, with long lists shortened."""
-    text = re.sub(r"(Known|data sets): [^.]+\.$", r"\1: ...", text)
+    text = re.sub(r"(Known|datasets): [^.]+\.$", r"\1: ...", text)
     text = re.sub(r"((?:[\w./-]+, ){2})(?:[\w./-]+, )+[\w./-]+\.(?= |$)", r"\1...", text)
     pieces = text.split("`")
     pieces[::2] = [re.sub(r"([\\*_<\[])", r"\\\1", piece) for piece in pieces[::2]]

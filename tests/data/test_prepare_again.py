@@ -230,12 +230,12 @@ def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkey
     for file in made.path.iterdir():
         file.rename(out / file.name)
     assert prepare_dataset([str(rows)], out, Options(tokenizer="byte")).existed, (
-        "a data set that is mounted there is there"
+        "a dataset mounted there is complete"
     )
 
 
 @pytest.mark.parametrize(
-    "older", [False, True], ids=["now", "a plan of before that was written down"]
+    "older", [False, True], ids=["now", "a plan of an earlier version"]
 )
 def test_rewritten_text_is_detected_by_its_mtime(rows, tmp_path, monkeypatch, older):
     monkeypatch.setattr(files, "fingerprint", lambda *_: "of blocks that are the same")

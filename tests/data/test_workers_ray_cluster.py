@@ -206,7 +206,7 @@ def test_the_dataset_is_the_same_as_with_local_workers(other, tmp_path, monkeypa
     assert not ray.is_initialized()
     assert content(tmp_path / "ray") == content(tmp_path / "local")
     assert prepare_dataset(["rows.jsonl"], tmp_path / "ray", options).existed, (
-        "the engine is no part of a data set"
+        "the engine does not change the dataset"
     )
     assert said.lines[0] == "Using the running Ray cluster."
     assert "CPUs of the Ray cluster: 2, on 2 nodes." in said.lines

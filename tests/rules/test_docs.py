@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 import flatout
 from flatout.config.messages import NAMES_ELSEWHERE, all_keys
@@ -271,3 +272,10 @@ def test_command_lines_are_extracted():
         "make test",
         "flatout list models",
     ]
+
+
+def test_the_files_for_github_are_yaml(root):
+    paths = sorted((root / ".github").rglob("*.yml"))
+    assert len(paths) > 3
+    for path in paths:
+        assert isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict), path

@@ -286,7 +286,7 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     saver._copy.of(snapshot, run.mesh.device)
     assert saver._copy._block.data_ptr() == block
     assert saver.reserve(run) == reserved, (
-        "a run that goes on from a checkpoint has its moments already"
+        "a resumed run has its moments already"
     )
 
 
