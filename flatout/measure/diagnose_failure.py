@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 import traceback
 from collections.abc import Sequence
 
 from flatout.errors import DataError, FlatoutError, MissingPackage, OutOfMemory, RunFailed
 from flatout.measure.evidence import CallSite, Failure
-from flatout.measure.sampling import is_user_code, line_of, user_frame
+from flatout.measure.sampling import is_user_code, line_of, read_stacks, user_line
 
 LONGEST = 300
 """Messages are truncated to this many characters."""
@@ -45,7 +44,7 @@ def failure_of(
 
 def hanging(thread: int, seconds: float) -> Failure:
     """Return the evidence of a thread that has not finished, with the line at which it is."""
-    found = user_frame(sys._current_frames().get(thread))
+    found = user_line(read_stacks().get(thread, ()))
     site = found and CallSite(file=found[0], line=found[1], text=line_of(*found))
     return Failure(
         kind="hang", message=f"The run had not ended after {seconds:.0f} s.", site=site or None

@@ -6,17 +6,20 @@ nothing that runs outside Python's lock, and works with any loop.
 
 from __future__ import annotations
 
+import faulthandler
 import linecache
-import sys
+import os
+import re
 import sysconfig
+import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import IO, Self
 
 from flatout.measure.evidence import CallSite
 
@@ -43,6 +46,10 @@ KINDS = {
 }
 """Kind of the lines in `Evidence.sites`, by the phase in which they run."""
 
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in ')
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+
 
 @cache
 def is_user_code(file: str) -> bool:
@@ -65,14 +72,58 @@ def line_of(file: str, number: int) -> str:
 def user_frame(frame: FrameType | None) -> tuple[str, int] | None:
     """Return file and line of the innermost frame of user code, or None.
 
-    What called flatout's own training loop is not looked at. A frame of another thread may end
-    meanwhile; Python 3.11 has then been seen to return something else as its caller.
+    `frame` belongs to this thread: Python 3.11 may crash when it walks the frames of another one.
     """
-    while isinstance(frame, FrameType) and frame.f_code.co_filename != LOOP:
-        if is_user_code(frame.f_code.co_filename):
-            return frame.f_code.co_filename, frame.f_lineno
+    stack = []
+    while frame is not None:
+        stack.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
+    return user_line(stack)
+
+
+def user_line(stack: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
+    """Return the first line of user code in a stack, innermost first; None when there is none.
+
+    Callers of flatout's own training loop do not count.
+    """
+    for file, number in stack:
+        if file == LOOP:
+            return None
+        if is_user_code(file):
+            return file, number
     return None
+
+
+def read_stacks() -> dict[int, list[tuple[str, int]]]:
+    """Return file and line of each frame, innermost first, by thread; 100 frames at most.
+
+    Python's fault handler reads them, which creates no objects. Walking another thread's frames in
+    Python is unsafe: they may end between two steps of the walk.
+    """
+    with _memory_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = file.read().decode("ascii", "replace").splitlines()
+    found: dict[int, list[tuple[str, int]]] = {}
+    stack: list[tuple[str, int]] = []
+    for line in lines:
+        if thread := _THREAD.match(line):
+            stack = found[int(thread[1], 16)] = []
+        elif frame := _FRAME.match(line):
+            stack.append((_unescaped(frame[1]), int(frame[2])))
+    return found
+
+
+def _memory_file() -> IO[bytes]:
+    """Open a file that needs no disk, or a temporary one where the system has none."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stacks"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _unescaped(name: str) -> str:
+    """Return a file name of the fault handler, which escapes what is not ASCII."""
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), name)
 
 
 class LineSampler:
@@ -133,12 +184,12 @@ class LineSampler:
             last_s = now_s
 
     def _look(self, seconds: float) -> None:
-        frames = sys._current_frames()
+        stacks = read_stacks()
         kind = KINDS.get(self._phase(), "python")
-        found = user_frame(frames.get(self._watched))
+        found = user_line(stacks.get(self._watched, ()))
         if found is None and kind in ELSEWHERE:
             ignored = {self._watched, threading.get_ident()}
-            others = (user_frame(frame) for one, frame in frames.items() if one not in ignored)
+            others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
             found = next(filter(None, others), None)
         if found is not None:
             self._samples[kind][found] += 1

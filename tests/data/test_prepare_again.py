@@ -234,9 +234,7 @@ def test_a_mount_point_is_refused_before_anything_is_read(rows, tmp_path, monkey
     )
 
 
-@pytest.mark.parametrize(
-    "older", [False, True], ids=["now", "a plan of an earlier version"]
-)
+@pytest.mark.parametrize("older", [False, True], ids=["now", "a plan of an earlier version"])
 def test_rewritten_text_is_detected_by_its_mtime(rows, tmp_path, monkeypatch, older):
     monkeypatch.setattr(files, "fingerprint", lambda *_: "of blocks that are the same")
     monkeypatch.setattr(files, "PART_BYTES", 700)

@@ -12,7 +12,7 @@ import pytest
 import flatout
 from flatout.measure import sampling
 from flatout.measure.phase_timer import PhaseTimer
-from flatout.measure.sampling import LineSampler, is_user_code, line_of, user_frame
+from flatout.measure.sampling import LineSampler, is_user_code, line_of, read_stacks, user_frame
 
 
 def test_user_code_is_what_nobody_installed():
@@ -31,6 +31,21 @@ def test_the_innermost_user_frame_counts():
     assert line_of(file, line) == "file, line = user_frame(sys._getframe())"
     assert line_of("absent.py", 1) == ""
     assert user_frame(None) is None
+
+
+def test_stacks_name_the_frames_of_every_thread(tmp_path):
+    entered, leave = threading.Event(), threading.Event()
+    code = compile("entered.set()\nleave.wait(10)", str(tmp_path / "quälend 好.py"), "exec")
+    values = {"entered": entered, "leave": leave}
+    other = threading.Thread(target=exec, args=(code, values))
+    other.start()
+    assert entered.wait(10)
+    found = read_stacks()
+    own = [(file, line_of(file, number)) for file, number in found[threading.get_ident()]]
+    assert (__file__, "found = read_stacks()") in own
+    assert (str(tmp_path / "quälend 好.py"), 2) in found[other.ident]
+    leave.set()
+    other.join()
 
 
 def slow_source():

@@ -285,9 +285,7 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     block = saver._copy._block.data_ptr()
     saver._copy.of(snapshot, run.mesh.device)
     assert saver._copy._block.data_ptr() == block
-    assert saver.reserve(run) == reserved, (
-        "a resumed run has its moments already"
-    )
+    assert saver.reserve(run) == reserved, "a resumed run has its moments already"
 
 
 def test_nothing_is_reserved_without_known_sizes_or_memory(
