@@ -145,11 +145,8 @@ OPTIONS = (
 @pytest.mark.parametrize(
     "name",
     [
-        "export",
         "plot",
         "compare",
-        "profile",
-        "report",
         "deploy",
         "test",
         "infer",
