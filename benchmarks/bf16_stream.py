@@ -29,7 +29,7 @@ from training_runs import built, code_state
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
 from flatout.hardware import probe
-from flatout.measure.statistics import mean_of
+from flatout.measure.trials.statistics import mean_of
 from flatout.training.evaluation import score
 from flatout.training.step import train_step
 

@@ -41,15 +41,22 @@ PLATFORMS = tuple(
     f"manylinux{glibc}_x86_64"
     for glibc in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
 )
-MOST_BYTES = 64 << 20
-"""Size limit of the repository and the packed folder together."""
 MANIFEST = "manifest.json"
 
 
-def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -> list[str]:
+def pack(
+    folder: Path,
+    *,
+    nanogpt: Path | None,
+    commit: str | None,
+    code: str,
+    minutes: float,
+    max_mib: float | None = None,
+) -> list[str]:
     """Fill a folder with what a bare machine lacks; return its contents and the call commands.
 
-    `code` is the digest of the code.
+    `code` is the digest of the code, `minutes` the time limit of a call, and `max_mib` that of the
+    repository and the folder together.
 
     Raises: SystemExit when nanoGPT is missing, a package cannot be downloaded, or the result is too
             large.
@@ -78,47 +85,42 @@ def pack(folder: Path, *, nanogpt: Path | None, commit: str | None, code: str) -
             " compare with."
         )
     commit = commit or git("describe", "--always", "--dirty=+", "--exclude=*") or ""
-    manifest = {
-        "commit": commit,
-        "code": code,
-        "python": PYTHON,
-        "wheels": wheels,
-        "files": digests(folder),
-    }
+    files = digests(folder)
+    manifest = {"commit": commit, "code": code, "python": PYTHON, "wheels": wheels, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     packed, tree = size_of(folder), tree_bytes(folder)
     lines.append(
         f"{packed / 2**20:.1f} MiB packed, {tree / 2**20:.1f} MiB in the repository; commit"
         f" {commit or 'unknown: give --commit'}."
     )
-    if packed + tree > MOST_BYTES:
+    if max_mib is not None and packed + tree > max_mib * 2**20:
         raise SystemExit(
-            f"{(packed + tree) / 2**20:.0f} MiB exceed the limit of {MOST_BYTES >> 20} MiB."
+            f"{(packed + tree) / 2**20:.0f} MiB exceed the limit of {max_mib:g} MiB (--max-mib)."
             " Fix: remove untracked files from the repository."
         )
-    return [*lines, "", *instructions(folder)]
+    return [*lines, "", *instructions(folder, minutes)]
 
 
-def instructions(folder: Path) -> Iterator[str]:
+def instructions(folder: Path, minutes: float) -> Iterator[str]:
     """Yield the instructions for making the calls."""
     yield (
         f"Copy the repository and {folder} to the machine, set $OUT to an empty folder for the"
         " results, and run in the root of the repository, one call at a time:"
     )
     for number in ("1", "2", "3", "4"):
-        yield f"  {command(folder, number)}"
+        yield f"  {command(folder, number, minutes)}"
     yield (
         f"After each call, copy the files of $OUT to {folder / 'results'}, where the next call"
         " reads them. --call next runs the first unfinished call."
     )
 
 
-def command(folder: Path, number: str) -> str:
+def command(folder: Path, number: str, minutes: float) -> str:
     """Return the command line of one call."""
     paths = f'PYTHONPATH="$PWD/{folder}/site:$PWD"'
     return (
         f"{paths} python3 benchmarks/first_contact.py --call {number} --kit {folder} --seed"
-        f' {folder}/results --results "$OUT"'
+        f' {folder}/results --results "$OUT" --minutes {minutes:g}'
     )
 
 

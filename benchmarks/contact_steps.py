@@ -175,7 +175,7 @@ def finished(
 
     `settings` are added to its environment.
     """
-    from flatout.measure.trial import end_group
+    from flatout.measure.trials.trial import end_group
 
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         given = {

@@ -1,12 +1,14 @@
-"""Planted faults: whether `flatout.watch` names the right one, beside TraceML where it installs.
+"""Planted faults: whether the right one is named, in other loops and in flatout's own training.
 
-    python benchmarks/diagnose.py --trials 3 --healthy 20
+    python benchmarks/diagnose.py --trials 3 --healthy 20 --minutes 45
 
-Each trial is a new process with a plain PyTorch loop and one fault of `diagnose_loop.FAULTS`, at
-one of three strengths. A trial is right when the first finding is the fault's own. Then the cost of
-watching is measured by leaving it out, in pairs. Run it on a quiet machine: a busy one is itself a
-finding. Writes benchmarks/results/diagnose.json and .md. Faults that only a GPU can have are left
-out on a CPU.
+Each trial is a new process: a plain PyTorch loop under `flatout.watch` with one fault of
+`diagnose_loop.FAULTS`, or `flatout diagnose RECIPE` with one of `diagnose_recipe.FAULTS`, at one of
+three strengths. A trial is right when the first finding is the fault's own. TraceML watches the
+loops beside it where it is installed. The cost of watching is measured by leaving it out, in pairs.
+Run it on a quiet machine: a busy one is itself a finding. Results are written after every trial to
+benchmarks/results/diagnose.json and .md; --resume continues from them. Faults that only a GPU can
+have are left out on a CPU. A slow disk is planted by limiting the rate of reads, as root.
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
+import diagnose_recipe
 import torch
 from diagnose_loop import CPU_ONLY, FAULTS, GPU_ONLY, HEALTHY, Loop
 from main_job import RESULTS, commit, spread
@@ -30,37 +34,48 @@ from main_job import RESULTS, commit, spread
 from flatout.hardware import probe
 
 STRENGTHS = (1, 2, 3)
+EXPECTED = {name: finding for name, (finding, _) in FAULTS.items()} | diagnose_recipe.FAULTS
+"""Finding that should name each fault."""
 TARGET = 0.95
 """Share of the trials in which the right fault must be named."""
 NOTHING = "nothing"
 TIMEOUT_S = 600
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trials", type=int, default=3, help="per fault and strength")
+    parser.add_argument("--recipe-trials", type=int, default=1, help="the same, of a recipe")
     parser.add_argument("--healthy", type=int, default=20)
+    parser.add_argument("--recipe-healthy", type=int, default=3)
     parser.add_argument("--steps", type=int, default=70)
     parser.add_argument("--pairs", type=int, default=20, help="of the cost of watching")
-    parser.add_argument("--only", help="one fault")
+    parser.add_argument("--minutes", type=float, default=90.0, help="limit for all of it")
+    parser.add_argument("--only", nargs="+", help="these faults")
+    parser.add_argument("--resume", action="store_true", help="keep the trials in the results")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = options()
+    end_s = time.monotonic() + 60 * arguments.minutes
     on_gpu = torch.cuda.is_available()
-    left_out = CPU_ONLY if on_gpu else GPU_ONLY
-    faults = [name for name in FAULTS if name not in left_out and arguments.only in (None, name)]
-    planned = [
-        (fault, strength)
-        for fault in faults
-        for strength in STRENGTHS
-        for _ in range(arguments.trials)
-    ] + [(HEALTHY, 1)] * arguments.healthy
-    random.Random(0).shuffle(planned)
-    found = {
-        "rows": [trial(fault, strength, arguments.steps) for fault, strength in planned],
-        "traceml": traceml(faults, arguments.steps),
-        "cost": cost(arguments.pairs),
+    left_out = (*CPU_ONLY, *diagnose_recipe.CPU_ONLY) if on_gpu else GPU_ONLY
+    faults = [
+        name
+        for name in EXPECTED
+        if name not in left_out and (not arguments.only or name in arguments.only)
+    ]
+    trials = planned(faults, arguments)
+    found: dict = {
+        "rows": [],
+        "traceml": {"missing": "TraceML was not run."},
+        "cost": None,
+        "planned": len(trials),
         "left_out": list(left_out),
         "trials": arguments.trials,
         "steps": arguments.steps,
@@ -68,10 +83,81 @@ def main() -> None:
         "device": "cuda" if on_gpu else "cpu",
         "commit": commit(),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "diagnose.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.out / "diagnose.md").write_text(table(found))
+    if arguments.resume:
+        trials = resume(found, trials, json.loads((arguments.out / "diagnose.json").read_text()))
+    if arguments.pairs and not found["cost"]:
+        found["cost"] = cost(arguments.pairs, time.monotonic() + 60 * arguments.minutes / 6)
+        write(arguments.out, found)
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = None
+        for fault, strength in trials:
+            if time.monotonic() > end_s:
+                break
+            if fault in (diagnose_recipe.HEALTHY, *diagnose_recipe.FAULTS):
+                recipe = recipe or diagnose_recipe.Recipe(Path(folder))
+                row = recipe.trial(fault, strength)
+            else:
+                row = trial(fault, strength, arguments.steps)
+            found["rows"].append(row)
+            print(f"{fault}, strength {strength}: {told(row)}", file=sys.stderr, flush=True)
+            write(arguments.out, found)
+    loops = [name for name in faults if name in FAULTS]
+    found["traceml"] = traceml(loops, arguments.steps, end_s)
+    write(arguments.out, found)
     print(table(found))
+
+
+def resume(found: dict, trials: list[tuple[str, int]], before: dict) -> list[tuple[str, int]]:
+    """Take over the trials of an earlier run with the same plan; return those that are left."""
+    found["rows"], found["cost"], found["planned"] = (
+        before["rows"],
+        before["cost"],
+        before["planned"],
+    )
+    commits = dict.fromkeys([*before["commit"].split(", "), found["commit"]])
+    found["commit"] = ", ".join(commits)
+    done = Counter((row["fault"], row["strength"]) for row in before["rows"])
+    left = []
+    for trial in trials:
+        if done[trial]:
+            done[trial] -= 1
+        else:
+            left.append(trial)
+    return left
+
+
+def planned(faults: list[str], arguments: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return the trials in rounds, so that a run which ends early has tried every fault."""
+    rounds = max(arguments.trials, arguments.recipe_trials, 1)
+    order = random.Random(0)
+    trials: list[tuple[str, int]] = []
+    for number in range(rounds):
+        each = [
+            (fault, strength)
+            for fault in faults
+            for strength in STRENGTHS
+            if number < (arguments.trials if fault in FAULTS else arguments.recipe_trials)
+        ]
+        for name, wanted in (
+            (HEALTHY, arguments.healthy),
+            (diagnose_recipe.HEALTHY, arguments.recipe_healthy),
+        ):
+            each += [(name, 1)] * (wanted * (number + 1) // rounds - wanted * number // rounds)
+        order.shuffle(each)
+        trials += each
+    return trials
+
+
+def write(folder: Path, found: dict) -> None:
+    """Write the results so far."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "diagnose.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "diagnose.md").write_text(table(found))
+
+
+def told(row: dict) -> str:
+    """Return the result of a trial in one line."""
+    return row["error"] if "error" in row else f"{first_finding(row)}. {row['verdict']}"
 
 
 def command(fault: str, strength: int, steps: int, way: str) -> list[str]:
@@ -95,18 +181,19 @@ def trial(fault: str, strength: int, steps: int) -> dict:
         except subprocess.TimeoutExpired:
             return row | {"error": f"not done after {TIMEOUT_S} s"}
     if done.returncode:
-        return row | {"error": done.stderr.strip().splitlines()[-1]}
-    row |= json.loads(done.stdout.splitlines()[-1])
-    print(f"{fault}, strength {strength}: {row['verdict']}", file=sys.stderr)
-    return row
+        return row | {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+    said = done.stdout.splitlines()[-1]
+    return row | json.loads(said.replace(f"{Path(__file__).parents[1]}/", ""))
 
 
-def traceml(faults: list[str], steps: int) -> dict:
+def traceml(faults: list[str], steps: int, end_s: float) -> dict:
     """Run each fault at its greatest strength under TraceML; return its verdicts, or why not."""
     if importlib.util.find_spec("traceml_ai") is None:
         return {"missing": "TraceML is not installed (`pip install traceml-ai`)."}
     verdicts = {}
     for fault in [HEALTHY, *faults]:
+        if time.monotonic() > end_s:
+            break
         with tempfile.TemporaryDirectory() as folder:
             file, *values = command(fault, 3, steps, "traceml")
             start = ["-m", "traceml_ai.launcher.cli", "run", file, "--args", *values]
@@ -127,7 +214,7 @@ def traceml(faults: list[str], steps: int) -> dict:
     return {"verdicts": verdicts}
 
 
-def cost(pairs: int, steps: int = 100) -> dict:
+def cost(pairs: int, end_s: float, steps: int = 100) -> dict:
     """Return the ratios of watched to unwatched steps, in pairs, and the seconds paid once."""
     import flatout
 
@@ -136,6 +223,8 @@ def cost(pairs: int, steps: int = 100) -> dict:
         timed(loop, steps)
         ratios, once_s, step_s = [], [], []
         for pair in range(pairs):
+            if pair > 1 and time.monotonic() > end_s:
+                break
             watch = flatout.watch(model=loop.model)
 
             def watched(watch=watch) -> tuple[float, float]:
@@ -179,14 +268,14 @@ def first_finding(row: dict) -> str:
 def table(found: dict) -> str:
     """Return the confusion table and the cost as Markdown."""
     rows = found["rows"]
-    planted = [name for name in FAULTS if any(row["fault"] == name for row in rows)]
+    planted = [name for name in EXPECTED if any(row["fault"] == name for row in rows)]
     lines = [
         "| planted | should be named | right at strength 1 | 2 | 3 | other findings named first |",
         "|---|---|---|---|---|---|",
     ]
     right = trials = 0
     for fault in planted:
-        wanted, cells, others = FAULTS[fault][0], [], Counter()
+        wanted, cells, others = EXPECTED[fault], [], []
         for strength in STRENGTHS:
             named = [
                 first_finding(row)
@@ -195,26 +284,24 @@ def table(found: dict) -> str:
             ]
             hits = sum(name == wanted for name in named)
             right, trials = right + hits, trials + len(named)
-            others.update(name for name in named if name != wanted)
+            others += [name for name in named if name != wanted]
             cells.append(f"{hits} of {len(named)}")
-        said = ", ".join(f"{name} ({number})" for name, number in others.most_common()) or "none"
-        lines.append(f"| {fault} | {wanted} | {' | '.join(cells)} | {said} |")
-    healthy = [first_finding(row) for row in rows if row["fault"] == HEALTHY]
-    quiet = sum(name == NOTHING for name in healthy)
-    said = Counter(name for name in healthy if name != NOTHING)
-    others = ", ".join(f"{name} ({number})" for name, number in said.most_common()) or "none"
-    lines.append(f"| {HEALTHY} | {NOTHING} | {quiet} of {len(healthy)} | | | {others} |")
+        lines.append(f"| {fault} | {wanted} | {' | '.join(cells)} | {counted(others)} |")
+    healthy = quiet = 0
+    for fault in (HEALTHY, diagnose_recipe.HEALTHY):
+        named = [first_finding(row) for row in rows if row["fault"] == fault]
+        hits = named.count(NOTHING)
+        healthy, quiet = healthy + len(named), quiet + hits
+        said = counted(name for name in named if name != NOTHING)
+        lines.append(f"| {fault} | {NOTHING} | {hits} of {len(named)} | | | {said} |")
     share = right / trials if trials else 0.0
-    ratios = found["cost"]["ratios"]
-    kept = "kept" if share >= TARGET and quiet == len(healthy) else "**missed**"
+    kept = "kept" if share >= TARGET and quiet == healthy else "**missed**"
     lines += [
         "",
         f"The right fault is named first in {share:.1%} of {trials} trials, and nothing in {quiet} "
-        f"of {len(healthy)} healthy ones; target: {TARGET:.0%} and all: {kept}.",
-        f"Watching takes {100 * (statistics.median(ratios) - 1):+.2f}% of a step (quartiles "
-        f"{quartiles(ratios)}; {len(ratios)} pairs of {found['cost']['steps']} steps of "
-        f"{spread([1e3 * s for s in found['cost']['step_s']], 1)} ms); target: under 1%. The steps "
-        f"near the start that are recorded take {spread(found['cost']['once_s'], 2)} s more, once.",
+        f"of {healthy} healthy ones; target: {TARGET:.0%} and all: {kept}.",
+        *cost_lines(found["cost"]),
+        f"{len(rows)} of {found['planned']} trials were run in the time given.",
         *traceml_lines(found["traceml"]),
         "",
         f"{found['machine']}, on {found['device']}; not planted there: "
@@ -222,6 +309,25 @@ def table(found: dict) -> str:
         f"commit {found['commit']}; `python benchmarks/diagnose.py`.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def counted(names: Iterable[str]) -> str:
+    """Return names with how often each occurs."""
+    found = Counter(names).most_common()
+    return ", ".join(f"{name} ({number})" for name, number in found) or "none"
+
+
+def cost_lines(cost: dict | None) -> list[str]:
+    """Return what watching costs, as Markdown."""
+    if cost is None:
+        return []
+    ratios = cost["ratios"]
+    return [
+        f"Watching takes {100 * (statistics.median(ratios) - 1):+.2f}% of a step (quartiles "
+        f"{quartiles(ratios)}; {len(ratios)} pairs of {cost['steps']} steps of "
+        f"{spread([1e3 * s for s in cost['step_s']], 1)} ms); target: under 1%. The steps "
+        f"near the start that are recorded take {spread(cost['once_s'], 2)} s more, once."
+    ]
 
 
 def quartiles(ratios: list[float]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import mmap
 import os
 import statistics
 import tempfile
@@ -28,6 +29,8 @@ WIDTH, ROWS, TOKENS, VOCABULARY = 256, 8, 64, 512
 SHARES = (0.15, 0.3, 0.6)
 """Share of a step that a fault takes at each strength."""
 SAVE_EVERY = 10
+MOST_TINY = 60_000
+"""Operations in a step; the profiler keeps each of them."""
 
 
 class Model(nn.Module):
@@ -108,25 +111,36 @@ def plant_data_sleep(loop: Loop, strength: int) -> None:
 
 
 def plant_slow_disk(loop: Loop, strength: int) -> None:
-    """Read from the disk, past the page cache, at whatever speed the disk has."""
-    path, size = loop.folder / "data.bin", 1 << 28
+    """Read a block per step, past the page cache, at a rate that makes each step wait.
+
+    Raises: OSError when Linux does not let this process limit the rate of its reads.
+    """
+    length = 1 << 20
+    path = loop.folder / "data.bin"
     with path.open("wb") as file:
-        for _ in range(size >> 24):
-            file.write(os.urandom(1 << 24))
+        file.write(os.urandom(length))
         file.flush()
         os.fsync(file.fileno())
-    descriptor, position = os.open(path, os.O_RDONLY), [0]
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    memory = mmap.mmap(-1, length)  # aligned, as direct reads need it
+    limit_reads(path, int(length / (1.1 * loop.step_s + lost_s(loop, strength))))
+    loop.before_batch = lambda: os.preadv(descriptor, [memory], 0)
 
-    def read(length: int) -> None:
-        start = position[0] % (size - length)
-        os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
-        os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_RANDOM)
-        os.pread(descriptor, length, start)
-        position[0] += length
 
-    rate = (1 << 22) / seconds_of(lambda: read(1 << 22))
-    length = min(int(rate * lost_s(loop, strength)), size // 4)
-    loop.before_batch = lambda: read(length)
+def limit_reads(path: Path, bytes_per_s: int) -> None:
+    """Limit the rate at which this process reads from the disk that holds `path`: root only."""
+    device = path.stat().st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    disk = (block / "../dev" if (block / "partition").exists() else block / "dev").resolve()
+    number = disk.read_text().strip()
+    first = Path("/sys/fs/cgroup/blkio")
+    if first.is_dir():
+        group, name, limit = first / "flatout-slow-disk", "blkio.throttle.read_bps_device", ""
+    else:
+        group, name, limit = Path("/sys/fs/cgroup/flatout-slow-disk"), "io.max", "rbps="
+    group.mkdir(exist_ok=True)
+    (group / name).write_text(f"{number} {limit}{bytes_per_s}")
+    (group / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def plant_item(loop: Loop, strength: int) -> None:
@@ -151,7 +165,7 @@ def plant_tiny(loop: Loop, strength: int) -> None:
 
     each_s = seconds_of(lambda: work(1000)) / 1000
     share = (0.4, 0.6, 0.75)[strength - 1]
-    number = int(loop.step_s * share / (1 - share) / each_s)
+    number = min(int(loop.step_s * share / (1 - share) / each_s), MOST_TINY)
     loop.model.fault = lambda: work(number)
 
 

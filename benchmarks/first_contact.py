@@ -1,19 +1,24 @@
-"""Measures the GPU targets in three short calls, on a machine that may be bare and offline.
+"""Measures the GPU targets: tests, every target, profiles, and the ladder if there is time.
 
+    # measure everything; run it again to continue
+    python benchmarks/first_contact.py --results results --nanogpt path/to/nanoGPT
     # print the calls and their expected duration
     python benchmarks/first_contact.py --plan
-    # collect what a bare machine lacks, and print the commands of the calls
-    python benchmarks/first_contact.py --pack .kit --nanogpt path/to/nanoGPT
-    # run the first unfinished call
-    python benchmarks/first_contact.py --call next --kit .kit --results FOLDER
     # check on a CPU, at toy shapes, that everything runs
-    python benchmarks/first_contact.py --call 1 --tiny --results FOLDER
+    python benchmarks/first_contact.py --tiny --results FOLDER
 
-A call ends within --minutes and starts no step that would not finish in time; it estimates each
-step from the steps before it. Results are written after each step, so a call can be killed at any
-time. The same call or another one continues from there, also on another machine if the results
-folder is copied along. Figures measured with other flatout code are kept with their commit; only
-failed steps are retried. A call that has finished its own steps continues with those of the others.
+For a machine that is offline, or that limits the length of a command or the size of an upload:
+
+    # collect what the machine lacks, and print the command of each call
+    python benchmarks/first_contact.py --pack .kit --nanogpt path/to/nanoGPT --minutes 9 \\
+        --max-mib 64
+
+The work is divided into calls. A call ends within --minutes and starts no step that would not
+finish in time; it estimates each step from the steps before it. Results are written after each
+step, so a call can be killed at any time. The same call or another one continues from there, also
+on another machine if the results folder is copied along. Figures measured with other flatout code
+are kept with their commit; only failed steps are retried. A call that has finished its own steps
+continues with those of the others.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ except ModuleNotFoundError as error:
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".kit-cache"
 """Compiled kernels, reused by the next call if the machine is still there."""
-MINUTES = 9.0
+MINUTES = 60.0
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -61,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 [
                     *plan_lines(lambda entry: entry.rows, throughput.is_selected),
                     "",
-                    *instructions(arguments.kit or Path(".kit")),
+                    *instructions(arguments.kit or Path(".kit"), arguments.minutes),
                 ]
             )
         )
@@ -73,11 +78,13 @@ def main(words: Sequence[str] | None = None) -> None:
                     nanogpt=arguments.nanogpt,
                     commit=arguments.commit,
                     code=throughput.code_digest(ours=True),
+                    minutes=arguments.minutes,
+                    max_mib=arguments.max_mib,
                 )
             )
         )
-    elif arguments.call is None or arguments.results is None:
-        raise SystemExit("Give --plan, --pack DIR, or --call with --results DIR.")
+    elif arguments.results is None:
+        raise SystemExit("Give --results DIR, --plan, or --pack DIR.")
     else:
         run_call(arguments, began_s)
 
@@ -94,7 +101,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--call",
         choices=[*map(str, CALLS), "next"],
-        help="run one call; next is the first with steps left",
+        default="next",
+        help="the call to start with; next (default) is the first with steps left",
     )
     made.add_argument(
         "--results",
@@ -112,7 +120,17 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         help="the folder that --pack filled, for its nanoGPT and its commit",
     )
-    made.add_argument("--minutes", type=float, default=MINUTES, help="time limit of the call (9)")
+    made.add_argument(
+        "--minutes",
+        type=float,
+        default=MINUTES,
+        help="time limit, for machines that limit the length of a command (60)",
+    )
+    made.add_argument(
+        "--max-mib",
+        type=float,
+        help="with --pack: refuse a larger upload, the repository and the folder together",
+    )
     made.add_argument("--nanogpt", type=Path, help="a folder with nanoGPT's model.py")
     made.add_argument("--commit", help="commit to record if there is no repository")
     made.add_argument(

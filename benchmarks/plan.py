@@ -187,7 +187,7 @@ def peak_bytes(recorded: profile) -> int:
 
 
 def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict:
-    """Train twice, and return what was predicted for the second run and what it took."""
+    """Train twice, and return the predicted and the measured time of the second run."""
     folder.mkdir()
     words = [*case.config(data), "log.every=10"]
     first = train(folder, "first", [*words, f"train.steps={SHORT_STEPS}"])

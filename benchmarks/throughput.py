@@ -55,8 +55,8 @@ from throughput_report import Measurements, best_rows, read_document, table, ver
 from flatout.config.schema import RunConfig
 from flatout.files import write_text
 from flatout.hardware import Machine, probe
-from flatout.measure.results import commit_of_package
-from flatout.measure.rounds import in_turn
+from flatout.measure.trials.results import commit_of_package
+from flatout.measure.trials.rounds import in_turn
 
 NAME = "throughput"
 TOKENS, TINY_TOKENS = 1 << 23, 1 << 15

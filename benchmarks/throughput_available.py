@@ -12,7 +12,7 @@ from throughput_entries import Entry
 from flatout.assembly.selection import speedup_named
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.measure.resolving import with_needs
+from flatout.measure.trials.resolving import with_needs
 from flatout.registry import SPEEDUPS
 
 ADD = {

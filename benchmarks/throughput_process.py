@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flatout.measure.trial import end_group
+from flatout.measure.trials.trial import end_group
 from flatout.registry import PACKAGE_DIR
 
 HERE = Path(__file__).parent

@@ -30,9 +30,9 @@ from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig, validate
 from flatout.errors import FlatoutError, OutOfMemory
 from flatout.hardware import fingerprint
-from flatout.measure.resolving import resolve_here
-from flatout.measure.trial import end_with
-from flatout.measure.workload import QUIET
+from flatout.measure.trials.resolving import resolve_here
+from flatout.measure.trials.trial import end_with
+from flatout.measure.trials.workload import QUIET
 from flatout.parallel.mesh import make_mesh
 from flatout.registry import MODELS
 from flatout.training.loop import fit

@@ -6,7 +6,8 @@ The grid measures every micro-batch with every checkpointing policy, with and wi
 attention and fused AdamW, once. tune then gets a fifth of that time, twice: from what `auto`
 chooses, and from a recipe that states one row. In the end, the best two settings of the grid and
 what tune found are measured again, in alternation. Writes benchmarks/results/tune.json and .md.
-Takes about 15 minutes on 2 cores.
+Every trial is written to tune-trials.jsonl as soon as it ends; after an interruption, the same
+command continues from there. Takes about 15 minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from main_job import RESULTS, commit, spread
@@ -24,12 +27,13 @@ from main_job import RESULTS, commit, spread
 import flatout
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import probe
-from flatout.measure.resolving import resolve_here
-from flatout.measure.spec import TrialResult, TrialSpec
-from flatout.measure.sweep import filling
-from flatout.measure.trial import run_trial
-from flatout.measure.tune import run_tune
-from flatout.measure.tune_space import Setting, rows_ladder
+from flatout.json_io import append_line, read_lines
+from flatout.measure.trials.resolving import resolve_here
+from flatout.measure.trials.spec import TrialSpec
+from flatout.measure.trials.sweep import filling
+from flatout.measure.trials.trial import run_trial
+from flatout.measure.tune.space import Setting, rows_ladder
+from flatout.measure.tune.tune import run_tune
 
 OVERRIDES = (
     "model.num_layers=4",
@@ -57,15 +61,37 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3, help="of the final comparison")
     parser.add_argument("--seconds", type=float, default=1.0, help="of measured steps per trial")
+    parser.add_argument("--rows", type=int, nargs="*", help="of the grid; all by default")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     options = parser.parse_args()
+    options.out.mkdir(exist_ok=True)
+    done = Measurements(options.out / "tune-trials.jsonl")
     with tempfile.TemporaryDirectory() as folder:
-        data = prepare(Path(folder))
-        config = load_config(None, [*OVERRIDES, f"data.path={data}"])
-        found = measure(config, Path(folder), options.seconds, options.repeats)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "tune.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "tune.md").write_text(table(found))
+        config = load_config(None, [*OVERRIDES, f"data.path={prepare(Path(folder))}"])
+        found = measure(config, Path(folder), options, done)
+    (options.out / "tune.json").write_text(json.dumps(found, indent=1) + "\n")
+    (options.out / "tune.md").write_text(table(found))
+    done.path.unlink()
     print(table(found))
+
+
+class Measurements:
+    """What has been measured at this commit; each result is written as soon as there is one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._commit = path, commit()
+        lines = read_lines(path) if path.exists() else ()
+        self._known = {line["name"]: line for line in lines if line["commit"] == self._commit}
+
+    def get(self, name: str, measured: Callable[[], dict]) -> dict:
+        """Return the result of an earlier start of this program, or measure it now."""
+        if name not in self._known:
+            start_s = time.perf_counter()
+            line = {"name": name, "commit": self._commit, **measured()}
+            self._known[name] = line | {"seconds": time.perf_counter() - start_s}
+            append_line(self.path, self._known[name])
+        print(name, {**self._known[name], "name": None}, flush=True)
+        return self._known[name]
 
 
 def prepare(folder: Path) -> Path:
@@ -77,35 +103,39 @@ def prepare(folder: Path) -> Path:
     return folder / "data"
 
 
-def measure(config: RunConfig, folder: Path, seconds: float, repeats: int) -> dict:
+def measure(
+    config: RunConfig, folder: Path, options: argparse.Namespace, done: Measurements
+) -> dict:
     """Measure the grid, then tune, then all winners in alternation."""
-    began_s = time.perf_counter()
-    grid = {
-        setting: rate_of(config, setting, 0, folder, seconds) for setting in settings_of(config)
-    }
-    grid_s = time.perf_counter() - began_s
-    starts = {"auto": config, "1 row": config.with_values({"batch.rows_per_device": 1})}
-    tuned, tune_s, num_trials = {}, {}, {}
-    for name, start in starts.items():
-        began_s = time.perf_counter()
-        result, _ = run_tune(
-            start, out=folder / f"{len(tuned)}.yaml", minutes=SHARE * grid_s / 60, only=ONLY
+
+    def rate_of(setting: Setting, number: int) -> dict:
+        return done.get(
+            f"round {number}: {described(setting)}",
+            lambda: trial_of(config, setting, number, folder, options.seconds),
         )
-        tune_s[name] = time.perf_counter() - began_s
-        num_trials[name] = len(result.trials)
-        best = result.best
-        tuned[name] = Setting(best.rows_per_device, best.prefetch, frozenset(best.speedups))
-        print(f"tune from {name}: {described(tuned[name])}", flush=True)
+
+    lines = {each: rate_of(each, 0) for each in settings_of(config, options.rows)}
+    grid = {setting: line["tokens_per_s"] for setting, line in lines.items()}
+    grid_s = sum(line["seconds"] for line in lines.values())
+    starts = {"auto": config, "1 row": config.with_values({"batch.rows_per_device": 1})}
+    found = {
+        name: done.get(f"tune from {name}", partial(tuned_from, start, folder, SHARE * grid_s))
+        for name, start in starts.items()
+    }
+    tuned = {
+        name: Setting(line["rows"], line["prefetch"], frozenset(line["speedups"]))
+        for name, line in found.items()
+    }
     top = sorted(grid, key=lambda setting: -grid[setting])[:2]
     rates: dict[Setting, list[float]] = {setting: [] for setting in (*top, *tuned.values())}
-    for number in range(1, repeats + 1):
+    for number in range(1, options.repeats + 1):
         for setting in rates:
-            rates[setting].append(rate_of(config, setting, number, folder, seconds))
+            rates[setting].append(rate_of(setting, number)["tokens_per_s"])
     best_of_grid = max(top, key=lambda setting: statistics.median(rates[setting]))
     return {
         "machine": probe().describe(),
         "commit": commit(),
-        "repeats": repeats,
+        "repeats": options.repeats,
         "grid_trials": len(grid),
         "grid_s": grid_s,
         "grid": [{"setting": described(each), "tokens_per_s": grid[each]} for each in grid],
@@ -115,15 +145,26 @@ def measure(config: RunConfig, folder: Path, seconds: float, repeats: int) -> di
                 "start": name,
                 "setting": described(setting),
                 "rates": rates[setting],
-                "seconds": tune_s[name],
-                "trials": num_trials[name],
+                "seconds": found[name]["seconds"],
+                "trials": found[name]["trials"],
             }
             for name, setting in tuned.items()
         ],
     }
 
 
-def settings_of(config: RunConfig) -> list[Setting]:
+def tuned_from(start: RunConfig, folder: Path, seconds: float) -> dict:
+    """Return the setting that tune finds in some seconds, and its number of trials."""
+    result, _ = run_tune(start, out=folder / "tuned.yaml", minutes=seconds / 60, only=ONLY)
+    return {
+        "rows": result.best.rows_per_device,
+        "prefetch": result.best.prefetch,
+        "speedups": result.best.speedups,
+        "trials": len(result.trials),
+    }
+
+
+def settings_of(config: RunConfig, only_rows: Sequence[int] | None = None) -> list[Setting]:
     """Return the settings of the grid: those that tune can reach with ONLY."""
     resolved = resolve_here(config)
     fixed = {*resolved.speedups} - {*filling("micro_batch"), *SWITCHES}
@@ -132,14 +173,14 @@ def settings_of(config: RunConfig) -> list[Setting]:
     switches = itertools.product(*([name, None] for name in SWITCHES))
     return [
         Setting(count, config.data.prefetch, frozenset({*fixed, policy, *on} - {None}))
-        for count, policy, on in itertools.product(rows, POLICIES, list(switches))
+        for count, policy, on in itertools.product(only_rows or rows, POLICIES, list(switches))
     ]
 
 
-def rate_of(
+def trial_of(
     config: RunConfig, setting: Setting, number: int, folder: Path, seconds: float
-) -> float:
-    """Return the tokens per second of one trial; 0 for one that failed."""
+) -> dict:
+    """Return the tokens per second of one trial; 0 and the reason for one that failed."""
     keys = setting.values(config.batch.tokens_per_step or 0)
     spec = TrialSpec(
         config=config.with_values(keys | {"train.seed": number}).to_dict(),
@@ -148,9 +189,8 @@ def rate_of(
         loss_steps=0,
         warmup_s=6.0,
     )
-    result: TrialResult = run_trial(spec, TIMEOUT_S)
-    print(f"{described(setting)}: {result.tokens_per_s or result.reason}", flush=True)
-    return result.tokens_per_s or 0.0
+    result = run_trial(spec, TIMEOUT_S)
+    return {"tokens_per_s": result.tokens_per_s or 0.0, "reason": result.reason}
 
 
 def described(setting: Setting) -> str:

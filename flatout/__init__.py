@@ -17,6 +17,7 @@ from flatout.errors import require_posix
 
 if TYPE_CHECKING:
     from flatout.commands.bench import bench
+    from flatout.commands.convert import convert_config as convert
     from flatout.commands.demo import demo
     from flatout.commands.diagnose import diagnose
     from flatout.commands.eval import evaluate
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from flatout.data.store.shards import Dataset
     from flatout.errors import FlatoutError
     from flatout.inference.load import load_run
-    from flatout.measure.watch import Watch, watch
+    from flatout.measure.watch.watch import Watch, watch
     from flatout.models.language_model import LanguageModel
     from flatout.ops import Ops
     from flatout.terminal import RunReport, Terminal
@@ -59,6 +60,7 @@ __all__ = [
     "Watch",
     "__version__",
     "bench",
+    "convert",
     "demo",
     "diagnose",
     "evaluate",
@@ -90,8 +92,9 @@ _HOMES = {
     "RunReport": "flatout.terminal",
     "Section": "flatout.config.sections",
     "Terminal": "flatout.terminal",
-    "Watch": "flatout.measure.watch",
+    "Watch": "flatout.measure.watch.watch",
     "bench": "flatout.commands.bench",
+    "convert": "flatout.commands.convert:convert_config",
     "demo": "flatout.commands.demo",
     "diagnose": "flatout.commands.diagnose",
     "evaluate": "flatout.commands.eval",
@@ -109,7 +112,7 @@ _HOMES = {
     "train": "flatout.commands.train",
     "tune": "flatout.commands.tune",
     "verify": "flatout.commands.verify",
-    "watch": "flatout.measure.watch",
+    "watch": "flatout.measure.watch.watch",
 }
 """The module of each public name, with `:attribute` if the name differs there.
 

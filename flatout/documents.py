@@ -7,12 +7,15 @@ import functools
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from flatout.errors import ConfigError
 from flatout.recognised import read_regular, recognise
+
+if TYPE_CHECKING:
+    from flatout.json_io import JsonObject  # imports numpy, which would slow down `flatout --help`
 
 
 class _Loader(yaml.SafeLoader):
@@ -23,8 +26,8 @@ class _Loader(yaml.SafeLoader):
     """
 
 
-def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
-    seen: dict[str, Any] = {}
+def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> JsonObject:
+    seen: JsonObject = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
@@ -108,13 +111,13 @@ def _parsed(text: str, name: str) -> Any:
         loader.dispose()
 
 
-def read_document(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; an empty file is an empty mapping.
+def read_text(path: Path, wanted: str = "a YAML file") -> str:
+    """Return the text of a file; errors call it `wanted`.
 
-    Raises: ConfigError when the file does not exist, is not YAML, or is not a mapping.
+    Raises: ConfigError when the file does not exist or is not UTF-8.
     """
     try:
-        text = read_regular(path)
+        return read_regular(path)
     except OSError as error:
         raise ConfigError(
             f"Cannot read {path}: {error.strerror}.", fix="Check the path and its permissions."
@@ -122,12 +125,19 @@ def read_document(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         known = recognise(path)
         if known is not None:
-            raise ConfigError(known.instead_of("a YAML file"), fix=known.fix) from error
+            raise ConfigError(known.instead_of(wanted), fix=known.fix) from error
         raise ConfigError(
             f"{path} is not UTF-8 text: byte {error.start} cannot be read.",
             fix="Save the file as UTF-8.",
         ) from error
-    document = parse_yaml(text, name=str(path))
+
+
+def read_document(path: Path) -> JsonObject:
+    """Return the mapping in a YAML file; an empty file is an empty mapping.
+
+    Raises: ConfigError when the file does not exist, is not YAML, or is not a mapping.
+    """
+    document = parse_yaml(read_text(path), name=str(path))
     if document is None:
         return {}
     if not isinstance(document, dict):

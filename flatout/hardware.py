@@ -12,7 +12,7 @@ import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import psutil
 
@@ -307,7 +307,7 @@ def _gpus() -> tuple[Gpu, ...]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(pynvml: Any, index: int, driver: str) -> Gpu:
+def _gpu(pynvml: ModuleType, index: int, driver: str) -> Gpu:
     handle = pynvml.nvmlDeviceGetHandleByIndex(index)
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,6 +16,10 @@ from flatout.files import open_own, write_text
 from flatout.recognised import open_regular, read_regular
 
 Document = TypeVar("Document", bound=BaseModel)
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""A value to be written as JSON."""
+JsonObject: TypeAlias = dict[str, Any]
+"""A mapping with string keys, read from JSON or YAML; code that reads a key checks its value."""
 
 RESTORE = "Restore it from a copy, or use another checkpoint or run."
 """The fix for a damaged file."""
@@ -27,7 +31,7 @@ class Stored(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-def write_json(path: Path, document: Any) -> None:
+def write_json(path: Path, document: Json) -> None:
     """Write `document` as JSON, atomically and durably; floats read back bit for bit."""
     write_text(path, json.dumps(document, indent=1) + "\n")
 
@@ -78,7 +82,7 @@ def parsing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def append_line(path: Path, document: Mapping[str, Any]) -> None:
+def append_line(path: Path, document: Mapping[str, Json]) -> None:
     """Append one JSON line to `path`.
 
     If a kill left the last line unfinished, a newline is written first to keep this line intact.
@@ -92,7 +96,7 @@ def append_line(path: Path, document: Mapping[str, Any]) -> None:
         file.write(line)
 
 
-def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[JsonObject]:
     """Yield the JSON lines of `path`, or those that start in its last `tail_bytes`.
 
     Unfinished lines are skipped; a missing file has no lines.
@@ -151,7 +155,7 @@ class LineReader:
             return True
         return (now.st_dev, now.st_ino) != self._file or now.st_size < self._offset
 
-    def read(self) -> Iterator[dict[str, Any]]:
+    def read(self) -> Iterator[JsonObject]:
         """Yield the lines since the last call.
 
         Raises: CheckpointError when the file cannot be read.
@@ -182,7 +186,7 @@ class LineReader:
                     self.damaged.append(self.lines)
 
 
-def _object_or_none(line: bytes) -> dict[str, Any] | None:
+def _object_or_none(line: bytes) -> JsonObject | None:
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,9 +20,21 @@ from flatout.config.messages import all_keys, same_key
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.registry import COMMANDS, nearest, unknown_name
+from flatout.words import prepare_word_for, word_for
 
 JSON = Option("Print the result as one JSON object, the last line of standard output.")
-VERBOSE = Option("Show each optimisation, on or off, with the reason.", "-v")
+VERBOSE = Option("Show each speedup, on or off, with the reason.", "-v")
+
+
+class _NameOrPath(click.ParamType[str | Path]):
+    """A path, or a name; an empty one is refused, which pathlib takes for the current directory."""
+
+    def __init__(self, kind: type[str | Path]) -> None:
+        self._kind = kind
+        self.name = "path" if kind is Path else "text"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> str | Path:
+        return self._kind(value) if str(value) else self.fail("it is empty", param, ctx)
 
 
 def build(name: str) -> click.Command:
@@ -56,11 +69,16 @@ def _click_parameter(
 ) -> click.Parameter:
     """Return the click parameter of one annotated parameter."""
     kind = _first_type(annotation)
-    multiple = get_origin(kind) is list
-    if multiple:
+    words = [word for word in getattr(metadata, "names", ()) if word.startswith("--")]
+    is_list = get_origin(kind) is list
+    # an option with several names is collected, to notice that they are given different values
+    multiple = is_list or len(words) > 1
+    if is_list:
         (kind,) = get_args(kind)
     required = default is inspect.Parameter.empty
     shared: dict[str, Any] = {"required": required, "type": kind}
+    if Path in (annotation, *get_args(annotation)):
+        shared["type"] = _NameOrPath(kind)
     if not required and not multiple:
         shared["default"] = default
     if get_origin(kind) is Literal:
@@ -70,7 +88,6 @@ def _click_parameter(
     if metadata.min is not None:
         number: Any = click.IntRange if kind is int else click.FloatRange
         shared["type"] = number(min=metadata.min)
-    words = [word for word in metadata.names if word.startswith("--")]
     return click.Option(
         [name, *(words or [f"--{name.replace('_', '-')}"]), *(metadata.names[len(words) :])],
         help=metadata.help,
@@ -106,10 +123,27 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
         return None
     except click.ClickException as error:
         raise _explained(error, name, parser) from error
+    for param in parser.params:
+        if len(param.opts) > 1 and isinstance(values[str(param.name)], tuple):
+            values[str(param.name)] = _only(param, values[str(param.name)])
     return {
         key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in values.items()
     }
+
+
+def _only(param: click.Parameter, given: tuple[Any, ...]) -> Any:
+    """Return the value of an option with several names.
+
+    Raises: ConfigError when they are given different values.
+    """
+    if len(set(given)) > 1:
+        raise ConfigError(
+            f"{' and '.join(param.opts)} are one option, and it is given as "
+            f"{' and as '.join(map(str, dict.fromkeys(given)))}.",
+            fix=f"Give {param.opts[0]} once.",
+        )
+    return given[0] if given else None
 
 
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
@@ -117,11 +151,19 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
     see = f"`flatout {name} --help` shows how; for example `{COMMANDS.get(name).example}`."
     if not isinstance(error, click.NoSuchOption):
         message = error.format_message().rstrip(".")
+        param = error.param if isinstance(error, click.BadParameter) else None
+        if isinstance(error, click.BadOptionUsage):
+            param = next((one for one in parser.params if error.option_name in one.opts), None)
+        if isinstance(param, click.Option) and not param.required:
+            default = f" for the default, {param.default}" if param.show_default else ""
+            see = f"Leave {param.opts[0]} out{default}; `flatout {name} --help` explains it."
+        elif isinstance(param, click.Argument):
+            see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
         return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)
     what = f"`flatout {name}` has no option {error.option_name!r}."
-    key = _key_meant(error.option_name, parser)
-    if key is not None:
-        return ConfigError(what, fix=f"Keys of a recipe take no dashes: write {key}=VALUE.")
+    meant = _meant_elsewhere(error.option_name, name, parser)
+    if meant is not None:
+        return ConfigError(what, fix=meant)
     spelled = ([word for word in param.opts if word.startswith("--")] for param in parser.params)
     known = [*(words[0] for words in spelled if words), "--help"]  # without aliases such as --run
     guess = nearest(error.option_name, known)
@@ -129,12 +171,27 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
     return ConfigError(what, fix=fix)
 
 
-def _key_meant(option: str, parser: click.Command) -> str | None:
-    """Return the configuration key that was mistakenly written as an option, or None.
+def _meant_elsewhere(option: str, command: str, parser: click.Command) -> str | None:
+    """Return the fix for a config key, or another tool's word, that was written as an option.
 
-    Only commands that take overrides have such keys.
+    None when the option is neither, or when the command takes no keys.
     """
-    if "overrides" not in {parameter.name for parameter in parser.params}:
+    name = option.lstrip("-").partition("=")[0]
+    if command == "prepare" and (word := prepare_word_for(name)):
+        is_option = word.option.startswith("--")
+        return f"Did you mean {word.option!r}? {word.note}".rstrip() if is_option else word.advice
+    takes_keys = "overrides" in {parameter.name for parameter in parser.params}
+    known, other = all_keys(RunConfig), word_for(name)
+    if command == "prepare" and other:
+        training = f"It is a key of training: `flatout train RECIPE {other.key}=VALUE`."
+        return training if other.key else other.advice
+    if not takes_keys:
         return None
-    known, name = all_keys(RunConfig), option.lstrip("-").partition("=")[0]
-    return name if name in known else same_key(name.rpartition(".")[2], known)
+    key, note = name, ""
+    if name not in known and other:
+        if not other.key:
+            return other.advice
+        key, note = other.key, other.note
+    elif name not in known:
+        key = same_key(name.rpartition(".")[2], known) or ""
+    return f"Keys of a recipe take no dashes: write {key}=VALUE. {note}".rstrip() if key else None

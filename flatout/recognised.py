@@ -7,7 +7,6 @@ import os
 import re
 import stat
 import struct
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,6 +197,8 @@ def _file(path: Path) -> Recognised | None:
 
 def _archive(path: Path) -> Recognised | None:
     """Return what a zip file is; torch and NumPy both write them."""
+    import zipfile  # and five compressors, which `flatout --help` does not need
+
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()

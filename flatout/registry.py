@@ -23,6 +23,7 @@ from typing import Any
 from flatout.documents import read_document
 from flatout.errors import ConfigError
 from flatout.recognised import require_local
+from flatout.words import name_for
 
 PACKAGE_DIR = Path(__file__).parent
 SHORTEST_PART = 3
@@ -72,9 +73,9 @@ def _shared(word: str, other: str) -> int:
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name, with the nearest name and the list of all."""
+    """Return the error for an unknown name, with the name that was meant and a list of all."""
     names = sorted(known)
-    guess = nearest(name, names)
+    guess = name_for(noun, name, names) or nearest(name, names)
     listing = ", ".join(names) or "none"
     hint = f"Did you mean {guess!r}? " if guess else ""
     return ConfigError(f"There is no {noun} named {name!r}.", fix=f"{hint}Known: {listing}.")
@@ -161,6 +162,15 @@ class Folder:
         self.require(name)
         value = _assigned(self._files[name.replace("_", "-")]).get(constant)
         return value and ast.literal_eval(value)
+
+    def unstated(self, name: str, fields: Iterable[str]) -> set[str]:
+        """Return the `fields` that no class in the entry's file declares, without importing it.
+
+        A class elsewhere may declare them; of a `package.module:attribute`, nothing is known.
+        """
+        path = self._files.get(name.replace("_", "-"))
+        tree = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
+        return set(fields) - {ast.unparse(n.target) for n in tree if isinstance(n, ast.AnnAssign)}
 
     def require(self, name: str) -> None:
         """Check that the entry exists; a `package.module:attribute` is checked when it is imported.

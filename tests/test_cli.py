@@ -144,9 +144,9 @@ def test_bugs_show_their_traceback(monkeypatch):
         (
             ["shout", "hi", "--times", "many"],
             "`flatout shout`: invalid value for",
-            "flatout shout hello --times 2",
+            "Leave --times out for the default, 1",
         ),
-        (["shout", "hi", "--times"], "`flatout shout`: ", "flatout shout hello --times 2"),
+        (["shout", "hi", "--times"], "`flatout shout`: ", "Leave --times out for the default, 1"),
         (["shout"], "`flatout shout`: missing argument", "flatout shout hello --times 2"),
         (["--vesion"], "flatout has no option '--vesion'.", "Did you mean '--version'?"),
     ],

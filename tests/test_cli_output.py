@@ -82,6 +82,7 @@ def test_lost_output_is_a_failure_when_there_are_no_files(
 def test_lost_output_keeps_the_exit_code_of_commands_that_write_files():
     assert {name for name in COMMANDS.names() if COMMANDS.get(name).writes_files} == {
         "bench",
+        "convert",
         "demo",
         "import",
         "prepare",

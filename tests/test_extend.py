@@ -87,7 +87,7 @@ def test_the_guide_has_an_example_of_every_kind_of_entry():
         for path in (ROOT / "flatout").iterdir()
         if path.is_dir() and path.name.endswith("s")
     }
-    assert folders == kinds - {"ops"} | {"findings"}
+    assert folders == kinds - {"ops"} | {"findings", "tokenizers"}
 
 
 def test_every_list_shows_its_new_entry(folder):
@@ -103,6 +103,7 @@ def test_every_list_shows_its_new_entry(folder):
                 "models",
                 "optimizers",
                 "speedups",
+                "tokenizers",
             )
         ),
         "--help",
@@ -116,17 +117,21 @@ def test_every_list_shows_its_new_entry(folder):
         ), name
 
 
-def test_a_new_command_dataset_and_source_work(folder):
+def test_a_new_command_dataset_source_and_kind_of_tokenizer_work(folder):
+    caseless = "prepare book.txt --out data/caseless --tokenizer caseless --workers 1 --json"
     shown = flatout(
         folder,
         "words book.txt --json",
         "prepare rain --from rain.txt --out data/rain --tokenizer char --workers 1 --json",
         "prepare counting:documents=300 --out data/counting --tokenizer byte --workers 1 --json",
+        caseless,
+        "inspect data/caseless --json",
     )
     results = [json.loads(text.strip().splitlines()[-1]) for text in shown.values()]
     assert results[0]["words"] == len(RAIN.split())
     assert results[1]["bytes"] == len(RAIN)
     assert results[2]["documents"] == 300
+    assert "an empty shelf. a door ajar." in json.dumps(results[4])
 
 
 def test_a_new_model_optimizer_and_speedups_train(folder):
@@ -170,8 +175,8 @@ for a, b in zip(*results):
 def test_the_new_finding_is_found(folder):
     program = """
 from flatout.config.schema import load_config
-from flatout.measure.diagnosis import diagnosis_of
-from flatout.measure.evidence import Evidence
+from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.instruments.evidence import Evidence
 config = load_config("gpt2-124m", ["model.d_model=700"])
 found = diagnosis_of(Evidence(source="preflight", config=config, device="cuda"))
 print([(finding.name, finding.fixes[0].text) for finding in found.findings])

@@ -7,6 +7,7 @@ which takes three minutes. The machine should be idle, because the picture shows
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -31,7 +32,10 @@ CONTROL = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
 
 
 def output_of(words: list[str]) -> str:
-    """Run a command in a pseudo-terminal and return its output."""
+    """Run a command in a pseudo-terminal and return its output.
+
+    Raises: SystemExit when the command fails.
+    """
     written = []
 
     def read(file: int) -> bytes:
@@ -46,10 +50,13 @@ def output_of(words: list[str]) -> str:
     try:
         while read(terminal):
             pass
-    except OSError:  # Linux reports the end of a pseudo-terminal as an error
-        pass
-    os.waitpid(process, 0)
-    return b"".join(written).decode()
+    except OSError as error:
+        if error.errno != errno.EIO:  # how Linux reports the end of a pseudo-terminal
+            raise
+    output = b"".join(written).decode()
+    if status := os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+        raise SystemExit(f"{output}\n{' '.join(words)} ended with exit code {status}.")
+    return output
 
 
 def screen(output: str) -> list[str]:

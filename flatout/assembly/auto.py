@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from flatout.assembly.measured import Gain
 from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Off, On, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-from flatout.measured import Gain
 from flatout.registry import SPEEDUPS
 
 
@@ -43,7 +43,7 @@ def decide(
     """
     default, override = default_of(speedup, device), overrides(speedup, gain)
     if default is None and override is None:
-        return Decision(speedup.name, False, "off unless named: auto has no measurement for it")
+        return Decision(speedup.name, False, "off unless named, because it has not been measured")
     reason = (default.because if default else None) or speedup.saves
     if override is not None and gain is not None:
         reason = f"measured here: {gain.describe()}"

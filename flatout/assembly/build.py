@@ -1,4 +1,4 @@
-"""Build the model, the optimisers and the feed of a resolved configuration."""
+"""Build the model, the optimizers and the feed of a resolved configuration."""
 
 from __future__ import annotations
 

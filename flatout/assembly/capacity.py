@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
-from flatout.assembly.memory import Workload, estimate, rows_that_fit
+from flatout.assembly.memory import GIB, Workload, estimate, rows_that_fit
 from flatout.assembly.plain import USED_MEMORY
 from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, MemoryPrediction
 from flatout.config.schema import RunConfig
 from flatout.errors import HardwareError
-from flatout.hardware import Machine, MachineRow, row_named
+from flatout.hardware import Machine, row_named
 from flatout.registry import MACHINES
 
-GIB = 2**30
-MOST_GPUS = 1024
-"""Largest machine that is suggested."""
+COUNTS = tuple(2**power for power in range(11))
+"""Numbers of GPUs that are suggested."""
 
 
 @dataclass(frozen=True)
@@ -62,55 +60,50 @@ def require_fitting(
     if memory.least > capacity.whole:
         raise HardwareError(
             f"{need}, and this {capacity.name} has {capacity.whole / GIB:,.1f} GiB.",
-            fix=advice(config, workload, capacity),
+            fix=fewer_rows_advice(workload, rows, accumulate, capacity.whole)
+            or _larger_machine_advice(workload),
         )
     # A compiled model needs less than its estimate, by an unknown amount.
     expected = memory.least if memory.error is None else memory.total
     if expected <= capacity.free:
         return None
-    free = f"{capacity.free / GIB:,.1f} GiB of this {capacity.name} are free"
+    need += f", and {capacity.free / GIB:,.1f} GiB of this {capacity.name} are free"
+    advice = fewer_rows_advice(workload, rows, accumulate, capacity.free)
     if memory.on_gpu:
-        return f"{need}, and {free}: it may run out of memory. {advice(config, workload, capacity)}"
-    fewer = largest_rows(workload, rows * accumulate, int(USED_MEMORY * capacity.free), rows)
-    if fewer in (None, rows):
-        return f"{need}, and {free}: it will be much slower if the system swaps."
+        return f"{need}: it may run out of memory. {advice or _larger_machine_advice(workload)}"
+    return f"{need}: it will be much slower if the system swaps. {advice or ''}".rstrip()
+
+
+def fewer_rows_advice(workload: Workload, rows: int, accumulate: int, available: int) -> str | None:
+    """Return the advice to use the largest smaller micro-batch that fits; None if none does."""
+    batch = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * available), rows - 1)
+    if batch is None:
+        return None
     return (
-        f"{need}, and {free}: it will be much slower if the system swaps. "
-        f"batch.rows_per_device={fewer} batch.accumulate={rows * accumulate // (fewer or 1)} "
-        "would not."
+        f"Set batch.rows_per_device={batch[0]} batch.accumulate={batch[1]}: "
+        "the tokens per step stay the same."
     )
 
 
-def advice(config: RunConfig, workload: Workload, capacity: Capacity) -> str:
-    """Return what to change so that a micro-batch fits: its rows, or the machine."""
-    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
-    available = int(USED_MEMORY * capacity.whole)
-    fewer = largest_rows(workload, rows * accumulate, available, rows - 1)
-    if fewer is not None:
-        return (
-            f"Set batch.rows_per_device={fewer} batch.accumulate={rows * accumulate // fewer}: "
-            "the tokens per step stay the same."
-        )
+def _larger_machine_advice(workload: Workload) -> str:
     machine = smallest_machine(workload)
+    larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
     return (
         "Not even one sequence fits: shorten data.seq_len or choose a smaller model"
-        + (
-            f", or use a larger machine, such as {machine} (`flatout plan` compares)"
-            * bool(machine)
-        )
-        + "."
+        f"{larger if machine else ''}."
     )
 
 
-def largest_rows(
+def smaller_batch(
     workload: Workload, rows_per_rank: int, available: int, at_most: int
-) -> int | None:
-    """Return the most rows of a micro-batch that fit and divide a rank's step; None if none fits.
+) -> tuple[int, int] | None:
+    """Return the most rows that fit and divide a rank's step, and how often they accumulate.
 
-    Rows that divide the step keep its number of tokens.
+    Rows that divide the step keep its number of tokens. None if not even one row fits.
     """
     fits = min(most_rows(workload, available), at_most)
-    return next((rows for rows in range(fits, 0, -1) if rows_per_rank % rows == 0), None)
+    found = next((rows for rows in range(fits, 0, -1) if rows_per_rank % rows == 0), None)
+    return (found, rows_per_rank // found) if found else None
 
 
 def most_rows(workload: Workload, available: int) -> int:
@@ -126,8 +119,8 @@ def smallest_machine(workload: Workload) -> str | None:
 
     The number of GPUs comes first, then their memory. More than one GPU means a sharded model.
     """
-    rows = sorted(known_machines(), key=lambda row: row.memory_gb.value)
-    for count in counts():
+    rows = sorted(map(row_named, MACHINES.names()), key=lambda row: row.memory_gb.value)
+    for count in COUNTS:
         sharded = replace(workload, num_shards=count) if count > 1 else workload
         need = estimate(sharded, 1).total * CUDA_RESERVED + CUDA_CONTEXT
         for row in rows:
@@ -135,16 +128,3 @@ def smallest_machine(workload: Workload) -> str | None:
                 how = f" with parallel.shard={count}" if count > 1 else ""
                 return f"{count}x {row.name}{how}"
     return None
-
-
-def known_machines() -> list[MachineRow]:
-    """Return all rows of machines/*.yaml."""
-    return [row_named(name) for name in MACHINES.names()]
-
-
-def counts() -> Iterator[int]:
-    """Yield the numbers of GPUs that are tried: powers of two."""
-    count = 1
-    while count <= MOST_GPUS:
-        yield count
-        count *= 2

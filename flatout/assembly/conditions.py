@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import shutil
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
 
+from flatout.assembly.noise import without_noise
 from flatout.config.schema import RunConfig
 from flatout.errors import MissingPackage
 from flatout.hardware import Machine
-from flatout.noise import without_noise
 
 
 def always(_machine: Machine, _config: RunConfig) -> str | None:
@@ -46,14 +46,11 @@ def without_triton(
     if not uses_gpu(machine, config):
         needed = f"{capability[0]}.{capability[1]}"
         return (
-            f"It needs an NVIDIA GPU of compute capability {needed} or more, and this run is on a "
-            f"CPU; {instead} runs there."
+            f"It needs an NVIDIA GPU of compute capability {needed} or higher, and this run uses a "
+            f"CPU; use {instead} there."
         )
     if find_spec("triton") is None:
-        return (
-            "It needs the package triton, which comes with torch for NVIDIA GPUs and is not "
-            "installed: `pip install triton`."
-        )
+        return "It needs the package triton, which is not installed: pip install triton."
     return gpu_below(machine, capability, what)
 
 
@@ -73,7 +70,7 @@ def without_compiler(machine: Machine, config: RunConfig) -> str | None:
     return None
 
 
-def load_package(module: str, speedup: str, extra: str) -> Any:
+def load_package(module: str, speedup: str, extra: str) -> ModuleType:
     """Import and return a module of an optional package, without its startup messages.
 
     Raises: MissingPackage with the command to install it.

@@ -27,7 +27,7 @@ from flatout.config.sections import OptimConfig
 from flatout.errors import HardwareError
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.ops import Ops
-from flatout.optimizers.groups import OptimizerParts
+from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
 from flatout.parallel.mesh import Mesh
 from flatout.registry import OPTIMIZERS
 
@@ -282,8 +282,8 @@ def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
 class _Nothing(Optimizer):
     """Stands for AdamW, whose step cannot run without values."""
 
-    def __init__(self, groups: Any, keywords: dict[str, Any]) -> None:
-        super().__init__(groups, keywords)
+    def __init__(self, groups: list[ParameterGroup], keywords: AdamWSettings) -> None:
+        super().__init__(groups, dict(keywords))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""

@@ -23,7 +23,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Precision:
-    """Arithmetic of matrix products. Weights, gradients and optimiser state stay in fp32."""
+    """Arithmetic of matrix products. Weights, gradients and optimizer state stay in fp32."""
 
     name: Literal["fp32", "bf16", "fp16"]
     """The value of train.precision in the resolved config."""

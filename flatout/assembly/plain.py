@@ -24,7 +24,7 @@ class MicroBatchPlan:
 
     workload: Workload
     rows_per_rank: int
-    """Sequences per optimiser step on one rank, a multiple of the chosen rows."""
+    """Sequences per optimizer step on one rank, a multiple of the chosen rows."""
     device: str
     memory_bytes: int
     """Total memory that one rank may use."""

@@ -1,7 +1,7 @@
 """Predict the peak memory, the rate and the duration of a resolved run.
 
-Earlier runs on the same hardware (`flatout.past_runs`) correct the arithmetic. A figure that
-neither they nor a data sheet support is None, and every figure says where it comes from.
+Earlier runs on the same hardware (`flatout.assembly.past_runs`) correct the arithmetic. A figure
+that neither they nor a data sheet support is None, and every figure says where it comes from.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.assembly.memory import MemoryEstimate
+from flatout.assembly.memory import GIB, MemoryEstimate
 from flatout.assembly.parts import Decision
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.selection import speedup_named
+from flatout.assembly.past_runs import PastRun, alike, shape_of
+from flatout.assembly.selection import assemble, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.hardware import ASSUMED_MFU
-from flatout.past_runs import PastRun, alike, shape_of
+from flatout.json_io import JsonObject
 from flatout.roof import Peak
 
-GIB = 2**30
 EAGER_ERROR = 0.1
 """Error of the estimate for an eager model; benchmarks/plan.py measures it."""
 LEAST_ERROR = 0.02
@@ -79,8 +78,6 @@ class TimePrediction:
     """Steady rate of all ranks together."""
     wall_s: float | None
     """Seconds of the whole run."""
-    score_s: float | None
-    """Part of it for evaluations."""
     mfu: float | None
     """Share of the peak rate that the rate assumes; None if the peak is unknown."""
     source: str
@@ -97,7 +94,7 @@ class Prediction:
     """None when the model cannot run on tensors without values."""
     time: TimePrediction
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the figures under the names of the summary's measured ones, with their sources."""
         return {
             "tokens_per_s": self.time.tokens_per_s,
@@ -117,10 +114,27 @@ def speedups_on(decisions: Iterable[Decision]) -> list[str]:
     ]
 
 
+def compiles(decisions: Iterable[Decision]) -> bool:
+    """Return whether anything of a run is compiled."""
+    return "compilation" in assemble(decisions).filled_by
+
+
+def past_run(config: RunConfig, decisions: Sequence[Decision], **measured: Any) -> PastRun:
+    """Return the record of a run with what was measured."""
+    return PastRun(
+        shape=shape_of(config),
+        kind=config.model.kind,
+        speedups=speedups_on(decisions),
+        rows_per_device=int(config.batch.rows_per_device),
+        accumulate=config.batch.accumulate or 1,
+        is_compiled=compiles(decisions),
+        **measured,
+    )
+
+
 def predict_memory(
     config: RunConfig,
-    recipe: Recipe,
-    speedups: Sequence[str],
+    decisions: Sequence[Decision],
     estimate: MemoryEstimate,
     *,
     runs: Sequence[PastRun] = (),
@@ -132,11 +146,11 @@ def predict_memory(
     `runs` are those recorded on this hardware, `context` the memory of this process so far (CPU).
     """
     on_gpu = config.train.device.startswith("cuda")
-    is_compiled = "compilation" in recipe.filled_by
-    measured = [run for run in runs if run.by == "train" and run.estimate_gib and run.peak_gib]
+    is_compiled = compiles(decisions)
+    measured = [run for run in runs if run.by == "train" and run.estimate and run.peak_gib]
     same = [
         run
-        for run in alike(measured, shape=shape_of(config), speedups=speedups, world_size=world_size)
+        for run in alike(measured, shape_of(config), speedups_on(decisions), world_size)
         if run.rows_per_device == config.batch.rows_per_device
     ][-LAST_RUNS:]
     kind = [
@@ -144,7 +158,7 @@ def predict_memory(
     ][-LAST_RUNS:]
     used = same or kind
     fixed = fixed_bytes(estimate, is_compiled=is_compiled and bool(used))
-    variable = estimate.total - estimate.fixed
+    variable = estimate.peak.total
     allocated = reserved = estimate.total
     error: float | None = None if is_compiled and not used else EAGER_ERROR
     if on_gpu:
@@ -153,7 +167,7 @@ def predict_memory(
         reserved = int(allocated * _reserved(used))
         extra = CUDA_CONTEXT
     else:
-        beside = int(GIB * statistics.median(map(_overhead, used))) if used else CPU_OVERHEAD
+        beside = int(statistics.median(map(_overhead, used))) if used else CPU_OVERHEAD
         extra = max(context + beside, 0)
     least = min(allocated, estimate.total)
     if is_compiled and not (on_gpu and same):
@@ -181,9 +195,11 @@ def fixed_bytes(estimate: MemoryEstimate, *, is_compiled: bool) -> int:
 
 
 def _share(run: PastRun) -> float:
-    """Return the measured share of the estimate's variable part."""
-    measured = (run.peak_gib or 0.0) - (run.fixed_gib or 0.0)
-    return max(measured, 0.0) / max(run.variable_gib or 0.0, 1e-9)
+    """Return the measured share of what depends on the micro-batch."""
+    if run.estimate is None:
+        return 1.0
+    measured = _peak(run) - fixed_bytes(run.estimate, is_compiled=run.is_compiled)
+    return max(measured, 0.0) / max(run.estimate.peak.total, 1)
 
 
 def _reserved(runs: Sequence[PastRun]) -> float:
@@ -193,8 +209,13 @@ def _reserved(runs: Sequence[PastRun]) -> float:
 
 
 def _overhead(run: PastRun) -> float:
-    """Return the measured GiB of a process on a CPU besides its tensors and its start."""
-    return (run.peak_gib or 0.0) - (run.context_gib or 0.0) - (run.estimate_gib or 0.0)
+    """Return the measured bytes of a process on a CPU besides its tensors and its start."""
+    tensors = run.estimate.total if run.estimate else 0
+    return _peak(run) - GIB * (run.context_gib or 0.0) - tensors
+
+
+def _peak(run: PastRun) -> float:
+    return GIB * (run.peak_gib or 0.0)
 
 
 def _spread(runs: Sequence[PastRun], *, on_gpu: bool) -> float:
@@ -205,8 +226,8 @@ def _spread(runs: Sequence[PastRun], *, on_gpu: bool) -> float:
     median = statistics.median(map(correction, runs))
 
     def miss(run: PastRun) -> float:
-        unit = (run.variable_gib or 0.0) if on_gpu else 1.0
-        return abs(correction(run) - median) * unit / (run.peak_gib or 1.0)
+        unit = run.estimate.peak.total if on_gpu and run.estimate else 1
+        return abs(correction(run) - median) * unit / (_peak(run) or 1.0)
 
     return max(map(miss, runs))
 
@@ -227,7 +248,7 @@ def _count(runs: Sequence[PastRun]) -> str:
 
 def predict_time(
     config: RunConfig,
-    speedups: Sequence[str],
+    decisions: Sequence[Decision],
     *,
     flops_per_token: float,
     peak: Peak | None,
@@ -240,21 +261,23 @@ def predict_time(
 
     A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
     share of the peak that other shapes reached here, or an assumed share. A run whose micro-batch
-    also is the same is preferred.
+    also is the same is preferred, and one that had the cores to itself.
     """
+    speedups = speedups_on(decisions)
     rate, source, past = _rate(config, speedups, flops_per_token, peak, runs, world_size)
     mfu = rate * flops_per_token / (peak.tflops * 1e12 * world_size) if rate and peak else None
     steps = config.train.steps
     if rate is None or steps is None:
-        return TimePrediction(rate, None, None, mfu, source, None)
+        return TimePrediction(rate, None, mfu, source, None)
     train_s = (steps - first_step) * (config.batch.tokens_per_step or 0) / rate
     scored = tokens_to_score(config, dataset, first_step)
-    score_s = None if scored is None else scored / (EVALUATION_COST * rate)
-    beside = [_beside(run) for run in past if run.wall_s and run.train_s]
-    wall_s = train_s + (score_s or 0.0) + (statistics.median(beside) if beside else 0.0)
+    score_s = (scored or 0) / (EVALUATION_COST * rate)
+    rows = config.batch.rows_per_device
+    beside = [_beside(run, rows) for run in past if run.wall_s and run.train_s] or [0.0]
+    wall_s = train_s + score_s + statistics.median_low(beside)
     misses = [abs(rate / run.tokens_per_s - 1) for run in past if run.tokens_per_s]
     error = max(misses) if len(misses) > 1 else None
-    return TimePrediction(rate, wall_s, score_s, mfu, source, error)
+    return TimePrediction(rate, wall_s, mfu, source, error)
 
 
 def _rate(
@@ -267,15 +290,18 @@ def _rate(
 ) -> tuple[float | None, str, Sequence[PastRun]]:
     """Return the rate, its source, and the runs that it is based on."""
     timed = [run for run in runs if run.tokens_per_s]
-    same = alike(timed, shape=shape_of(config), speedups=speedups, world_size=world_size)
+    same = alike(timed, shape_of(config), speedups, world_size)
     for by, what in (("train", "of this shape here"), ("bench", "of bench for this shape here")):
         found = [run for run in same if run.by == by]
         rows = [run for run in found if run.rows_per_device == config.batch.rows_per_device]
-        used = (rows or found)[-LAST_RUNS:]
+        alone = [run for run in rows or found if not run.is_busy]
+        used = (alone or rows or found)[-LAST_RUNS:]
         if used:
-            rate = statistics.median(run.tokens_per_s or 0.0 for run in used)
+            # Whatever disturbs a run makes it slower, so of two the faster one counts.
+            rate = statistics.median_high(run.tokens_per_s or 0.0 for run in used)
             counted = _count(used) if by == "train" else f"{len(used)} measurement(s)"
-            return rate, f"{counted} {what}", used
+            load = "" if alone else ", while other processes used the cores"
+            return rate, f"{counted} {what}{load}", used
     if peak is None:
         return None, "unknown: no peak rate is known for this device", ()
     whole = peak.tflops * 1e12 * world_size / flops_per_token
@@ -287,16 +313,17 @@ def _rate(
     if others:
         mfu = statistics.median(run.mfu or 0.0 for run in others)
         return mfu * whole, f"{mfu:.0%} of the peak, as {_count(others)} of other shapes here", ()
-    return (
-        ASSUMED_MFU * whole,
-        f"an assumed {ASSUMED_MFU:.0%} of the peak",
-        (),
-    )
+    return ASSUMED_MFU * whole, f"an assumed {ASSUMED_MFU:.0%} of the peak", ()
 
 
-def _beside(run: PastRun) -> float:
-    """Return the seconds of a run besides its steps and evaluations: start, compiling, saves."""
-    return max((run.wall_s or 0.0) - (run.train_s or 0.0) - (run.score_s or 0.0), 0.0)
+def _beside(run: PastRun, rows: int | str) -> float:
+    """Return the seconds of a run besides its steps and evaluations: start, compiling, saves.
+
+    Another run with as many `rows` finds in torch's cache what this one compiled.
+    """
+    cached_s = run.cached_s if run.rows_per_device == rows else 0.0
+    taken_s = (run.train_s or 0.0) + (run.score_s or 0.0) + cached_s
+    return max((run.wall_s or 0.0) - taken_s, 0.0)
 
 
 def tokens_to_score(

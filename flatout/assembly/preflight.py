@@ -9,7 +9,7 @@ from flatout.assembly.request import parse_request
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of, open_data
 from flatout.errors import ConfigError, DataError
-from flatout.hardware import check_device_name
+from flatout.hardware import Machine, check_device_name, machine_named
 from flatout.optimizers.schedule import factor
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
@@ -24,7 +24,14 @@ def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
     check_names(config)
     check_paths(config)
     check_device_name(config.train.device)
-    open_dataset(config, progress=progress)
+    try:
+        open_dataset(config, progress=progress)
+    except (ConfigError, DataError):
+        if MODELS.unstated(config.model.kind, config.model.own()):  # costs an import of torch
+            from flatout.models.language_model import model_of
+
+            model_of(config, vocab_size=config.model.vocab_size or 1)  # a wrong key comes first
+        raise
 
 
 def check_names(config: RunConfig) -> None:
@@ -45,6 +52,20 @@ def check_paths(config: RunConfig) -> None:
     """
     for key in ("checkpoint.dir", "train.init_from"):
         require_local(config.value(key) or "", f"{key}=", error=ConfigError)
+
+
+def require_machine(config: RunConfig, machine: str) -> Machine:
+    """Return the machine that `--machine` names.
+
+    Raises: ConfigError, also when the configuration trains on a CPU.
+    """
+    named = machine_named(machine)
+    if config.train.device == "cpu":
+        raise ConfigError(
+            f"train.device=cpu and --machine {machine!r} contradict each other.",
+            fix="Leave one of the two out.",
+        )
+    return named
 
 
 def open_dataset(config: RunConfig, *, progress: Progress = SILENT) -> AnyDataset:
@@ -91,10 +112,13 @@ def check_sampling(
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(
             f"--top-p {top_p} must be greater than 0 and at most 1.",
-            fix="Use a number greater than 0 and at most 1, or leave it out.",
+            fix="Leave it out to sample from all tokens; 0.9 is a usual value.",
         )
     if max_tokens < 1:
-        raise ConfigError(f"--max-tokens {max_tokens} must be 1 or more.", fix="Use 1 or more.")
+        raise ConfigError(
+            f"--max-tokens {max_tokens} must be 1 or more.",
+            fix="Leave it out for the default, 256.",
+        )
     if not all(stop):
         raise ConfigError(
             "--stop must not be empty.",

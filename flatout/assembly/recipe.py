@@ -121,7 +121,7 @@ class Recipe(_LoadsLazily):
     ops: OpSlots = OpSlots()
     """The functions that a model, its loss and Muon are built from."""
     optimizer: AdamWFactory = lazy("flatout.optimizers.adamw:per_parameter")
-    """Makes AdamW: the whole optimiser, or the part that Muon leaves to AdamW."""
+    """Makes AdamW: the whole optimizer, or the part that Muon leaves to AdamW."""
     moments: Callable[[int], int] = lazy("flatout.assembly.memory:two_in_fp32")
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""
     activations: str = "all"
@@ -274,7 +274,7 @@ UNRANKED = 10_000
 
 @dataclass(frozen=True)
 class Speedup:
-    """One optimisation, defined in one file or directory of flatout/speedups."""
+    """One speedup, defined in one file or directory of flatout/speedups."""
 
     name: str
     """The file's name, with hyphens for underscores."""

@@ -32,8 +32,9 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
         if word in ("auto", "none"):
             continue
         name = _name(word)
+        _require_comma(word)
         if ":" not in name and name not in SPEEDUPS.names():
-            raise unknown_name("speedup", name, SPEEDUPS.names())
+            raise unknown_name("speedup", name, [*SPEEDUPS.names(), "auto", "none"])
         (dropped if word.startswith("-") else named).append(name)
     if "none" in words and (auto or named):
         raise ConfigError(
@@ -47,6 +48,13 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
             fix=f"Write {both} once, with + or with -.",
         )
     return Request(auto, tuple(named), tuple(dropped))
+
+
+def _require_comma(word: str) -> None:
+    """Check that no comma is missing, as in `auto-compile`."""
+    edit = word.removeprefix("auto")
+    if edit != word and edit[0] in "+-":
+        raise ConfigError(f"speedups has no comma in {word!r}.", fix=f"Write speedups=auto,{edit}.")
 
 
 def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flatout.assembly.measured import Gain
 from flatout.assembly.memory import Workload
 from flatout.assembly.parts import Decision
 from flatout.assembly.plain import MicroBatchPlan
@@ -22,7 +23,6 @@ from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import ConfigError
 from flatout.hardware import ASSUMED_MFU, Machine
-from flatout.measured import Gain
 from flatout.models.language_model import model_of
 from flatout.ops import Ops, scan
 from flatout.ops.newton_schulz import batched, compiled
@@ -30,7 +30,7 @@ from flatout.parallel.mesh import replicas
 from flatout.roof import peak_tflops
 
 DEFAULT_TOKENS_PER_STEP = 65_536
-"""Tokens per optimiser step if the configuration sets none of the three batch keys."""
+"""Tokens per optimizer step if the configuration sets none of the three batch keys."""
 known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""
 
@@ -103,7 +103,7 @@ def _resolve_length(
 def steps_stated(
     config: RunConfig, requested: TrainConfig, dataset: AnyDataset, recipe: Recipe | None = None
 ) -> int:
-    """Return the length that `requested` states, in optimiser steps of a run with resolved batches.
+    """Return the length that `requested` states, in optimizer steps of a run with resolved batches.
 
     If the recipe has its own batching, steps contain padding, and thus fewer tokens.
     """

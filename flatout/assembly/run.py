@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from flatout.assembly.plain import automatic_gc, drop_gradients, sync_every_micr
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.hardware import Machine
+from flatout.json_io import JsonObject
 from flatout.models.language_model import LanguageModel
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.parallel.mesh import Mesh
@@ -49,7 +50,7 @@ class StateSaver(Protocol):
         """Allocate the memory for saves, before training starts; return its bytes."""
 
     def save(
-        self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
+        self, run: Run, *, environment: JsonObject, keep: int, progress: Progress = SILENT
     ) -> None:
         """Write the state or start writing it; keep the newest `keep` checkpoints and the best.
 
@@ -69,7 +70,7 @@ class StateSaver(Protocol):
         """
 
     def before_update(self) -> None:
-        """Make the optimiser's step wait until the weights have been copied."""
+        """Make the optimizer's step wait until the weights have been copied."""
 
     def close(self, progress: Progress = SILENT) -> None:
         """Wait for the pending checkpoint, without communicating with other ranks."""
@@ -115,16 +116,16 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """Optimiser steps of the whole run."""
+        """Optimizer steps of the whole run."""
         return self.config.train.steps or 0
 
     @property
     def tokens_per_step(self) -> int:
-        """Nominal tokens of one optimiser step, summed over ranks."""
+        """Nominal tokens of one optimizer step, summed over ranks."""
         return self.config.batch.tokens_per_step or 0
 
     def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that the optimisers update.
+        """Return the parameters that the optimizers update.
 
         Under fully_shard these are the sharded ones, even while the model shows gathered ones.
         """
@@ -142,7 +143,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Optimiser steps that read the number of tokens in the training split or the whole mix."""
+        """Optimizer steps that read the number of tokens in the training split or the whole mix."""
         return self.feed.steps_per_epoch
 
     @property

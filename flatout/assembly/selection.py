@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.assembly.auto import all_speedups, decide, default_of, overrides
+from flatout.assembly.measured import Gain
 from flatout.assembly.parts import Decision, Precision
 from flatout.assembly.recipe import On, Recipe, Speedup, baseline, both_fill
 from flatout.assembly.request import Request, adding, mentions, parse_request, removing
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine
-from flatout.measured import Gain
 from flatout.registry import SPEEDUPS
 
 
@@ -291,9 +291,7 @@ class _Selection:
             return next((one for one in others if one in on and better(one) is None), None)
 
         found = {name: better(name) for name in on}
-        self._turn_off(
-            {name: f"{one} is on and does the same, better" for name, one in found.items() if one}
-        )
+        self._turn_off({name: f"{one} is on and replaces it" for name, one in found.items() if one})
 
     def check_needs(self) -> None:
         """Turn off speedups that need one that is off; refuse them if they were named."""

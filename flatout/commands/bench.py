@@ -1,15 +1,16 @@
-"""Measure what each optimisation gains on this machine, or what a setting costs."""
+"""Measure what each speedup gains on this machine, or what a setting costs."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.cache import CACHE
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 
@@ -23,7 +24,7 @@ class BenchResult(Result):
     """The directory with bench.json (all figures of all trials), table.md and bench.svg."""
     kind: str
     """ladder, or the setting that was swept."""
-    rungs: list[dict[str, Any]]
+    rungs: list[JsonObject]
     """One object per line of the table.
 
     It has name, status, reason, tokens_per_s and gain with their intervals, the promise, the parts
@@ -47,8 +48,8 @@ class BenchResult(Result):
 
     def summary(self) -> str:
         """Return the bars, and the paths of the files."""
-        from flatout.measure.results import read
-        from flatout.measure.table import bars
+        from flatout.measure.bench.table import bars
+        from flatout.measure.trials.results import read
         from flatout.terminal import duration
 
         shown = bars(read(Path(self.path)), encoding=sys.stdout.encoding or "ascii")
@@ -76,7 +77,7 @@ def bench(
     *,
     progress: Progress = SILENT,
 ) -> BenchResult:
-    """Measure what each optimisation gains on this machine, or what a setting costs.
+    """Measure what each speedup gains on this machine, or what a setting costs.
 
     The ladder starts at the baseline, without speedups, and adds one speedup at a time, up to the
     set that `train` would use; then it leaves each one out of that set, and adds each one that is
@@ -87,7 +88,7 @@ def bench(
     Raises: UsageError before anything is measured; RunFailed when nothing could be measured;
             Interrupted when a signal arrives before anything was measured.
     """
-    from flatout.measure.bench import run_bench
+    from flatout.measure.bench.bench import run_bench
 
     require_local(out or "", "--out ")
     report, results = run_bench(

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import CACHE
 from flatout.commands import Argument, Command, Option, Overrides, Result
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
-from flatout.measure.diagnose import (
+from flatout.json_io import JsonObject
+from flatout.measure.diagnose.diagnose import (
     DEFAULT_SECONDS,
     Measured,
     diagnose_recipe,
     diagnose_run,
     measure_briefly,
 )
-from flatout.measure.diagnose_fix import FixOutcome, applied, try_fixes, write_recipe
-from flatout.measure.diagnosis import Diagnosis
-from flatout.measure.diagnosis_text import text_of
+from flatout.measure.diagnose.diagnosis import Diagnosis
+from flatout.measure.diagnose.fix import FixOutcome, applied, try_fixes, write_recipe
+from flatout.measure.diagnose.text import text_of
 from flatout.progress import SILENT, Progress
+from flatout.registry import RECIPES, unknown_name
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.lookup import RUNS
+from flatout.training.run_dir.lookup import RUNS, run_names
 
 
 class DiagnoseResult(Result):
@@ -41,13 +43,13 @@ class DiagnoseResult(Result):
     """Share of an average step by phase; phases that were not measured are missing."""
     counterfactual_s: dict[str, float]
     """Seconds of an average step with one thing replaced, such as synthetic-data."""
-    roof: dict[str, Any]
+    roof: JsonObject
     """The distance to what the device can do: peak and achieved rate, MFU, tokens per second."""
-    findings: list[dict[str, Any]]
+    findings: list[JsonObject]
     """One object per finding, the worst first: name, verdict, harm, figures, share, site, fixes."""
     notes: list[str]
     """What could not be measured, and why."""
-    fixes_tried: list[dict[str, Any]]
+    fixes_tried: list[JsonObject]
     """With --fix: one object per fix, with its measured gain, and whether it is kept."""
     recipe: str | None
     """With --fix: the recipe that was written; null when no fix holds."""
@@ -87,7 +89,7 @@ def diagnose(
 
     For a recipe, it checks the machine, the environment, the memory and the data, runs the recipe
     for some seconds in a process of its own, and divides each step into waiting for data, host,
-    computation, optimiser, logging, saving, garbage collection and compiling. For a run, it reads
+    computation, optimizer, logging, saving, garbage collection and compiling. For a run, it reads
     what the run has recorded. Nothing is trained or changed. What was not measured is null.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved; RunFailed.
@@ -121,6 +123,9 @@ def run_folder(name: str | Path) -> Path | None:
 def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None) -> RunConfig:
     """Return the configuration to measure; that of a run is the one it was started with."""
     if folder is None:
+        name, known = str(recipe), RECIPES.names()
+        if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
+            raise unknown_name("recipe or run", name, [*known, *run_names()])
         return load_config(recipe, overrides or ())
     asked = folder / layout.REQUESTED
     return load_config(asked if asked.exists() else folder / layout.CONFIG, overrides or ())

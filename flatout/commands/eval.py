@@ -113,7 +113,7 @@ def evaluate(
             read; UntrustedCode.
     """
     from flatout.inference.load import load_run
-    from flatout.inference.scoring import score
+    from flatout.inference.scoring import score_run
 
     loaded = load_run(
         run_or_newest(run, progress=progress),
@@ -122,7 +122,7 @@ def evaluate(
         trust_code=trust_code,
         progress=progress,
     )
-    evaluation = score(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
+    evaluation = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return EvalResult(
         run=str(loaded.folder),
         checkpoint=str(loaded.checkpoint),

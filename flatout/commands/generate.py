@@ -126,7 +126,9 @@ def check(
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop or ())
     if num_samples < 1:
-        raise ConfigError(f"--num-samples {num_samples} must be 1 or more.", fix="Use 1 or more.")
+        raise ConfigError(
+            f"--num-samples {num_samples} must be 1 or more.", fix="Leave it out for one sample."
+        )
     if abs(seed) >= MAX_SEED:
         raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
     trusted_config(run_or_newest(run), trust_code=trust_code)

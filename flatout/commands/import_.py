@@ -86,11 +86,11 @@ def import_chunks(
     )
     return ImportResult(
         path=str(out),
-        chunks=made.chunks,
+        chunks=made.manifest.source["chunks"],
         documents=made.manifest.documents,
         tokens=made.manifest.tokens,
         seconds=round(made.seconds, 3),
-        tokens_per_s=0.0 if made.existed else round(made.manifest.tokens / made.seconds, 1),
+        tokens_per_s=made.tokens_per_s,
     )
 
 

@@ -16,7 +16,7 @@ from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import Tokenizer
 from flatout.hardware import probe
-from flatout.json_io import Stored
+from flatout.json_io import JsonObject, Stored
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
 from flatout.terminal import printable
@@ -34,7 +34,7 @@ class Fact(Stored):
 
     name: str
     """The name, with the unit."""
-    value: Any
+    value: object
     """A number, a string, or a list or mapping of these."""
 
 
@@ -105,7 +105,9 @@ def inspect(
         **_length_facts(lengths),
         "special_tokens": _special_tokens(dataset.tokenizer),
         "skipped": {entry.reason: entry.count for entry in dataset.manifest.skipped},
-        "skipped_first": {entry.reason: list(entry.first) for entry in dataset.manifest.skipped},
+        "skipped_first": {
+            rows.reason: list(map(str, rows.first)) for rows in dataset.manifest.skipped
+        },
         "recipe": _recipe(dataset),
         "beginning": _first_text(dataset, tokens),
     }
@@ -114,7 +116,7 @@ def inspect(
     )
 
 
-def _recipe(dataset: Dataset) -> dict[str, Any] | str:
+def _recipe(dataset: Dataset) -> JsonObject | str:
     """Return a recommended run for this machine."""
     found = recommend(
         dataset.origin,
@@ -125,7 +127,7 @@ def _recipe(dataset: Dataset) -> dict[str, Any] | str:
     return asdict(found) if found else "too little text to train on: use a few kilobytes or more"
 
 
-def _origin(dataset: Dataset) -> dict[str, Any]:
+def _origin(dataset: Dataset) -> JsonObject:
     """Return when the directory was written; a remote dataset may be older than its local copy."""
     written = datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone()
     since = written.isoformat(timespec="seconds")
@@ -155,7 +157,7 @@ def _targets(dataset: Dataset, progress: Progress) -> int | None:
     return found
 
 
-def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
+def _overview(dataset: Dataset, targets: int | None) -> JsonObject:
     """Return sizes and origin.
 
     text_bytes counts only text that is in the loss, so it is divided by the tokens of that text.
@@ -182,7 +184,7 @@ def _overview(dataset: Dataset, targets: int | None) -> dict[str, Any]:
     }
 
 
-def _splits(dataset: Dataset) -> dict[str, Any]:
+def _splits(dataset: Dataset) -> JsonObject:
     return {
         name: {
             "documents": entry.documents,
@@ -195,7 +197,7 @@ def _splits(dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def _length_facts(lengths: np.ndarray[Any, Any]) -> dict[str, Any]:
+def _length_facts(lengths: np.ndarray[Any, Any]) -> JsonObject:
     if not len(lengths):
         return {}
     order = np.frexp(lengths.astype(np.float64))[1]  # a length in [2**(k - 1), 2**k) has exponent k
@@ -216,7 +218,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the tokens that text never encodes to, end-of-text first."""
     end = {tokenizer.decode([tokenizer.eot_id]): tokenizer.eot_id}
     # a tokenizer.json may define more
-    definition: dict[str, Any] = getattr(tokenizer, "definition", {})
+    definition: JsonObject = getattr(tokenizer, "definition", {})
     return end | {
         entry["content"]: int(entry["id"])
         for entry in definition.get("added_tokens", [])
@@ -237,7 +239,7 @@ def _first_text(dataset: Dataset, tokens: int) -> str:
     return "".join(text if is_learned else MASKED.format(text) for text, is_learned in pieces)
 
 
-def _one_line(value: Any) -> str:
+def _one_line(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, dict):

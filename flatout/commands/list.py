@@ -1,18 +1,19 @@
-"""List the available datasets, models, speedups, recipes, machines, sources or optimizers."""
+"""List datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.assembly.auto import all_speedups, is_measured, longest_wait
+from flatout.assembly.measured import gains_here
 from flatout.assembly.selection import select
 from flatout.cache import CACHE
 from flatout.commands import Argument, Command, Option, Result
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import ASSUMED_MFU, Machine, probe
-from flatout.measured import gains_here
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
     DATASETS,
@@ -21,6 +22,7 @@ from flatout.registry import (
     OPTIMIZERS,
     RECIPES,
     SOURCES,
+    TOKENIZERS,
     Folder,
     YamlFolder,
     unknown_name,
@@ -48,10 +50,10 @@ class ListResult(Result):
     """The entries of one kind."""
 
     kind: str
-    """datasets, models, speedups, recipes, machines, sources or optimizers."""
+    """datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers."""
     note: str | None = None
     """For speedups: the assumed length of the run, and whether its GPU is missing here."""
-    items: list[dict[str, Any]]
+    items: list[JsonObject]
     """One object per entry, with its `name` and its `description`.
 
     A speedup also has `on` with the `reason`; whether that was `measured` on such a device (null:
@@ -68,22 +70,20 @@ class ListResult(Result):
             else f"There are no {self.kind}."
         )
 
-    def _line(self, item: dict[str, Any], width: int) -> str:
+    def _line(self, item: JsonObject, width: int) -> str:
         if "on" not in item:
             return f"{item['name']:<{width}}  {item['description']}"
-        label = LABELS[item["measured"]]
-        under = [] if item["reason"] == item["description"] else [f"saves {item['description']}"]
         gain = item["gain"]
-        under += [f"measured here: {gain}"] if gain and gain not in item["reason"] else []
-        under += (
-            [f"predicted: {gain_alone(item['predicted'])}"]
-            if item["predicted"] and not item["gain"]
-            else []
-        )
-        start = (
-            f"{'on' if item['on'] else 'off':<3}  {label:<{LABEL_WIDTH}}  {item['name']:<{width}}  "
-        )
-        return "\n".join([start + item["reason"], *(" " * len(start) + line for line in under)])
+        under = [item["reason"]]
+        if item["reason"] != item["description"]:
+            under.append(f"saves {item['description']}")
+        if gain and gain not in item["reason"]:
+            under.append(f"measured here: {gain}")
+        if item["predicted"] and not gain:
+            under.append(f"predicted: {gain_alone(item['predicted'])}")
+        state, label = "on" if item["on"] else "off", LABELS[item["measured"]]
+        start = f"{state:<3}  {label:<{LABEL_WIDTH}}  {item['name']}"
+        return "\n".join([start, *(f"     {line}" for line in under)])
 
 
 def gain_alone(predicted: str) -> str:
@@ -93,7 +93,10 @@ def gain_alone(predicted: str) -> str:
 
 def list_entries(
     kind: Annotated[
-        str, Argument("datasets, models, speedups, recipes, machines, sources or optimizers.")
+        str,
+        Argument(
+            "datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers."
+        ),
     ],
     recipe: Annotated[
         str | Path | None, Option("For speedups: decide for this recipe, not the defaults.")
@@ -101,7 +104,7 @@ def list_entries(
     *,
     progress: Progress = SILENT,
 ) -> ListResult:
-    """List the available datasets, models, speedups, recipes, machines, sources or optimizers.
+    """List datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers.
 
     Speedups are shown as a run on this machine would use them: on or off, the reason, and whether
     that was measured.
@@ -110,10 +113,12 @@ def list_entries(
     """
     if kind == "speedups":
         return _speedups(recipe, progress)
+    if kind == "tokenizers":
+        return ListResult(kind=kind, items=_tokenizers())
     if kind == "machines":
         return ListResult(kind=kind, items=_machines(probe()))
     if kind not in FOLDERS:
-        raise unknown_name("kind of entry", kind, [*FOLDERS, "machines", "speedups"])
+        raise unknown_name("kind of entry", kind, [*FOLDERS, "machines", "speedups", "tokenizers"])
     folder = FOLDERS[kind]
     return ListResult(
         kind=kind,
@@ -193,7 +198,19 @@ def _expected_length(
     )
 
 
-def _machines(machine: Machine) -> list[dict[str, Any]]:
+def _tokenizers() -> list[JsonObject]:
+    """Return the kinds of tokenizers, each as it is written after `--tokenizer`."""
+    stated = TOKENIZERS.stated
+    return [
+        {
+            "name": stated(kind, "LISTED_AS") or stated(kind, "SPEC") or kind,
+            "description": TOKENIZERS.describe(kind),
+        }
+        for kind in TOKENIZERS.names()
+    ]
+
+
+def _machines(machine: Machine) -> list[JsonObject]:
     """Return this machine, and the data sheet of each known GPU."""
     here = machine.row.name if machine.row else None
     items = [{"name": "(this machine)", "description": machine.describe()}]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import CACHE
 from flatout.commands import Command, Option, Overrides, RecipeName, Result
 from flatout.config.schema import load_config
-from flatout.errors import ConfigError
-from flatout.hardware import machine_named
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 
 
@@ -32,7 +31,7 @@ class PlanResult(Result):
     """Training FLOPs per token, causal-exact: each query with the keys that it sees."""
     flops_per_token_palm: float
     """The same with every query against all keys, the usual convention for MFU."""
-    memory: dict[str, Any] | None
+    memory: JsonObject | None
     """The predicted peak of one device in GiB, by part.
 
     weights, gradients, optimizer, activations, logits, workspace and the correction by earlier runs
@@ -54,7 +53,7 @@ class PlanResult(Result):
     largest_rows_per_device: int | None
     """The largest micro-batch that fits; 0: none does."""
     steps: int | None
-    """Optimiser steps."""
+    """Optimizer steps."""
     tokens: int | None
     """Training tokens."""
     tokens_per_s: float | None
@@ -70,14 +69,14 @@ class PlanResult(Result):
     wall_s_error: float | None
     """Relative error of the predicted time in earlier runs of this shape; null: not known."""
     kwh: float | None
-    """Energy of the GPUs at the power of their data sheet."""
+    """Energy of the GPUs at their highest power."""
     kwh_from: str | None
     """The power and its source."""
     cost: float | None
     """Hours times --price-per-hour."""
     speedups: list[str]
     """Speedups that would be on."""
-    changes: list[dict[str, Any]]
+    changes: list[JsonObject]
     """If it does not fit: what would make it fit, with the memory saved and the cost in speed."""
     smallest_machine: str | None
     """If it does not fit: the smallest known machine that can train it with one row per device."""
@@ -113,11 +112,11 @@ def plan(
 
     Raises: UsageError.
     """
-    from flatout.measure.planning.plan import make_plan
-    from flatout.measure.planning.result import fields_of
+    from flatout.measure.plan.plan import make_plan
+    from flatout.measure.plan.result import fields_of
 
     made = make_plan(load_config(recipe, overrides or ()), machine, cache=CACHE, progress=progress)
-    return PlanResult(**fields_of(made, price_per_hour, cache=CACHE, progress=progress))
+    return PlanResult(**fields_of(made, price_per_hour, progress=progress))
 
 
 def check(
@@ -134,12 +133,7 @@ def check(
     preflight.check_names(config)
     preflight.check_paths(config)
     if machine is not None:
-        machine_named(machine)
-        if config.train.device == "cpu":
-            raise ConfigError(
-                f"train.device=cpu and --machine {machine!r} contradict each other.",
-                fix="Leave one of the two out.",
-            )
+        preflight.require_machine(config, machine)
 
 
 COMMAND = Command(

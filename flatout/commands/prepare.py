@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -25,6 +25,7 @@ from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.manifest import Manifest
 from flatout.errors import UsageError
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.transfer.urls import is_url
 
@@ -169,7 +170,7 @@ def prepare(
     )
     # fmt: on
     file = None if from_file is None else str(from_file)
-    shared: dict[str, Any] = {"from_file": file, "cache": Path(cache), "progress": progress}
+    shared: JsonObject = {"from_file": file, "cache": Path(cache), "progress": progress}
     _check_work_sharing(part, join, engine, str(out))
     names = _names(sources)
     if join:
@@ -216,7 +217,7 @@ def _result(made: Prepared) -> PrepareResult:
         tokens=manifest.tokens,
         bytes=manifest.text_bytes,
         seconds=round(made.seconds, 3),
-        tokens_per_s=0.0 if made.existed else round(manifest.tokens / made.seconds, 1),
+        tokens_per_s=made.tokens_per_s,
         skipped=sum(entry.count for entry in manifest.skipped),
         skipped_by_reason={entry.reason: entry.count for entry in manifest.skipped},
         closing=_closing(made.path, manifest, made.seconds, made.existed),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.cache import CACHE
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
 from flatout.config.schema import load_config
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 
@@ -31,18 +32,18 @@ class ProfileResult(Result):
     """An average step under the profiler."""
     phases_ms: dict[str, float] | None
     """The host's time by phase in an average step without the profiler; null: not measured."""
-    table: list[dict[str, Any]] | None
+    table: list[JsonObject] | None
     """One object per class of kernels.
 
     It has kind, seconds (per step), share, calls, tflops, of_peak, gb_per_s, of_bandwidth and the
     slowest name; what is unknown is null. null: the profiler could not see the kernels."""
     outside_ms: float | None
     """Time of an average profiled step outside of kernels."""
-    roof: dict[str, Any]
+    roof: JsonObject
     """What this device can do at most, and the source of each figure."""
-    timeline: dict[str, Any] | None
+    timeline: JsonObject | None
     """One step: what host and device do, when the device idles, memory."""
-    memory: dict[str, Any] | None
+    memory: JsonObject | None
     """The peak and its parts by category."""
     notes: list[str]
     """What could not be measured, and why."""
@@ -79,9 +80,9 @@ def profile(
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the disk is full.
     """
-    from flatout.measure.profile import SNAPSHOT, run_profile
-    from flatout.measure.profile_results import TRACE
-    from flatout.measure.profile_run import Wanted
+    from flatout.measure.profile.profile import SNAPSHOT, run_profile
+    from flatout.measure.profile.results import TRACE
+    from flatout.measure.profile.run import Wanted
 
     require_local(out or "", "--out ")
     found, folder = run_profile(

@@ -6,14 +6,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.commands import Argument, Command, Result
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import folder_bytes
-from flatout.json_io import Stored, read_lines
+from flatout.json_io import JsonObject, Stored, read_lines
 from flatout.recognised import require_local
 from flatout.terminal.figures import aligned, amount
 from flatout.training.checkpoint import catalog, location
@@ -34,9 +34,9 @@ class RunItem(Stored):
     """running, finished, stopped (saved; the same command resumes it), interrupted, failed, killed
     (without an exit code), new or damaged."""
     step: int
-    """Last recorded optimiser step."""
+    """Last recorded optimizer step."""
     last_step: int | None
-    """Optimiser steps of the whole run."""
+    """Optimizer steps of the whole run."""
     train_loss: float | None
     """Last recorded training loss, in nats per token."""
     val_loss: float | None
@@ -47,7 +47,7 @@ class RunItem(Stored):
     """Size of the run directory and its checkpoints."""
     age_s: float
     """Seconds since the last write."""
-    settings: dict[str, Any]
+    settings: JsonObject
     """The keys in which runs of its recipe differ, and the recipe's `name` if several are listed.
 
     Values are as the user gave them."""
@@ -99,7 +99,7 @@ def runs(
     return RunsResult(items=list(map(_item, paths, settings)))
 
 
-def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def differing(configurations: Sequence[JsonObject]) -> list[JsonObject]:
     """Return the keys of each configuration in which runs of the same recipe differ.
 
     The recipe's name is included if there are several recipes.
@@ -120,7 +120,7 @@ def differing(configurations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     ]
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _settings(path: Path) -> JsonObject:
     try:
         settings = layout.read_settings(path)
         return settings | {"name": str(settings.get("name", path.name))}
@@ -150,7 +150,7 @@ def _age(seconds: float) -> str:
     )
 
 
-def _item(path: Path, settings: dict[str, Any]) -> RunItem:
+def _item(path: Path, settings: JsonObject) -> RunItem:
     try:
         config = layout.read_config(path)
         checkpoints, state = catalog.steps(path), run_state(path)

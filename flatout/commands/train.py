@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import ValidationError
 
@@ -13,10 +13,12 @@ from flatout.cache import CACHE
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, TrustCode
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config.schema import RunConfig, load_config
+from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.training.metrics.observers import Observer
-from flatout.training.run_dir.lookup import RUNS
+from flatout.training.run_dir.lookup import RUNS, resume_path
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -31,7 +33,7 @@ class TrainResult(Result):
     run: str
     """The run directory."""
     steps: int
-    """Optimiser steps."""
+    """Optimizer steps."""
     tokens: int
     """Tokens trained on, over all resumes."""
     train_loss: float | None
@@ -74,7 +76,7 @@ class TrainResult(Result):
     """Seconds over all resumes."""
     resumed_from: str | None
     """Checkpoint that this process resumed from."""
-    predicted: dict[str, Any] | None = None
+    predicted: JsonObject | None = None
     """What was predicted before the first step, under the names of the measured figures.
 
     It has tokens_per_s, wall_s and peak_gib (null: unknown), and where they come from; null in
@@ -151,8 +153,10 @@ def require_local_run(run: Path | str | None, resume: str) -> None:
 
     Raises: UsageError.
     """
+    if run == "":
+        raise ConfigError("The path of the run directory is empty.", fix="Leave it out.")
     require_local(run or "", "--run-dir ")
-    require_local(resume, "--resume ")
+    resume_path(resume)
 
 
 def train_config(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from flatout.cache import CACHE
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
 from flatout.config.schema import load_config
 from flatout.errors import in_shell
-from flatout.measure.tune_parts import parse_only
+from flatout.json_io import JsonObject
+from flatout.measure.tune.parts import parse_only
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 
@@ -24,19 +25,19 @@ class TuneResult(Result):
 
     path: str
     """The recipe with the fastest setting."""
-    best: dict[str, Any]
+    best: JsonObject
     """The fastest setting.
 
     It has rows_per_device, accumulate, prefetch, precision, speedups, tokens_per_s and gain with
     their intervals, peak_gib, and what its last trial rehearsed."""
-    choices: list[dict[str, Any]]
+    choices: list[JsonObject]
     """One object per change that was measured: its name, gain, verdict, promise, whether taken."""
     not_tried: list[dict[str, str]]
     """Changes that were not measured, with the reasons."""
-    trials: list[dict[str, Any]]
+    trials: list[JsonObject]
     """Every trial: the setting, the round, the seed and the figures."""
     tokens_per_step: int
-    """Tokens per optimiser step, the same in every trial."""
+    """Tokens per optimizer step, the same in every trial."""
     start: str
     """What everything was compared with: auto, unless that failed."""
     text: list[str]
@@ -86,7 +87,7 @@ def tune(
     """Find the fastest settings of a recipe on this machine, and write them as a recipe.
 
     It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
-    the speedups and the prefetch by measured tokens per second. The tokens per optimiser step never
+    the speedups and the prefetch by measured tokens per second. The tokens per optimizer step never
     change: other rows per micro-batch mean other accumulation. Every trial runs in its own process
     and also evaluates one batch, so that a setting does not run out of memory later; the fastest
     setting saves once, too. A change is taken if it is faster, and its losses are as promised.
@@ -96,8 +97,8 @@ def tune(
     Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
             Interrupted when a signal arrives before that.
     """
-    from flatout.measure.tune import run_tune
-    from flatout.measure.tune_report import header_lines
+    from flatout.measure.tune.report import header_lines
+    from flatout.measure.tune.tune import run_tune
 
     start_s = time.monotonic()
     require_local(out, "--out ")

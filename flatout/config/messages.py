@@ -2,90 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from flatout.errors import ConfigError
 from flatout.registry import nearest
-
-NAMES_ELSEWHERE: Mapping[str, str] = {
-    "learning_rate": "optim.lr",
-    "max_lr": "optim.lr",
-    "min_learning_rate": "schedule.min_lr",
-    "adam_beta1": "optim.betas",
-    "adam_beta2": "optim.betas",
-    "beta1": "optim.betas",
-    "beta2": "optim.betas",
-    "adam_epsilon": "optim.eps",
-    "optimizer": "optim.kind",
-    "optimiser": "optim.kind",
-    "grad_clip": "optim.clip",
-    "max_grad_norm": "optim.clip",
-    "gradient_clip_val": "optim.clip",
-    "lr_scheduler": "schedule.kind",
-    "lr_scheduler_type": "schedule.kind",
-    "warmup_steps": "schedule.warmup",
-    "warmup_ratio": "schedule.warmup",
-    "warmup_iters": "schedule.warmup",
-    "max_steps": "train.steps",
-    "max_iters": "train.steps",
-    "num_steps": "train.steps",
-    "max_tokens": "train.tokens",
-    "num_train_epochs": "train.epochs",
-    "num_epochs": "train.epochs",
-    "max_epochs": "train.epochs",
-    "mixed_precision": "train.precision",
-    "dtype": "train.precision",
-    "use_amp": "train.precision",
-    "random_seed": "train.seed",
-    "eval_interval": "train.eval_every",
-    "eval_steps": "train.eval_every",
-    "eval_iters": "train.eval_tokens",
-    "early_stopping_patience": "train.patience",
-    "finetune_from": "train.init_from",
-    "data_mix": "data.mix",
-    "blend": "data.mix",
-    "save_steps": "checkpoint.every_steps",
-    "save_every": "checkpoint.every_steps",
-    "save_interval": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep",
-    "logging_steps": "log.every",
-    "log_interval": "log.every",
-    "log_every": "log.every",
-    "batch_size": "batch.rows_per_device",
-    "micro_batch_size": "batch.rows_per_device",
-    "per_device_train_batch_size": "batch.rows_per_device",
-    "global_batch_size": "batch.tokens_per_step",
-    "total_batch_size": "batch.tokens_per_step",
-    "gradient_accumulation_steps": "batch.accumulate",
-    "gradient_accumulation": "batch.accumulate",
-    "accumulate_grad_batches": "batch.accumulate",
-    "block_size": "data.seq_len",
-    "sequence_length": "data.seq_len",
-    "context_length": "data.seq_len",
-    "max_seq_length": "data.seq_len",
-    "dataset": "data.path",
-    "prefetch_factor": "data.prefetch",
-    "use_compile": "speedups",
-    "torch_compile": "speedups",
-    "compile": "speedups",
-    "flash_attention": "speedups",
-    "tf32": "speedups",
-    "fsdp": "parallel.shard",
-    "n_layer": "model.num_layers",
-    "n_layers": "model.num_layers",
-    "n_embd": "model.d_model",
-    "hidden_size": "model.d_model",
-    "n_head": "model.num_heads",
-    "n_heads": "model.num_heads",
-    "num_attention_heads": "model.num_heads",
-    "num_key_value_heads": "model.num_kv_heads",
-    "n_kv_heads": "model.num_kv_heads",
-}
-"""Names that other training scripts and tools use for keys of flatout."""
+from flatout.words import value_for, word_for
 
 _KINDS = {
     "int": "a whole number",
@@ -118,8 +41,11 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     field = field_at(section, key.removeprefix(prefix))
     help_text = f" {key}: {field.description}" if field and field.description else ""
     default = _default(field)
+    meant = value_for(key, first["input"])
     change = (
-        f"Change it, or leave it at its default, {default}."
+        f"Did you mean {key}={meant}?"
+        if meant is not None
+        else f"Change it, or leave it at its default, {default}."
         if default is not None
         else "Change it, or leave it out."
     )
@@ -130,7 +56,10 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the error for an unknown config key, with the key that was most likely meant."""
+    """Return the error for an unknown config key, with the key that was most likely meant.
+
+    Another tool's key is answered with its counterpart, never with a similar name.
+    """
     section, _, last = key.rpartition(".")
     by_last = _by_last(known)
     siblings = {
@@ -138,6 +67,9 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
     }
     tops = {top: top for top in (name.partition(".")[0] for name in known)} if not section else {}
     dotted = key.lower().replace("_", ".", 1)  # train_steps for train.steps
+    word = None if dotted in known else word_for(key)
+    if word is not None:
+        return ConfigError(f"There is no config key {key!r}.", fix=word.advice)
     guess = dotted if dotted in known else same_key(last, known)
     for names in (siblings, tops, by_last):
         close = None if guess else nearest(last, names)
@@ -150,9 +82,8 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def same_key(name: str, known: list[str]) -> str | None:
-    """Return the key that has `name` as its last part or as its name in another tool, or None."""
-    plain = name.lower().replace("-", "_")
-    return _by_last(known).get(plain) or NAMES_ELSEWHERE.get(plain)
+    """Return the key that has `name` as its last part, or None."""
+    return _by_last(known).get(name.lower().replace("-", "_"))
 
 
 def _by_last(known: list[str]) -> dict[str, str]:
@@ -181,14 +112,14 @@ def field_at(section: type[BaseModel], key: str) -> FieldInfo | None:
     return None if rest else field
 
 
-def _default(field: FieldInfo | None) -> Any:
+def _default(field: FieldInfo | None) -> object:
     """Return a field's default as a user writes it, or None."""
     if field is None or field.is_required() or isinstance(field.default, BaseModel):
         return None
     return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
-def _key_of(problem: Mapping[str, Any], prefix: str) -> str:
+def _key_of(problem: ErrorDetails, prefix: str) -> str:
     """Return the dotted key of a pydantic error, without list positions and union branches."""
     tags = ("literal[", "tuple[", "constrained-", "function-")
     parts = (
@@ -199,7 +130,7 @@ def _key_of(problem: Mapping[str, Any], prefix: str) -> str:
     return prefix + ".".join(part for part in parts if not part.startswith(tags))
 
 
-def _expectation(problem: Mapping[str, Any]) -> str:
+def _expectation(problem: ErrorDetails) -> str:
     """Return what a pydantic error expected: `a whole number`, `at least 1`, `'auto'`."""
     kind, context = problem["type"], problem.get("ctx", {})
     bounds = {

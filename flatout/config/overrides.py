@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -11,14 +11,15 @@ from pydantic import BaseModel
 from flatout.config.messages import field_at
 from flatout.documents import parse_yaml
 from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
 
 
-def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> dict[str, Any]:
+def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonObject:
     """Return the values of overrides by dotted key, without checking the keys.
 
     Raises: ConfigError when an item is not an override.
     """
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.strip().split(".")):
@@ -52,9 +53,9 @@ def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
     return value if isinstance(value, str) else text
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: JsonObject) -> JsonObject:
     """Return {"optim.lr": 1} as {"optim": {"lr": 1}}."""
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     for key, value in values.items():
         *sections, last = key.split(".")
         inner = document

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from flatout.config.sections import (
 )
 from flatout.documents import read_document
 from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
 from flatout.registry import recipe_path
 
 FORMAT_VERSION = 1
@@ -65,7 +66,7 @@ class RunConfig(Section):
     batch: BatchConfig = BatchConfig()
     """The batch."""
     optim: OptimConfig = OptimConfig()
-    """The optimiser."""
+    """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate schedule."""
     train: TrainConfig = TrainConfig()
@@ -112,7 +113,7 @@ class RunConfig(Section):
             value = getattr(value, part)
         return value
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the config as plain values for YAML and JSON."""
         return self.model_dump(mode="json")
 
@@ -124,7 +125,7 @@ class RunConfig(Section):
         """Return the SHA-256 of the canonical JSON as 64 hexadecimal characters."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
-    def with_values(self, values: Mapping[str, Any]) -> RunConfig:
+    def with_values(self, values: JsonObject) -> RunConfig:
         """Return a validated copy with the values at some dotted keys replaced."""
         document = self.to_dict()
         merge(document, nested(values))
@@ -140,7 +141,7 @@ def load_config(
 
     Raises: ConfigError for an unknown recipe, key or value, with the nearest name; UntrustedCode.
     """
-    document: dict[str, Any] = {}
+    document: JsonObject = {}
     path = recipe_path(recipe) if recipe is not None else None
     if path is not None:
         document = read_document(path)
@@ -169,11 +170,11 @@ def _with_path(error: ConfigError, path: Path | None) -> ConfigError:
     return error
 
 
-def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") -> None:
+def merge(document: JsonObject, layer: JsonObject, prefix: str = "") -> None:
     """Merge `layer` into `document` in place; a key clears its alternatives in the layers below."""
     for key, value in layer.items():
         dotted = f"{prefix}{key}"
-        if isinstance(value, Mapping) and dotted not in MAPPINGS:
+        if isinstance(value, dict) and dotted not in MAPPINGS:
             if not isinstance(document.setdefault(key, {}), dict):
                 document[key] = {}
             merge(document[key], value, f"{dotted}.")
@@ -185,7 +186,7 @@ def merge(document: dict[str, Any], layer: Mapping[str, Any], prefix: str = "") 
         document[key] = value
 
 
-def validate(document: Mapping[str, Any], *, file: Path | None = None) -> RunConfig:
+def validate(document: JsonObject, *, file: Path | None = None) -> RunConfig:
     """Return the validated config; an empty section means its defaults.
 
     Raises: ConfigError naming the key, the nearest known key when it is unknown, and `file`.
@@ -216,11 +217,11 @@ def difference(stored: RunConfig, wanted: RunConfig, *, free: Iterable[str] = ()
     ]
 
 
-def flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(document: JsonObject, prefix: str = "") -> JsonObject:
     """Return nested sections as one flat mapping with dotted keys."""
-    result: dict[str, Any] = {}
+    result: JsonObject = {}
     for key, value in document.items():
-        if isinstance(value, Mapping) and f"{prefix}{key}" not in MAPPINGS:
+        if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
             result.update(flat(value, f"{prefix}{key}."))
         else:
             result[f"{prefix}{key}"] = value

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic_core import PydanticCustomError
 
 from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
 
 
 class Section(BaseModel):
@@ -41,7 +42,7 @@ class ModelConfig(Section):
     vocab_size: int | None = Field(None, ge=1)
     """Rows of the embedding; None means the vocabulary size of the dataset."""
 
-    def own(self) -> dict[str, Any]:
+    def own(self) -> JsonObject:
         """Return the keys of the chosen model."""
         return dict(self.model_extra or {})
 
@@ -60,7 +61,7 @@ class DataConfig(Section):
     seq_len: int = Field(256, ge=1)
     """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
-    """Optimiser steps that the feed reads ahead."""
+    """Optimizer steps that the feed reads ahead."""
     document_mask: bool = False
     """Restrict attention to the document that a token belongs to."""
 
@@ -89,18 +90,18 @@ class DataConfig(Section):
 
 
 class BatchConfig(Section):
-    """How many tokens each optimiser step sees. Set two of the three keys; the third follows."""
+    """How many tokens each optimizer step sees. Set two of the three keys; the third follows."""
 
     tokens_per_step: int | None = Field(None, ge=1)
-    """Tokens per optimiser step, summed over ranks and micro-batches."""
+    """Tokens per optimizer step, summed over ranks and micro-batches."""
     rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Sequences per micro-batch on each device."""
     accumulate: int | None = Field(None, ge=1)
-    """Micro-batches per optimiser step."""
+    """Micro-batches per optimizer step."""
 
 
 class OptimConfig(Section):
-    """The optimiser."""
+    """The optimizer."""
 
     kind: str = "adamw"
     """A file in flatout/optimizers, or package.module:my_optimizer."""
@@ -128,7 +129,7 @@ class OptimConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """The learning rate as a function of the optimiser step."""
+    """The learning rate as a function of the optimizer step."""
 
     kind: str = "cosine"
     """cosine, wsd (warm-up, stable, decay) or constant."""
@@ -154,7 +155,7 @@ class TrainConfig(Section):
     """How long to train, on which device, and in which precision."""
 
     steps: int | None = Field(None, ge=1)
-    """Optimiser steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
+    """Optimizer steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
     tokens: int | None = Field(None, ge=1)
     """Training tokens, rounded up to whole steps."""
     epochs: float | None = Field(None, gt=0)
@@ -167,7 +168,7 @@ class TrainConfig(Section):
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
-    """Precision of the matrix products; weights and optimiser state stay fp32."""
+    """Precision of the matmuls; weights and optimizer state stay fp32."""
     eval_every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates once, at the end."""
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
@@ -177,7 +178,7 @@ class TrainConfig(Section):
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Run directory (its best checkpoint) or checkpoint whose weights initialise this run; data,
-    schedule, optimiser state and step start anew."""
+    schedule, optimizer state and step start anew."""
     sample_every: int = Field(0, ge=0)
     """Steps between text samples; 0 samples once, at the end."""
     sample_prompt: str = ""
@@ -222,4 +223,4 @@ class ParallelConfig(Section):
     replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
     shard: int = Field(1, ge=1)
-    """Processes that weights, gradients and optimiser state are sharded over (fully_shard)."""
+    """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""

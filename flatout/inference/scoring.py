@@ -18,7 +18,7 @@ from flatout.training.evaluation import Evaluation, Evaluator, warn_of_unscored
 from flatout.training.run_dir.data_location import require_tokenizer
 
 
-def score(
+def score_run(
     loaded: LoadedRun,
     *,
     data: Sequence[str | Path] = (),

@@ -1,1 +1,1 @@
-"""Measures the cost of a run and the gain of each optimisation, with repeats and intervals."""
+"""Measurements: what a run costs and gains, what holds it back, and what it will take."""

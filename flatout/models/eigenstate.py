@@ -9,15 +9,15 @@ Letters: B rows, T tokens, D width, V vocabulary, L layers, K eigenstates, H hea
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal, Self, final
+from typing import Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
 from flatout.models import layers
 from flatout.models.decoding import Decoder
 from flatout.models.embedding_model import EmbeddingModel
@@ -126,7 +126,7 @@ class Eigenstate(EmbeddingModel):
         return config if config.memory else config.model_copy(update={"memory": max(seq_len, 2)})
 
     @classmethod
-    def leanest(cls, config: EigenstateConfig) -> Mapping[str, Any]:
+    def leanest(cls, config: EigenstateConfig) -> JsonObject:
         """Return a smaller chunk size: the matrices of powers grow with its square."""
         if config.chunk_size == "auto" or config.chunk_size <= LEAN_CHUNK:
             return {}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
 from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
 from flatout.models.decoding import Decoder, RecomputingDecoder
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
@@ -72,7 +73,7 @@ class LanguageModel(nn.Module, ABC):
         self.ops = ops
 
     @classmethod
-    def check(cls, values: Mapping[str, Any], *, seq_len: int) -> LanguageModelConfig:
+    def check(cls, values: JsonObject, *, seq_len: int) -> LanguageModelConfig:
         """Return this model's configuration from the keys under `model.`, for `seq_len` tokens.
 
         Raises: ConfigError naming the key, and the nearest known one when it is unknown.
@@ -93,7 +94,7 @@ class LanguageModel(nn.Module, ABC):
         """
 
     @classmethod
-    def leanest(cls, config: Any) -> Mapping[str, Any]:
+    def leanest(cls, config: Any) -> JsonObject:
         """Return keys with values that need less memory and change no result."""
         return {}
 
@@ -212,7 +213,7 @@ class LanguageModel(nn.Module, ABC):
     def stacked_rows(self) -> dict[str, tuple[int, ...]]:
         """Return the row counts of the parts of each hidden matrix that stacks several, by name.
 
-        An optimiser that treats matrices as a whole splits such a matrix into its parts.
+        An optimizer that treats matrices as a whole splits such a matrix into its parts.
         """
         return {}
 

@@ -7,7 +7,7 @@ Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional
 from flatout.errors import ShapeError
 from flatout.models.decoding import KeyValueCache
 from flatout.ops import Ops, at_least_fp32
+from flatout.ops.autograd import Context
 from flatout.ops.heads import rms_normed
 
 
@@ -244,14 +245,14 @@ class _SquaredReLU(torch.autograd.Function):
     """Computes the gradient in one pass; autograd needs four for a product and a ReLU."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+    def forward(ctx: Context, hidden: Tensor) -> Tensor:
         """Return the square; the positive part is kept for backward."""
         positive = hidden.relu()
         ctx.save_for_backward(positive)
         return positive * positive
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
         """Return twice the positive part times the gradient."""
         (positive,) = ctx.saved_tensors
         return torch.addcmul(grad.new_zeros(()), grad, positive, value=2)

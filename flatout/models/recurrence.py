@@ -212,7 +212,7 @@ class Memory(nn.Module):
         """Return logarithms of magnitudes, and angles.
 
         The initial angles are spread over the whole circle; learned angles are relative to them, in
-        units of the decay rate. If angles were learned in radians, one optimiser step would rotate
+        units of the decay rate. If angles were learned in radians, one optimizer step would rotate
         old states by whole circles. An angle near zero would accumulate what all tokens have in
         common, and drown what distinguishes them.
 

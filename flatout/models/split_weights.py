@@ -2,7 +2,7 @@
 
 Under autocast a weight is rounded to bfloat16 for every product in every micro-batch, and the
 rounded copy is kept for backward. Here the rounded weight is stored, with the other 16 bits beside
-it for everything that needs them: the optimiser's update, rows of an embedding, a checkpoint. Only
+it for everything that needs them: the optimizer's update, rows of an embedding, a checkpoint. Only
 the storage changes: all code sees an fp32 tensor with an fp32 gradient.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from flatout.models.language_model import LanguageModel
@@ -67,7 +68,7 @@ class SplitTensor(Tensor):
     @staticmethod
     def __new__(cls, high: Tensor, low: Tensor) -> SplitTensor:
         """Return a tensor of these two parts."""
-        tensor: Any = Tensor._make_wrapper_subclass(
+        tensor = Tensor._make_wrapper_subclass(
             cls,
             high.shape,
             strides=high.stride(),
@@ -76,7 +77,7 @@ class SplitTensor(Tensor):
             device=high.device,
         )
         tensor.high, tensor.low = high, low
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -99,7 +100,9 @@ class SplitTensor(Tensor):
         return f"SplitTensor({join(self.high, self.low)!r})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run one of torch's operations."""
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -123,7 +126,7 @@ class SplitTensor(Tensor):
         return _on_joined(func, args, kwargs)
 
     def _both(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Run an operation on each part."""
         return func(self.high, *args[1:], **kwargs), func(self.low, *args[1:], **kwargs)
@@ -209,7 +212,7 @@ def _columns(rows: Sequence[tuple[Any, ...]]) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-def _on_joined(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _on_joined(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an operation on joined weights, and split those that it writes to."""
     written: dict[int, tuple[SplitTensor, Tensor]] = {}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from flatout.errors import ShapeError
 from flatout.ops import at_least_fp32, flash_attention_4, flex_attention, varlen_attention
+from flatout.ops.autograd import Context
 
 FEWEST_QUERIES = 8
 """With fewer queries, as in token-by-token decoding, rounding the factors costs more than their
@@ -247,12 +248,16 @@ def bf16(
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, torch.where(visible, 0.0, float("-inf")))  # type: ignore[no-any-return, no-untyped-call]
 
 
+class _Bf16Context(Context, Protocol):
+    scale: float
+
+
 class _Bf16(torch.autograd.Function):
     """Softmax of the biased scores times the values; each factor of a product is rounded once."""
 
     @staticmethod
     def forward(
-        ctx: Any, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
+        ctx: _Bf16Context, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
     ) -> Tensor:
         """Return the output of each query; the rounded factors are kept for backward."""
         ctx.scale = 1 / math.sqrt(q_BHTC.shape[-1])
@@ -263,7 +268,7 @@ class _Bf16(torch.autograd.Function):
         return (weights_BHTS @ v_BHSC).float()
 
     @staticmethod
-    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: _Bf16Context, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of queries, keys and values."""
         q_BHTC, k_BHSC, v_BHSC, weights_BHTS = ctx.saved_tensors
         grad_BHTC = grad_BHTC.bfloat16()
@@ -324,7 +329,7 @@ def _check(
     if window is not None and window < 1:
         raise ShapeError(
             f"An attention window of {window} keys must be at least 1.",
-            fix="Set model.window=1 or more, or remove it.",
+            fix="Remove model.window to attend to the whole sequence.",
         )
     if doc_ids_BT is not None and (
         doc_ids_BT.shape != (rows, num_queries) or num_keys != num_queries

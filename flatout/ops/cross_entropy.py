@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from flatout.ops import (
     product_dtype,
     triton_kernels,
 )
+from flatout.ops.autograd import Context
 from flatout.ops.loss_chunks import IGNORED as IGNORED
 from flatout.ops.loss_chunks import capped as capped
 
@@ -249,12 +250,17 @@ def _in_chunks(
     return loss_sum, valid_BT.sum()
 
 
+class _Kept(Context, Protocol):
+    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype]
+
+
 class _WithGradients(torch.autograd.Function):
     """The summed loss, with gradients that are computed in the forward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Kept,
         method: ModuleType,
         hidden_ND: Tensor,
         weight_VD: Tensor,
@@ -273,7 +279,7 @@ class _WithGradients(torch.autograd.Function):
         return cast(Tensor, loss_sum)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None, None]:
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None, None]:
         """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
 
         The gradient of the hidden states is rounded to the dtype of their product with the weight,

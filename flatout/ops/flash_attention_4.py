@@ -12,13 +12,14 @@ Letters: B rows, T tokens, H query heads, G key and value heads, C head size, M 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from flatout.errors import MissingPackage
 from flatout.ops import product_dtype
+from flatout.ops.autograd import Context
 from flatout.ops.flex_attention import autocast
 
 PACKAGE = "flash-attn-4"
@@ -104,12 +105,14 @@ def _backward_shape(_: Tensor, q_BTHC: Tensor, k_BTGC: Tensor, *_others: Tensor)
     return _packed_like(q_BTHC, k_BTGC)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_for_backward(
+    ctx: Context, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]
+) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _gradients(ctx: Any, grad_BTHC: Tensor, _: Any) -> tuple[Tensor, ...]:
+def _gradients(ctx: Context, grad_BTHC: Tensor, _: object) -> tuple[Tensor, ...]:
     q_BTHC, k_BTGC, *others = ctx.saved_tensors
     return _split(_backward(grad_BTHC, q_BTHC, k_BTGC, *others), q_BTHC, k_BTGC)
 
@@ -127,7 +130,7 @@ def _split(packed_BTMC: Tensor, q_BTHC: Tensor, k_BTGC: Tensor) -> tuple[Tensor,
     return torch.split(packed_BTMC, [q_BTHC.shape[2], groups, groups], dim=2)
 
 
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     try:
         return import_module("flash_attn.cute.interface")
     except ModuleNotFoundError as error:

@@ -8,8 +8,6 @@ Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G, C he
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -61,7 +59,7 @@ def _shapes(
     grad_v_BGTC: Tensor,
     product_BTE: Tensor,
     gain_NC: Tensor | None,
-    *_: Any,
+    *_: object,
 ) -> tuple[Tensor, Tensor]:
     num_gains = 0 if gain_NC is None else gain_NC.shape[0]
     return product_BTE.new_empty(product_BTE.shape), product_BTE.new_empty(

@@ -6,7 +6,7 @@ Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from flatout.errors import ShapeError
 from flatout.ops import at_least_fp32, head_passes, triton_kernels
+from flatout.ops.autograd import Context
 
 EPS = 1e-5
 """Added by default to a mean square before its root is taken."""
@@ -134,12 +135,16 @@ def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
     return (wide * at_least_fp32(gain)).to(hidden.dtype)
 
 
+class _RotatedContext(Context, Protocol):
+    num_rotated: int
+
+
 class _Rotated(torch.autograd.Function):
     """Normalised and rotated queries and keys, and the values, with one packed gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _RotatedContext,
         qkv_BTMC: Tensor,
         gain_NC: Tensor | None,
         cos_TC: Tensor | None,
@@ -163,7 +168,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_rotated_BTNC: Tensor, grad_v_BTGC: Tensor
+        ctx: _RotatedContext, grad_rotated_BTNC: Tensor, grad_v_BTGC: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """Return the gradients of the product and of the gains."""
         qkv_BTMC, gain_NC, cos_TC, sin_TC, scale_BTN1 = ctx.saved_tensors
@@ -184,12 +189,16 @@ class _Rotated(torch.autograd.Function):
         return grad_qkv_BTMC.to(qkv_BTMC.dtype), grad_gain_NC, None, None, None, None
 
 
+class _PackedContext(Context, Protocol):
+    eps: float
+
+
 class _Packed(torch.autograd.Function):
     """Heads by `fused` or a compiler, and their gradients by one kernel."""
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _PackedContext,
         qkv_BTE: Tensor,
         gain_NC: Tensor | None,
         cos_TC: Tensor | None,
@@ -203,7 +212,7 @@ class _Packed(torch.autograd.Function):
         return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _PackedContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the product and of the gains."""
         qkv_BTE, gain_NC, cos_TC, sin_TC = ctx.saved_tensors
         grad_BTE, grad_gain_NC = head_passes.gradient(

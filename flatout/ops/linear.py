@@ -6,11 +6,13 @@ Letters: N rows, I width in, O width out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from flatout.ops.autograd import Context
 
 Activation = Callable[[Tensor], Tensor]
 """An elementwise function, such as GELU."""
@@ -139,14 +141,14 @@ class _OneDnn(torch.autograd.Function):
     """The product and both its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    def forward(ctx: Context, hidden_NI: Tensor, weight_OI: Tensor) -> Tensor:
         """Return the product; both factors are kept for backward."""
         ctx.save_for_backward(hidden_NI, weight_OI)
         product_NO: Tensor = onednn_product(hidden_NI, weight_OI)
         return product_NO
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Context, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of both factors."""
         hidden_NI, weight_OI = ctx.saved_tensors
         grad_hidden_NI = onednn_product(grad_NO, weight_OI.t()) if ctx.needs_input_grad[0] else None
@@ -161,11 +163,17 @@ def _weight_gradient(hidden_NI: Tensor, grad_NO: Tensor) -> Tensor:
     return onednn_product(grad_NO.t(), hidden_NI.t())
 
 
+class _Bf16Context(Context, Protocol):
+    hidden_dtype: torch.dtype
+
+
 class _Bf16(torch.autograd.Function):
     """The product and both its gradients; each factor is rounded once."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_NI: Tensor, weight_OI: Tensor, result: torch.dtype) -> Tensor:
+    def forward(
+        ctx: _Bf16Context, hidden_NI: Tensor, weight_OI: Tensor, result: torch.dtype
+    ) -> Tensor:
         """Return the product in the requested dtype; the rounded factors are kept for backward."""
         narrow_NI, narrow_OI = hidden_NI.bfloat16(), weight_OI.bfloat16()
         ctx.save_for_backward(narrow_NI, narrow_OI)
@@ -176,7 +184,7 @@ class _Bf16(torch.autograd.Function):
         return product_NO if product_NO.dtype == result else product_NO.to(result)
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: _Bf16Context, grad_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """Return the gradients of both factors, each in its factor's dtype."""
         narrow_NI, narrow_OI = ctx.saved_tensors
         narrow_NO = grad_NO.bfloat16()

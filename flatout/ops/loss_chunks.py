@@ -125,7 +125,9 @@ def _gradients_op(
 
 
 @_gradients_op.register_fake
-def gradient_shapes(hidden_ND: Tensor, weight_VD: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def gradient_shapes(
+    hidden_ND: Tensor, weight_VD: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors with the shapes and dtypes that `loss_and_gradients` returns.
 
     Shapes:  as `loss_and_gradients`.
@@ -146,7 +148,7 @@ def _loss_op(
 
 
 @_loss_op.register_fake
-def loss_shape(hidden_ND: Tensor, weight_VD: Tensor, *_: Any) -> Tensor:
+def loss_shape(hidden_ND: Tensor, weight_VD: Tensor, *_: object) -> Tensor:
     """Return a tensor with the shape and dtype that `loss_only` returns.
 
     Shapes:  as `loss_and_gradients`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from flatout.errors import ShapeError
 from flatout.ops import scan_passes, triton_kernels
+from flatout.ops.autograd import Context
 from flatout.ops.scan_solvers import by_fft, by_products, eigenvalues, pairs, times
 
 Solve = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -224,6 +225,10 @@ def _solved(
         return states_BT2K.flatten(-2)
 
 
+class _ScanContext(Context, Protocol):
+    solve: Solve
+
+
 class _Scan(torch.autograd.Function):
     """States starting from zero.
 
@@ -233,7 +238,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ScanContext,
         log_decay: Tensor,
         angle: Tensor,
         drive_BT2K: Tensor,
@@ -248,7 +253,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, grad_BT2K: Tensor
+        ctx: _ScanContext, grad_BT2K: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor, None, None]:
         """Return the gradients of the eigenvalues and of the drive."""
         log_decay, angle, states_BT2K, resets_BT = ctx.saved_tensors

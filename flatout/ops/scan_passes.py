@@ -15,12 +15,14 @@ Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flatout.ops import triton_kernels
+from flatout.ops.autograd import Context
 
 BLOCK = 32
 """Eigenstates per program: one per lane of a warp, which reads 128 bytes of fp32 at a time."""
@@ -62,7 +64,7 @@ class _Steps:
         return -(-self.drive.shape[1] // self.chunk)
 
     def launch(
-        self, kernel: str, entering_BNE: Tensor | None, *others: Tensor, **constants: Any
+        self, kernel: str, entering_BNE: Tensor | None, *others: Tensor, **constants: object
     ) -> None:
         """Run a kernel with a program for each row, chunk and block of eigenstates."""
         drive_BSE, resets_BS = self.drive, self.resets
@@ -116,7 +118,7 @@ class _Steps:
         self.launch("walk", entering_BNE, *others, KEEPS=keeps, **constants)
 
 
-def _kernels() -> Any:
+def _kernels() -> ModuleType:
     return triton_kernels.load("scan_kernels")
 
 
@@ -242,13 +244,18 @@ def _backward_shapes(
     )
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+class _ScanContext(Context, Protocol):
+    chunk_size: int
+    drive_dtype: torch.dtype
+
+
+def _keep_for_backward(ctx: _ScanContext, inputs: tuple[Any, ...], output: Tensor) -> None:
     log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size, _ = inputs
     ctx.drive_dtype = drive_BTE.dtype
     ctx.save_for_backward(log_decay, angle, output, resets_BT, start_BE)
 
 
-def _gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: _ScanContext, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
     *gradients, start_grad_BE = _backward(
         grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size
     )

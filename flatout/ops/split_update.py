@@ -153,7 +153,7 @@ def fits(high: Tensor, low: Tensor, *moments: Tensor) -> bool:
 
 
 def _launch(
-    kernel: str, columns: Sequence[Sequence[Tensor]], numbers: list[float], **constants: Any
+    kernel: str, columns: Sequence[Sequence[Tensor]], numbers: list[float], **constants: object
 ) -> None:
     """Run a kernel on all tensors: once for those that load as vectors, once for the others."""
     first = columns[0][0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from types import ModuleType
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ def run_on(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def load(name: str) -> Any:
+def load(name: str) -> ModuleType:
     """Import `flatout.ops.NAME`, a module of kernels written in Triton.
 
     Call it inside a custom op, which compilers do not trace.

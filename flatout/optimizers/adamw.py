@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from flatout.config.sections import OptimConfig
-from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kind
+from flatout.optimizers.groups import (
+    AdamWSettings,
+    OptimizerParts,
+    ParameterGroup,
+    adamw_groups,
+    named_by_kind,
+)
 
 
 def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple[Optimizer, ...]:
@@ -21,12 +25,12 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     return (parts.adamw(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps}),)
 
 
-def per_parameter(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
+def per_parameter(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
     """Return AdamW as a plain loop over parameters, with about ten small kernels for each."""
     return AdamW(groups, **keywords, foreach=False, fused=False)
 
 
-def fused(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
+def fused(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
     """Return AdamW that updates many parameters in one kernel."""
     return AdamW(groups, **keywords, fused=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,8 +15,20 @@ from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.registry import OPTIMIZERS
 
-AdamWFactory = Callable[[list[dict[str, Any]], dict[str, Any]], Optimizer]
-"""(parameter groups, keywords lr, betas, eps) -> an AdamW. Each group sets its weight_decay."""
+ParameterGroup = dict[str, Any]
+"""A group as torch takes it: `params`, and its settings by name."""
+
+
+class AdamWSettings(TypedDict):
+    """The settings of AdamW that are equal in all groups."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+
+
+AdamWFactory = Callable[[list[ParameterGroup], AdamWSettings], Optimizer]
+"""Creates an AdamW. Each group sets its weight_decay."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +112,7 @@ def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
 
 def adamw_groups(
     members: Iterable[tuple[str, nn.Parameter]], config: OptimConfig
-) -> list[dict[str, Any]]:
+) -> list[ParameterGroup]:
     """Return AdamW's groups for (kind, parameter) pairs, with and without decay; none is empty."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []

@@ -24,7 +24,7 @@ from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.models.split_weights import SplitTensor, decay_and_add
 from flatout.ops.newton_schulz import batched
-from flatout.optimizers.groups import OptimizerParts, adamw_groups, named_by_kind
+from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_groups, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
 
 RMS_LIKE_ADAMW = 0.2
@@ -118,7 +118,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: Iterable[ParameterGroup],
         lr: float,
         weight_decay: float = 0.1,
         momentum: float = 0.95,

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the optimiser step, with no state to save.
+"""The learning rate as a pure function of the optimizer step, with no state to save.
 
 Steps count from 0 to total_steps - 1. After a linear warm-up the rate is at its peak; `cosine` and
 `wsd` reach `min_lr` at the last step. A run of one step trains at the peak.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from flatout.errors import DataError, without_secrets
+from flatout.json_io import JsonObject
 from flatout.sources.input_file import InputFile
 from flatout.sources.long import NotUtf8, Text
 from flatout.sources.packed import open_bytes
@@ -33,7 +34,7 @@ class RowLocation:
     offset: int | None = None
     """First byte of the row, if it is a row of the file `name`."""
 
-    def where(self) -> str:
+    def __str__(self) -> str:
         """Return the location for a message: `FILE, line N` for a row."""
         return self.name if self.offset is None else row_location(self.name, self.offset)
 
@@ -101,7 +102,7 @@ class BadRow(_Located):
     @property
     def error(self) -> DataError:
         """The error to raise."""
-        what = f"{self.location.where()} {self.what}."
+        what = f"{self.location} {self.what}."
         if self.encoding:
             return NotUtf8(what, fix=self.fix, encoding=self.encoding)
         return DataError(what, fix=self.fix)
@@ -149,7 +150,7 @@ class ReadTask:
 Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]
 
 
-def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list[ReadTask]:
+def read_tasks_of(source: Source, name: str, parameters: JsonObject) -> list[ReadTask]:
     """Call a source with `parameters` and return its tasks; a source of documents is one task.
 
     Raises: DataError when the source does not take these parameters.
@@ -170,7 +171,7 @@ def read_tasks_of(source: Source, name: str, parameters: dict[str, Any]) -> list
     ]
 
 
-def _call(source: Source, parameters: dict[str, Any]) -> Iterable[Row | str]:
+def _call(source: Source, parameters: JsonObject) -> Iterable[Row | str]:
     return source(**parameters)  # type: ignore[return-value]  # not a list of tasks: read_tasks_of checked
 
 

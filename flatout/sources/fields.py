@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.errors import in_shell
+from flatout.json_io import JsonObject
 from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Row
 
@@ -43,7 +44,7 @@ class Fields:
         return [(field, option) for option, field in options.items() if field is not None]
 
 
-def value_at(row: dict[str, Any], field: str) -> Any:
+def value_at(row: JsonObject, field: str) -> Any:
     """Return the value of a field: None inside a null, _MISSING when the row has no such field."""
     if field in row:
         return row[field]
@@ -99,7 +100,7 @@ def too_long(name: str, offset: int | None, limit: int) -> BadRow:
 
 
 def _unusable(
-    row: dict[str, Any], value: Any, name: str, offset: int | None, field: str, option: str
+    row: JsonObject, value: Any, name: str, offset: int | None, field: str, option: str
 ) -> BadRow:
     if value is _MISSING:
         texts = dict(_texts(row))
@@ -119,7 +120,7 @@ def _unusable(
     )
 
 
-def _texts(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _texts(row: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in row.items():
         if isinstance(value, str):
             yield f"{prefix}{key}", value

@@ -6,7 +6,7 @@ time spent on deeply nested pages, and is licensed under Apache-2.0.
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
 
 from flatout.sources import Document, Row
 from flatout.sources.encodings import open_utf8
@@ -36,5 +36,5 @@ def require_html(path: str) -> None:
     _package(path)
 
 
-def _package(path: str) -> Any:
+def _package(path: str) -> ModuleType:
     return import_package("resiliparse.extract.html2text", path, extra="html")

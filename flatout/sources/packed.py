@@ -7,6 +7,7 @@ import gzip
 import importlib
 import io
 from collections.abc import Callable
+from types import ModuleType
 from typing import IO, Any, cast
 
 from flatout.errors import DataError, MissingPackage
@@ -89,7 +90,7 @@ def _open_zstd(path: str) -> IO[bytes]:
     return cast(IO[bytes], io.BufferedReader(_ZstdReader(file, zstandard), buffer_size=1 << 20))
 
 
-def _zstandard(path: str) -> Any:
+def _zstandard(path: str) -> ModuleType:
     return import_package("zstandard", path, extra="zstd")
 
 
@@ -131,7 +132,7 @@ class ConvertedFile(io.RawIOBase):
 class _ZstdReader(ConvertedFile):
     """Decompresses a .zst file by frame because zstandard's own reader accepts truncated files."""
 
-    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
+    def __init__(self, file: IO[bytes], zstandard: ModuleType) -> None:
         super().__init__(file)
         self._zstandard = zstandard
         self._frame: Any = None
@@ -173,7 +174,7 @@ _OPENERS: dict[str, Callable[[str], IO[bytes]]] = {
 }
 
 
-def import_package(module: str, path: str, *, extra: str) -> Any:
+def import_package(module: str, path: str, *, extra: str) -> ModuleType:
     """Import and return a module that is needed to read `path`.
 
     Raises: MissingPackage with the install line.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
+from flatout.json_io import JsonObject
 from flatout.sources import BadRow, Row
 from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, too_long
 from flatout.sources.packed import (
@@ -169,7 +171,7 @@ def _requested(fields: Fields) -> list[str]:
     return [field for field, _ in fields.named]
 
 
-def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where: str) -> Row:
+def _row(row: JsonObject | UnicodeDecodeError | None, fields: Fields, where: str) -> Row:
     if row is None:
         return too_long(where, None, ROW_BYTES)
     if isinstance(row, UnicodeDecodeError):
@@ -182,7 +184,7 @@ def _row(row: dict[str, Any] | UnicodeDecodeError | None, fields: Fields, where:
     return document(row, fields, where)
 
 
-def _dictionaries(batch: Any) -> Iterator[dict[str, Any] | UnicodeDecodeError | None]:
+def _dictionaries(batch: Any) -> Iterator[JsonObject | UnicodeDecodeError | None]:
     """Yield the rows of a batch: an error for a row that is not UTF-8, None for one too long."""
     failed: UnicodeDecodeError | None = None
     if batch.nbytes <= ROW_BYTES:
@@ -242,5 +244,5 @@ def require_parquet(path: str) -> None:
     _pyarrow(path, "pyarrow")
 
 
-def _pyarrow(path: str, module: str) -> Any:
+def _pyarrow(path: str, module: str) -> ModuleType:
     return import_package(module, path, extra="parquet")

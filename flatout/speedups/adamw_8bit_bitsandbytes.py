@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
+    from flatout.optimizers.groups import AdamWSettings, ParameterGroup
     from flatout.optimizers.moments import Moments
 
 NAME = "adamw-8bit-bitsandbytes"
@@ -28,7 +29,7 @@ TABLE_BYTES = 2 * 256 * 4
 """Size of the two tables that map codes to values."""
 
 
-def adamw_8bit(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
+def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
     """Return bitsandbytes' AdamW: one kernel per parameter, after which it waits for the device.
 
     Raises: MissingPackage with the install line; ConfigError for weights in two parts, which its
@@ -54,7 +55,7 @@ def adamw_8bit(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimi
             """
             return BITSANDBYTES
 
-        def init_state(self, group: Any, parameter: Tensor, *numbers: int) -> None:
+        def init_state(self, group: ParameterGroup, parameter: Tensor, *numbers: int) -> None:
             """Create a parameter's state with copies of the tables."""
             super().init_state(group, parameter, *numbers)
             state = self.state[parameter]
@@ -82,13 +83,12 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name=NAME,
     fills={"optimizer": adamw_8bit, "moments": moment_bytes},
-    saves="memory: as adamw-8bit, without compiling; but it waits for the device after every "
-    "parameter",
+    saves="memory: as adamw-8bit, without compiling; it waits for the GPU after every parameter",
     promise=Promise.statistical(),
     why_not=_why_not,
     rank=730,
     auto={
-        "cpu": Off("it costs time on a CPU: name adamw-8bit where memory is short"),
-        "cuda": Off("turn it on where memory is short and compiling is not wanted"),
+        "cpu": Off("it is slower on a CPU; use adamw-8bit where memory is short"),
+        "cuda": Off("use it where memory is short and compiling takes too long"),
     },
 )

@@ -1,6 +1,6 @@
 """Gather sharded weights in bfloat16 under parallel.shard: two bytes per weight instead of four.
 
-Products under autocast round their weights to bfloat16 anyway, so for them the rounding only
+Matmuls under autocast round their weights to bfloat16 anyway, so for them the rounding only
 happens earlier. The gains of norms, which autocast leaves in fp32, are rounded too; the promise
 allows for that. Gradients are summed in fp32.
 """
@@ -19,7 +19,7 @@ close to 1, where bfloat16 values are 1/256 apart.
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if config.parallel.shard == 1:
-        return "It is for weights that are sharded over several processes: set parallel.shard."
+        return "It only applies to weights sharded over several processes: set parallel.shard."
     if config.model.kind not in SUPPORTED:
         return (
             f"The blocks of {config.model.kind!r} may contain parameters that need fp32, "
@@ -31,8 +31,8 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="bf16-gathers",
     fills={"gather_dtype": lazy("torch:bfloat16")},
-    saves="time and memory under parallel.shard: the blocks' weights are gathered in two bytes, "
-    "and no rounded copy of them is made",
+    saves="time and memory under parallel.shard: the blocks' weights are gathered in bf16, so "
+    "autocast makes no bf16 copy of them",
     promise=Promise.rounding(rtol=2e-2),
     needs=("bf16",),
     why_not=_why_not,
@@ -47,6 +47,6 @@ SPEEDUP = Speedup(
     rank=260,
     auto={
         "cpu": Off("it needs bf16, which is off on a CPU"),
-        "cuda": Off("turn it on where parallel.shard waits for weights"),
+        "cuda": Off("use it where parallel.shard waits for weights"),
     },
 )

@@ -1,4 +1,4 @@
-"""Matrix products in bfloat16 on a CPU with instructions for it; everything else stays fp32."""
+"""Matmuls in bfloat16 on a CPU with instructions for it; everything else stays fp32."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flatout.hardware import Machine
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if uses_gpu(machine, config):
-        return "It is for products on a CPU, and this run is on a GPU."
+        return "It only applies to CPUs, and this run uses a GPU."
     if not machine.cpu_multiplies_bf16:
-        return "This processor has no instructions for bfloat16 (AVX512-BF16, AMX)."
+        return "This processor has no bfloat16 instructions (AVX512-BF16 or AMX)."
     return None
 
 
@@ -26,8 +26,8 @@ SPEEDUP = Speedup(
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:bf16"),
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:bf16"),
     },
-    saves="time: products run at twice the rate of fp32; unlike autocast, it narrows nothing else, "
-    "which would slow a CPU down",
+    saves="time: matmuls run at twice the rate of fp32; unlike autocast, it keeps everything "
+    "else in fp32, which is faster on a CPU",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
     rank=280,

@@ -1,6 +1,6 @@
-"""Keep the states of an eigenstate network in bfloat16 between its recurrence and the next product.
+"""Keep the states of an eigenstate network in bfloat16 between its recurrence and the next matmul.
 
-The product rounds the states to bfloat16 anyway. What changes is the gradient of the eigenvalues,
+The matmul rounds the states to bfloat16 anyway. What changes is the gradient of the eigenvalues,
 which reads the rounded states.
 """
 
@@ -21,8 +21,8 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="bf16-states",
     fills={"ops.scan": lazy("flatout.ops.scan:triton_narrow")},
-    saves="time and memory: the recurrence reads its drive and writes its states in two bytes per "
-    "number, and computes in fp32",
+    saves="time and memory: the recurrence reads its drive and writes its states in bf16, and "
+    "computes in fp32",
     promise=Promise.rounding(rtol=2e-2),
     needs=("bf16", "folded-weights"),
     why_not=_why_not,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 
@@ -19,7 +19,7 @@ def _narrow(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
 
     embed = model.embed
 
-    def narrowed(*args: Any, **kwargs: Any) -> Tensor:
+    def narrowed(*args: Tensor, **kwargs: Tensor) -> Tensor:
         return embed(*args, **kwargs).to(torch.bfloat16)
 
     model.embed = narrowed  # type: ignore[method-assign]
@@ -29,8 +29,8 @@ def _narrow(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
 SPEEDUP = Speedup(
     name="bf16-stream",
     transform=Transform("low-precision", _narrow),
-    saves="time, and memory in a compiled model: sums between blocks and their gradients take two "
-    "bytes instead of four",
+    saves="time, and memory in a compiled model: the residual stream and its gradients take 2 "
+    "bytes per number instead of 4",
     promise=Promise.rounding(rtol=2e-2),
     needs=("bf16",),
     predicted=(
@@ -43,8 +43,8 @@ SPEEDUP = Speedup(
     auto={
         "cpu": Off("it needs bf16, which is off on a CPU"),
         "cuda": Off(
-            "its gain is predicted, not timed; three small models trained on a CPU showed no "
-            "difference in loss beyond that of three seeds (docs/numbers.md)"
+            "its gain is predicted, not measured; three small models trained on a CPU showed no "
+            "difference in loss beyond the spread of three seeds (docs/numbers.md)"
         ),
     },
 )

@@ -26,8 +26,8 @@ def _split(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if config.parallel.shard > 1:
         return (
-            "parallel.shard splits the weights and expects a single dtype: "
-            "leave bf16-weights out, or set parallel.shard=1."
+            "parallel.shard expects weights of a single dtype: leave bf16-weights out, or set "
+            "parallel.shard=1."
         )
     return None
 
@@ -35,8 +35,8 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="bf16-weights",
     transform=Transform("low-precision", _split),
-    saves="memory and time: no weight is rounded in every micro-batch, and no rounded copy is kept "
-    "for backward (2 bytes per weight)",
+    saves="memory and time: micro-batches do not cast the weights to bf16, and backward keeps "
+    "no bf16 copy of them (2 bytes per weight)",
     promise=Promise.rounding(rtol=1e-4),
     needs=("bf16",),
     why_not=_why_not,
@@ -50,6 +50,6 @@ SPEEDUP = Speedup(
     rank=230,
     auto={
         "cpu": Off("it needs bf16, which is off on a CPU"),
-        "cuda": Off("turn it on where memory is short"),
+        "cuda": Off("use it where memory is short"),
     },
 )

@@ -21,12 +21,12 @@ SPEEDUP = Speedup(
     name="checkpointing",
     fills={"activations": "each block's input"},
     transform=Transform("checkpointing", _recompute),
-    saves="memory: between forward and backward a block holds one tensor per token, for a third "
-    "more work",
+    saves="memory: each block keeps only its input between forward and backward, for a third "
+    "more compute",
     promise=Promise.exact(),
     rank=1010,
     auto={
-        "cpu": Off("it costs a third more work: turn it on where memory is short"),
-        "cuda": Off("it costs a third more work: turn it on where memory is short"),
+        "cpu": Off("it costs a third more compute; use it where memory is short"),
+        "cuda": Off("it costs a third more compute; use it where memory is short"),
     },
 )

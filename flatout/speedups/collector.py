@@ -43,14 +43,14 @@ def _collect(step: int) -> None:
 SPEEDUP = Speedup(
     name="collector",
     fills={"gc": at_fixed_steps},
-    saves="time: no step waits for a scan of every object in the process, and several processes "
-    "pause at the same steps",
+    saves="time: no step waits while Python's garbage collector scans every object, and all "
+    "ranks collect at the same steps",
     promise=Promise.exact(),
     rank=820,
     auto={
         "cpu": Off(
-            "in 380 steps, Python collected 7 times and never scanned every object", measured=True
+            "in 380 steps, Python collected 7 times and never scanned all objects", measured=True
         ),
-        "cuda": On("it costs nothing, and pauses of half a second are known"),
+        "cuda": On("it costs nothing, and pauses of half a second have been reported"),
     },
 )

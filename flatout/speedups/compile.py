@@ -33,15 +33,15 @@ SPEEDUP = Speedup(
     name="compile",
     fills={"compilation": "whole model"},
     transform=Transform("compile", _compile),
-    saves="time: elementwise work is fused, and Python no longer steps through the model; with "
-    "several processes it compiles by block",
+    saves="time: elementwise operations are fused, and the model runs without Python's "
+    "overhead; with several processes, each block is compiled by itself",
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,
     rank=910,
     auto={
         "cpu": Off(
-            "a quarter faster on one CPU, after half a minute of compiling: name it for long runs",
+            "a quarter faster on one CPU, after half a minute of compiling; use it for long runs",
             from_minutes=2,
             measured=True,
         ),

@@ -22,7 +22,7 @@ SPEEDUP = Speedup(
     name="compile-blocks",
     fills={"compilation": "each block"},
     transform=Transform("compile", _compile_blocks),
-    saves="time, as compile does except for fusion across blocks; compiling 48 blocks takes as "
+    saves="time, as compile but without fusion across blocks; compiling 48 blocks takes as "
     "long as compiling one",
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
@@ -30,11 +30,11 @@ SPEEDUP = Speedup(
     rank=940,
     auto={
         "cpu": Off(
-            "compile fuses more: turn it on where compiling a deep model takes too long",
+            "compile fuses more; use compile-blocks where compiling a deep model takes too long",
             from_minutes=2,
         ),
         "cuda": Off(
-            "compile fuses more: turn it on where compiling a deep model takes too long",
+            "compile fuses more; use compile-blocks where compiling a deep model takes too long",
             from_minutes=2,
         ),
     },

@@ -35,17 +35,17 @@ def _tuned(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not uses_gpu(machine, config):
-        return "It tunes Triton's kernels, and on a CPU the compiler generates C++."
+        return "It tunes Triton kernels, and on a CPU the compiler generates C++."
     if config.train.deterministic:
-        return "It may choose differently each time, and train.deterministic=true."
+        return "Its choice may differ between runs, and train.deterministic=true."
     return None
 
 
 SPEEDUP = Speedup(
     name="coordinate-descent",
     transform=Transform("compiler-options", _tuned),
-    saves="time: fused elementwise work and reductions come closer to the memory bandwidth, after "
-    "minutes of tuning at the first start",
+    saves="time: fused elementwise operations and reductions come closer to the memory "
+    "bandwidth, after minutes of tuning at the first start",
     promise=Promise.rounding(rtol=1e-3),
     needs=("compile",),
     compiles=True,
@@ -60,8 +60,7 @@ SPEEDUP = Speedup(
     rank=930,
     auto={
         "cuda": Off(
-            "it tries variants of every kernel for minutes at the first start: name it for runs of "
-            "hours",
+            "it tunes kernels for minutes at the first start; use it for runs of hours",
             from_minutes=60,
         ),
     },

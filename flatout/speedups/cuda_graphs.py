@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.conditions import uses_gpu
@@ -27,11 +27,11 @@ def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     """
     import torch
 
-    next_step: Any = torch.compiler.cudagraph_mark_step_begin
+    next_step: Callable[[], None] = torch.compiler.cudagraph_mark_step_begin
     model.compile(dynamic=False, options={**model.compiler_options, "triton.cudagraphs": True})
     recorded: Any = model._compiled_call_impl
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         next_step()
         return recorded(*args, **kwargs)
 
@@ -62,14 +62,16 @@ def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     replicate, shard = config.parallel.replicate, config.parallel.shard
     if not uses_gpu(machine, config):
-        return "CUDA graphs are for NVIDIA GPUs, and this run is on a CPU."
+        return "CUDA graphs need an NVIDIA GPU, and this run uses a CPU."
     if shard > 1:
         return (
-            "Under parallel.shard weights move between processes in the middle of the model, where "
-            "no graph can be recorded."
+            "parallel.shard moves weights between processes inside the model, where no graph can "
+            "be recorded."
         )
     if replicate != "auto" and replicate > 1:
-        return "CUDA graphs have not been tried with DDP, which keeps gradients in its own memory."
+        return (
+            "CUDA graphs have not been tested with DDP, which keeps gradients in its own buffers."
+        )
     return None
 
 
@@ -78,13 +80,15 @@ SPEEDUP = Speedup(
     fills={"zero_grad": zero_in_place},
     transform=Transform("cuda-graphs", _record),
     saves="time where kernels are short: the host launches one graph, not hundreds of kernels; "
-    "gradients and activations keep their memory",
+    "the memory of gradients and activations stays reserved",
     promise=Promise.rounding(rtol=1e-3),
     needs=("compile",),
     compiles=True,
     why_not=_why_not,
     rank=920,
     auto={
-        "cuda": Off("no gain has been shown at 100M parameters and more", from_minutes=2),
+        "cuda": Off(
+            "no gain has been shown for models of 100M parameters and more", from_minutes=2
+        ),
     },
 )

@@ -26,19 +26,19 @@ def benchmarking() -> Iterator[None]:
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not uses_gpu(machine, config):
-        return "cuDNN is for NVIDIA GPUs, and this run is on a CPU."
+        return "cuDNN needs an NVIDIA GPU, and this run uses a CPU."
     if config.train.deterministic:
-        return "It may choose differently each time, and train.deterministic=true."
+        return "Its choice may differ between runs, and train.deterministic=true."
     return None
 
 
 SPEEDUP = Speedup(
     name="cudnn-autotune",
     fills={"cudnn_benchmark": benchmarking},
-    saves="time where a model of your own has convolutions; the models here have none and are "
-    "expected to gain nothing",
+    saves="time in your own models with convolutions; flatout's models have none and should "
+    "gain nothing",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
     rank=950,
-    auto={"cuda": Off("it is for convolutions, which the models here do not have")},
+    auto={"cuda": Off("flatout's models have no convolutions")},
 )

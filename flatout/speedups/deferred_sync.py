@@ -34,13 +34,13 @@ def sync_with_the_last(model: nn.Module, is_last: bool) -> Iterator[None]:
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     replicate, shard = config.parallel.replicate, config.parallel.shard
     if (1 if replicate == "auto" else replicate) * shard == 1:
-        return "It is for several processes, and this is one."
+        return "It only applies to several processes, and this run has one."
     if config.batch.accumulate == 1:
-        return "A step is one micro-batch, so gradients are synchronised once already."
+        return "A step has one micro-batch, so gradients are already synchronised once per step."
     if shard > 1 and "deferred-sync" not in config.speedups:
         return (
-            "Between micro-batches each GPU would hold whole gradients, which parallel.shard "
-            "splits: turn it on where there is memory."
+            "Between micro-batches each GPU would hold unsharded gradients, which parallel.shard "
+            "avoids: use it where there is enough memory."
         )
     return None
 
@@ -48,12 +48,12 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="deferred-sync",
     fills={"grad_sync": sync_with_the_last},
-    saves="time: with N micro-batches per step, gradients travel between GPUs once, not N times",
+    saves="time: with N micro-batches per step, gradients are all-reduced once, not N times",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=830,
     auto={
         "cpu": On(),
-        "cuda": On("gradients travel once per step, not once per micro-batch"),
+        "cuda": On("gradients are all-reduced once per step, not once per micro-batch"),
     },
 )

@@ -1,4 +1,4 @@
-"""Compute the recurrence of an eigenstate network in chunks, with matrix products."""
+"""Compute the recurrence of an eigenstate network in chunks, with matmuls."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from flatout.assembly.recipe import On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="fast-scan",
     fills={"ops.scan": lazy("flatout.ops.scan:chunked")},
-    saves="time: T dependent steps become a few matrix products and at most sqrt(T) steps; memory: "
-    "one state per token is kept",
+    saves="time: T sequential steps become a few matmuls and at most sqrt(T) sequential steps; "
+    "memory: one state per token is kept",
     promise=Promise.rounding(rtol=1e-4),
     rank=530,
     auto={"cpu": On(measured=True), "cuda": On(unless=("triton-scan", "bf16-states"))},

@@ -16,13 +16,15 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
     window = config.model.own().get("window")
     if config.data.document_mask or (window is not None and window < config.data.seq_len):
         return (
-            "It supports plain causal attention only; "
-            "use flex-attention with data.document_mask or model.window."
+            "It supports only plain causal attention: use flex-attention for data.document_mask "
+            "or model.window."
         )
     if not uses_gpu(machine, config):
-        return "It needs an NVIDIA GPU of compute capability 9.0 or more, and this run is on a CPU."
+        return (
+            "It needs an NVIDIA GPU of compute capability 9.0 or higher, and this run uses a CPU."
+        )
     if config.train.precision == "fp32":
-        return "FlashAttention 4 supports bf16 and fp16: set train.precision=auto."
+        return "FlashAttention 4 supports only bf16 and fp16: set train.precision=auto."
     if too_old := gpu_below(machine, (9, 0), "FlashAttention 4"):
         return too_old
     try:
@@ -38,7 +40,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="flash-attention-4",
     fills={"ops.attention": lazy("flatout.ops.attention:flash4")},
-    saves="time: kernels written for Hopper and Blackwell, which also write the gradients of "
+    saves="time: attention kernels for Hopper and Blackwell, which also write the gradients of "
     "queries, keys and values into one tensor",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
@@ -53,7 +55,7 @@ SPEEDUP = Speedup(
     ),
     rank=410,
     auto={
-        "cpu": Off("it is for GPUs"),
-        "cuda": Off("its package is still in beta: name it for long sequences"),
+        "cpu": Off("it needs a GPU"),
+        "cuda": Off("its package is in beta; use it for long sequences"),
     },
 )

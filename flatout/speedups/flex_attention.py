@@ -14,23 +14,23 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
     window = config.model.own().get("window")
     if not config.data.document_mask and (window is None or window >= config.data.seq_len):
         return (
-            "Nothing is masked that could be skipped: it is for data.document_mask=true, "
-            "or a model.window below data.seq_len."
+            "There is no mask to skip: it is for data.document_mask=true, or a model.window "
+            "below data.seq_len."
         )
     if not uses_gpu(machine, config):
-        return "It needs a GPU: on a CPU FlexAttention has no backward."
+        return "It needs a GPU: FlexAttention has no backward pass on a CPU."
     if find_spec("triton") is None:
-        return "FlexAttention is compiled by Triton, which is not installed: pip install triton."
+        return "FlexAttention needs Triton, which is not installed: pip install triton."
     return gpu_below(machine, (8, 0), "Triton")
 
 
 SPEEDUP = Speedup(
     name="flex-attention",
     fills={"ops.attention": lazy("flatout.ops.attention:flex")},
-    saves="time and memory: blocks of tokens in other documents or beyond the window are not "
-    "computed, and no T x T mask is made",
+    saves="time and memory: blocks of tokens in other documents or outside the window are "
+    "skipped, and there is no T x T mask",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
     rank=430,
-    auto={"cuda": On("it skips the masked pairs that fused-attention computes")},
+    auto={"cuda": On("it skips masked pairs, which fused-attention computes")},
 )

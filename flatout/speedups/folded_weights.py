@@ -11,8 +11,8 @@ from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="folded-weights",
     fills={"ops.folding": lazy("flatout.ops.folding:folded")},
-    saves="time and memory: no pass over the drive for its gain, none over the states for their "
-    "coupling, and a drive in bf16 stays in bf16",
+    saves="time and memory: the drive's gain and the states' coupling need no passes of their "
+    "own, and a bf16 drive stays in bf16",
     promise=Promise.rounding(rtol=2e-2),
     predicted=(
         "1.4% on eigenstate-small-32k: 12.8 KB less per token and layer (21.5 to 8.7 KB between "
@@ -22,6 +22,6 @@ SPEEDUP = Speedup(
     rank=540,
     auto={
         "cpu": Off("its gain on a CPU has not been measured"),
-        "cuda": Off("name it for eigenstate networks"),
+        "cuda": Off("use it for eigenstate networks"),
     },
 )

@@ -1,4 +1,4 @@
-"""Matrix products in float16 (autocast) with dynamic loss scaling, for GPUs without bfloat16."""
+"""Matmuls in float16 (autocast) with dynamic loss scaling, for GPUs without bfloat16."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flatout.assembly.recipe import Off, On, Promise, Speedup
 SPEEDUP = Speedup(
     name="fp16",
     fills={"precision": Precision("fp16", autocast="float16", loss_scale=2.0**16)},
-    saves="time and memory, as bf16 does; the loss is scaled so that small gradients do not "
+    saves="time and memory, as bf16; the loss is scaled so that small gradients do not "
     "underflow, and a step that overflows is skipped",
     promise=Promise.rounding(rtol=2e-2),
     rank=270,

@@ -7,7 +7,7 @@ from flatout.assembly.recipe import On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="fused-adamw",
     fills={"optimizer": lazy("flatout.optimizers.adamw:fused")},
-    saves="time: weights, gradients and moments are read and written once per step",
+    saves="time: each step makes one pass over weights, gradients and moments",
     promise=Promise.rounding(rtol=1e-4),
     rank=710,
     auto={"cpu": On(measured=True), "cuda": On()},

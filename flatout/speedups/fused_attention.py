@@ -7,7 +7,7 @@ from flatout.assembly.recipe import On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="fused-attention",
     fills={"ops.attention": lazy("flatout.ops.attention:fused")},
-    saves="time and memory: the T x T scores of each head are never written to memory",
+    saves="time and memory: the T x T attention scores are never written to memory",
     promise=Promise.rounding(rtol=1e-4),
     rank=440,
     auto={

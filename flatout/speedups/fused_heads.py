@@ -7,9 +7,9 @@ from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="fused-heads",
     fills={"ops.heads": lazy("flatout.ops.heads:fused")},
-    saves="time: normalising and rotating queries and keys takes half the passes over memory when "
-    "the model is not compiled",
+    saves="time: in a model that is not compiled, normalising and rotating queries and keys "
+    "takes half as many passes over memory",
     promise=Promise.rounding(rtol=1e-4),
     rank=450,
-    auto={"cpu": On(measured=True), "cuda": Off("compile fuses the same passes there")},
+    auto={"cpu": On(measured=True), "cuda": Off("compile fuses the same passes on a GPU")},
 )

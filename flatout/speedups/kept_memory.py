@@ -33,16 +33,16 @@ def keep_freed_memory() -> None:
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if uses_gpu(machine, config):
-        return "It is for tensors on a CPU; on a GPU torch itself keeps freed memory."
+        return "It only applies to CPUs; on a GPU, torch keeps freed memory itself."
     if platform.libc_ver()[0] != "glibc":
-        return "It is a setting of glibc's allocator, and this Python uses another C library."
+        return "It needs glibc's allocator, and this Python uses another C library."
     return None
 
 
 SPEEDUP = Speedup(
     name="kept-memory",
     fills={"allocator": keep_freed_memory},
-    saves="time: no pages are mapped, cleared and returned in every step",
+    saves="time: steps reuse memory instead of mapping, clearing and returning pages",
     promise=Promise.exact(),
     why_not=_why_not,
     rank=810,

@@ -21,15 +21,15 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="liger-ce",
     fills={"ops.cross_entropy": lazy("flatout.ops.cross_entropy:liger")},
-    saves="memory: the logits of all tokens never exist at once, and one kernel turns a chunk of "
-    "them into their gradients",
+    saves="memory: logits exist one chunk at a time, and one kernel turns a chunk into its "
+    "gradients",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=630,
     auto={
         "cuda": Off(
-            "chunked-ce does the same and never waits for the device; which is faster has not been "
-            "measured"
+            "chunked-ce does the same and never waits for the device; which one is faster has "
+            "not been measured"
         ),
     },
 )

@@ -29,15 +29,15 @@ def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if config.batch.rows_per_device != "auto":
         return f"batch.rows_per_device={config.batch.rows_per_device} is set."
     if config.batch.accumulate:
-        return "batch.accumulate is set, so the rows follow from it."
+        return "batch.accumulate is set, which determines the rows."
     return None
 
 
 SPEEDUP = Speedup(
     name="micro-batch",
     fills={"micro_batch": largest_useful},
-    saves="time: as many rows per micro-batch as the device uses efficiently, instead of the up to "
-    "12 that people write",
+    saves="time: a micro-batch has as many rows as the device uses efficiently; the baseline "
+    "has at most 12",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=140,

@@ -6,7 +6,7 @@ from flatout.training.metrics.readback import DelayedReadback
 SPEEDUP = Speedup(
     name="no-sync-logging",
     fills={"readback": DelayedReadback},
-    saves="time: the device does not idle while the host reads the loss",
+    saves="time: the host reads the loss one step late, so the device never waits for it",
     promise=Promise.exact(),
     rank=130,
     auto={"cpu": On(measured=True), "cuda": On()},

@@ -1,4 +1,4 @@
-"""Run fp32 products of the model, its loss and Muon through oneDNN instead of MKL, on a CPU."""
+"""Run fp32 matmuls of the model, its loss and Muon through oneDNN instead of MKL, on a CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flatout.hardware import Machine
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if uses_gpu(machine, config):
-        return "It is for products on a CPU, and this run is on a GPU."
+        return "It only applies to CPUs, and this run uses a GPU."
     if config.train.precision in ("bf16", "fp16"):
-        return f"It is for fp32 products, and train.precision={config.train.precision}."
+        return f"It only applies to fp32 matmuls, and train.precision={config.train.precision}."
     return None
 
 
@@ -23,7 +23,7 @@ SPEEDUP = Speedup(
         "ops.cross_entropy": lazy("flatout.ops.cross_entropy:onednn"),
         "ops.newton_schulz": lazy("flatout.ops.newton_schulz:onednn"),
     },
-    saves="time: products use 512-bit vectors on processors where torch's MKL uses 256 bits",
+    saves="time: matmuls use 512-bit vectors on processors where torch's MKL uses 256-bit ones",
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=290,

@@ -1,4 +1,4 @@
-"""Compute the gradient of query, key and value heads in one Triton pass, joined for the product."""
+"""Compute the gradient of query, key and value heads in one Triton pass, joined for the matmul."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
     own = config.model.own()
     if not own.get("qk_norm") and own.get("positions", "rotary") == "learned":
         return (
-            "Heads are neither normalised nor rotated, so compile joins the three gradients in one "
-            "copy. It is for model.qk_norm or rotary positions."
+            "Heads are neither normalised nor rotated, so compile already joins the three "
+            "gradients in one copy. It is for model.qk_norm or rotary positions."
         )
     return without_triton(machine, config, (8, 0), instead="fused-heads", what="Triton in bf16")
 
@@ -21,8 +21,8 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="packed-heads",
     fills={"ops.heads": lazy("flatout.ops.heads:packed")},
-    saves="time: the gradients of queries, keys and values are rotated back, normalised and joined "
-    "in one pass, without intermediate results",
+    saves="time: one kernel takes the gradients of queries, keys and values back through "
+    "rotation and normalisation and joins them, with no intermediate results",
     promise=Promise.rounding(rtol=1e-3),
     why_not=_why_not,
     predicted=(
@@ -33,5 +33,5 @@ SPEEDUP = Speedup(
         "4.3 TB/s. Rotary alone: 1,410 MB and 604 MB, 2.2 ms."
     ),
     rank=460,
-    auto={"cuda": Off("turn it on where queries and keys are normalised or rotated")},
+    auto={"cuda": Off("use it where queries and keys are normalised or rotated")},
 )

@@ -7,8 +7,8 @@ from flatout.assembly.recipe import On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="prefetch",
     fills={"feed": lazy("flatout.data.load.feed:PrefetchFeed")},
-    saves="time: the next steps' sequences are read while the device computes, and are copied to a "
-    "GPU from pinned memory without waiting",
+    saves="time: batches for the next steps are read while the device computes, and copied to "
+    "a GPU asynchronously from pinned memory",
     promise=Promise.exact(),
     rank=120,
     auto={"cpu": On(measured=True), "cuda": On()},

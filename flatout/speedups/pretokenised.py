@@ -21,7 +21,7 @@ def shard_reader(_tokenizer: Tokenizer) -> SequenceReader:
 SPEEDUP = Speedup(
     name="pretokenised",
     fills={"reader": shard_reader},
-    saves="time: text is tokenised once, before training, instead of in every step",
+    saves="time: text is tokenised once, before training, not in every step",
     promise=Promise.exact(),
     rank=110,
     auto={"cpu": On(measured=True), "cuda": On()},

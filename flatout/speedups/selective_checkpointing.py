@@ -1,9 +1,9 @@
-"""Selective activation checkpointing: keep products and attention, recompute everything else."""
+"""Selective activation checkpointing: keep matmuls and attention, recompute everything else."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 
@@ -22,8 +22,8 @@ def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     )
 
 
-def _kept_operations() -> list[Any]:
-    """Return the operations whose recomputation costs much per byte: products and attention."""
+def _kept_operations() -> list[object]:
+    """Return the operations whose recomputation costs much per byte: matmuls and attention."""
     import torch
     from torch.nn.attention import varlen  # noqa: F401  # the import registers its operation
 
@@ -46,11 +46,12 @@ SPEEDUP = Speedup(
     name="selective-checkpointing",
     fills={"activations": "products and attention"},
     transform=Transform("checkpointing", _recompute),
-    saves="memory: norms, activations and sums are not kept; nearly all of the work is done once",
+    saves="memory: backward recomputes norms, activations and sums, but not matmuls and "
+    "attention, which are nearly all of the work",
     promise=Promise.exact(),
     rank=1020,
     auto={
-        "cpu": Off("it costs some work: turn it on where memory is short"),
-        "cuda": Off("it costs some work: turn it on where memory is short"),
+        "cpu": Off("it costs some compute; use it where memory is short"),
+        "cuda": Off("it costs some compute; use it where memory is short"),
     },
 )

@@ -1,4 +1,4 @@
-"""Run fp32 matrix products on tensor cores, with inputs rounded to TF32's 10 bits of mantissa."""
+"""Run fp32 matmuls on tensor cores, with inputs rounded to TF32's 10 bits of mantissa."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from flatout.hardware import Machine
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not uses_gpu(machine, config):
-        return "TF32 is a format of NVIDIA's tensor cores, and this run is on a CPU."
+        return "TF32 needs an NVIDIA GPU, and this run uses a CPU."
     return gpu_below(machine, (8, 0), "TF32")
 
 
 SPEEDUP = Speedup(
     name="tf32",
     fills={"matmul": "high"},
-    saves="time: matrix products that stay fp32 run on tensor cores; those in bf16 or fp16 gain "
-    "nothing more",
+    saves="time: fp32 matmuls run on tensor cores; bf16 and fp16 matmuls already do",
     promise=Promise.rounding(rtol=5e-3),
     why_not=_why_not,
     rank=210,

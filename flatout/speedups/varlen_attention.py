@@ -11,27 +11,28 @@ from flatout.hardware import Machine
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
     if not config.data.document_mask:
         return (
-            "It separates documents, and attention crosses them here: set data.document_mask=true."
+            "It keeps documents apart, and attention crosses them here: set "
+            "data.document_mask=true."
         )
     if not uses_gpu(machine, config):
         return "It needs a GPU: the varlen flash kernel does not run on a CPU."
     if config.train.precision == "fp32":
-        return "The flash kernel supports bf16 and fp16: set train.precision=auto."
+        return "The flash kernel supports only bf16 and fp16: set train.precision=auto."
     return gpu_below(machine, (8, 0), "The flash kernel")
 
 
 SPEEDUP = Speedup(
     name="varlen-attention",
     fills={"ops.attention": lazy("flatout.ops.attention:varlen")},
-    saves="time and memory: pairs of tokens in different documents are not computed, and no T x T "
-    "mask is made",
+    saves="time and memory: attention between different documents is not computed, and there "
+    "is no T x T mask",
     promise=Promise.rounding(rtol=2e-2),
     why_not=_why_not,
     rank=420,
     auto={
         "cuda": Off(
-            "flex-attention does the same and supports windows and any number of documents; which "
-            "is faster has not been measured"
+            "flex-attention does the same for windows and any number of documents; which one is "
+            "faster has not been measured"
         ),
     },
 )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.text import Text
 
+from flatout.json_io import JsonObject
 from flatout.terminal.figures import amount, duration, printable
 from flatout.terminal.picture import sparkline
 
@@ -60,7 +61,7 @@ class Panel:
             self._group_size *= 2
         self._losses = losses
 
-    def event(self, event: Mapping[str, Any]) -> None:
+    def event(self, event: JsonObject) -> None:
         """Take a line of events.jsonl."""
         kind = event.get("event")
         if kind == "save" and "step" in event:

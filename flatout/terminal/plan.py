@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from flatout.json_io import JsonObject
 from flatout.terminal.figures import amount, columns, duration, wrapped
 
 NAMES = 13
@@ -16,7 +16,7 @@ MOST_CHANGES = 6
 """Changes that are shown; --json has all."""
 
 
-def plan_lines(plan: Mapping[str, Any], *, width: int | None = None) -> str:
+def plan_lines(plan: JsonObject, *, width: int | None = None) -> str:
     """Return the fields of `flatout plan` as aligned lines, wrapped to `width` columns."""
     lines = [
         *_facts(plan),
@@ -32,7 +32,7 @@ def plan_lines(plan: Mapping[str, Any], *, width: int | None = None) -> str:
     )
 
 
-def _facts(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _facts(plan: JsonObject) -> Iterator[tuple[str, str]]:
     yield "Run", f"{plan['recipe']} on {plan['machine']}"
     yield "Parameters", f"{plan['params']:,}: {', '.join(_parts(plan['params_by_part']))}"
     yield (
@@ -61,7 +61,7 @@ def _parts(params: Mapping[str, int]) -> Iterator[str]:
             yield f"blocks {amount(sum(inside.values()))} ({details})"
 
 
-def _memory(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _memory(plan: JsonObject) -> Iterator[tuple[str, str]]:
     memory = plan["memory"]
     if memory is None:
         yield "Memory", "unknown"
@@ -84,13 +84,13 @@ def _memory(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "", f"Source: {plan['memory_from']}."
 
 
-def _later(name: str, memory: Mapping[str, Any]) -> str:
+def _later(name: str, memory: JsonObject) -> str:
     if name == "gradients" and memory["gradients_in_all"] > memory["gradients"] + 0.005:
         return f" ({memory['gradients_in_all']:.2f} GiB later in the step)"
     return ""
 
 
-def _verdict(plan: Mapping[str, Any]) -> str:
+def _verdict(plan: JsonObject) -> str:
     available = plan["memory"]["available"]
     if available is None:
         return ""
@@ -100,7 +100,7 @@ def _verdict(plan: Mapping[str, Any]) -> str:
     return f" of {available:.2f} GiB: {answer}; {rows}"
 
 
-def _time(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _time(plan: JsonObject) -> Iterator[tuple[str, str]]:
     rate = plan["tokens_per_s"]
     yield "Speed", (f"{amount(rate)} tokens/s: " if rate else "") + plan["tokens_per_s_from"]
     if plan["mfu"]:
@@ -114,12 +114,12 @@ def _time(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if plan["kwh"] is not None:
         yield "Energy", f"{plan['kwh']:,.3g} kWh at {plan['kwh_from']}"
     elif plan["wall_s"] is not None:
-        yield "Energy", "unknown: no data sheet states the power of this device"
+        yield "Energy", "unknown, as the power of this device is"
     if plan["cost"] is not None:
         yield "Cost", f"{plan['cost']:,.2f}"
 
 
-def _changes(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _changes(plan: JsonObject) -> Iterator[tuple[str, str]]:
     if plan["changes"]:
         yield "To make it fit", ""
     for change in plan["changes"][:MOST_CHANGES]:

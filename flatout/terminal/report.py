@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import CheckpointError
-from flatout.json_io import read_lines
+from flatout.json_io import JsonObject, read_lines
 from flatout.terminal.epochs import Epochs
 from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
 from flatout.terminal.lines import OpenTask, Terminal
@@ -29,6 +29,8 @@ CELL_ENCODING = "utf-8"
 """Of a notebook's cell."""
 FACT_NAMES = 11
 """Columns of the names of the figures."""
+COMPARED_FROM_S = 10.0
+"""Seconds of a run from which its rate and duration are compared with the prediction."""
 
 
 class RunReport:
@@ -46,7 +48,7 @@ class RunReport:
         self._step = 0
         self._last_step = -1
         self._last_line = ""
-        self._decisions: list[Mapping[str, Any]] = []
+        self._decisions: list[JsonObject] = []
         self._recompiled = False
         self._epochs: Epochs | None = None
         self._requested_epochs: float | None = None
@@ -97,7 +99,7 @@ class RunReport:
         if line:
             self.terminal.say(line)
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: JsonObject) -> None:
         """Print a line about an event; the last sample is part of the closing lines."""
         kind = event.get("event")
         if kind == "early_stop":
@@ -141,7 +143,7 @@ class RunReport:
             return []
         return [f"{duration((self._last_step - self._step) / rates.steps_per_s)} left"]
 
-    def _recompiled_line(self, event: Mapping[str, Any]) -> str | None:
+    def _recompiled_line(self, event: JsonObject) -> str | None:
         """Return a line about the first recompilation, None for others; all are in events.jsonl."""
         if self._recompiled:
             return None
@@ -152,14 +154,13 @@ class RunReport:
             "Further recompilations are only counted."
         )
 
-    def on_end(self, summary: Mapping[str, Any]) -> None:
+    def on_end(self, summary: JsonObject) -> None:
         """Close the line of the steps; in a notebook, print the result."""
         self._close()
         if self.terminal.is_cell:
-            facts = dict(_closing_facts(summary))
-            self.terminal.say(
-                "; ".join(facts[name] for name in ("Trained", "Loss") if name in facts)
-            )
+            for name, text in _closing_facts(summary):
+                if name in ("Trained", "Loss"):
+                    self.terminal.say(f"{name}: {text}")
 
     def _close(self) -> None:
         context, self._context, self._task = self._context, None, None
@@ -167,7 +168,7 @@ class RunReport:
             context.__exit__(None, None, None)
 
 
-def _event_line(event: Mapping[str, Any]) -> str | None:
+def _event_line(event: JsonObject) -> str | None:
     """Return a line about an event, None if it needs none."""
     kind = event.get("event")
     if kind == "start":
@@ -201,16 +202,15 @@ def _event_line(event: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _count_of_speedups(decisions: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _count_of_speedups(decisions: Sequence[JsonObject]) -> Iterator[str]:
     if decisions:
         on = sum(decision["on"] for decision in decisions)
         yield (
-            f"{on} of {len(decisions)} optimisations on; "
-            "`flatout list speedups` or --verbose shows each"
+            f"{on} of {len(decisions)} speedups on; `flatout list speedups` or --verbose shows each"
         )
 
 
-def _every_speedup(decisions: Sequence[Mapping[str, Any]], width: int | None) -> Iterator[str]:
+def _every_speedup(decisions: Sequence[JsonObject], width: int | None) -> Iterator[str]:
     """Yield each speedup with its reason, in columns, wrapped to `width`."""
     names = max((len(decision["name"]) for decision in decisions), default=0)
     for decision in decisions:
@@ -224,7 +224,7 @@ def indented(text: str) -> str:
 
 
 def closing(
-    summary: Mapping[str, Any],
+    summary: JsonObject,
     *,
     next_steps: str = "",
     encoding: str | None = None,
@@ -267,13 +267,13 @@ def closing(
     return "\n\n".join(part for part in (sample, next_steps, drawn, facts) if part)
 
 
-def _points(records: list[dict[str, Any]], name: str) -> list[tuple[float, float]]:
+def _points(records: list[JsonObject], name: str) -> list[tuple[float, float]]:
     """Return (step, figure) of the records that have both as numbers."""
     pairs = [(record.get("step"), record.get(name)) for record in records]
     return [(x, y) for x, y in pairs if isinstance(x, (int, float)) and isinstance(y, (int, float))]
 
 
-def _readable(path: Path) -> list[dict[str, Any]]:
+def _readable(path: Path) -> list[JsonObject]:
     """Return the records of a file of the run, none if it cannot be read.
 
     A finished run must not fail because its curve cannot be drawn.
@@ -297,7 +297,7 @@ def _cut(sample: str, room: float) -> str:
     return "\n".join(lines[: max(int(room), SHORTEST_SAMPLE) - 1])
 
 
-def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield (name, text) for the figures of the summary; an unknown MFU has its reason."""
     value: Callable[[str], Any] = summary.get
     yield "Run", str(summary["run"])
@@ -335,7 +335,7 @@ def _closing_facts(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _predicted(summary)
 
 
-def _predicted(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _predicted(summary: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield what was predicted before the run, and how far it was from what was measured."""
     forms: dict[str, Callable[[float], str]] = {
         "wall_s": duration,
@@ -344,6 +344,8 @@ def _predicted(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     }
     if summary.get("stopped_early"):
         del forms["wall_s"]
+    if (summary.get("wall_s") or 0.0) < COMPARED_FROM_S:  # start-up is most of such a run
+        forms = {"peak_gib": forms["peak_gib"]}
     predicted, found = summary.get("predicted") or {}, []
     for name, form in forms.items():
         before, after = predicted.get(name), summary.get(name)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.load.batches import SequenceReader
 from flatout.data.load.feed import evaluation_batches
 from flatout.data.store.mix import Member, members_of
+from flatout.json_io import JsonObject
 from flatout.ops import Ops
 from flatout.ops.attention import most_documents
 from flatout.parallel.mesh import Mesh
@@ -51,7 +52,7 @@ class SplitScore:
         """The loss in bits per byte of text, comparable between tokenizers; None when unknown."""
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the figures under the names used by commands with --json."""
         return {
             "name": self.name,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from flatout.assembly.prediction import Prediction
 from flatout.assembly.run import Run
+from flatout.json_io import JsonObject
 from flatout.roof import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
@@ -28,7 +28,7 @@ def finish(
     *,
     drop: Drop | None = None,
     prediction: Prediction | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Save, evaluate on the whole validation split, sample, and write and return the summary.
 
     Every rank calls it. The summary states the `prediction` beside what was measured.
@@ -84,7 +84,7 @@ def early_stop_reason(run: Run) -> str | None:
     )
 
 
-def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> dict[str, Any]:
+def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
     """Return the run's results; anything not measured is None."""
     wall_s = log.wall_s
     run.peak = best_peak(run, log)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, ConfigError
-from flatout.json_io import read_model
+from flatout.json_io import JsonObject, read_model
 from flatout.models.language_model import model_of
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
@@ -131,7 +130,7 @@ def require_fit(
         )
 
 
-def _overrides(keys: Mapping[str, Any]) -> str:
+def _overrides(keys: JsonObject) -> str:
     """Return the fix that sets these model keys."""
     if references_in({"model": {"kind": keys.get("model.kind")}}):
         return READ_CODE
@@ -152,13 +151,13 @@ def _shapes_that_differ(
             yield f"{name} is {list(there[key])} there and {list(here[key])} here"
 
 
-def _keys_that_differ(source: RunConfig, config: RunConfig) -> dict[str, Any]:
+def _keys_that_differ(source: RunConfig, config: RunConfig) -> JsonObject:
     """Return the `model.` keys whose values differ, with the source's values."""
     there, here = source.model.model_dump(mode="json"), config.model.model_dump(mode="json")
     return {f"model.{key}": value for key, value in there.items() if here.get(key) != value}
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     """Return a value in the syntax of an override."""
     if isinstance(value, (list, dict)):
         return f"'{value}'"

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from flatout.assembly.memory import Workload, estimate, rows_that_fit
+from flatout.assembly.capacity import fewer_rows_advice
+from flatout.assembly.memory import GIB, Workload, estimate
 from flatout.assembly.resolve import memory_bytes, workload_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
-from flatout.errors import HardwareError, OutOfMemory, RunFailed
+from flatout.errors import OutOfMemory, RunFailed
 
-GIB = 2**30
 ON_THE_CPU = "DefaultCPUAllocator"
 """Torch's CPU allocator, as its messages name it; it has no error type."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
@@ -66,9 +66,8 @@ def out_of_memory(run: Run) -> OutOfMemory:
     need = estimate(workload, run.rows_per_device).total
     free = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
     device = "GPU" if run.mesh.device.type == "cuda" else "machine"
-    advice = _leaner_keys(workload, run.rows_per_device) or _fewer_rows(
-        workload, run.rows_per_device, free
-    )
+    rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
+    advice = _leaner_keys(workload, rows) or fewer_rows_advice(workload, rows, accumulate, free)
     return OutOfMemory(
         f"Out of memory at step {run.step}: this run needs about {need / GIB:.1f} GiB "
         f"with {run.rows_per_device} rows per device, and the {device} has "
@@ -90,17 +89,3 @@ def _leaner_keys(workload: Workload, rows: int) -> str:
         return ""
     words = " ".join(f"model.{key}={value}" for key, value in settings.items())
     return f"Set {words}: it changes no result and saves about {(before - after) / GIB:.1f} GiB."
-
-
-def _fewer_rows(workload: Workload, rows: int, free: int) -> str:
-    """Return advice to use the largest micro-batch that should fit; "" when no row fits."""
-    try:
-        fitting = min(rows_that_fit(workload, int(0.8 * free)), rows - 1)
-    except HardwareError:
-        return ""
-    if not fitting:
-        return ""
-    return (
-        f"Set batch.rows_per_device={fitting} and leave out batch.accumulate: "
-        "the tokens per step stay the same."
-    )

@@ -1,24 +1,27 @@
-"""Predicts a run before it starts, and records afterwards what it took."""
+"""Predict a run before it starts, and record at its end what it took."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from importlib import import_module
 from importlib.metadata import version
-from typing import Any
 
 import psutil
 
-from flatout import past_runs
+from flatout.assembly import past_runs
 from flatout.assembly.capacity import capacity_of, require_fitting
-from flatout.assembly.memory import estimate
+from flatout.assembly.measured import hardware_name
+from flatout.assembly.memory import GIB, MemoryEstimate, estimate
+from flatout.assembly.past_runs import PastRun
 from flatout.assembly.prediction import (
     EVALUATION_COST,
-    GIB,
     MemoryPrediction,
     Prediction,
-    fixed_bytes,
+    past_run,
     predict_memory,
     predict_time,
     speedups_on,
@@ -28,11 +31,13 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.errors import FlatoutError
-from flatout.measured import hardware_name
-from flatout.past_runs import PastRun
+from flatout.json_io import JsonObject
 from flatout.training.metrics.device import reserved_gib
 from flatout.training.request import RunRequest
 from flatout.training.run_plan import RunPlan
+
+BUSY_CORES = 0.4
+"""Cores that other processes must use to count as a load on this one."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,10 @@ class Forecast:
     context: int
     """Bytes of this process so far."""
     memory: MemoryPrediction | None
+    began_s: float
+    """When that was, by the performance counter."""
+    others_s: float
+    """CPU seconds that other processes had used by then."""
 
 
 def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
@@ -52,34 +61,70 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
     Raises: HardwareError when a new run certainly does not fit.
     """
     runs = past_runs.read(hardware_name(request.machine, request.device), request.cache)
+    began_s, others_s = time.perf_counter(), cpu_s_of_others()
     context = psutil.Process().memory_info().rss
-    recipe, config = assemble(plan.decisions), plan.config
-    workload, rows = workload_of(config, recipe), int(config.batch.rows_per_device)
+    config, decisions, ranks = plan.config, plan.decisions, request.ranks
+    workload = workload_of(config, assemble(decisions))
+    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
     try:
-        found = estimate(workload, rows, config.batch.accumulate or 1)
+        found = known_estimate(plan, runs, ranks.world_size) or estimate(workload, rows, accumulate)
     except FlatoutError:
         raise
     except Exception as error:  # a custom model may need values, which the trace does not have
         request.progress.say(f"Its memory cannot be predicted: {type(error).__name__}: {error}")
-        return Forecast(runs, context, None)
-    speedups = speedups_on(plan.decisions)
-    ranks = request.ranks
+        return Forecast(runs, context, None, began_s, others_s)
     memory = predict_memory(
-        config,
-        recipe,
-        speedups,
-        found,
-        runs=runs,
-        world_size=ranks.world_size,
-        context=context,
+        config, decisions, found, runs=runs, world_size=ranks.world_size, context=context
     )
     capacity = capacity_of(request.machine, request.device, ranks.local_world_size)
-    is_ours = not any(":" in name for name in speedups)
+    is_ours = not any(":" in name for name in speedups_on(decisions))
     if capacity is not None and plan.requested is not None and is_ours:
         warning = require_fitting(config, workload, memory, capacity)
         if warning and ranks.rank == 0:
             request.progress.say(warning)
-    return Forecast(runs, context, memory)
+    return Forecast(runs, context, memory, began_s, others_s)
+
+
+def known_estimate(
+    plan: RunPlan, runs: Sequence[PastRun], world_size: int
+) -> MemoryEstimate | None:
+    """Return the estimate of an earlier run that needed the same, or None.
+
+    It saves the trace, a quarter of a second. Custom code is traced again: it may have changed.
+    """
+    config, speedups = plan.config, speedups_on(plan.decisions)
+    names = [config.model.kind, config.optim.kind, *speedups]
+    if world_size > 1 or any(":" in name for name in names):
+        return None
+    batch = (config.batch.rows_per_device, config.batch.accumulate or 1)
+    wanted = (*batch, *versions())
+    same = past_runs.alike(runs, past_runs.shape_of(config), speedups, world_size)
+    known = (
+        run.estimate
+        for run in reversed(same)
+        if (run.rows_per_device, run.accumulate, run.torch, run.flatout) == wanted
+    )
+    return next(known, None)
+
+
+def versions() -> tuple[str, str]:
+    """Return the versions of torch and flatout, on which an estimate depends."""
+    return version("torch"), str(import_module("flatout").__version__)
+
+
+def cpu_s_of_others() -> float:
+    """Return the CPU seconds that all processes but this one and its children have used."""
+    whole, own = psutil.cpu_times(), psutil.Process()
+    idle = whole.idle + getattr(whole, "iowait", 0.0)
+    ours = sum(map(_cpu_s, (own, *own.children(recursive=True))))
+    return sum(whole[:8]) - idle - ours  # from the ninth on, Linux counts guests once more
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process and its ended children; 0 if it has ended, too."""
+    with suppress(psutil.Error):
+        return float(sum(process.cpu_times()[:4]))
+    return 0.0
 
 
 def predict(run: Run, known: Forecast) -> Prediction:
@@ -87,7 +132,7 @@ def predict(run: Run, known: Forecast) -> Prediction:
     flops = run.core.flops_per_token(run.config.data.seq_len)
     time = predict_time(
         run.config,
-        speedups_on(run.decisions),
+        run.decisions,
         flops_per_token=float(flops.causal_exact),
         peak=run.peak,
         runs=known.runs,
@@ -98,41 +143,43 @@ def predict(run: Run, known: Forecast) -> Prediction:
     return Prediction(known.memory, time)
 
 
-def record(run: Run, request: RunRequest, known: Forecast, summary: Mapping[str, Any]) -> None:
-    """Store what a finished run took, for later predictions; a resumed one says too little."""
+def record(
+    run: Run, request: RunRequest, known: Forecast, summary: JsonObject, cached_s: float
+) -> None:
+    """Store what a finished run took, for later predictions; a resumed one says too little.
+
+    `cached_s` is the part of its time in which torch compiled what it then kept on disk.
+    """
     hardware = hardware_name(run.machine, str(run.mesh.device))
     rate = summary["tokens_per_s"]
     if request.cache is None or hardware is None or run.resumed_from or not rate:
         return
     predicted = summary["predicted"] or {}
-    batch, memory = run.config.batch, known.memory
-    is_compiled = "compilation" in assemble(run.decisions).filled_by
-    done = PastRun(
+    torch, flatout = versions()
+    on_cpu = run.mesh.device.type == "cpu"
+    others_s, passed_s = cpu_s_of_others() - known.others_s, time.perf_counter() - known.began_s
+    done = past_run(
+        run.config,
+        run.decisions,
         by="train",
         recipe=run.config.name,
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
-        torch=version("torch"),
-        shape=past_runs.shape_of(run.config),
-        kind=run.config.model.kind,
-        speedups=speedups_on(run.decisions),
-        rows_per_device=int(batch.rows_per_device),
-        accumulate=batch.accumulate or 1,
+        torch=torch,
         world_size=run.mesh.world_size,
-        is_compiled=is_compiled,
-        estimate_gib=memory.estimate.total / GIB if memory else None,
-        fixed_gib=fixed_bytes(memory.estimate, is_compiled=is_compiled) / GIB if memory else None,
-        variable_gib=(memory.estimate.total - memory.estimate.fixed) / GIB if memory else None,
-        context_gib=None if run.mesh.device.type == "cuda" else known.context / GIB,
+        is_busy=on_cpu and run.mesh.world_size == 1 and others_s > BUSY_CORES * passed_s,
+        flatout=flatout,
+        estimate=known.memory.estimate if known.memory else None,
+        context_gib=known.context / GIB if on_cpu else None,
         peak_gib=summary["peak_gib"],
         reserved_gib=reserved_gib(run.mesh.device),
         tokens_per_s=rate,
         mfu=summary["mfu"],
-        compile_s=summary["compile_s"],
         train_s=summary["tokens"] / rate,
         score_s=(tokens_to_score(run.config, run.dataset) or 0) / (EVALUATION_COST * rate),
         wall_s=summary["wall_s"],
+        cached_s=cached_s,
         predicted_gib=predicted.get("peak_gib"),
         predicted_tokens_per_s=predicted.get("tokens_per_s"),
         predicted_s=None if summary["stopped_early"] else predicted.get("wall_s"),
     )
-    past_runs.keep(hardware, [done], request.cache)
+    past_runs.keep(hardware, done, request.cache)

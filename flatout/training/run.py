@@ -6,12 +6,13 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 import torch
 
 from flatout.assembly.build import build
+from flatout.assembly.measured import advice, gpu_name
 from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run
@@ -21,7 +22,7 @@ from flatout.data.store.mix import MixedDataset, members_of
 from flatout.errors import FlatoutError, Stopped
 from flatout.files import copy_whole, writing_run
 from flatout.hardware import Machine, pick_device, probe
-from flatout.measured import advice, gpu_name
+from flatout.json_io import JsonObject
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect, launcher
 from flatout.progress import SILENT, Progress
@@ -35,7 +36,7 @@ from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
-from flatout.training.predicting import Forecast, forecast, predict, record
+from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock
@@ -58,7 +59,7 @@ def run_training(
     sample: Callable[[Run], str] | None = None,
     cache: Path | None = None,
     progress: Progress = SILENT,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train a configuration, or resume it in its run directory; return the run's summary.
 
     `cache` contains measurements on this hardware, which `auto` uses; None means there are none.
@@ -100,7 +101,7 @@ def run_training(
             return train_plan(request, plan)
 
 
-def train_plan(request: RunRequest, plan: RunPlan) -> dict[str, Any]:
+def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """Build, restore and execute the planned run; return its summary."""
     known = forecast(request, plan)
     run = build_run(request, plan)
@@ -118,7 +119,7 @@ def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
     if torch.get_num_threads() == 1:
         return  # one thread waits for no other
     busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
-    if busy_cores > 0.4:
+    if busy_cores > BUSY_CORES:
         progress.say(
             f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Training threads that "
             "wait for each other can then be several times slower: set OMP_NUM_THREADS=1 or "
@@ -218,7 +219,7 @@ def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
 
 def execute(
     run: Run, request: RunRequest, plan: RunPlan, differences: Sequence[str], known: Forecast
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train a restored run to its end, and return its summary.
 
     Raises: Stopped when a signal ended it after a save; RunFailed.
@@ -253,8 +254,8 @@ def execute(
         except EvaluationDropped:
             _stop(run, log)
         log.end(summary)
-    if run.mesh.is_main:
-        record(run, request, known, summary)
+    if run.mesh.is_main and log.is_steady:
+        record(run, request, known, summary, log.cached_s)
     return summary
 
 

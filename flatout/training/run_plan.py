@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from flatout.assembly.measured import gains_here
 from flatout.assembly.parts import Decision
 from flatout.assembly.resolve import for_world_size, ops_of, resolve
 from flatout.assembly.selection import assemble, stored_decisions
@@ -16,8 +15,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.mix import members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, in_shell
 from flatout.files import PART, writing_run
-from flatout.json_io import parsing
-from flatout.measured import gains_here
+from flatout.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
@@ -42,7 +40,7 @@ class RunPlan:
     """The configuration of a new run as the user wrote it; None for a stored run."""
     longer: Longer | None = None
     """The new length, to store once the run is known to be able to continue."""
-    summary: dict[str, Any] | None = None
+    summary: JsonObject | None = None
     """The summary of a finished run."""
 
 
@@ -155,7 +153,7 @@ def _plan_stored(
 
 
 def how_to_train_on(
-    folder: Path, config: RunConfig, checkpoint: Path, summary: Mapping[str, Any]
+    folder: Path, config: RunConfig, checkpoint: Path, summary: JsonObject
 ) -> str | None:
     """Return how to train a finished run further; None when it has steps and patience left."""
     train, step = config.train, catalog.step_of(checkpoint)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
 from flatout.hardware import fingerprint
+from flatout.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.data_location import data_digest, digest
@@ -102,7 +102,7 @@ def closing_saver(run: Run, log: Log) -> Iterator[None]:
         log_saves(run, log)
 
 
-def environment_of(run: Run) -> dict[str, Any]:
+def environment_of(run: Run) -> JsonObject:
     """Return the environment that a checkpoint records, to compare when it is resumed.
 
     Bit-exact resumes depend on all of it, the best loss on `validation`, and the meaning of token

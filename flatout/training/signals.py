@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from flatout.training.agreement import Vote
 
@@ -61,7 +61,9 @@ class StopRequests:
         self._listener: _Listener | None = None
         self._clock = clock
         self._first_sigint_s: float | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._previous: dict[
+            signal.Signals, Callable[[int, FrameType | None], object] | int | None
+        ] = {}
         self._vote: Vote | None = None
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""One optimiser step: forward and backward on every micro-batch, then one update.
+"""One optimizer step: forward and backward on every micro-batch, then one update.
 
 Nothing here waits for the device, except with float16, which checks that gradients are finite.
 """
@@ -45,7 +45,7 @@ class StepResult:
 
 
 def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResult:
-    """Take one optimiser step on this rank's share of a global batch.
+    """Take one optimizer step on this rank's share of a global batch.
 
     Each micro-batch's loss sum is divided by the step's nominal number of tokens, a constant. The
     number of valid tokens is known only at the end, when `correct_gradients` substitutes it. The

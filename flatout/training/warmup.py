@@ -25,7 +25,7 @@ MAX_SHAPES = 64
 
 @runtime_checkable
 class CompiledOptimizer(Protocol):
-    """An optimiser that may use torch.compile."""
+    """An optimizer that may use torch.compile."""
 
     def warm_up(self) -> None:
         """Run the compiled code once per shape, without side effects."""

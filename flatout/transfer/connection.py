@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from time import sleep
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
 from flatout.transfer.urls import is_web, protocol_of
@@ -93,7 +93,7 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
     return filesystem, str(path)
 
 
-def _connection_options(url: str) -> dict[str, Any]:
+def _connection_options(url: str) -> dict[str, object]:
     if not is_web(url):
         return {}
     import aiohttp

@@ -6,7 +6,7 @@ import glob
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ BLOCK_BYTES = 2 << 20
 """Size of one request."""
 
 _UNPACKED = {"headers": {"Accept-Encoding": "identity"}}
-_READ_OPTIONS: dict[str, dict[str, Any]] = {
+_READ_OPTIONS: dict[str, Mapping[str, object]] = {
     "hf": {"cache_type": "none"},
     "http": _UNPACKED,
     "https": _UNPACKED,

@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import DataError
 from flatout.files import FileEntry
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 PART_BYTES = 8 << 20
 """Larger files are sent in parts of this size; S3 derives its checksum from those of the parts."""
-_S3_OPTIONS: dict[str, Any] = {"chunksize": PART_BYTES, "max_concurrency": 1}
-_GCS_OPTIONS: dict[str, Any] = {"chunksize": PART_BYTES}
+_S3_OPTIONS = {"chunksize": PART_BYTES, "max_concurrency": 1}
+_GCS_OPTIONS = {"chunksize": PART_BYTES}
 _WRITE_OPTIONS = {"s3": _S3_OPTIONS, "s3a": _S3_OPTIONS, "gs": _GCS_OPTIONS, "gcs": _GCS_OPTIONS}
 _READ_ONLY = ("http", "https", "hf")
 

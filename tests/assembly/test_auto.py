@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from flatout.assembly.auto import all_speedups, decide, is_measured, longest_wait
+from flatout.assembly.measured import Gain
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 from flatout.assembly.selection import assemble, select
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
-from flatout.measured import Gain
 from flatout.registry import SPEEDUPS
 
 CPU = Machine("a CPU", 2, 8.0, (), "3.11")
@@ -150,7 +150,7 @@ def test_a_named_speedup_keeps_its_slot():
 def test_a_speedup_that_was_dropped_or_cannot_run_stays_off():
     found = chosen({"compile-blocks": FASTER, "onednn": FASTER}, "speedups=auto,-compile-blocks")
     assert found["compile-blocks"].reason == "left out by speedups"
-    assert "on a GPU" in found["onednn"].reason
+    assert "uses a GPU" in found["onednn"].reason
 
 
 def test_unless_with_any_and_needs_still_apply():
@@ -163,4 +163,4 @@ def test_unless_with_any_and_needs_still_apply():
     assert found["batched-muon"].on
     found = chosen({"onednn": FASTER}, machine=replace(CPU, cpu_multiplies_bf16=True), device="cpu")
     assert found["bf16-products"].on
-    assert found["onednn"].reason == "bf16-products is on and does the same, better"
+    assert found["onednn"].reason == "bf16-products is on and replaces it"

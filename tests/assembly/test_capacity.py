@@ -22,9 +22,8 @@ GIB = 2**30
 def asked(build_run, tiny_config):
     """Return the arguments of `require_fitting` for 8 rows, without the capacity."""
     run = build_run(tiny_config(batch__rows_per_device=8))
-    recipe = assemble(run.decisions)
-    workload = workload_of(run.config, recipe)
-    return run.config, workload, predict_memory(run.config, recipe, [], estimate(workload, 8))
+    workload = workload_of(run.config, assemble(run.decisions))
+    return run.config, workload, predict_memory(run.config, run.decisions, estimate(workload, 8))
 
 
 def test_a_micro_batch_that_fits_is_not_mentioned(asked):
@@ -42,6 +41,7 @@ def test_a_micro_batch_that_cannot_fit_is_refused_with_rows_that_do(asked):
     assert estimate(workload, rows, accumulate).total <= 0.8 * whole
 
 
+@pytest.mark.slow
 def test_one_that_may_just_fit_is_warned_of_and_not_refused(asked):
     config, workload, memory = asked
     free = int(0.95 * memory.total)

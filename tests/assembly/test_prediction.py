@@ -6,6 +6,7 @@ import pytest
 
 from flatout.assembly.memory import estimate
 from flatout.assembly.parts import Decision
+from flatout.assembly.past_runs import PastRun, shape_of
 from flatout.assembly.prediction import (
     CPU_OVERHEAD,
     GIB,
@@ -16,7 +17,6 @@ from flatout.assembly.prediction import (
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
-from flatout.past_runs import PastRun, shape_of
 from flatout.roof import Peak
 
 FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
@@ -53,12 +53,10 @@ def past(run):
 @pytest.fixture
 def memory(run):
     """Return the predicted memory of `run`, given earlier runs."""
-    recipe = assemble(run.decisions)
-    found = estimate(workload_of(run.config, recipe), 4, 2)
+    found = estimate(workload_of(run.config, assemble(run.decisions)), 4, 2)
 
-    def predict(*runs, config=run.config, recipe=recipe):
-        speedups = speedups_on(run.decisions)
-        return predict_memory(config, recipe, speedups, found, runs=runs, context=GIB)
+    def predict(*runs, config=run.config, decisions=run.decisions):
+        return predict_memory(config, decisions, found, runs=runs, context=GIB)
 
     return predict
 
@@ -68,7 +66,7 @@ def time(run):
     def predict(*runs, peak=PEAK, **more):
         return predict_time(
             run.config,
-            speedups_on(run.decisions),
+            run.decisions,
             flops_per_token=FLOPS,
             peak=peak,
             runs=runs,
@@ -87,8 +85,8 @@ def test_without_earlier_runs_a_process_has_an_assumed_overhead(memory):
 
 
 def test_an_earlier_run_of_the_shape_gives_the_overhead(memory, past):
-    size = memory().estimate.total / GIB
-    sized = {"estimate_gib": size, "fixed_gib": 0.0, "context_gib": 0.5}
+    part = memory().estimate
+    size, sized = part.total / GIB, {"estimate": part, "context_gib": 0.5}
     same = past(**sized, peak_gib=0.5 + size + 0.25)
     other = past(**sized, peak_gib=0.5 + size + 0.75, shape="another")
     found = memory(other, same)
@@ -100,30 +98,27 @@ def test_an_earlier_run_of_the_shape_gives_the_overhead(memory, past):
 
 
 def test_the_error_is_the_spread_of_the_earlier_runs(memory, past):
-    size = memory().estimate.total / GIB
-    sized = {"estimate_gib": size, "fixed_gib": 0.0, "context_gib": 0.5}
+    sized = {"estimate": memory().estimate, "context_gib": 0.5}
     runs = [past(**sized, peak_gib=gib) for gib in (1.0, 1.0, 0.8)]
     assert memory(*runs).error == pytest.approx(0.25)
 
 
 def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, past):
     config = run.config.with_values({"train.device": "cuda"})
-    compiled = assemble([*run.decisions, Decision("compile", True, "")])
-    before = memory(config=config, recipe=compiled)
+    compiled = [*run.decisions, Decision("compile", True, "")]
+    before = memory(config=config, decisions=compiled)
     assert before.error is None
     assert "usually needs less" in before.source
     part = before.estimate
     fixed, variable = (part.fixed + part.gradients) / GIB, (part.total - part.fixed) / GIB
     halved = past(
-        estimate_gib=part.total / GIB,
-        fixed_gib=fixed,
-        variable_gib=variable,
+        estimate=part,
         peak_gib=fixed + variable / 2,
         reserved_gib=1.2 * (fixed + variable / 2),
         is_compiled=True,
         shape="another",
     )
-    found = memory(halved, config=config, recipe=compiled)
+    found = memory(halved, config=config, decisions=compiled)
     assert found.allocated / GIB == pytest.approx(fixed + variable / 2, rel=1e-3)
     assert found.reserved / found.allocated == pytest.approx(1.2)
     assert found.peak_gib == found.allocated / GIB
@@ -131,11 +126,13 @@ def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, 
 
 def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memory, run, past):
     """Its process is measured, not its tensors; a run that would fit must not be refused."""
-    compiled = assemble([*run.decisions, Decision("compile", True, "")])
-    size = memory().estimate.total / GIB
-    measured = past(estimate_gib=size, context_gib=0.5, peak_gib=0.5 + size, is_compiled=True)
+    compiled = [*run.decisions, Decision("compile", True, "")]
+    part = memory().estimate
+    measured = past(
+        estimate=part, context_gib=0.5, peak_gib=0.5 + part.total / GIB, is_compiled=True
+    )
     for runs in ((), (measured,)):
-        found = memory(*runs, recipe=compiled)
+        found = memory(*runs, decisions=compiled)
         assert found.least < found.estimate.fixed + 0.31 * found.estimate.peak.total
 
 
@@ -158,6 +155,13 @@ def test_the_same_micro_batch_is_preferred(time, past):
     assert time(past(tokens_per_s=1.0), past(tokens_per_s=9.0, rows_per_device=8)).tokens_per_s == 1
 
 
+def test_of_two_runs_the_one_that_was_not_disturbed_decides(time, past):
+    assert time(past(tokens_per_s=9.0), past(tokens_per_s=1.0)).tokens_per_s == 9.0
+    busy, alone = past(tokens_per_s=9.0, is_busy=True), past(tokens_per_s=1.0)
+    assert time(busy, alone).tokens_per_s == 1.0
+    assert time(busy).source.endswith("while other processes used the cores")
+
+
 def test_other_speedups_say_nothing_about_the_rate(time, past):
     assert time(past(tokens_per_s=1.0, speedups=[])).source.startswith("an assumed")
 
@@ -171,6 +175,14 @@ def test_the_time_has_the_evaluations_and_what_an_earlier_run_needed_besides(tim
     assert whole.wall_s == pytest.approx(128 + scored + 6)
     resumed = time(beside, dataset=run.dataset, first_step=50)
     assert resumed.wall_s == pytest.approx(64 + scored + 6)
+
+
+@pytest.mark.parametrize(("rows", "beside_s"), [(4, 2.0), (8, 6.0)])
+def test_what_torch_keeps_on_disk_is_not_compiled_again(time, past, rows, beside_s):
+    """Another micro-batch is other code."""
+    seconds = {"wall_s": 30.0, "train_s": 20.0, "score_s": 4.0, "cached_s": 4.0}
+    earlier = past(tokens_per_s=100.0, rows_per_device=rows, **seconds)
+    assert time(earlier).wall_s == pytest.approx(128 + beside_s)
 
 
 def test_every_evaluation_is_counted(run):

@@ -53,8 +53,8 @@ def test_edits_change_only_the_speedups_that_they_name():
 def test_a_speedup_that_cannot_run_is_off_under_auto_and_refused_when_named():
     off = next(d for d in select(load_config(), CPU) if d.name == "tf32")
     assert not off.on
-    assert "on a CPU" in off.reason
-    with pytest.raises(HardwareError, match=r"'tf32' cannot be used.*on a CPU"):
+    assert "uses a CPU" in off.reason
+    with pytest.raises(HardwareError, match=r"'tf32' cannot be used.*uses a CPU"):
         on("tf32")
 
 
@@ -76,7 +76,7 @@ def test_flex_attention_is_on_with_a_document_mask_or_an_attention_window():
         HardwareError, match=r"'varlen-attention' cannot be used.*data\.document_mask=true"
     ):
         on("varlen-attention", HOPPER, windowed, device="cuda")
-    with pytest.raises(HardwareError, match=r"supports bf16 and fp16"):
+    with pytest.raises(HardwareError, match=r"supports only bf16 and fp16"):
         on("varlen-attention", HOPPER, packed, "train.precision=fp32", device="cuda")
     with pytest.raises(HardwareError, match=r"needs compute capability 8\.0"):
         on("flex-attention", TURING, packed, device="cuda")
@@ -197,7 +197,7 @@ def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
             NARROW,
             "auto,+bf16-weights",
             "auto",
-            "autocast also narrows",
+            "autocast also casts",
             "Add bf16: speedups=auto,+bf16-weights,+bf16, "
             "or leave bf16-weights out: speedups=auto.",
         ),

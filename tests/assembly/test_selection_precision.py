@@ -49,7 +49,7 @@ def test_a_cpu_with_bfloat16_uses_it_for_products_only():
     assert on("bf16", NARROW, "train.precision=bf16") == {"bf16"}
     with pytest.raises(HardwareError, match="AVX512-BF16"):
         on("bf16-products", CPU)
-    with pytest.raises(HardwareError, match="on a GPU"):
+    with pytest.raises(HardwareError, match="uses a GPU"):
         on("bf16-products", HOPPER)
 
 

@@ -109,7 +109,7 @@ CASES = [
     Case(
         "a report of a run that does not exist",
         "report runs/firts",
-        ("runs/firts is not a run directory",),
+        ("no run directory runs/firts",),
         ("Did you mean runs/first?",),
     ),
     Case(

@@ -34,6 +34,24 @@ CASES = [
         ("'shakespeare-char'",),
     ),
     Case(
+        "a misspelt run of `diagnose`",
+        "diagnose frist",
+        ("no recipe or run named 'frist'",),
+        ("'first'", "shakespeare-char"),
+    ),
+    Case(
+        "a misspelt key of the model, and no data",
+        "train my.yaml model.num_layer=2 data.path=data/new",
+        ("'model.num_layer'",),
+        ("'model.num_layers'",),
+    ),
+    Case(
+        "an unknown run",
+        "generate nope",
+        ("no run directory nope or runs/nope",),
+        ("flatout runs", "the newest: first"),
+    ),
+    Case(
         "a recipe of `diagnose --fix` that would not be YAML",
         "diagnose my.yaml --fix --out fixed.txt",
         ("--out fixed.txt is not a YAML file",),

@@ -38,7 +38,7 @@ CASES = [
         "a profile of no steps",
         "profile my.yaml --steps 0",
         ("'--steps'", "x>=1"),
-        ("--help",),
+        ("Leave --steps out for the default, 3",),
     ),
     Case(
         "an unknown precision",
@@ -127,7 +127,39 @@ CASES = [
         ("train.precision=auto", "speedups=auto"),
     ),
     Case("a negative temperature", "generate runs/first --temperature -1", ("-1",), ("0",)),
-    Case("zero samples", "generate runs/first --num-samples 0", ("num-samples 0",), ("1 or more",)),
+    Case(
+        "zero samples", "generate runs/first --num-samples 0", ("num-samples 0",), ("Leave it out",)
+    ),
+    Case(
+        "no tokens to generate",
+        "generate runs/first --max-tokens 0",
+        ("--max-tokens 0", "1 or more"),
+        ("the default, 256",),
+    ),
+    Case(
+        "an edit of `auto` without its comma",
+        "train my.yaml speedups=auto-compile",
+        ("'auto-compile'", "comma"),
+        ("speedups=auto,-compile",),
+    ),
+    Case(
+        "two run directories",
+        "train my.yaml --run-dir runs/a --run runs/b",
+        ("--run-dir and --run", "runs/a", "runs/b"),
+        ("--run-dir once",),
+    ),
+    Case(
+        "an empty run directory",
+        "train my.yaml --run-dir ''",
+        ("'--run-dir'", "empty"),
+        ("Leave --run-dir out",),
+    ),
+    Case(
+        "--resume that is neither a word nor a run",
+        "train my.yaml --resume no",
+        ("--resume no",),
+        ("'never'", "auto, never, or the path"),
+    ),
     Case("zero minutes", "demo --minutes 0", ("--minutes 0",), ("--minutes 2",)),
     Case(
         "a seed that is too large",

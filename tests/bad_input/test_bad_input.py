@@ -17,6 +17,7 @@ import cases_settings
 import cases_sources
 import cases_text
 import cases_tokens
+import cases_words
 import pytest
 from case import row
 
@@ -30,6 +31,7 @@ TOPICS = (
     cases_tokens,
     cases_folders,
     cases_machine,
+    cases_words,
 )
 CASES = [case for topic in TOPICS for case in topic.CASES]
 PAGE = ROOT / "docs" / "troubleshooting.md"

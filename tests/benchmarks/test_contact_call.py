@@ -115,6 +115,8 @@ class Machine:
                 str(results),
                 "--nanogpt",
                 str(self.tmp_path),
+                "--minutes",
+                "9",
                 *words,
             ]
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ def found(*rows):
         "rows": list(rows),
         "traceml": {"missing": "TraceML is not installed."},
         "cost": {"ratios": [1.001, 1.002, 1.003], "once_s": [0.1], "step_s": [0.04], "steps": 100},
+        "planned": 7,
         "left_out": [],
         "steps": 70,
         "machine": "a CPU",
@@ -51,8 +54,32 @@ def test_a_trial_is_right_when_its_fault_is_named_first(benchmark):
     assert "+0.20% of a step" in table
 
 
+def test_a_resumed_benchmark_runs_the_trials_that_are_left(benchmark):
+    before = found(row("slow save", 1, "slow-save")) | {"commit": "a"}
+    new = found() | {"commit": "b", "cost": None}
+    trials = [("slow save", 1), ("slow save", 2), ("slow save", 1)]
+    assert benchmark.resume(new, trials, before) == trials[1:]
+    assert (new["rows"], new["commit"]) == (before["rows"], "a, b")
+    assert new["cost"] == before["cost"]
+
+
 def test_every_fault_has_a_finding(benchmark):
-    from flatout.measure.diagnosis import rules
+    from flatout.measure.diagnose.diagnosis import rules
 
     names = {rule.name for rule in rules()}
-    assert {finding for finding, _ in benchmark.FAULTS.values()} <= names
+    assert {*benchmark.EXPECTED.values()} <= names
+
+
+def test_every_fault_is_tried_before_one_is_repeated(benchmark):
+    wanted = argparse.Namespace(trials=2, recipe_trials=1, healthy=5, recipe_healthy=1)
+    faults = ["slow save", "recipe: slow save"]
+    trials = benchmark.planned(faults, wanted)
+    assert {*trials[:9]} >= {(fault, strength) for fault in faults for strength in (1, 2, 3)}
+    assert len(trials) == 2 * 3 + 3 + 5 + 1
+
+
+def test_results_so_far_are_written(benchmark, tmp_path):
+    part = found(row("recipe: slow save", 1, "slow-save")) | {"cost": None}
+    benchmark.write(tmp_path, part)
+    assert "1 of 7 trials were run" in (tmp_path / "diagnose.md").read_text()
+    assert json.loads((tmp_path / "diagnose.json").read_text())["rows"] == part["rows"]

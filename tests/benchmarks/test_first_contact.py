@@ -189,20 +189,22 @@ def test_a_pack_contains_missing_packages_and_prints_the_commands(kit, monkeypat
     monkeypatch.setattr(packing, "download", download)
     (tmp_path / "model.py").write_text("class GPT: ...\n")
     folder = tmp_path / "kit"
-    output = "\n".join(packing.pack(folder, nanogpt=tmp_path, commit="abc", code="one"))
+    output = "\n".join(
+        packing.pack(folder, nanogpt=tmp_path, commit="abc", code="one", minutes=9.0)
+    )
     assert {"pydantic==2.14.3", "torchao==0.18.0"} <= {
         re.sub(r"==.*", "", name) + "==" + name.partition("==")[2] for name in wheels
     }
     assert (folder / "site" / "a.py").exists()
     assert (folder / "nanoGPT" / "model.py").exists()
     assert "--call 3 --kit" in output
+    assert output.count("--minutes 9\n") == 4
     assert [packing.commit_of(folder, code=code) for code in ("one", "other")] == ["abc", "abc+"]
     with pytest.raises(SystemExit, match=r"no model\.py\. Fix: "):
-        packing.pack(folder, nanogpt=tmp_path / "elsewhere", commit="abc", code="one")
+        packing.pack(folder, nanogpt=tmp_path / "elsewhere", commit="abc", code="one", minutes=9.0)
     assert (folder / "site" / "a.py").exists()
-    monkeypatch.setattr(packing, "MOST_BYTES", 1)
-    with pytest.raises(SystemExit, match="exceed the limit"):
-        packing.pack(folder, nanogpt=None, commit="abc", code="one")
+    with pytest.raises(SystemExit, match=r"exceed the limit of 0\.001 MiB"):
+        packing.pack(folder, nanogpt=None, commit="abc", code="one", minutes=9.0, max_mib=1e-3)
 
 
 def test_every_packed_package_is_pinned(kit):

@@ -76,6 +76,7 @@ def test_runs_differ_only_in_the_tuned_values(benchmark, tiny_set):
     assert adamw["train"]["steps"] * 2048 == corpus.tokens / 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_repeated_with_the_same_code(
     benchmark, monkeypatch, tiny_set, tmp_path
 ):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.measure.tune_space import Setting
+from flatout.measure.tune.space import Setting
 
 
 @pytest.fixture

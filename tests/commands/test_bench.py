@@ -7,10 +7,10 @@ import json
 import pytest
 
 from flatout import cli
-from flatout.measure import bench as measuring
-from flatout.measure import results
-from flatout.measure.results import Report, Row
-from flatout.measure.statistics import Figure
+from flatout.measure.bench import bench as measuring
+from flatout.measure.trials import results
+from flatout.measure.trials.results import Report, Row
+from flatout.measure.trials.statistics import Figure
 
 
 @pytest.fixture

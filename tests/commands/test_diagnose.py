@@ -10,9 +10,9 @@ import pytest
 from flatout import cli
 from flatout.commands import diagnose as command
 from flatout.config.schema import load_config
-from flatout.measure.diagnose import Measured
-from flatout.measure.diagnosis import diagnosis_of
-from flatout.measure.evidence import Evidence, Phases, Roof
+from flatout.measure.diagnose.diagnose import Measured
+from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.instruments.evidence import Evidence, Phases, Roof
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_missing_dataset_is_a_finding_and_no_error(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("demo-chr",), "There is no recipe named 'demo-chr'."),
+        (("demo-chr",), "There is no recipe or run named 'demo-chr'."),
         (("demo-char", "model.kind=transfromer"), "'transfromer'"),
         (("demo-char", "--fix", "--out", "recipe.txt"), "--out recipe.txt is not a YAML file."),
     ],
@@ -124,7 +124,7 @@ def test_mistakes_are_reported(words, message, capsys):
 
 @pytest.mark.slow
 def test_a_recipe_is_measured_in_a_process_of_its_own(tiny_config, tmp_path, monkeypatch):
-    from flatout.measure.diagnose import diagnose_recipe
+    from flatout.measure.diagnose.diagnose import diagnose_recipe
 
     monkeypatch.chdir(tmp_path)
     found = diagnose_recipe(tiny_config(), seconds=0.2)

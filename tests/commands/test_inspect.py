@@ -8,7 +8,7 @@ import pytest
 
 from flatout.commands.inspect import COMMAND, inspect
 from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.store.manifest import SkippedEntry
+from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT
@@ -32,7 +32,7 @@ def prepare(out, train, val=(), *, skipped=()):
 
 @pytest.fixture
 def folder(tmp_path):
-    skipped = [SkippedEntry(reason="not UTF-8", count=1234, first=("a.txt:7",))]
+    skipped = [SkippedRows(reason="not UTF-8", count=1234, first=("a.txt:7",))]
     return prepare(
         tmp_path / "set", ["Hello\nworld", "a", "", "x" * 40], ["valid"], skipped=skipped
     )

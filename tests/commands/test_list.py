@@ -6,11 +6,11 @@ from importlib.metadata import version
 import pytest
 
 from flatout.assembly.auto import all_speedups
+from flatout.assembly.measured import Gain, keep
 from flatout.commands import list as list_command
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, probe
-from flatout.measured import Gain, keep
 from flatout.registry import SPEEDUPS
 
 GAIN = Gain(
@@ -25,7 +25,7 @@ GAIN = Gain(
 )
 
 
-@pytest.mark.parametrize("kind", [*FOLDERS, "machines", "speedups"])
+@pytest.mark.parametrize("kind", [*FOLDERS, "machines", "speedups", "tokenizers"])
 def test_every_kind_lists_names_and_descriptions(kind):
     result = list_entries(kind)
     assert result.kind == kind
@@ -33,6 +33,15 @@ def test_every_kind_lists_names_and_descriptions(kind):
     assert all(item["name"] and item["description"] for item in result.items)
     for item in result.items:
         assert item["name"] in result.summary()
+
+
+def test_tokenizers_are_listed_as_prepare_accepts_them():
+    assert [item["name"] for item in list_entries("tokenizers").items] == [
+        "train:N, FILE.tiktoken",
+        "byte",
+        "char",
+        "tokenizer.json, ORG/NAME",
+    ]
 
 
 def test_speedups_are_on_or_off_with_a_reason():
@@ -112,7 +121,7 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
         if line[5:17] == "not measured"
     }
     assert rows <= set(lines)
-    assert lines["bf16"].startswith("on   not measured  bf16 ")
+    assert lines["bf16"] == "on   not measured  bf16"
 
     slower = GAIN.model_copy(update={"gain": 0.9, "low": 0.85, "high": 0.95})
     other = GAIN.model_copy(update={"torch": "1.0.0"})
@@ -129,7 +138,7 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
     assert changed == {"bf16", "fused-adamw", "checkpointing"}, (
         "the gain of tf32 was measured with another torch"
     )
-    assert "on   measured      bf16 " in result.summary()
+    assert "on   measured      bf16\n" in result.summary()
     assert result.summary().count(reason) == 2
 
 

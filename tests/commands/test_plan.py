@@ -13,7 +13,9 @@ from flatout.commands import train as train_command
 from flatout.commands.plan import check, plan
 from flatout.commands.train import train_config
 from flatout.errors import ConfigError
-from flatout.measure.planning import plan as planning
+from flatout.measure.plan import plan as planning
+
+pytestmark = pytest.mark.slow
 
 SMALL = [
     "model.num_layers=2",
@@ -151,7 +153,7 @@ def test_a_run_here_corrects_the_next_plan(recipe, tiny_config, tmp_path, monkey
     path.write_text(json.dumps(config.to_dict()))
     found = plan(path)
     assert found.tokens_per_s == pytest.approx(done.tokens_per_s)
-    assert found.tokens_per_s_from == "1 earlier run of this shape here"
+    assert found.tokens_per_s_from.startswith("1 earlier run of this shape here")
     assert found.wall_s == pytest.approx(done.wall_s, rel=0.2)
     assert found.memory_from == "traced, corrected by 1 earlier run of this recipe's shape here"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flatout import cli
-from flatout.measure import profile as profiles
-from flatout.measure import profile_run
+from flatout.measure.profile import profile as profiles
+from flatout.measure.profile import run as profile_run
 
 pytestmark = pytest.mark.slow
 

@@ -44,6 +44,7 @@ def make_run(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 def test_one_run_is_reported_in_its_directory(make_run):
     folder = make_run("a")
     found = report(["a"])
@@ -92,7 +93,7 @@ def test_out_may_be_a_directory(make_run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"runs": ["nowhere"]}, CheckpointError, "nowhere is not a run directory"),
+        ({"runs": ["nowhere"]}, CheckpointError, "no run directory nowhere or runs/nowhere"),
         ({"runs": ["a"], "out": "no/such/file.html"}, DataError, "There is no directory"),
         ({"runs": ["a"], "out": "x.html", "serve": True}, ConfigError, "--serve writes no file"),
         ({"runs": ["a"], "serve": True, "port": 70_000}, ConfigError, "70000 is not a port"),

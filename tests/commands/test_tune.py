@@ -7,9 +7,10 @@ import json
 import pytest
 
 from flatout import cli
-from flatout.measure import tune as measuring
-from flatout.measure.statistics import Figure
-from flatout.measure.tune_report import Best, Choice, NotTried, Tuning
+from flatout.measure.trials.statistics import Figure
+from flatout.measure.tune import tune as measuring
+from flatout.measure.tune.report import Best, Choice, Tuning
+from flatout.measure.tune.space import Left
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def sample_tuning():
             choice,
             choice.model_copy(update=slower | {"gain": Figure(median=0.7, low=None, high=None)}),
         ],
-        not_tried=[NotTried(name="fp8", reason="not tried: it is a CPU.")],
+        not_tried=[Left("fp8", "not tried: it is a CPU.")],
         trials=[],
     )
 

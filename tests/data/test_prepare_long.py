@@ -14,6 +14,7 @@ import pytest
 from flatout import files as disk
 from flatout.data.prepare.pack import jobs, tokenize
 from flatout.data.prepare.pack.jobs import ByHash
+from flatout.data.prepare.pack.records import RangeRecord
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.tokenizers import base, cut_points
 from flatout.errors import DataError
@@ -278,7 +279,8 @@ def test_progress_is_reported_within_a_long_text(corpus, in_chunks):
 
     packing = tokenize.Packing(make_tokenizer("byte", lambda _: ()), ByHash(0.5), "raise")
     sinks = {"train": Nowhere(), "val": Nowhere()}
-    tokenize.pack([tokenize.Job(parts[0])], packing, sinks, told.append)
+    record = RangeRecord(number=0, num_bytes=0)
+    tokenize.pack([tokenize.Job(parts[0])], packing, sinks, record, told.append)
     size = (corpus / "a.txt").stat().st_size
     assert len(told) > 5
     assert sum(tally.num_bytes for tally in told) == size

@@ -230,11 +230,11 @@ def test_an_interrupted_prepare_resumes_and_repeats_no_work(
     finishing = RangeWriter.finish
     left = iter(range(done))
 
-    def finish(writer, skipped=None):
+    def finish(writer):
         if next(left, None) is None:
             writer.abandon()
             raise KeyboardInterrupt
-        return finishing(writer, skipped)
+        return finishing(writer)
 
     monkeypatch.setattr(RangeWriter, "finish", finish)
     with pytest.raises(KeyboardInterrupt):
@@ -243,7 +243,7 @@ def test_an_interrupted_prepare_resumes_and_repeats_no_work(
     monkeypatch.setattr(
         RangeWriter,
         "finish",
-        lambda writer, skipped=None: written.append(writer) or finishing(writer, skipped),
+        lambda writer: written.append(writer) or finishing(writer),
     )
     monkeypatch.setattr(request, "make_plan", partial(pytest.fail, "planned again"))
     with WorkDir(tmp_path / "out") as work:

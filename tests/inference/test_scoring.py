@@ -8,13 +8,13 @@ import pytest
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.errors import DataError
 from flatout.inference.load import load_run
-from flatout.inference.scoring import score
+from flatout.inference.scoring import score_run
 
 
 def test_a_loaded_run_reproduces_the_score_of_the_run(fox_run):
     root, result = fox_run
     loaded = load_run(root / "runs" / "fox", "last", device="cpu", precision="trained")
-    found = score(loaded)
+    found = score_run(loaded)
     assert found.loss == pytest.approx(result.val_loss, rel=1e-6)
     assert found.perplexity == pytest.approx(math.exp(result.val_loss), rel=1e-6)
     split = loaded.dataset.split("val")
@@ -26,7 +26,7 @@ def test_a_loaded_run_reproduces_the_score_of_the_run(fox_run):
 
 def test_part_of_the_text_has_no_bits_per_byte(fox_run):
     loaded = load_run(fox_run[0] / "runs" / "fox", device="cpu")
-    found = score(loaded, max_tokens=64)
+    found = score_run(loaded, max_tokens=64)
     assert found.bits_per_byte is None
     assert found.tokens < loaded.dataset.split("val").num_tokens - 1
 
@@ -38,4 +38,4 @@ def test_data_without_validation_text_is_refused(fox_run, tmp_path):
         writer.train.append(tokens, [len(tokens)], text_bytes=len(tokens))
         writer.finish(tokenizer=loaded.tokenizer, source={}, split_rule="none")
     with pytest.raises(DataError, match="no validation text"):
-        score(loaded, data=[tmp_path / "data"])
+        score_run(loaded, data=[tmp_path / "data"])

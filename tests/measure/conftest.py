@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flatout.measure.results import Report, Row, Trial
-from flatout.measure.spec import TrialResult
-from flatout.measure.statistics import Figure
+from flatout.measure.trials.results import Report, Row, Trial
+from flatout.measure.trials.spec import TrialResult
+from flatout.measure.trials.statistics import Figure
 
 sys.path.append(str(Path(__file__).parent))
 

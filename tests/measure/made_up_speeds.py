@@ -2,7 +2,7 @@
 
 import random
 
-from flatout.measure.spec import TrialResult
+from flatout.measure.trials.spec import TrialResult
 
 OUT_OF_MEMORY = TrialResult(status="out-of-memory", reason="Out of memory: too many rows.")
 

@@ -41,6 +41,7 @@ def test_the_number_of_parameters_follows_the_formula(changes, formula):
     assert Transformer.num_parameters(make_config(**changes)) == formula
 
 
+@pytest.mark.slow
 def test_published_models_have_their_published_sizes():
     gpt2 = {
         "vocab_size": 50257,

@@ -78,6 +78,7 @@ def test_the_reference_matches_its_docstring(case, extras):
     assert num_valid.dtype == torch.int64
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", VARIANTS)

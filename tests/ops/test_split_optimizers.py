@@ -108,6 +108,7 @@ def test_the_layout_of_a_gradient_does_not_matter(interpreted):
     assert_same_bits(columns, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_training_continues_between_torchs_adamw_and_the_kernel(interpreted, monkeypatch, first):
     runs = []
@@ -125,6 +126,7 @@ def test_training_continues_between_torchs_adamw_and_the_kernel(interpreted, mon
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(interpreted):
     straight, stopped, again = Training(), Training(), Training()
     straight.step(range(6))

@@ -19,7 +19,7 @@ def reason(tiny_config, **changes):
 
 
 def test_it_needs_several_processes_and_micro_batches(tiny_config):
-    assert "this is one" in reason(tiny_config)
+    assert "this run has one" in reason(tiny_config)
     assert "one micro-batch" in reason(tiny_config, parallel__replicate=2, batch__accumulate=1)
     assert reason(tiny_config, parallel__replicate=2, batch__accumulate=4) is None
     assert reason(tiny_config, parallel__replicate=2) is None, (
@@ -28,7 +28,7 @@ def test_it_needs_several_processes_and_micro_batches(tiny_config):
 
 
 def test_sharded_weights_keep_sharded_gradients_unless_it_is_named(tiny_config):
-    assert "whole gradients" in reason(
+    assert "unsharded gradients" in reason(
         tiny_config, parallel__replicate=1, parallel__shard=2, batch__accumulate=4
     )
     assert (

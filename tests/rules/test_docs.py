@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import flatout
-from flatout.config.messages import NAMES_ELSEWHERE, all_keys
+from flatout.config.messages import all_keys
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
 from flatout.parser import build
@@ -127,28 +127,6 @@ def test_every_configuration_key_exists(root, no_violations):
             elif value and not value[1:].isupper() and not key.startswith("model."):
                 load_config(None, [key + value])
     no_violations(wrong)
-
-
-def test_names_from_other_tools_match_the_error_messages(root, no_violations):
-    rows = re.findall(
-        r"^\| (.+?) \| (.+?) \|",
-        (root / "docs" / "coming-from.md").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
-    pairs = [
-        (name, here)
-        for there, here in rows
-        for name in re.findall(r"`(\w+)`", there)
-        if name in NAMES_ELSEWHERE
-    ]
-    assert len(pairs) > 30
-    no_violations(
-        [
-            f"{name}: {NAMES_ELSEWHERE[name]}, not {here}"
-            for name, here in pairs
-            if f"`{NAMES_ELSEWHERE[name]}`" not in here
-        ]
-    )
 
 
 def test_quoted_messages_exist_in_the_code(root, no_violations):

@@ -97,10 +97,12 @@ def swallowed(source) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_every_error_has_a_fix(package, no_violations):
     no_violations([line for source in package for line in without_fix(source)])
 
 
+@pytest.mark.slow
 def test_only_errors_of_flatout_are_raised(package, no_violations):
     no_violations([line for source in package for line in raised_at_users(source)])
 

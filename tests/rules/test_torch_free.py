@@ -21,6 +21,7 @@ HEAVY_PARTS = {
     "build",
     "resolve",
     "capacity",
+    "past_runs",
     "prediction",
     "memory_trace",
     "training",

@@ -100,7 +100,7 @@ def test_all_kinds_of_files_are_read_in_the_encoding(tmp_path, monkeypatch, enco
         assert texts(tmp_path / name, encoding) == values
         (tmp_path / f"{name}.gz").write_bytes(gzip.compress(text.encode(encoding)))
         assert texts(tmp_path / f"{name}.gz", encoding) == values
-    assert [row.location.where() for row in documents(tmp_path / "a.jsonl", encoding)][
+    assert [str(row.location) for row in documents(tmp_path / "a.jsonl", encoding)][
         -1
     ] == f"{tmp_path}/a.jsonl, line 9"
     long = f"{word}\r\n" * 60_000

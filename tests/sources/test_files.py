@@ -155,7 +155,7 @@ def test_rows_split_into_tasks_are_each_read_once(tmp_path, monkeypatch, step):
     assert len(parts) == -(-path.stat().st_size // step)
     found = [row for part in parts for row in part.rows() if isinstance(row, Document)]
     assert [row.text for row in found] == values[1:]
-    assert [row.location.where() for row in found] == [
+    assert [str(row.location) for row in found] == [
         f"{path}, line {number}" for number in (2, 3, 4, 5, 6)
     ]
 
@@ -215,7 +215,7 @@ def test_a_bad_row_names_its_line_and_the_next_is_still_read(tmp_path, line, rea
     assert after.text == "c"
     assert bad.reason == reason
     assert said in str(bad.error)
-    assert bad.location.where() == f"{path}, line 2"
+    assert str(bad.location) == f"{path}, line 2"
 
 
 @pytest.mark.parametrize("step", [7, 40, 1 << 20])
@@ -228,7 +228,7 @@ def test_lines_are_counted_only_for_the_bad_rows_that_are_shown(tmp_path, monkey
     )
     path = tmp_path / "a.jsonl"
     path.write_text('bad\n\n{"text": "x"}\n' * 30)
-    assert [row.location.where() for row in rows(path) if isinstance(row, BadRow)] == [
+    assert [str(row.location) for row in rows(path) if isinstance(row, BadRow)] == [
         f"{path}, line {line}" for line in range(1, 91, 3)
     ]
     assert len(counts) == 30
@@ -268,7 +268,7 @@ def test_a_special_file_is_refused():
 
 def test_empty_rows_are_named_by_their_lines(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", ["x", "", *[""] * 20, "y"])
-    left_out = [row.location.where() for row in rows(path) if isinstance(row, LeftOut)]
+    left_out = [str(row.location) for row in rows(path) if isinstance(row, LeftOut)]
     assert left_out[:10] == [f"{path}, line {line}" for line in range(2, 12)]
     assert len(left_out) == 21
 

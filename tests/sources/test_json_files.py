@@ -31,7 +31,7 @@ def test_arrays_and_sequences_of_objects_are_rows_in_any_layout(tmp_path, monkey
     monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
     found = rows(tmp_path / "a.json", text)
     assert [row.text for row in found] == [row["text"] for row in ROWS]
-    assert found[2].location.where() == f"{tmp_path}/a.json, value 3"
+    assert str(found[2].location) == f"{tmp_path}/a.json, value 3"
 
 
 @pytest.mark.parametrize(

@@ -143,4 +143,4 @@ def test_documents_are_equal_with_long_and_short_text(tmp_path, monkeypatch):
     monkeypatch.setattr(file_reading, "LONG_BYTES", 2)
     path = written(tmp_path / "a.txt", b"long")
     assert read(path) == Document(measure(str(path)), str(path))
-    assert read(path).location.where() == str(path)
+    assert str(read(path).location) == str(path)

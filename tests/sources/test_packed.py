@@ -36,8 +36,8 @@ def test_compressed_text_and_rows_read_as_if_decompressed(tmp_path, ending):
     (tmp_path / f"b.jsonl{ending.upper()}").write_bytes(PACKERS[ending](ROWS.encode()))
     text, one, two, bad = rows(tmp_path)
     assert (text.text, one.text, two.text) == (TEXT, "one", "two")
-    assert two.location.where() == f"{tmp_path}/b.jsonl{ending.upper()}, line 3"
-    assert bad.location.where().endswith("line 4")
+    assert str(two.location) == f"{tmp_path}/b.jsonl{ending.upper()}, line 3"
+    assert str(bad.location).endswith("line 4")
 
 
 @pytest.mark.parametrize("ending", PACKERS)

@@ -68,14 +68,14 @@ def test_each_row_of_a_remote_file_is_read_once(web, ending, pack):
         f"row {number}" for number in range(3000)
     ]
     rows = [row for part in parts for row in part.rows()]
-    assert rows[1].location.where() == f"{address}, byte 18"
+    assert str(rows[1].location) == f"{address}, byte 18"
 
 
 def test_a_bad_row_of_a_remote_file_is_located_by_its_byte(memory):
     memory.pipe("/a.jsonl", b'{"text": "one"}\nbad\n{"text": "two"}\n')
     one, bad, two = (row for part in files.files("memory://a.jsonl") for row in part.rows())
     assert (one.text, two.text) == ("one", "two")
-    assert bad.location.where() == "memory://a.jsonl, byte 16"
+    assert str(bad.location) == "memory://a.jsonl, byte 16"
 
 
 def test_remote_folders_and_patterns_are_read_in_sorted_order(memory):

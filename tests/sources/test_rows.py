@@ -19,7 +19,7 @@ def test_rows_that_begin_in_a_range_are_read_whole(tmp_path):
             *read_rows(str(path), cut, size, Fields()),
         ]
         assert [row.text for row in found] == ["one", "two", "three"], cut
-    assert [row.location.where() for row in read_rows(str(path), 17, size, Fields())] == [
+    assert [str(row.location) for row in read_rows(str(path), 17, size, Fields())] == [
         f"{path}, line 3",
         f"{path}, line 4",
     ]
@@ -56,7 +56,7 @@ def test_a_row_that_is_too_long_is_bad_and_the_others_are_read(tmp_path, monkeyp
     assert [row.text for row in [*good, after]] == ["a"] * before + ["b"]
     for bad, number in ((long, before + 1), (last, before + 3)):
         assert isinstance(bad, BadRow)
-        assert (bad.reason, bad.location.where()) == ("too long", f"{path}, line {number}")
+        assert (bad.reason, str(bad.location)) == ("too long", f"{path}, line {number}")
         assert "is longer than 1 MiB" in str(bad.error)
         assert "a separate text file, which may have any length" in bad.error.fix
 

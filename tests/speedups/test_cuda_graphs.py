@@ -20,12 +20,12 @@ SPEEDUP = speedup_named("cuda-graphs")
 
 
 def test_why_not(tiny_config):
-    assert "on a CPU" in SPEEDUP.reason_against(GPU, tiny_config())
+    assert "uses a CPU" in SPEEDUP.reason_against(GPU, tiny_config())
     assert SPEEDUP.reason_against(GPU, tiny_config(train__device="cuda")) is None
     assert "parallel.shard" in SPEEDUP.reason_against(
         GPU, tiny_config(train__device="cuda", parallel__shard=2)
     )
-    assert "not been tried" in SPEEDUP.reason_against(
+    assert "not been tested" in SPEEDUP.reason_against(
         GPU, tiny_config(train__device="cuda", parallel__replicate=2)
     )
 

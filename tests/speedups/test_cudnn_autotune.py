@@ -30,7 +30,7 @@ def test_it_is_enabled_only_inside_even_when_the_loop_fails(monkeypatch, before)
 
 def test_it_is_for_gpus_and_not_for_deterministic_runs(tiny_config):
     speedup = speedup_named("cudnn-autotune")
-    assert "on a CPU" in speedup.reason_against(GPU, tiny_config())
+    assert "uses a CPU" in speedup.reason_against(GPU, tiny_config())
     assert speedup.reason_against(GPU, tiny_config(train__device="cuda")) is None
     assert "train.deterministic" in speedup.reason_against(
         GPU, tiny_config(train__device="cuda", train__deterministic=True)

@@ -38,7 +38,7 @@ def test_it_is_for_plain_causal_attention_on_hopper_and_later():
     assert "use flex-attention" in reason(gpu((9, 0)), "data.document_mask=true")
     assert "set train.precision=auto" in reason(gpu((9, 0)), "train.precision=fp32")
     assert "needs compute capability 9.0" in reason(gpu((8, 0)))
-    assert "on a CPU" in reason(CPU)
+    assert "uses a CPU" in reason(CPU)
 
 
 def test_without_the_package_it_names_the_install_line_and_the_licence(monkeypatch):

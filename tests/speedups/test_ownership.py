@@ -20,8 +20,8 @@ from flatout.commands.list import list_entries
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.measure.ladder import make_ladder
-from flatout.measure.sweep import SWEEPS, filling, precisions
+from flatout.measure.trials.ladder import make_ladder
+from flatout.measure.trials.sweep import SWEEPS, filling, precisions
 from flatout.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 
 MACHINES = {

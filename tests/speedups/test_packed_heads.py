@@ -31,7 +31,7 @@ def test_it_is_for_heads_that_are_normalised_or_rotated():
 
 
 def test_it_names_what_is_missing(monkeypatch):
-    assert "on a CPU; fused-heads runs there" in reason(CPU)
+    assert "uses a CPU; use fused-heads there" in reason(CPU)
     assert "needs compute capability 8.0" in reason(gpu((7, 5)))
     monkeypatch.setattr(conditions, "find_spec", lambda name: None)
     assert "pip install triton" in reason(gpu((9, 0)))

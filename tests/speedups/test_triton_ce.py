@@ -56,7 +56,7 @@ def test_named_on_a_gpu_it_takes_the_place_of_chunked_ce():
 
 def test_on_a_cpu_it_is_refused():
     assert "needs an NVIDIA GPU" in decided(CPU, device="cpu")["triton-ce"][1]
-    with pytest.raises(HardwareError, match="chunked-ce runs there"):
+    with pytest.raises(HardwareError, match="use chunked-ce there"):
         decided(CPU, "speedups=triton-ce", device="cpu")
 
 

@@ -38,7 +38,7 @@ def installed(monkeypatch):
 def test_auto_prefers_it_to_fast_scan_on_a_gpu():
     found = decided(gpu((9, 0)))
     assert found["triton-scan"][0]
-    assert found["fast-scan"] == (False, "triton-scan is on and does the same, better")
+    assert found["fast-scan"] == (False, "triton-scan is on and replaces it")
 
 
 def test_on_a_cpu_fast_scan_stays():

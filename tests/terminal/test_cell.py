@@ -83,7 +83,8 @@ def test_a_run_in_a_cell_ends_with_its_result(notebook):
         }
     )
     assert notebook.blocks == [
-        "2 steps, 128 tokens in 3.0 s; training 2.5000, validation 2.0000 (perplexity 7.4)"
+        "Trained: 2 steps, 128 tokens in 3.0 s\n"
+        "Loss: training 2.5000, validation 2.0000 (perplexity 7.4)"
     ]
 
 

@@ -158,3 +158,20 @@ def test_a_summary_is_shown_even_if_the_figures_cannot_be_read(tmp_path):
         (tmp_path / name).mkdir()  # cannot be read as a file
     text = closing(SUMMARY | {"run": str(tmp_path)}, encoding="ascii", width=120)
     assert text.startswith("Run ")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (118.4, "2 min 10 s (10% too high), 19.1 K tokens/s (10% too low), 0.90 GiB (0% too low)"),
+        (3.0, "0.90 GiB (0% too low)"),
+    ],
+)
+def test_a_run_of_seconds_compares_only_its_memory_with_the_prediction(tmp_path, seconds, shown):
+    predicted = {"wall_s": 130.24, "tokens_per_s": 19_110.6, "peak_gib": 0.9}
+    lines = lines_of({"predicted": predicted, "wall_s": seconds}, tmp_path)
+    assert [line for line in lines if line.startswith("Predicted")] == [f"Predicted  {shown}"]
+
+
+def test_a_run_without_a_prediction_compares_nothing(tmp_path):
+    assert not any(line.startswith("Predicted") for line in lines_of({}, tmp_path))

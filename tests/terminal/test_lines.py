@@ -114,6 +114,7 @@ def test_failed_task_is_closed_without_a_line():
     assert terminal.plain_line() is None
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_task_within_a_third_of_a_second():
     terminal = live()
     with terminal.task("Loading torch"):

@@ -156,7 +156,7 @@ def test_a_run_starts_with_one_line_about_its_speedups(terminal):
     report.on_event({"event": "speedup", "name": "bf16", "on": False, "reason": "already reported"})
     report.on_end({})
     assert text_of(terminal).splitlines()[1:] == [
-        "1 of 3 optimisations on; `flatout list speedups` or --verbose shows each"
+        "1 of 3 speedups on; `flatout list speedups` or --verbose shows each"
     ]
 
 

@@ -20,7 +20,8 @@ def test_out_of_memory_reports_the_need_and_what_fits(tiny_config, tmp_path, mon
 
     monkeypatch.setattr(loop, "train_step", fail)
     message = (
-        r"Out of memory at step 0: this run needs about .* GiB with 4 rows .*rows_per_device=3"
+        r"Out of memory at step 0: this run needs about .* GiB with 4 rows "
+        r".*rows_per_device=2 batch.accumulate=4"
     )
     with pytest.raises(RunFailed, match=message):
         run_training(tiny_config(), tmp_path / "run")
@@ -40,7 +41,7 @@ def test_a_large_chunk_size_is_suggested_before_fewer_rows(tiny_config, tmp_path
     }
     with pytest.raises(RunFailed, match=r"Set model\.chunk_size=64: it changes no result"):
         run_training(tiny_config(**wide, model__chunk_size=512), tmp_path / "wide")
-    with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set batch\.rows_per_device=3"):
+    with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set batch\.rows_per_device=2"):
         run_training(tiny_config(**wide, model__chunk_size=32), tmp_path / "lean")
 
 

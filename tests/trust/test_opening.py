@@ -277,7 +277,7 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "registry.py",
         "assembly/recipe.py",
         "commands/runs.py",
-        "measure/diagnose_recorded.py",  # imports nothing that the configuration names
+        "measure/diagnose/recorded.py",  # imports nothing that the configuration names
         "training/run_dir/layout.py",
         "training/init_from.py",
         "training/run_dir/resume.py",

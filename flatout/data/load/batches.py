@@ -71,7 +71,7 @@ class BatchPlan:
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of one optimiser step over all ranks."""
+        """Sequences of one optimizer step over all ranks."""
         return self.accumulate * self.world_size * self.rows_per_device
 
     def positions(self, start: int) -> Array:

@@ -50,7 +50,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of one optimiser step, on the device.
+    """One rank's share of one optimizer step, on the device.
 
     The feed does not reuse the tensors: they belong to the caller.
     """

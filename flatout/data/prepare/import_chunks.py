@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -16,28 +15,16 @@ from flatout.data.prepare.chunks.find import check_stated, read_metadata
 from flatout.data.prepare.chunks.find import find_chunks as find_chunks
 from flatout.data.prepare.chunks.torch_file import load_tensor
 from flatout.data.prepare.pack.range_files import SplitWriter
+from flatout.data.prepare.pipeline import Prepared
 from flatout.data.prepare.request.options import parse_rule
 from flatout.data.prepare.request.request import existing_dataset
 from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.store.manifest import Manifest
 from flatout.data.tokenizers import Tokenizer, existing_tokenizer, kind_named
 from flatout.errors import DataError
 from flatout.files import Array, expanded
 from flatout.progress import SILENT, Progress
 
 Documents = Literal["end-of-text", "chunk"]
-
-
-@dataclass(frozen=True)
-class Imported:
-    """An imported dataset, and how long the import took."""
-
-    manifest: Manifest
-    chunks: int
-    """Number of chunk files."""
-    seconds: float
-    existed: bool
-    """Whether the directory already contained this dataset."""
 
 
 def import_chunks(
@@ -50,7 +37,7 @@ def import_chunks(
     documents: Documents = "end-of-text",
     split: str = "tail 0.1",
     progress: Progress = SILENT,
-) -> Imported:
+) -> Prepared:
     """Write the tokens of a directory of chunks to the dataset `out`, one chunk at a time.
 
     Tokens are stored unchanged. Documents end at end-of-text tokens and may span chunks, or each
@@ -97,7 +84,7 @@ def import_chunks(
             with progress.task("Writing to the disk"):
                 rule = f"tail {fraction:g}"
                 manifest = writer.finish(tokenizer=known, source=source, split_rule=rule)
-    return Imported(manifest, len(files), time.perf_counter() - started, existed)
+    return Prepared(out, manifest, time.perf_counter() - started, existed)
 
 
 def _write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Unpack
 from flatout.data.prepare.join.duplicates import find_duplicates, first_dropped, without_dropped
 from flatout.data.prepare.join.shards import check_files, join
 from flatout.data.prepare.pack.jobs import Range
-from flatout.data.prepare.pack.records import RangeRecord, Skipped, no_documents, record_path
+from flatout.data.prepare.pack.records import RangeRecord, count_skipped, no_documents, record_path
 from flatout.data.prepare.pack.tokenize import Packing, Report, Tally
 from flatout.data.prepare.plan.limits import BadRowLimit
 from flatout.data.prepare.plan.make import check_same, plan_work
@@ -23,7 +23,7 @@ from flatout.data.prepare.request.options import NAMED, not_positive
 from flatout.data.prepare.request.options import Options as Options
 from flatout.data.prepare.request.request import Access, Request, existing_dataset, open_request
 from flatout.data.prepare.workers.local import LocalWorkers, Setup, Workers
-from flatout.data.store.manifest import SPLITS, Manifest
+from flatout.data.store.manifest import SPLITS, Manifest, SkippedRows
 from flatout.errors import DataError
 from flatout.files import Unfinished, expanded
 from flatout.hardware import cgroup_limits, usable_cores
@@ -47,6 +47,11 @@ class Prepared:
     seconds: float
     existed: bool
     """Whether this dataset was already there."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens divided by that time; 0 when the dataset was already there."""
+        return 0.0 if self.existed else round(self.manifest.tokens / self.seconds, 1)
 
 
 @dataclass(frozen=True)
@@ -225,10 +230,10 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
     """Pack the remaining ranges, and join all; discard the work if the text is unusable."""
     plan, packing = plan_work(work, request)
     records = _pack(work, plan, packing, plan.ranges, crew, request)
-    skipped = Skipped()
+    skipped: list[SkippedRows] = []
     for record in records:
         for rows in record.skipped:
-            skipped.add(rows.reason, rows.first, rows.count)
+            count_skipped(skipped, rows.reason, rows.first, rows.count)
     dropped = None
     if request.options.duplicates == "drop":
         with request.progress.task("Looking for duplicates"):
@@ -236,7 +241,7 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
             first = first_dropped(plan, dropped)
             records = without_dropped(work, records, dropped)
         if dropped.count:
-            skipped.add("duplicate document", first, dropped.count)
+            count_skipped(skipped, "duplicate document", first, dropped.count)
     try:
         _check_splits(records, request, plan.rule, skipped)
     except DataError:
@@ -249,7 +254,7 @@ def _write(work: WorkDir, request: Request, crew: Workers) -> Manifest:
             packing.tokenizer,
             source=request.source,
             split_rule=plan.rule,
-            skipped=skipped.entries(),
+            skipped=[rows.named() for rows in skipped],
             dropped=dropped,
         )
 
@@ -319,7 +324,7 @@ def _reporter(task: Task) -> Report:
 
 
 def _check_splits(
-    records: Sequence[RangeRecord], request: Request, rule: str, skipped: Skipped
+    records: Sequence[RangeRecord], request: Request, rule: str, skipped: Iterable[SkippedRows]
 ) -> None:
     """Check that both splits have documents.
 
@@ -327,7 +332,7 @@ def _check_splits(
     """
     train, val = (sum(record.splits[name].documents for record in records) for name in SPLITS)
     if not train and (rule == NAMED or not val):
-        raise no_documents(" ".join(request.source["names"]), skipped.rows.values())
+        raise no_documents(" ".join(request.source["names"]), skipped)
     if rule == NAMED and not val:
         raise no_documents(" ".join(request.source["val"]))
     if not train or not val:

@@ -10,10 +10,10 @@ import hashlib
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pydantic import ValidationError
 
@@ -39,6 +39,7 @@ from flatout.data.store.remote import (
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse
 from flatout.files import StoredModel, entry_of, write_text
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.transfer.parallel import Advance, transfer_all
 from flatout.transfer.reading import Description, read_remote
@@ -57,7 +58,7 @@ class Claim(StoredModel):
     """Version of this file's format."""
     manifest: str
     """SHA-256 of the manifest that comes last."""
-    source: dict[str, Any]
+    source: JsonObject
     """The source entry of that manifest."""
 
 
@@ -122,7 +123,7 @@ def _refuse(url: str) -> NoReturn:
     )
 
 
-def _require_same(what: str, source: Mapping[str, Any], request: Request) -> None:
+def _require_same(what: str, source: JsonObject, request: Request) -> None:
     require_same(what, source, request.source, fix=_CHOOSE_ANOTHER)
 
 

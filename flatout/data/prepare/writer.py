@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from flatout.data.prepare.join.shards import join
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.data.prepare.plan.limits import SHARD_BYTES
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.request.request import refuse_occupied
-from flatout.data.store.manifest import Manifest, SkippedEntry
+from flatout.data.store.manifest import Manifest, SkippedRows
 from flatout.data.tokenizers import Tokenizer
 from flatout.files import expanded
+from flatout.json_io import JsonObject
 
 
 class DatasetWriter:
@@ -50,9 +51,9 @@ class DatasetWriter:
         self,
         *,
         tokenizer: Tokenizer,
-        source: Mapping[str, Any],
+        source: JsonObject,
         split_rule: str,
-        skipped: Sequence[SkippedEntry] = (),
+        skipped: Sequence[SkippedRows] = (),
     ) -> Manifest:
         """Join the splits, write the manifest, publish the directory, and return the manifest."""
         return join(

@@ -5,16 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
+from urllib.parse import quote, unquote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationError,
+)
 
-from flatout.errors import DataError, in_shell
+from flatout.errors import DataError, in_shell, without_secrets
 from flatout.files import BLOCK_BYTES as BLOCK_BYTES
 from flatout.files import FileEntry as FileEntry
 from flatout.files import StoredModel
+from flatout.json_io import JsonObject
 from flatout.recognised import read_regular, recognise
 from flatout.registry import nearest
+from flatout.sources import RowLocation
 
 FORMAT_VERSION = 2
 """Version 2 added a digest of the manifest's own content."""
@@ -53,15 +63,50 @@ class TokenizerEntry(StoredModel):
     """SHA-256 of that file."""
 
 
-class SkippedEntry(StoredModel):
+def storable(name: str) -> str:
+    """Return a name as valid UTF-8, and a URL without its secrets."""
+    return without_secrets(
+        name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
+    )
+
+
+def _to_json(location: RowLocation | str) -> tuple[str, int | None] | str:
+    """Return a location as JSON values, even if the file name is not UTF-8."""
+    if isinstance(location, str):
+        return location
+    name = quote(without_secrets(location.name), safe="/:, ", errors="surrogateescape")
+    return name, location.offset
+
+
+def _from_json(stored: Any) -> Any:
+    if isinstance(stored, RowLocation | str):
+        return stored
+    return RowLocation(unquote(stored[0], errors="surrogateescape"), stored[1])
+
+
+StoredLocation = Annotated[
+    RowLocation | str, BeforeValidator(_from_json), PlainSerializer(_to_json)
+]
+"""A row's location: by byte offset in the work directory, because finding its line number reads the
+file again; as text in a manifest.
+"""
+
+
+class SkippedRows(StoredModel):
     """Rows of the source that were left out for one reason."""
+
+    model_config = ConfigDict(frozen=False)
 
     reason: str
     """The reason."""
     count: int = Field(ge=1)
     """Number of rows."""
-    first: tuple[str, ...] = ()
+    first: tuple[StoredLocation, ...] = ()
     """Locations of the first few."""
+
+    def named(self) -> SkippedRows:
+        """Return these rows for a manifest, with locations as text; their files are read again."""
+        return self.model_copy(update={"first": tuple(storable(str(one)) for one in self.first)})
 
 
 class Manifest(StoredModel):
@@ -77,11 +122,11 @@ class Manifest(StoredModel):
     """The tokenizer that made the tokens."""
     splits: dict[SplitName, SplitEntry]
     """train and val."""
-    source: dict[str, Any]
+    source: JsonObject
     """The source of the text, with every parameter that affected it."""
     split_rule: str
     """How documents were divided into train and val."""
-    skipped: tuple[SkippedEntry, ...] = ()
+    skipped: tuple[SkippedRows, ...] = ()
     """Rows that were left out, by reason."""
     cut_documents: int = Field(0, ge=0)
     """Documents cut at the start of validation; both splits count them."""
@@ -207,7 +252,7 @@ def _require_own_digest(manifest: Manifest, text: str, path: Path | str) -> None
         )
 
 
-def _digest(document: dict[str, Any]) -> str:
+def _digest(document: JsonObject) -> str:
     """Return the digest of a manifest's content, excluding the digest field."""
     rest = {key: value for key, value in document.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()

@@ -7,19 +7,16 @@ number of ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+from numpy.typing import NDArray
 
-Words = np.ndarray[Any, np.dtype[np.uint64]]
+Words = NDArray[np.uint64]
 
 ROUNDS = 8
 """Feistel rounds: four already look random; eight add a margin and cost microseconds per step."""
 
 
-def shuffled(
-    positions: np.ndarray[Any, np.dtype[Any]], num_sequences: int, *, seed: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def shuffled(positions: NDArray[np.integer], num_sequences: int, *, seed: int) -> NDArray[np.int64]:
     """Return the sequence at each position of an endless order, permuted anew in each epoch.
 
     Position p is in epoch p // num_sequences. A Feistel network on the next power of four permutes

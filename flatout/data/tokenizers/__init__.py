@@ -30,6 +30,7 @@ from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise
 from flatout.registry import TOKENIZERS, nearest
+from flatout.words import name_for
 
 RESTORE = (
     "Restore it from a copy: a dataset and the runs trained on it have the same tokenizer.json."
@@ -40,6 +41,8 @@ MAX_FILE_BYTES = 128 << 20
 _JSON_KIND = "huggingface"
 """The kind of a JSON file that flatout did not write."""
 _FILES = "Give a file that flatout saved, a Hugging Face tokenizer.json, or a .tiktoken file."
+_REPOSITORY = "openai-community/gpt2"
+"""An example, and what GPT-2's tokenizer is called on the hub."""
 
 
 def make_tokenizer(
@@ -110,12 +113,13 @@ def existing_tokenizer(
         return load_tokenizer(path, end_of_text=end_of_text, name=spec)
     if "/" not in spec and not path.suffix:
         forms = sorted(_kinds_by("SPEC"))
-        guess = nearest(spec, [form.replace(":N", ":4096") for form in forms])
+        known = [_REPOSITORY, *(form.replace(":N", ":4096") for form in forms)]
+        guess = name_for("tokenizer", spec, known) or nearest(spec, known)
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise DataError(
             f"There is no tokenizer {spec!r}.",
             fix=f"{hint}Give {', '.join(forms)}, a tokenizer.json or .tiktoken file, or a Hugging "
-            "Face repository such as openai-community/gpt2.",
+            f"Face repository such as {_REPOSITORY}.",
         )
     here = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = nearest(path.name, here)

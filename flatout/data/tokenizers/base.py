@@ -10,12 +10,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self, final
+from typing import ClassVar, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatout.errors import DataError
+from flatout.json_io import JsonObject
 from flatout.progress import Progress
 
 FORMAT = "flatout-tokenizer"
@@ -39,7 +40,7 @@ Encode = Callable[[str], Ids]
 Sample = Callable[[int | None], Iterable[str]]
 """Returns about this many bytes of the corpus, evenly spread; None means the whole corpus."""
 BoundedSample = Callable[[int], Iterable[str]]
-Document = dict[str, Any]
+Document = JsonObject
 """A parsed JSON file, either our own or a tokenizer.json, whose schema `tokenizers` defines."""
 
 
@@ -73,6 +74,7 @@ class Tokenizer(ABC):
     Text is never encoded as `eot_id` or as another special id. The file of a kind assigns its class
     to TOKENIZER. A kind that `--tokenizer` selects by name also assigns SPEC (`"char"`, or
     `"train:N"` with an argument), and one that reads another program's files assigns SUFFIX.
+    LISTED_AS is what `flatout list tokenizers` shows instead of SPEC.
     """
 
     kind: ClassVar[str]

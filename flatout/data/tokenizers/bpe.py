@@ -34,6 +34,7 @@ from flatout.progress import SILENT, Progress
 
 SPEC = "train:N"
 SUFFIX = ".tiktoken"
+LISTED_AS = "train:N, FILE.tiktoken"
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|re|ve)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 """GPT-2's pattern, with possessive quantifiers, so that long runs need no backtracking."""

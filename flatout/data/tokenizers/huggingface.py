@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer.json of any model. `tokenizers` defines its ids."""
+"""A Hugging Face tokenizer: its file, directory or repository; `tokenizers` defines its ids."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from flatout.registry import nearest
 if TYPE_CHECKING:
     import tokenizers
 
+LISTED_AS = "tokenizer.json, ORG/NAME"
 USUAL_NAMES = (
     "<|endoftext|>",
     "<|end_of_text|>",

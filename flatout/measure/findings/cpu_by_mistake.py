@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from flatout.hardware import CUDA_TORCH
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
+from flatout.measure.instruments.evidence import Evidence
 
 
 def look(evidence: Evidence) -> Finding | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
+from flatout.measure.instruments.evidence import Evidence
 
 OFF = frozenset({"", "0", "false", "off", "no"})
 ON_A_GPU = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
+from flatout.measure.instruments.evidence import Evidence
 
 WORTH_TELLING = 0.2
 """Share of the run from which they are a finding."""

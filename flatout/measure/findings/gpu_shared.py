@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
+from flatout.measure.instruments.evidence import Evidence
 
 MIN_GIB = 0.5
 """Memory below which another process only shows something, such as a desktop."""

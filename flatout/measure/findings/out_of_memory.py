@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
+from flatout.measure.instruments.evidence import Evidence
 
 CLOSE = 0.92
 """Share of the memory from which an estimate is a warning: it is not exact."""

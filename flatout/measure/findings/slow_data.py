@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix, speedup_fixes
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix, speedup_fixes
+from flatout.measure.instruments.evidence import Evidence
 
 WORTH_TELLING = 0.1
 """Share of the step from which waiting for data is a finding."""

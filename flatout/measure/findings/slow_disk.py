@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
 from flatout.measure.findings.slow_data import WORTH_TELLING, data_figures, lost_to_data
+from flatout.measure.instruments.evidence import Evidence
 
-MIN_STALLED = 0.3
+MIN_STALLED = 0.2
 """Share of the wait at which the machine must have waited for a disk."""
 MIN_BYTES = 64 * 2**10
 """Fewest bytes per step that come from a disk."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule
+from flatout.measure.diagnose.finding import Finding, FindingRule
 from flatout.measure.findings.idle_gpu import fixes_for_overhead
+from flatout.measure.instruments.evidence import Evidence
 
 LOW_MFU = 0.2
 """Share of the peak below which a small micro-batch is the likely cause."""

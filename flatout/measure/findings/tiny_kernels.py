@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
 from flatout.measure.findings.idle_gpu import fixes_for_overhead
+from flatout.measure.instruments.evidence import Evidence
 
 WORTH_TELLING = 0.25
 """Share of the step from which they are a finding."""

@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from flatout.measure.evidence import Evidence
-from flatout.measure.finding import Finding, FindingRule, Fix
+from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
+from flatout.measure.instruments.evidence import Evidence
 
 MIN_RECORDS = 24
 """With fewer losses, only those that are not finite count."""

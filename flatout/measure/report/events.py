@@ -61,7 +61,6 @@ def _marks(index: int, run: RunData, num_runs: int) -> Iterator[Marks]:
         row = KINDS.get(str(event.get("event")))
         if row is not None and _is_step(event.get("step")):
             by_row.setdefault(row, []).append(event)
-    positions = _positions(run)
     for row, events in by_row.items():
         every = math.ceil(len(events) / MAX_MARKS)
         events = events[::every]
@@ -74,8 +73,8 @@ def _marks(index: int, run: RunData, num_runs: int) -> Iterator[Marks]:
             offset=0.6 * ((num_runs - 1) / 2 - index) / num_runs,
             at=Curve(
                 step=steps,
-                tokens=_between(steps, positions, "tokens"),
-                elapsed_s=_between(steps, positions, "elapsed_s"),
+                tokens=_between(steps, run.longest, "tokens"),
+                elapsed_s=_between(steps, run.longest, "elapsed_s"),
                 value=steps,
             ),
             texts=tuple(prefix + described(event) for event in events),
@@ -106,11 +105,6 @@ def _details(event: Mapping[str, Any]) -> Iterator[str]:
 
 def _is_step(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53
-
-
-def _positions(run: RunData) -> Curve | None:
-    """Return the run's longest curve, whose records say where a step stands."""
-    return max(run.curves.values(), key=lambda curve: len(curve.step), default=None)
 
 
 def _between(steps: Iterable[float], known: Curve | None, name: str) -> Any:

@@ -51,6 +51,7 @@ def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[st
 
     Positions of a curve are columns of its data source: `step`, `tokens` and `elapsed_s`.
     """
+    from bokeh.core.json_encoder import serialize_json
     from bokeh.document import Document
     from bokeh.models import Range1d
 
@@ -67,16 +68,10 @@ def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[st
         shown.append({"key": "events", "root": plot.id, "lines": []})
     curves = [line.curve for drawn in charts for line in drawn.lines]
     return {
-        "document": json.loads(_serialized(document.to_json(deferred=False))),
+        "document": json.loads(serialize_json(document.to_json(deferred=False))),
         "charts": shown,
         "bounds": {name: _bounds(curves, name) for name in POSITIONS},
     }
-
-
-def _serialized(document: Any) -> str:
-    from bokeh.core.json_encoder import serialize_json
-
-    return serialize_json(document)
 
 
 def _plot(drawn: DrawnChart, x_range: Range1d) -> figure:
@@ -96,9 +91,8 @@ def _plot(drawn: DrawnChart, x_range: Range1d) -> figure:
 
 
 def _draw(plot: figure, name: str, line: Line, curve: Curve, *, alpha: float) -> None:
-    source = _source(name, curve)
     options: dict[str, Any] = {
-        "source": source,
+        "source": _source(name, curve, curve.value.astype(np.float32)),
         "name": line.key,
         "tags": [f"c{line.color}"],
     }
@@ -111,35 +105,29 @@ def _draw(plot: figure, name: str, line: Line, curve: Curve, *, alpha: float) ->
         plot.scatter("step", "value", size=5, fill_alpha=alpha, line_color=None, **options)
 
 
-def _source(name: str, curve: Curve) -> Any:
+def _source(name: str, at: Curve, value: Any) -> Any:
+    """Return the values at the positions of a curve."""
     from bokeh.models import ColumnDataSource
 
     columns = {
-        "step": curve.step,
-        "tokens": curve.tokens,
-        "elapsed_s": curve.elapsed_s.astype(np.float32),
-        "value": curve.value.astype(np.float32),
+        "step": at.step,
+        "tokens": at.tokens,
+        "elapsed_s": at.elapsed_s.astype(np.float32),
+        "value": value,
     }
     return ColumnDataSource(columns, name=name)
 
 
 def _events_plot(marks: Sequence[Marks], x_range: Range1d) -> figure:
     """Return the plot of the events: a row for each kind."""
-    from bokeh.models import ColumnDataSource
-
     kinds = list(dict.fromkeys(mark.kind for mark in marks))
     height = 40 + EVENTS_ROW * len(kinds)
     plot = _empty_plot(height, x_range=x_range, y_range=kinds[::-1])
     for mark in marks:
-        columns = {
-            "step": mark.at.step,
-            "tokens": mark.at.tokens,
-            "elapsed_s": mark.at.elapsed_s,
-            "value": [(mark.kind, mark.offset)] * len(mark.at.step),
-        }
+        value = [(mark.kind, mark.offset)] * len(mark.at.step)
         is_trouble = mark.kind in {"alarm", "skip"}
         options: dict[str, Any] = {
-            "source": ColumnDataSource(columns, name=f"{mark.key}|marks"),
+            "source": _source(f"{mark.key}|marks", mark.at, value),
             "name": mark.key,
             "marker": "diamond" if is_trouble else "circle",
             "size": 12 if is_trouble else 8,
@@ -194,9 +182,6 @@ def _legend(lines: Iterable[Line]) -> list[Mapping[str, Any]]:
 
 def _bounds(curves: Iterable[Curve], name: str) -> list[float] | None:
     """Return the lowest and highest position of all curves; None when no record has one."""
-    known = [getattr(curve, name) for curve in curves]
-    finite = [values[np.isfinite(values)] for values in known]
-    finite = [values for values in finite if len(values)]
-    if not finite:
-        return None
-    return [float(min(v.min() for v in finite)), float(max(v.max() for v in finite))]
+    known = np.concatenate([np.empty(0), *(getattr(curve, name) for curve in curves)])
+    known = known[np.isfinite(known)]
+    return [float(known.min()), float(known.max())] if len(known) else None

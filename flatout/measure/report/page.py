@@ -7,7 +7,7 @@ import datetime
 import hashlib
 import importlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -20,17 +20,15 @@ from flatout.measure.report.values import escape, number
 
 MARK = "<!doctype html><!-- flatout report -->"
 """The first characters of a report, by which a file is known as one."""
-TITLES = {
-    "notes": "Notes",
-    "differences": "Differences",
-    "time": "Where the time of a step goes",
-    "plan": "Plan and reality",
-    "findings": "Findings",
-    "samples": "Samples",
-    "events": "Events",
-    "settings": "Settings",
-    "about": "About this page",
+SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[RunData]], str]]] = {
+    "time": ("Where the time of a step goes", results.time_of_steps),
+    "plan": ("Plan and reality", sections.plan),
+    "findings": ("Findings", sections.findings),
+    "samples": ("Samples", sections.samples),
+    "events": ("Events", sections.events),
+    "settings": ("Settings", results.settings),
 }
+"""The sections below the charts, by their key: the title, and what returns the contents."""
 FOLDED = {"events", "settings"}
 """Long sections, closed until the reader opens them."""
 LIVE = '<p id="live" role="status">live</p>'
@@ -132,26 +130,20 @@ def _main(
     marks: Sequence[Marks],
 ) -> Iterator[str]:
     """Yield the sections of the page, without those that have nothing to say."""
-    several = len(runs) > 1
-    yield _section("notes", _notes(runs))
+    yield _section("notes", "Notes", _notes(runs))
     yield f'<div class="beside"><section id="results" data-live>{results.results(runs)}</section>'
-    if several:
-        yield _section("differences", results.differences(runs))
+    if len(runs) > 1:
+        yield _section("differences", "Differences", results.differences(runs))
     yield "</div>"
     yield _charts(charts, marks)
-    yield _section("time", results.time_of_steps(runs))
-    yield _section("plan", sections.plan(runs))
-    yield _section("findings", sections.findings(runs))
-    yield _section("samples", sections.samples(runs))
-    yield _section("events", sections.events(runs))
-    yield _section("settings", results.settings(runs))
-    yield _section("about", _about(runs))
+    for key, (title, contents) in SECTIONS.items():
+        yield _section(key, title, contents(runs))
+    yield _section("about", "About this page", _about(runs))
 
 
-def _section(key: str, content: str) -> str:
+def _section(key: str, title: str, content: str) -> str:
     """Return a section; an empty one stays hidden, so that a live page can fill it."""
     hidden = "" if content else " hidden"
-    title = TITLES[key]
     if key in FOLDED:
         content = (
             f'<details id="{key}-details"><summary><h2>{title}</h2></summary>{content}</details>'

@@ -69,6 +69,11 @@ class RunData:
     notes: tuple[str, ...]
     """What is missing or damaged, as sentences."""
 
+    @property
+    def longest(self) -> Curve | None:
+        """The curve with the most records, which say where a step stands."""
+        return max(self.curves.values(), key=lambda curve: len(curve.step), default=None)
+
 
 @dataclass
 class _Columns:

@@ -133,8 +133,8 @@ def _position(name: str, form: Callable[[object], str]) -> Cell:
     """Return a cell: a position of the last record."""
 
     def cell(run: RunData) -> str:
-        last = max(run.curves.values(), key=lambda curve: len(curve.step), default=None)
-        return UNKNOWN if last is None else form(float(getattr(last, name)[-1]))
+        known = run.longest
+        return UNKNOWN if known is None else form(float(getattr(known, name)[-1]))
 
     return cell
 

@@ -31,7 +31,8 @@ def plan(runs: Sequence[RunData]) -> str:
         for run in runs
         for name, *cells in _predictions(run)
     ]
-    return table(["", "predicted", "measured", "predicted / measured"], rows) if rows else ""
+    head = ["", "predicted", "measured", "predicted / measured"]
+    return table(head, rows, kind="figures") if rows else ""
 
 
 def _predictions(run: RunData) -> Iterator[tuple[str, str, str, str]]:
@@ -40,7 +41,7 @@ def _predictions(run: RunData) -> Iterator[tuple[str, str, str, str]]:
     Early stopping is not part of a prediction, so the time of such a run is no measurement of it.
     """
     predicted = run.summary.get("predicted")
-    if not isinstance(predicted, Mapping):
+    if not isinstance(predicted, dict):
         return
     for name, value in flat(predicted).items():
         measured = run.summary.get(name)

@@ -27,13 +27,13 @@ SPEEDUP = Speedup(
         "optimizer": lazy("flatout.speedups.adamw_8bit.torchao:adamw_8bit"),
         "moments": lazy("flatout.speedups.adamw_8bit.torchao:moment_bytes"),
     },
-    saves="memory: AdamW's moments take 2 bytes per weight instead of 8; "
-    "those of small tensors stay fp32",
+    saves="memory: AdamW's moments take 2 bytes per weight instead of 8; those of small "
+    "tensors stay in fp32",
     promise=Promise.statistical(),
     why_not=_why_not,
     rank=720,
     auto={
-        "cpu": Off("it costs time on a CPU: turn it on where memory is short"),
-        "cuda": Off("turn it on where memory is short"),
+        "cpu": Off("it is slower on a CPU; use it where memory is short"),
+        "cuda": Off("use it where memory is short"),
     },
 )

@@ -11,6 +11,7 @@ import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
 from flatout.assembly.conditions import load_package
+from flatout.optimizers.groups import AdamWSettings, ParameterGroup
 from flatout.optimizers.moments import FP32, TORCHAO, Moments
 
 BLOCK = 256
@@ -30,7 +32,7 @@ MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """torch's names of AdamW's moments, and whether they are signed."""
 
 
-def adamw_8bit(groups: list[dict[str, Any]], keywords: dict[str, Any]) -> Optimizer:
+def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
     """Return torchao's AdamW, with one compiled kernel per shape of a large parameter.
 
     Cost:   seconds of compilation per shape, at the first step.
@@ -58,20 +60,20 @@ class AdamW8bit(Optimizer):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], keywords: dict[str, Any], package: Any
+        self, groups: list[ParameterGroup], keywords: AdamWSettings, package: ModuleType
     ) -> None:
-        super().__init__(groups, keywords)
+        super().__init__(groups, dict(keywords))
         self._state_class: Any = importlib.import_module(
             "torchao.optim.subclass_8bit"
         ).OptimState8bit
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._groups: list[tuple[ParameterGroup, ParameterGroup]] = []
         self._quantised = self._make_inner(package.AdamW8bit, keywords, quantised=True)
         self._fp32 = self._make_inner(partial(AdamW, fused=True), keywords, quantised=False)
         if self._fp32 is not None:
             self._fp32.state = self.state
 
     def _make_inner(
-        self, make: Callable[..., Optimizer], keywords: dict[str, Any], *, quantised: bool
+        self, make: Callable[..., Optimizer], keywords: AdamWSettings, *, quantised: bool
     ) -> Optimizer | None:
         members = [
             (group, [p for p in group["params"] if _is_quantised(p.numel()) is quantised])

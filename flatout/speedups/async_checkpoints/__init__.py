@@ -7,14 +7,12 @@ from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 SPEEDUP = Speedup(
     name="async-checkpoints",
     fills={"state_saver": lazy("flatout.speedups.async_checkpoints.saver:BackgroundSaver")},
-    saves="time: the loop waits for a copy of the state, not for the disk; "
-    "the copy takes as much host memory as the state",
+    saves="time: training waits for a copy of the state, not for the disk; the copy takes as "
+    "much host memory as the state",
     promise=Promise.exact(),
     rank=1030,
     auto={
-        "cpu": Off(
-            "the writing thread takes cores and memory from training, which uses all of them"
-        ),
+        "cpu": Off("the writing thread takes cores and memory that training uses"),
         "cuda": On("training continues while the checkpoint is written"),
     },
 )

@@ -1,7 +1,7 @@
 """A copy of a run's state in host memory, from which checkpoints are written during training.
 
 Every save reuses the memory. From a GPU, the copy is made on a separate stream into pinned memory:
-forward and backward passes overlap with it, and the next optimiser step waits for it on the GPU. On
+forward and backward passes overlap with it, and the next optimizer step waits for it on the GPU. On
 a CPU it is made synchronously.
 """
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.assembly.run import Saved
+from flatout.json_io import JsonObject
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 from flatout.speedups.async_checkpoints.host_copy import HostCopy, bytes_of
@@ -68,7 +68,7 @@ class BackgroundSaver:
         return num_bytes
 
     def save(
-        self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
+        self, run: Run, *, environment: JsonObject, keep: int, progress: Progress = SILENT
     ) -> None:
         """Copy the state and start writing it; once complete, delete checkpoints beyond `keep`.
 
@@ -123,7 +123,7 @@ class BackgroundSaver:
                 self._advance(self._saving, progress)
 
     def before_update(self) -> None:
-        """Make the optimiser's step wait, on the GPU, until the weights have been copied."""
+        """Make the optimizer's step wait, on the GPU, until the weights have been copied."""
         if self._saving is not None:
             self._copy.before_update()
 

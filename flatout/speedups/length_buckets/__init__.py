@@ -9,15 +9,15 @@ from flatout.hardware import Machine
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
     if config.data.mix is not None:
-        return "The shares of a mix are counted in sequences of data.seq_len, not in documents."
+        return "A mix counts its shares in sequences of data.seq_len, not in documents."
     return None
 
 
 SPEEDUP = Speedup(
     name="length-buckets",
     fills={"batching": lazy("flatout.speedups.length_buckets.steps:BucketedSteps")},
-    saves="time where every row must be one document: short documents take short rows of a few "
-    "fixed lengths, and no row is padded to the longest",
+    saves="time where every row must be one document: short documents use short rows of a few "
+    "fixed lengths instead of being padded to the longest",
     promise=Promise.statistical(),
     needs=("pretokenised",),
     why_not=_why_not,

@@ -12,13 +12,13 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from flatout.errors import CheckpointError
 from flatout.files import sha256, sync
-from flatout.json_io import parsing, read_json, read_model
+from flatout.json_io import JsonObject, parsing, read_json, read_model
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.location import checkpoints_folder
 
@@ -112,7 +112,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def environment_of(checkpoint: Path) -> dict[str, Any]:
+def environment_of(checkpoint: Path) -> JsonObject:
     """Return the environment in which a checkpoint was written.
 
     Raises: CheckpointError when the state cannot be read.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from flatout.json_io import JsonObject
 from flatout.training.agreement import WRITING, together
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import checkpoints_folder, claim
@@ -60,7 +61,7 @@ class Saving:
     def __init__(
         self,
         run: Run,
-        environment: Mapping[str, Any],
+        environment: JsonObject,
         *,
         start: Callable[[Work], Job],
         copied: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,

@@ -11,7 +11,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError
@@ -30,7 +30,7 @@ class Owner(BaseModel):
     """The random id."""
     run: str
     """The run directory that it was created for."""
-    place: str | None = None
+    path: str | None = Field(None, alias="place")
     """The directory of the checkpoints."""
 
 
@@ -64,8 +64,12 @@ def claim(run_folder: Path, folder: Path) -> None:
     try:
         if not mine.exists():
             run_folder.mkdir(parents=True, exist_ok=True)
-            run, place = str(run_folder.absolute()), str(folder.absolute())
-            write_json(mine, Owner(id=secrets.token_hex(16), run=run, place=place).model_dump())
+            owner = Owner(
+                id=secrets.token_hex(16),
+                run=str(run_folder.absolute()),
+                place=str(folder.absolute()),
+            )
+            write_json(mine, owner.model_dump(by_alias=True))
         if not theirs.exists():
             folder.mkdir(parents=True, exist_ok=True)
             write_json(theirs, read_json(mine))
@@ -83,7 +87,7 @@ def release(run_folder: Path) -> None:
         return
     with suppress(CheckpointError, OSError):
         owner = read_model(mine, Owner)
-        folder = Path(owner.place) if owner.place else None
+        folder = Path(owner.path) if owner.path else None
         if (
             folder
             and (folder / OWNER).exists()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
+from flatout.json_io import JsonObject
 from flatout.optimizers.moments import how_to_resume, kept_by, stored_as
 from flatout.training.checkpoint.tensors import Entry, dtype_of, empty
 from flatout.training.checkpoint.weights import parameter_names
@@ -79,10 +80,10 @@ def missing_optimizer_tensors(run: Run) -> dict[str, Tensor] | None:
     return found
 
 
-def optimizer_value(run: Run) -> dict[str, Any]:
+def optimizer_value(run: Run) -> JsonObject:
     """Return the optimizers' state other than tensors: scalars per parameter, numbers per group."""
     names = parameter_names(run)
-    scalars: dict[str, Any] = {}
+    scalars: JsonObject = {}
     on_cpu: list[str] = []
     for number, parameter, name, field, value in _fields(run):
         key = f"{PREFIX}{number}/{name}/{field}"
@@ -107,7 +108,7 @@ def optimizer_value(run: Run) -> dict[str, Any]:
     return {"scalars": scalars, "on_cpu": on_cpu, "groups": groups}
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+def _numbers(group: JsonObject) -> JsonObject:
     """Return a group's numbers, without switches such as `fused`, which are not state."""
     found = {}
     for key, value in group.items():
@@ -120,9 +121,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def optimizer_targets(
-    run: Run, index: Mapping[str, Entry], value: Mapping[str, Any]
-) -> dict[str, Tensor]:
+def optimizer_targets(run: Run, index: Mapping[str, Entry], value: JsonObject) -> dict[str, Tensor]:
     """Replace the optimizers' state with the stored one, and return its tensors, still unfilled.
 
     Shapes: as stored.
@@ -184,7 +183,7 @@ def _require_same_moments(run: Run, targets: list[Target]) -> None:
 
 
 def device_of(
-    field: str, group: Mapping[str, Any], parameter: Tensor, *, saved_on_cpu: bool
+    field: str, group: JsonObject, parameter: Tensor, *, saved_on_cpu: bool
 ) -> torch.device:
     """Return the device of a restored tensor: the one it was saved from, except for `step`.
 
@@ -212,7 +211,7 @@ def _empty_for(parameter: Tensor, entry: Entry, device: torch.device) -> Tensor:
     return empty(entry, device)
 
 
-def restore_groups(run: Run, value: Mapping[str, Any]) -> None:
+def restore_groups(run: Run, value: JsonObject) -> None:
     """Restore the numbers of the parameter groups, except those that the configuration sets."""
     names = parameter_names(run)
     for number, optimizer in enumerate(run.optimizers):

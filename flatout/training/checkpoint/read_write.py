@@ -17,13 +17,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from flatout.errors import CheckpointError
-from flatout.json_io import parsing, read_json
+from flatout.json_io import JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress, Task
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
@@ -40,9 +40,7 @@ WEIGHTS = "model/"
 """Prefix of the weights' names in an index."""
 
 
-def save(
-    run: Run, *, environment: Mapping[str, Any] | None = None, progress: Progress = SILENT
-) -> Path:
+def save(run: Run, *, environment: JsonObject | None = None, progress: Progress = SILENT) -> Path:
     """Write the run's state as `step-N`, where N is `run.step`, and return that path.
 
     Every rank calls it. A kill at any moment leaves earlier checkpoints untouched. `environment`
@@ -68,7 +66,7 @@ def load(
     run: Run,
     checkpoint: Path,
     *,
-    environment: Mapping[str, Any] | None = None,
+    environment: JsonObject | None = None,
     check: Check = catalog.check_file,
     progress: Progress = SILENT,
 ) -> list[str]:
@@ -183,7 +181,7 @@ def _check(
 
 def _open(
     run: Run, checkpoint: Path, check: Check, task: Task
-) -> tuple[dict[str, Entry], dict[str, Any], list[StateItem], dict[str, Tensor]]:
+) -> tuple[dict[str, Entry], JsonObject, list[StateItem], dict[str, Tensor]]:
     """Check every file that this rank will read, and allocate the tensors to fill.
 
     Returns: the index, the state, the items to restore, the tensors to fill.
@@ -219,11 +217,11 @@ def _open(
     return index, state, items, targets
 
 
-def _stored_items(state: Mapping[str, Any]) -> set[str]:
+def _stored_items(state: JsonObject) -> set[str]:
     return {*state["values"], *state["ranks"][0]}
 
 
-def _restore(run: Run, item: StateItem, state: Mapping[str, Any]) -> None:
+def _restore(run: Run, item: StateItem, state: JsonObject) -> None:
     if item.reseed is None:
         item.restore(run, state["values"][item.name])
     elif run.mesh.rank < len(state["ranks"]):
@@ -233,9 +231,7 @@ def _restore(run: Run, item: StateItem, state: Mapping[str, Any]) -> None:
         item.reseed(run, int.from_bytes(hashlib.sha256(origin.encode()).digest()[:6], "big"))
 
 
-def _differences(
-    run: Run, state: Mapping[str, Any], environment: Mapping[str, Any] | None
-) -> list[str]:
+def _differences(run: Run, state: JsonObject, environment: JsonObject | None) -> list[str]:
     """Return the reasons why the run may not continue bit for bit, as sentences."""
     lines = []
     if state["world_size"] != run.mesh.world_size:
@@ -272,7 +268,7 @@ def _differences(
     return lines
 
 
-def _forget_best(run: Run, state: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
+def _forget_best(run: Run, state: JsonObject, environment: JsonObject) -> list[str]:
     """Reset the best loss if it was measured on other validation tokens; return the message."""
     before, here = state["environment"].get("validation"), environment.get("validation")
     if run.best_step is None or before is None or here is None or before == here:

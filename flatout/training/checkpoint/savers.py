@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.assembly.run import Saved
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.training.agreement import WRITING, together
 from flatout.training.checkpoint.catalog import prune
@@ -32,7 +32,7 @@ class InTheLoop:
         return 0
 
     def save(
-        self, run: Run, *, environment: Mapping[str, Any], keep: int, progress: Progress = SILENT
+        self, run: Run, *, environment: JsonObject, keep: int, progress: Progress = SILENT
     ) -> None:
         """Write the state, and delete all checkpoints but the newest `keep` and the best.
 

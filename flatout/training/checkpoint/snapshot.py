@@ -10,12 +10,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from flatout.files import sha256, sync
-from flatout.json_io import read_json
+from flatout.json_io import JsonObject, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
 from flatout.training.checkpoint.state import STATE, VERSION, StateItem
@@ -41,10 +41,10 @@ class Snapshot:
     """Names of the tensors that are not parameters: a forward pass may change them."""
     entries: Mapping[str, Entry]
     """Index entries of the tensors."""
-    values: Mapping[str, Any]
+    values: JsonObject
     """The JSON values: all of them on the main rank, only the per-rank ones on the others."""
     aliases: Mapping[str, str]
-    environment: Mapping[str, Any]
+    environment: JsonObject
 
     @property
     def final(self) -> Path:
@@ -57,7 +57,7 @@ class Snapshot:
         return [tensor for tensors in self.tensors.values() for tensor in tensors.values()]
 
 
-def take(run: Run, environment: Mapping[str, Any]) -> Snapshot:
+def take(run: Run, environment: JsonObject) -> Snapshot:
     """Return this rank's share of the current state; its tensors share the run's memory.
 
     Raises: CheckpointError when the state contains something that a checkpoint cannot store.
@@ -117,7 +117,7 @@ def tensors_to_save(run: Run) -> list[Tensor] | None:
 
 def write_share(snapshot: Snapshot, temporary: Path) -> None:
     """Write this rank's slices and values, and a description of them for the main rank."""
-    files: dict[str, Any] = {}
+    files: JsonObject = {}
     for name, tensors in snapshot.tensors.items():
         path = temporary / name
         slices.write(path, tensors)
@@ -184,13 +184,13 @@ def data_file(item: StateItem, rank: int) -> str:
     return f"{item.prefix.rstrip('/')}-{rank:05d}.safetensors"
 
 
-def _write(path: Path, document: Mapping[str, Any]) -> None:
+def _write(path: Path, document: JsonObject) -> None:
     """Write JSON and sync it; not atomic, as the directory is renamed only when it is complete."""
     path.write_text(json.dumps(document), encoding="utf-8")
     sync(path)
 
 
-def facts(path: Path) -> dict[str, Any]:
+def facts(path: Path) -> JsonObject:
     """Return the entry of a file in the manifest."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 

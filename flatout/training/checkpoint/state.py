@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flatout.json_io import JsonObject
 from flatout.training.checkpoint.optimizer_state import (
     PREFIX,
     missing_optimizer_tensors,
@@ -58,7 +59,7 @@ class StateItem:
     """Set for per-rank items: seeds the item on a rank for which none is stored."""
 
 
-def _set_best(run: Run, value: Mapping[str, Any]) -> None:
+def _set_best(run: Run, value: JsonObject) -> None:
     run.best_val_loss, run.best_step = value["val_loss"], value["step"]
 
 
@@ -67,16 +68,16 @@ def _set_scaler(run: Run, value: dict[str, float]) -> None:
     run.scaler.load_state_dict(value)
 
 
-def _python_rng(_run: Run) -> dict[str, Any]:
+def _python_rng(_run: Run) -> JsonObject:
     version, words, gauss = random.getstate()
     return {"version": version, "words": list(words), "gauss": gauss}
 
 
-def _set_python_rng(_run: Run, value: Mapping[str, Any]) -> None:
+def _set_python_rng(_run: Run, value: JsonObject) -> None:
     random.setstate((value["version"], tuple(value["words"]), value["gauss"]))
 
 
-def _numpy_rng(_run: Run) -> dict[str, Any]:
+def _numpy_rng(_run: Run) -> JsonObject:
     state: Any = np.random.get_state(legacy=False)
     return {
         "kind": state["bit_generator"],
@@ -87,7 +88,7 @@ def _numpy_rng(_run: Run) -> dict[str, Any]:
     }
 
 
-def _set_numpy_rng(_run: Run, value: Mapping[str, Any]) -> None:
+def _set_numpy_rng(_run: Run, value: JsonObject) -> None:
     words = np.array(value["words"], dtype=np.uint32)
     np.random.set_state(
         (value["kind"], words, value["position"], value["has_gauss"], value["gauss"])

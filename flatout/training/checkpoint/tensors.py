@@ -24,7 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from flatout.errors import CheckpointError
 from flatout.files import disk_fix
-from flatout.json_io import RESTORE
+from flatout.json_io import RESTORE, JsonObject
 from flatout.models.split_weights import whole
 from flatout.progress import Task
 
@@ -46,12 +46,12 @@ class Entry:
     shape: tuple[int, ...]
     slices: tuple[Slice, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Return the entry as plain values for JSON."""
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Entry:
+    def from_dict(cls, document: JsonObject) -> Entry:
         """Return the entry that `to_dict` turned into plain values."""
         slices = tuple(
             Slice(str(s["file"]), _sizes(s["offset"]), _sizes(s["shape"]))
@@ -60,7 +60,7 @@ class Entry:
         return cls(str(document["dtype"]), _sizes(document["shape"]), slices)
 
 
-def _sizes(values: Sequence[Any]) -> tuple[int, ...]:
+def _sizes(values: Sequence[object]) -> tuple[int, ...]:
     """Return the numbers of a shape or an offset.
 
     Raises: CheckpointError when one is not an integer >= 0.

@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Literal
 
+from flatout.json_io import JsonObject
 from flatout.training.metrics.detectors import Change, Creep, Shift, Spike
 from flatout.training.metrics.surroundings import Own, Surroundings
 
@@ -34,7 +35,7 @@ MEMORY = {
 }
 """Kind of an alarm and its subject, by the figure that creeps."""
 
-Alarm = dict[str, Any]
+Alarm = JsonObject
 """An event's fields: `event`, `kind`, `step`, `since_step`, `usual`, `now`, `cause`, `text`."""
 
 
@@ -161,12 +162,12 @@ class Alarms:
             self._open.add("throttling")
             change = Change(began, 0.0, 0.0)
             text = f"Throttled since step {began:,}: {reason}."
-            yield _event("throttling", step, change, reason, text, has_values=False)
+            yield _event("throttling", step, change, reason, text)
         if not reason and not before and "throttling" in self._open:
             self._open.discard("throttling")
             change = Change(since, 0.0, 0.0, is_over=True)
             text = f"No longer throttled at step {step:,}."
-            yield _event("throttling", step, change, None, text, has_values=False)
+            yield _event("throttling", step, change, None, text)
 
     def _sampled(self, record: Mapping[str, float]) -> Sample | None:
         """Return the sample that a record completes; the first record includes the warm-up."""
@@ -318,16 +319,15 @@ def _median(samples: list[Sample]) -> Sample:
     return Sample(step=samples[0].step, **fields)
 
 
-def _event(
-    kind: str, step: int, change: Change, cause: str | None, text: str, *, has_values: bool = True
-) -> Alarm:
+def _event(kind: str, step: int, change: Change, cause: str | None, text: str) -> Alarm:
+    is_measured = kind != "throttling"  # which the driver only states
     return {
         "event": "alarm_over" if change.is_over else "alarm",
         "kind": kind,
         "step": step,
         "since_step": change.since_step,
-        "usual": change.usual if has_values else None,
-        "now": change.now if has_values else None,
+        "usual": change.usual if is_measured else None,
+        "now": change.now if is_measured else None,
         "cause": cause,
         "text": text,
     }

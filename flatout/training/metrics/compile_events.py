@@ -9,6 +9,7 @@ import itertools
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 LONGEST_REASON = 300
@@ -27,6 +28,8 @@ class Compilations:
     reasons: tuple[str, ...]
     """Why code was recompiled."""
     compile_s: float
+    cached_s: float
+    """The part of `compile_s` whose result torch keeps on disk for the next process."""
     cuda_graphs_skipped: int
     """Graphs that could not become CUDA graphs."""
 
@@ -56,6 +59,7 @@ class CompilationWatch:
             first_break=_first_break(new["breaks"]),
             reasons=tuple(dict.fromkeys(map(_reason, recompiled))),
             compile_s=sum(float(event.duration_us or 0) * 1e-6 for event in events),
+            cached_s=sum(float(event.inductor_compile_time_s or 0) for event in events),
             cuda_graphs_skipped=max(skipped - self._skipped, 0),
         )
         self._counts, self._skipped = now, skipped
@@ -76,7 +80,7 @@ def counts() -> Counter[str]:
     )
 
 
-def _compiler() -> Any:
+def _compiler() -> ModuleType | None:
     """Return the compiler's module, or None if it was never imported."""
     return sys.modules.get("torch._dynamo.utils")
 
@@ -103,7 +107,7 @@ def _reason(event: Any) -> str:
 def _first_break(num_breaks: int) -> str | None:
     """Return the reason and source line of the first of the last `num_breaks` graph breaks."""
     compiler = _compiler()
-    if not num_breaks or not compiler.graph_break_reasons:
+    if not num_breaks or not compiler or not compiler.graph_break_reasons:
         return None
     first = compiler.graph_break_reasons[-num_breaks:][0]
     if not first.user_stack:

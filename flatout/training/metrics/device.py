@@ -7,7 +7,6 @@ import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,7 +74,8 @@ class GpuDriver:
     """Asks the driver about one GPU; nothing that it does waits for the GPU's work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._handle: Any = None
+        self.handle: object = None
+        """NVML's handle of the GPU; None on a CPU and without a driver."""
         if device.type != "cuda":
             return
         import pynvml
@@ -83,14 +83,14 @@ class GpuDriver:
         uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
         with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            self.handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def state(self) -> GpuState | None:
         """Return what slows the GPU down, its clock, and how many processes use it.
 
         None on a CPU and without a driver.
         """
-        if self._handle is None:
+        if self.handle is None:
             return None
         import pynvml
 
@@ -98,11 +98,11 @@ class GpuDriver:
         processes: int | None = None
         clock_mhz: float | None = None
         with suppress(pynvml.NVMLError, AttributeError):
-            bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle)
+            bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(self.handle)
         with suppress(pynvml.NVMLError):
-            processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle))
+            processes = len(pynvml.nvmlDeviceGetComputeRunningProcesses(self.handle))
         with suppress(pynvml.NVMLError):
-            clock_mhz = float(pynvml.nvmlDeviceGetClockInfo(self._handle, pynvml.NVML_CLOCK_SM))
+            clock_mhz = float(pynvml.nvmlDeviceGetClockInfo(self.handle, pynvml.NVML_CLOCK_SM))
         is_capped = None if bits is None else bool(bits & POWER_CAP)
         return GpuState(slowed_by(bits), is_capped, processes, clock_mhz)
 

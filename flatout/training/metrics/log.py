@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 
 from flatout.errors import RunFailed
+from flatout.json_io import Json, JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.clocks import (
@@ -87,6 +88,8 @@ class Log:
         self._compilation = CompilationWatch()
         self.compile_s: float | None = None
         """Seconds spent compiling, before and after the first step; None if nothing compiled."""
+        self.cached_s = 0.0
+        """The part of `compile_s` whose result torch keeps on disk."""
         self.recompiles = 0
         """Graphs compiled after the warm-up."""
         self.first_tokens = run.tokens
@@ -153,19 +156,18 @@ class Log:
 
     def compiled(self, seconds: float) -> None:
         """Log the warm-up's compilations, which took `seconds`; later ones are recompilations."""
-        self.compile_s = seconds
-        self.event(
-            "compiled", **asdict(self._compilation.poll()) | {"compile_s": round(seconds, 3)}
-        )
+        found = self._compilation.poll()
+        self.compile_s, self.cached_s = seconds, found.cached_s
+        self.event("compiled", **asdict(found) | {"compile_s": round(seconds, 3)})
 
-    def event(self, kind: str, /, **fields: Any) -> None:
+    def event(self, kind: str, /, **fields: Json) -> None:
         """Append a line to events.jsonl and tell the observers."""
         if not self._run.mesh.is_main:
             return
-        fields = {"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields}
+        line: JsonObject = {"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields}
         if self._alarms:
-            self._alarms.note(kind, fields["step"])
-        event = append_event(self._run.folder, kind, **fields)
+            self._alarms.note(kind, line["step"])
+        event = append_event(self._run.folder, kind, **line)
         for observer in self._observers:
             observer.on_event(event)
 
@@ -216,7 +218,7 @@ class Log:
         if self._records:
             self._records.close()
 
-    def end(self, summary: Mapping[str, Any]) -> None:
+    def end(self, summary: JsonObject) -> None:
         """Tell the observers that the run has ended."""
         for observer in self._observers:
             observer.on_end(summary)
@@ -253,12 +255,18 @@ class Log:
         steady = self.rates[1:] or self.rates
         return Rates(*map(statistics.median, zip(*steady, strict=True))) if steady else None
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether `steady_rates` leaves out the first interval, in which everything warms up."""
+        return len(self.rates) > 1
+
     def _log_recompilations(self) -> None:
         """Log recompilations at the step that caused them."""
         if not self._compilation.changed():
             return
         found = self._compilation.poll()
         self.compile_s = (self.compile_s or 0.0) + found.compile_s
+        self.cached_s += found.cached_s
         self.recompiles += found.graphs
         self.event("recompiled", **asdict(found))
 

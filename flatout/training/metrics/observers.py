@@ -6,7 +6,9 @@ Callers pass observers in, so training knows nothing about terminals or reports.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+from flatout.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -24,10 +26,10 @@ class Observer(Protocol):
     def on_record(self, record: Mapping[str, float]) -> None:
         """Receive a line of metrics.jsonl: the run's position and its figures."""
 
-    def on_event(self, event: Mapping[str, Any]) -> None:
+    def on_event(self, event: JsonObject) -> None:
         """Receive a line of events.jsonl; its `event` is the kind."""
 
-    def on_end(self, summary: Mapping[str, Any]) -> None:
+    def on_end(self, summary: JsonObject) -> None:
         """Receive the contents of summary.json."""
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from flatout.config.schema import RunConfig
 from flatout.config.sections import DataConfig
@@ -14,11 +13,12 @@ from flatout.data.store.mix import AnyDataset, members_of, open_data, whole_turn
 from flatout.data.store.remote import absolute_path_or_url
 from flatout.data.tokenizers import RESTORE, read_tokenizer
 from flatout.errors import CheckpointError, in_shell
+from flatout.json_io import JsonObject
 from flatout.training.checkpoint import catalog
 from flatout.transfer.urls import is_url
 
 
-def moved_data(known: DataConfig, requested: DataConfig) -> dict[str, Any] | None:
+def moved_data(known: DataConfig, requested: DataConfig) -> JsonObject | None:
     """Return the config values of the data's present paths.
 
     None when the data is not a single dataset as before, or not the same mix. The datasets of a mix
@@ -37,7 +37,7 @@ def moved_data(known: DataConfig, requested: DataConfig) -> dict[str, Any] | Non
     return None
 
 
-def data_values(data: DataConfig) -> dict[str, Any]:
+def data_values(data: DataConfig) -> JsonObject:
     """Return the config values that state the paths of the data."""
     return {"data.path": data.path} if data.mix is None else {"data.mix": data.mix}
 

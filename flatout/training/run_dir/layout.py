@@ -22,10 +22,8 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -35,7 +33,7 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, FlatoutError, HardwareError
 from flatout.files import folder_bytes, write_text
-from flatout.json_io import append_line, read_json, read_lines, write_json
+from flatout.json_io import Json, JsonObject, append_line, read_json, read_lines, write_json
 from flatout.recognised import read_regular
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, claim, folder_in
@@ -156,7 +154,7 @@ def read_requested(folder: Path) -> RunConfig | None:
     return _read_yaml(folder / REQUESTED)
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> JsonObject:
     """Return a run's requested configuration under dotted keys, without importing what it names.
 
     Raises: ConfigError when it cannot be read.
@@ -166,24 +164,24 @@ def read_settings(folder: Path) -> dict[str, Any]:
     )
 
 
-def append_event(folder: Path, event: str, /, **fields: Any) -> dict[str, Any]:
+def append_event(folder: Path, event: str, /, **fields: Json) -> JsonObject:
     """Append a line to events.jsonl and return it: `event`, `time` (seconds since 1970), fields."""
     line = {"event": event, "time": time.time(), **fields}
     append_line(folder / EVENTS, line)
     return line
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
+def read_events(folder: Path) -> list[JsonObject]:
     """Return the run's events in order."""
     return list(read_lines(folder / EVENTS))
 
 
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+def write_summary(folder: Path, summary: JsonObject) -> None:
     """Store the summary of a run, which marks it as finished."""
     write_json(folder / SUMMARY, dict(summary))
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
+def read_summary(folder: Path) -> JsonObject | None:
     """Return the summary of a finished run, or None."""
     path = folder / SUMMARY
     if not path.exists():

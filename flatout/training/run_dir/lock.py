@@ -63,7 +63,7 @@ def is_locked(folder: Path) -> bool:
         except BlockingIOError:
             return True
         except LocksUnsupported:
-            pass
+            pass  # a process that trains here holds no lock either: see _acquire
     return False
 
 

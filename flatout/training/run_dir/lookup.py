@@ -13,6 +13,10 @@ from flatout.training.run_dir import layout
 
 RUNS = Path("runs")
 """The directory in which runs are looked up by name."""
+RESUME = ("auto", "never")
+"""The values of `--resume` that are not paths."""
+NEGATIVE = {"no", "none", "off", "false", "0"}
+"""Words that others write for `never`."""
 
 
 def find_run(run: str | Path) -> Path:
@@ -34,14 +38,25 @@ def find_run(run: str | Path) -> Path:
     found = next(filter(None, map(recognise, candidates)), None)
     if found is not None:
         raise CheckpointError(found.instead_of("a run directory"), fix=found.fix)
-    known = [path.name for path in layout.list_runs(RUNS)] if RUNS.is_dir() else []
+    if Path(run).is_dir():
+        raise CheckpointError(
+            f"{str(run) or 'An empty name'} is not a run directory: it has no config.yaml.",
+            fix="`flatout runs` lists the runs; `flatout demo` makes one.",
+        )
+    known = run_names()
     guess = nearest(Path(run).name, known)
+    hint = f"Did you mean {in_shell(RUNS / guess)}? " if guess else ""
+    newest = f"the newest: {', '.join(known[:5])}" if known else "`flatout demo` makes one"
     raise CheckpointError(
-        f"{str(run) or 'An empty name'} is not a run directory: it has no config.yaml.",
-        fix=f"Did you mean {in_shell(RUNS / guess)}?"
-        if guess
-        else "`flatout runs` lists the runs; `flatout demo` makes one.",
+        f"There is no run directory {run}{'' if '/' in str(run) else f' or {RUNS / run}'}.",
+        fix=f"{hint}`flatout runs` lists those under {RUNS}/; {newest}.",
     )
+
+
+def run_names() -> list[str]:
+    """Return the names of the runs under `runs/`, the newest first."""
+    known = layout.list_runs(RUNS) if RUNS.is_dir() else []
+    return [str(path.relative_to(RUNS)) for path in reversed(known)]
 
 
 def run_or_newest(run: str | Path | None, *, progress: Progress = SILENT) -> Path:
@@ -77,12 +92,18 @@ def resume_path(resume: str) -> str:
     Raises: CheckpointError that suggests the run with the nearest name.
     """
     require_local(resume, "--resume ", error=CheckpointError)
-    if resume in {"auto", "never"} or "/" in resume or Path(resume).is_dir():
+    if resume in RESUME or "/" in resume or Path(resume).is_dir():
         return resume
     try:
         return str(find_run(resume))
     except CheckpointError as error:
-        raise CheckpointError(f"There is no checkpoint {resume}.", fix=error.fix) from error
+        guess = nearest(resume, [*RESUME, *run_names()])
+        guess = "never" if resume.lower() in NEGATIVE else guess
+        hint = f"Did you mean {guess!r}? " if guess else ""
+        raise CheckpointError(
+            f"--resume {resume} names no run or checkpoint.",
+            fix=f"{hint}Give auto, never, or the path of a checkpoint or a run directory.",
+        ) from error
 
 
 def find_checkpoint(

@@ -65,7 +65,7 @@ def test_tokens_are_imported_unchanged(chunks, first):
     assert made.manifest.split_rule == "tail 0.25"
     assert made.manifest.source["metadata"] == {"num_chunks": 10, "seq_len": 100}
     assert verify_dataset(folder.parent / "out").problems == ()
-    assert made.chunks == 10
+    assert made.manifest.source["chunks"] == 10
 
 
 def test_each_chunk_can_be_a_document(chunks):

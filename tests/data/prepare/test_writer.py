@@ -9,7 +9,7 @@ import pytest
 from flatout import files
 from flatout.data.prepare.join import shards as joining
 from flatout.data.prepare.writer import DatasetWriter
-from flatout.data.store.manifest import BLOCK_BYTES, SkippedEntry
+from flatout.data.store.manifest import BLOCK_BYTES, SkippedRows
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError
 
@@ -27,7 +27,7 @@ def contents(folder):
 
 
 def test_the_dataset_contains_what_was_written(tmp_path, stub_tokenizer):
-    skipped = [SkippedEntry(reason="not UTF-8", count=2, first=("a.txt", "b.txt"))]
+    skipped = [SkippedRows(reason="not UTF-8", count=2, first=("a.txt", "b.txt"))]
     with DatasetWriter(tmp_path / "a" / "b", vocab_size=300) as writer:
         writer.train.append(np.arange(5), [2, 5], text_bytes=11)
         writer.val.append(np.arange(3), [3], text_bytes=7)

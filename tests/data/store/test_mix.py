@@ -65,6 +65,7 @@ def test_no_dataset_is_ever_a_whole_sequence_off_its_share(turns):
     assert np.abs(counts - due).max() < 1
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=8))
 def test_turns_are_in_the_ratio_of_the_weights(weights):
     shares = np.asarray(weights) / sum(weights)

@@ -55,6 +55,7 @@ def test_a_position_does_not_depend_on_the_others_in_the_call():
     assert together.tolist() == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_sequences", [7, 12, 100])
 def test_every_sequence_is_equally_likely_at_every_position(num_sequences):
     epochs = 20_000

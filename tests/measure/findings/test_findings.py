@@ -9,8 +9,8 @@ import pytest
 
 import flatout
 from flatout.hardware import Gpu, Machine
-from flatout.measure.diagnosis import diagnosis_of, rules
-from flatout.measure.evidence import (
+from flatout.measure.diagnose.diagnosis import diagnosis_of, rules
+from flatout.measure.instruments.evidence import (
     CallSite,
     Counts,
     DataFacts,
@@ -275,7 +275,7 @@ def test_a_planted_cause_is_the_only_finding(healthy, name):
 
 @pytest.mark.parametrize("name", sorted(PLANTED))
 def test_overrides_of_a_fix_are_settings_that_exist(healthy, name):
-    from flatout.measure.diagnose_fix import applied
+    from flatout.measure.diagnose.fix import applied
 
     evidence = planted(healthy, name)
     for finding in diagnosis_of(evidence).findings:
@@ -365,6 +365,7 @@ def test_reads_on_a_cpu_are_mentioned_by_number(healthy):
     assert "30 values of tensors at mine.py:7: slow()" in found.verdict
 
 
+@pytest.mark.slow
 def test_fewer_threads_are_no_finding_where_others_use_the_cores_or_they_do_not_help(healthy):
     assert diagnosis_of(healthy(host__threads=4, host__other_busy_cores=4.0)).is_healthy
     useless = healthy(host__threads=4, counterfactual_s={"all-threads": 0.099})

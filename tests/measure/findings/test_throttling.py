@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.measure.evidence import Evidence, GpuFacts
 from flatout.measure.findings.throttling import look
+from flatout.measure.instruments.evidence import Evidence, GpuFacts
 
 
 def found(**facts):

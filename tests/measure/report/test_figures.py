@@ -19,6 +19,7 @@ def test_a_missing_package_names_its_install_line(monkeypatch):
     assert 'pip install "flatout[report]"' in caught.value.fix
 
 
+@pytest.mark.slow
 def test_all_plots_share_one_horizontal_range(make_run, read):
     runs = read(make_run(events=[{"event": "save", "step": 3}]))
     made = figures.charts_json(drawn_charts(runs), marks_of(runs))
@@ -28,6 +29,7 @@ def test_all_plots_share_one_horizontal_range(make_run, read):
     assert len(ranges) == 1
 
 
+@pytest.mark.slow
 def test_every_plot_has_an_axis_for_each_position(make_run, read):
     made = figures.charts_json(drawn_charts(read(make_run())), ())
     for root in made["document"]["roots"]:

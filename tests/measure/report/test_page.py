@@ -12,6 +12,8 @@ import pytest
 
 from flatout.measure.report.page import MARK, render
 
+pytestmark = pytest.mark.slow
+
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.measure.diagnosis import diagnosis_of
-from flatout.measure.evidence import CallSite, Evidence
-from flatout.measure.finding import Finding, Fix
+from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.diagnose.finding import Finding, Fix
+from flatout.measure.instruments.evidence import CallSite, Evidence
 from flatout.measure.report import sections
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from flatout.errors import ConfigError
 from flatout.measure.report import serve
 from flatout.measure.report.reading import RunReader
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -64,6 +68,23 @@ def test_only_this_machine_is_answered(server):
     assert get(port, "/", host="example.org")[0].status == 403
     assert get(port, "/", host=f"example.org:{port}")[0].status == 403
     assert get(port, "/", host=f"localhost:{port}")[0].status == 200
+
+
+def test_a_page_that_is_closed_before_it_arrives_is_no_error(make_run, monkeypatch, capsys):
+    page, closed = serve.LivePage([RunReader(make_run(), "run")]), threading.Event()
+    before = set(threading.enumerate())
+    monkeypatch.setattr(page, "html", lambda: "x" * closed.wait(60) * 50_000_000)
+    with serve.make_server(page, 0) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        with socket.create_connection(("127.0.0.1", server.server_port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:1\r\n\r\n")
+            thread.join()
+        closed.set()
+        for worker in set(threading.enumerate()) - before:
+            worker.join(60)
+    assert not capsys.readouterr().err
 
 
 def test_no_file_is_served(server):

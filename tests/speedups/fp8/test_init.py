@@ -89,13 +89,13 @@ def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
         (
             (9, 0),
             {"train.device": "cpu"},
-            "It is for GPUs that multiply fp8, and this run is on a CPU.",
+            "It needs a GPU with fp8 tensor cores, and this run uses a CPU.",
         ),
         (
             (9, 0),
             {"model.d_model": 768},
-            "The largest product of a block has 2.4 million weights; "
-            "fp8 pays from 4.2 (model.d_model=1024).",
+            "The largest matmul of a block has 2.4 million weights; "
+            "fp8 pays off from 4.2 (model.d_model=1024).",
         ),
         ((8, 9), {"model.d_model": 1024}, None),
         ((9, 0), {"model.d_model": 768, "model.d_ff": 8_192}, None),

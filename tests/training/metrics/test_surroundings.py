@@ -8,6 +8,8 @@ import pytest
 from flatout.training.metrics import surroundings as module
 from flatout.training.metrics.surroundings import Load, Own, Surroundings, limit_counts
 
+pytestmark = pytest.mark.slow
+
 
 def test_own_counters_grow():
     before = Own.read()

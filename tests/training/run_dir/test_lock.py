@@ -113,6 +113,7 @@ def test_a_run_keeps_its_lock(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_a_lock_file_deleted_while_another_process_waits_is_created_again(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "LOCK_WAIT_S", 30.0)
     held, done = threading.Event(), threading.Event()

@@ -54,7 +54,7 @@ def test_resume_accepts_the_name_of_a_run(fox_run, monkeypatch):
         "gone/run",
         "runs",
     ]
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint foxx.*runs/fox"):
+    with pytest.raises(CheckpointError, match=r"--resume foxx names no run.*mean 'fox'"):
         resume_path("foxx")
 
 

@@ -6,12 +6,12 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flatout.errors import DataError
+from flatout.json_io import JsonObject
 from flatout.recognised import CHUNK_NAME, recognise
+from flatout.sources import FIRST_NAMED
 
 METADATA = "metadata.json"
 STATED = {
@@ -20,8 +20,6 @@ STATED = {
     "ids": ("vocab_size", "vocabulary_size"),
 }
 """Counts that a metadata.json may state, and their keys; other keys are not checked."""
-FIRST_NAMED = 10
-"""Maximum number of gaps that an error lists."""
 _REPAIR = "Repair it, or move it away: the import does not need it."
 
 
@@ -72,7 +70,7 @@ def _gaps(numbers: list[int]) -> list[str]:
     ]
 
 
-def read_metadata(folder: Path) -> dict[str, Any]:
+def read_metadata(folder: Path) -> JsonObject:
     """Return the folder's metadata.json, which the other pipeline wrote; empty if there is none.
 
     Raises: DataError when it is not a JSON object.
@@ -100,7 +98,7 @@ def _finite(text: str) -> float | str:
     return number if math.isfinite(number) else text
 
 
-def check_stated(metadata: Mapping[str, Any], folder: Path, what: str, found: int) -> None:
+def check_stated(metadata: JsonObject, folder: Path, what: str, found: int) -> None:
     """Check a count against the one that the metadata states.
 
     The stated vocabulary may be larger than the tokenizer's, padded with unused ids.

@@ -7,8 +7,7 @@ shard more than the tokens, and resumes where it was killed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from flatout.data.store.manifest import (
     TOKENIZER,
     FileEntry,
     Manifest,
-    SkippedEntry,
+    SkippedRows,
     SplitEntry,
     SplitName,
     TokenizerEntry,
@@ -40,6 +39,7 @@ from flatout.files import (
     write_whole,
     writing,
 )
+from flatout.json_io import JsonObject
 
 _COPIED = 4 << 20
 """Bytes copied at a time."""
@@ -57,9 +57,9 @@ def join(
     records: Sequence[RangeRecord],
     tokenizer: Tokenizer,
     *,
-    source: Mapping[str, Any],
+    source: JsonObject,
     split_rule: str,
-    skipped: Sequence[SkippedEntry] = (),
+    skipped: Sequence[SkippedRows] = (),
     dropped: Dropped | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Manifest:

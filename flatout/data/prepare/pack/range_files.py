@@ -14,9 +14,7 @@ import numpy as np
 from flatout.data.prepare.pack.records import (
     RangeRecord,
     RangeSplit,
-    Skipped,
     record_path,
-    storable,
 )
 from flatout.data.store.manifest import SPLITS, token_dtype
 from flatout.errors import DataError
@@ -107,32 +105,22 @@ class RangeWriter:
 
     def __init__(self, folder: Path, number: int, *, vocab_size: int, num_bytes: int = 0) -> None:
         self._folder = folder
-        self._number = number
-        self._num_bytes = num_bytes
+        self.record = RangeRecord(number=number, num_bytes=num_bytes)
+        """Counts the rows left out, and receives the splits at the end."""
         self.splits = {
             name: SplitWriter(folder, f"{number:06d}.{name}", vocab_size) for name in SPLITS
         }
 
-    def finish(self, skipped: Skipped | None = None) -> RangeRecord:
+    def finish(self) -> RangeRecord:
         """Sync and rename the files, then write the record, and return it."""
-        skipped = skipped or Skipped()
-        first_bad = skipped.first_bad
+        record = self.record
         try:
             with writing(self._folder.parent):
-                record = RangeRecord(
-                    number=self._number,
-                    num_bytes=self._num_bytes,
-                    splits={name: split.finish() for name, split in self.splits.items()},
-                    skipped=tuple(skipped.rows.values()),
-                    bad_rows=skipped.bad,
-                    first_bad=(first_bad.location, storable(first_bad.what)) if first_bad else None,
-                    unread_bytes=skipped.unread_bytes,
-                    cut_documents=skipped.cut_documents,
-                )
+                record.splits = {name: split.finish() for name, split in self.splits.items()}
                 # After a power cut there must be no record without its files. Files without a
                 # record only cost packing the range again.
                 sync(self._folder)
-                path = record_path(self._folder, self._number)
+                path = record_path(self._folder, record.number)
                 write_whole(path, record.model_dump_json() + "\n")
         except BaseException:
             self.abandon()

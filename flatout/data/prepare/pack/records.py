@@ -6,95 +6,36 @@ Rows that are left out are counted by reason, with the locations of the first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
-from urllib.parse import quote, unquote
+from typing import Literal, TypeVar
 
 import numpy as np
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import ConfigDict, Field
 
 from flatout.data.prepare.request.options import OnBadRow
-from flatout.data.store.manifest import FileEntry, SkippedEntry, SplitName
-from flatout.errors import DataError, TooLittleText, without_secrets
+from flatout.data.store.manifest import (
+    FileEntry,
+    SkippedRows,
+    SplitName,
+    StoredLocation,
+    storable,
+)
+from flatout.errors import DataError, TooLittleText
 from flatout.files import Array, StoredModel
-from flatout.sources import FIRST_NAMED, BadRow, RowLocation
+from flatout.sources import FIRST_NAMED, BadRow
 
 
-def _to_json(location: RowLocation) -> tuple[str, int | None]:
-    """Return a location as JSON values, even if the file name is not UTF-8."""
-    return quote(
-        without_secrets(location.name), safe="/:, ", errors="surrogateescape"
-    ), location.offset
-
-
-def _from_json(stored: Any) -> Any:
-    if isinstance(stored, RowLocation):
-        return stored
-    return RowLocation(unquote(stored[0], errors="surrogateescape"), stored[1])
-
-
-StoredLocation = Annotated[RowLocation, BeforeValidator(_from_json), PlainSerializer(_to_json)]
-"""A row's location by byte offset; its line number is looked up only to show it to a user."""
-
-
-@dataclass
-class SkippedRows:
-    """Rows left out for one reason."""
-
-    reason: str
-    count: int = 0
-    first: tuple[StoredLocation, ...] = ()
-    """Locations of the first of them."""
-
-
-@dataclass
-class Skipped:
-    """All rows left out."""
-
-    rows: dict[str, SkippedRows] = field(default_factory=dict)
-    """By reason."""
-    bad: int = 0
-    """Number of bad rows among them; a source left out the others by its own rule."""
-    first_bad: BadRow | None = None
-    unread_bytes: int = 0
-    """Approximate bytes of text lost with rows that stand for damaged data."""
-    cut_documents: int = 0
-    """Documents cut where validation begins: not left out, but counted once in each split."""
-
-    def add(self, reason: str, locations: Sequence[RowLocation], count: int = 1) -> None:
-        """Count rows; `locations` are those of the first."""
-        rows = self.rows.setdefault(reason, SkippedRows(reason))
-        rows.count += count
-        if len(rows.first) < FIRST_NAMED:
-            rows.first = (*rows.first, *locations)[:FIRST_NAMED]
-
-    def add_bad(self, row: BadRow, on_bad_row: OnBadRow) -> None:
-        """Count a bad row, or raise its error."""
-        if on_bad_row == "raise":
-            raise row.error
-        self.bad += 1
-        self.first_bad = self.first_bad or row
-        self.unread_bytes += row.unread_bytes
-        self.add(row.reason, [row.location])
-
-    def entries(self) -> tuple[SkippedEntry, ...]:
-        """Return the manifest's entries; files are read again to name rows by line."""
-        return tuple(
-            SkippedEntry(
-                reason=rows.reason,
-                count=rows.count,
-                first=tuple(storable(location.where()) for location in rows.first),
-            )
-            for rows in self.rows.values()
-        )
-
-
-def storable(name: str) -> str:
-    """Return a name as valid UTF-8, and a URL without its secrets."""
-    return without_secrets(
-        name.encode("utf-8", errors="surrogateescape").decode("utf-8", errors="replace")
-    )
+def count_skipped(
+    skipped: list[SkippedRows], reason: str, locations: Sequence[StoredLocation], count: int = 1
+) -> None:
+    """Count rows in `skipped`, which has one entry per reason; `locations` are of the first."""
+    for rows in skipped:
+        if rows.reason == reason:
+            rows.count += count
+            if len(rows.first) < FIRST_NAMED:
+                rows.first = (*rows.first, *locations)[:FIRST_NAMED]
+            return
+    skipped.append(SkippedRows(reason=reason, count=count, first=tuple(locations)[:FIRST_NAMED]))
 
 
 def no_documents(names: str, skipped: Iterable[SkippedRows] = ()) -> TooLittleText:
@@ -137,15 +78,17 @@ class RangeSplit(StoredModel):
 
 
 class RangeRecord(StoredModel):
-    """The record of a packed range."""
+    """The record of a packed range; it is filled while the range is packed."""
+
+    model_config = ConfigDict(frozen=False)
 
     number: int = Field(ge=0)
     """Its index among the ranges."""
     num_bytes: int = Field(ge=0)
     """Approximate bytes that were read."""
-    splits: dict[SplitName, RangeSplit]
+    splits: dict[SplitName, RangeSplit] = Field(default_factory=dict)
     """train and val."""
-    skipped: tuple[SkippedRows, ...] = ()
+    skipped: list[SkippedRows] = Field(default_factory=list)
     """Rows left out."""
     bad_rows: int = Field(0, ge=0)
     """Number of these that were bad, rather than left out by a rule."""
@@ -155,6 +98,15 @@ class RangeRecord(StoredModel):
     """Approximate bytes, out of num_bytes, lost to damage."""
     cut_documents: int = Field(0, ge=0)
     """Documents cut where validation begins; both splits count them."""
+
+    def skip_bad(self, row: BadRow, on_bad_row: OnBadRow) -> None:
+        """Count a bad row, or raise its error."""
+        if on_bad_row == "raise":
+            raise row.error
+        self.bad_rows += 1
+        self.first_bad = self.first_bad or (row.location, storable(row.what))
+        self.unread_bytes += row.unread_bytes
+        count_skipped(self.skipped, row.reason, [row.location])
 
     @property
     def documents(self) -> int:

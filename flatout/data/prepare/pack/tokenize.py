@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from flatout.data.prepare.pack.jobs import Assignment, Job, Range, num_bytes_of
 from flatout.data.prepare.pack.range_files import RangeWriter, SplitWriter
-from flatout.data.prepare.pack.records import MARK, RangeRecord, Skipped
+from flatout.data.prepare.pack.records import MARK, RangeRecord, count_skipped
 from flatout.data.prepare.request.options import Duplicates, OnBadRow
 from flatout.data.store.manifest import SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
@@ -59,24 +58,23 @@ def pack(
     jobs: Iterable[Job],
     packing: Packing,
     sinks: Mapping[SplitName, SplitWriter],
+    record: RangeRecord,
     report: Report = lambda _: None,
-) -> Skipped:
-    """Tokenise some jobs into the sinks of both splits, and return the rows left out.
+) -> None:
+    """Tokenise some jobs into the sinks of both splits, and record the rows left out.
 
     Raises: DataError for the first unusable row, unless such rows are skipped.
     """
     packers = {name: _Packer(packing, sink) for name, sink in sinks.items()}
-    skipped = Skipped()
     documents = tokens = 0
     for job in jobs:
-        for num_bytes in _pack_job(job, packing, packers, skipped):
+        for num_bytes in _pack_job(job, packing, packers, record):
             before = documents, tokens
-            documents = sum(packer.documents for packer in packers.values()) - skipped.cut_documents
+            documents = sum(packer.documents for packer in packers.values()) - record.cut_documents
             tokens = sum(packer.tokens for packer in packers.values())
             report(Tally(num_bytes, documents - before[0], tokens - before[1]))
     for packer in packers.values():
         packer.flush()
-    return skipped
 
 
 def pack_range(
@@ -91,29 +89,29 @@ def pack_range(
         folder, work.number, vocab_size=packing.tokenizer.vocab_size, num_bytes=work.num_bytes
     )
     try:
-        skipped = pack(work.jobs, packing, writer.splits, report)
+        pack(work.jobs, packing, writer.splits, writer.record, report)
     except BaseException:
         writer.abandon()
         raise
-    return partial(writer.finish, skipped)
+    return writer.finish
 
 
 def _pack_job(
-    job: Job, packing: Packing, packers: Mapping[SplitName, _Packer], skipped: Skipped
+    job: Job, packing: Packing, packers: Mapping[SplitName, _Packer], record: RangeRecord
 ) -> Iterator[int]:
     """Pack a job; yield the approximate bytes read within a long text, and at the end."""
     left = job.read_task.num_bytes
     index = job.first - 1
     for row in job.rows():
         if isinstance(row, LeftOut):
-            skipped.add(row.reason, [row.location], row.count)
+            count_skipped(record.skipped, row.reason, [row.location], row.count)
             continue
         if isinstance(row, BadRow):
-            skipped.add_bad(row, packing.on_bad_row)
+            record.skip_bad(row, packing.on_bad_row)
             continue
         index += 1
         try:
-            for _ in _pack_document(row, index, job, packing, packers, skipped):
+            for _ in _pack_document(row, index, job, packing, packers, record):
                 read = min(PIECES_PER_REPORT * PIECE_CHARACTERS, left)
                 left -= read
                 yield read
@@ -121,7 +119,7 @@ def _pack_job(
             reason = "cannot be tokenised"
             what = f"{reason}: {error.what.removesuffix('.')}"
             bad = BadRow(what, error.fix, reason, row.name, row.offset)
-            skipped.add_bad(bad, packing.on_bad_row)
+            record.skip_bad(bad, packing.on_bad_row)
     yield left
 
 
@@ -131,7 +129,7 @@ def _pack_document(
     job: Job,
     packing: Packing,
     packers: Mapping[SplitName, _Packer],
-    skipped: Skipped,
+    record: RangeRecord,
 ) -> Iterator[None]:
     """Pack a document; yield after every `PIECES_PER_REPORT` pieces."""
     made = [
@@ -149,7 +147,7 @@ def _pack_document(
             if count % PIECES_PER_REPORT == 0:
                 yield
         packer.end_document(row.prompt if has_prompt and side == 0 else "", text)
-    skipped.cut_documents += len(made) - 1
+    record.cut_documents += len(made) - 1
 
 
 def _tokenise(text: Text, packing: Packing) -> Iterable[Array]:

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from flatout.data.prepare.pack.records import RangeRecord
-from flatout.data.store.manifest import token_dtype
+from flatout.data.store.manifest import StoredLocation, token_dtype
 from flatout.data.tokenizers import Tokenizer
 from flatout.errors import DataError
 from flatout.files import Unfinished
 from flatout.progress import readable_size
-from flatout.sources import FIRST_NAMED, RowLocation
+from flatout.sources import FIRST_NAMED
 from flatout.sources.packed import CANNOT_BE_READ
 
 SHARD_BYTES = 128 * 1024 * 1024
@@ -58,8 +58,8 @@ class BadRowLimit:
         self._limit = limit
         self._num_bytes = num_bytes
         self._rows = self._bad = self._unread_bytes = 0
-        self._first: tuple[RowLocation, str] | None = None
-        self._damaged: list[RowLocation] = []
+        self._first: tuple[StoredLocation, str] | None = None
+        self._damaged: list[StoredLocation] = []
 
     def add(self, record: RangeRecord) -> None:
         """Count the rows of the next range.
@@ -76,7 +76,7 @@ class BadRowLimit:
             location, what = self._first
             raise Unfinished(
                 f"{self._bad:,} of the first {self._rows:,} rows are unusable, and {limit:,} may "
-                f"be skipped. The first: {location.where()} {what}.",
+                f"be skipped. The first: {location} {what}.",
                 fix="Look at these rows, or allow more with --max-bad-rows "
                 f"{10 * self._bad}, which keeps the work done so far.",
             )
@@ -86,7 +86,7 @@ class BadRowLimit:
                 self._damaged += rows.first
         if self._unread_bytes > UNREAD_SHARE * self._num_bytes:
             share = min(self._unread_bytes / max(self._num_bytes, 1), 1)
-            damaged = ", ".join(location.where() for location in self._damaged[:FIRST_NAMED])
+            damaged = ", ".join(map(str, self._damaged[:FIRST_NAMED]))
             raise DataError(
                 f"{share:.1%} of the text is in damaged files, or damaged regions of files, and at "
                 f"most {UNREAD_SHARE:.0%} may be: {damaged}.",

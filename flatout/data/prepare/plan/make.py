@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from flatout.data.prepare.pack.jobs import Job
-from flatout.data.prepare.pack.records import Skipped, no_documents
+from flatout.data.prepare.pack.records import count_skipped, no_documents
 from flatout.data.prepare.pack.tokenize import Packing
 from flatout.data.prepare.plan.limits import check_space
 from flatout.data.prepare.plan.sample import (
@@ -19,6 +19,7 @@ from flatout.data.prepare.plan.split import make_plan
 from flatout.data.prepare.plan.work_dir import WorkDir
 from flatout.data.prepare.plan.work_plan import PlanFile, WorkPlan
 from flatout.data.prepare.request.request import Request, difference
+from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import Tokenizer, make_tokenizer
 from flatout.errors import DataError, OutputInUse
 from flatout.sources import Document, LeftOut
@@ -111,10 +112,11 @@ def _require_any(texts: Iterator[str], jobs: Sequence[Job], request: Request) ->
     """
     first = next(texts, None)
     if first is None:
-        skipped = Skipped()
+        skipped: list[SkippedRows] = []
         for row in chain.from_iterable(job.rows() for job in jobs):
             if not isinstance(row, Document):
-                skipped.add(row.reason, (), row.count if isinstance(row, LeftOut) else 1)
-        raise no_documents(request.names, skipped.rows.values())
+                count = row.count if isinstance(row, LeftOut) else 1
+                count_skipped(skipped, row.reason, (), count)
+        raise no_documents(request.names, skipped)
     yield first
     yield from texts

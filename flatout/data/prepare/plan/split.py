@@ -20,7 +20,6 @@ from flatout.data.prepare.pack.jobs import (
     make_ranges,
     num_bytes_of,
 )
-from flatout.data.prepare.pack.records import Skipped
 from flatout.data.prepare.plan.work_plan import WorkPlan, validation_jobs
 from flatout.data.prepare.request.inputs import Corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
@@ -123,8 +122,8 @@ def _survey(
         for task in tasks:
             found.taken.append(0)
             for row in task.rows():
-                if isinstance(row, BadRow):
-                    Skipped().add_bad(row, options.on_bad_row)
+                if isinstance(row, BadRow) and options.on_bad_row == "raise":
+                    raise row.error
                 if isinstance(row, BadRow | LeftOut):
                     continue
                 counter.advance()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from flatout.data.prepare.pack.jobs import Assignment, Job, Range, Whole
 from flatout.data.prepare.request.request import Request
 from flatout.data.tokenizers import Tokenizer
 from flatout.files import StoredModel
+from flatout.json_io import JsonObject
 from flatout.sources import ReadTask
 
 FORMAT_VERSION = 1
@@ -47,7 +48,7 @@ class PlanFile(StoredModel, populate_by_name=True):
 
     format_version: int = FORMAT_VERSION
     """Version of this file's format."""
-    source: dict[str, Any]
+    source: JsonObject
     """Description of the text, with every option that shapes the dataset."""
     tokenizer: str
     """Digest of tokenizer.json."""

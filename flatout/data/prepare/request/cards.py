@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AliasChoices, Field, ValidationError, model_validator
 
 from flatout.config.sections import Section
 from flatout.errors import ConfigError, DataError
@@ -17,8 +17,8 @@ class Card(Section):
     A file is downloaded once; files of a Hugging Face dataset are read in place.
     """
 
-    address: str | None = None
-    """URL of its file."""
+    url: str | None = Field(default=None, validation_alias=AliasChoices("url", "address"))
+    """URL of its file; cards of earlier versions call it `address`."""
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     """Checksum of that file."""
     num_bytes: int | None = Field(default=None, ge=1)
@@ -42,14 +42,14 @@ class Card(Section):
 
     @model_validator(mode="after")
     def _has_one_origin(self) -> Self:
-        of_file = [given is not None for given in (self.address, self.sha256, self.num_bytes)]
+        of_file = [given is not None for given in (self.url, self.sha256, self.num_bytes)]
         of_repository = [given is not None for given in (self.repository, self.files)]
         is_file = all(of_file) and not any(of_repository) and self.validation is None
         is_repository = all(of_repository) and not any(of_file)
         if not is_file and not is_repository:
             raise ConfigError(
                 "A card names one file or a repository.",
-                fix="Set address, sha256 and num_bytes, or repository, files and perhaps "
+                fix="Set url, sha256 and num_bytes, or repository, files and perhaps "
                 "validation, but not both.",
             )
         if self.validation is not None and self.split is not None:

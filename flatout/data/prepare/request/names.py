@@ -22,6 +22,7 @@ from flatout.registry import DATASETS, SOURCES, nearest
 from flatout.sources import ReadTask, read_tasks_of
 from flatout.transfer.download import check_file, download
 from flatout.transfer.urls import is_url
+from flatout.words import name_for
 
 STANDARD_INPUT = "-"
 
@@ -61,7 +62,7 @@ class SourceReader:
                 f"{name} is the dataset card of that name; write ./{name} to use the local file "
                 "or directory."
             )
-        if card.address is None or card.sha256 is None:
+        if card.url is None or card.sha256 is None:
             assert card.files is not None
             if self.from_file is not None:
                 raise DataError(
@@ -74,8 +75,8 @@ class SourceReader:
             check_file(file, card.sha256)
         else:
             file = download(
-                card.address,
-                self.cache.expanduser() / name / card.address.rpartition("/")[2],
+                card.url,
+                self.cache.expanduser() / name / card.url.rpartition("/")[2],
                 sha256=card.sha256,
                 num_bytes=card.num_bytes,
                 progress=self.progress,
@@ -139,7 +140,8 @@ def _source_and_parameters(name: str) -> tuple[str, Parameters]:
     if "/" in name or Path(name).suffix or os.path.exists(expanded(name)) or glob.has_magic(name):
         return files
     known = sorted({*DATASETS.names(), *SOURCES.names()} - {"files"})
-    guess = nearest(name, [*known, *(entry.name for entry in Path().iterdir())])
+    here = (entry.name for entry in Path().iterdir())
+    guess = name_for("dataset", name, known) or nearest(name, [*known, *here])
     hint = f"Did you mean {guess!r}? " if guess else ""
     raise DataError(
         f"There is no file, source or dataset named {name!r}.",

@@ -90,7 +90,7 @@ class Options:
             raise DataError(
                 f"--max-bad-rows {self.max_bad_rows} needs --on-bad-row skip and a value of at "
                 "least 0.",
-                fix="Set --max-bad-rows to 0 or more, with --on-bad-row skip.",
+                fix="For example, write --on-bad-row skip --max-bad-rows 100.",
             )
         if self.tokenizer.endswith(".gz"):
             raise DataError(
@@ -110,5 +110,5 @@ class Options:
 def not_positive(option: str, value: int) -> DataError:
     """Return the error for an option whose value must be at least 1."""
     return DataError(
-        f"{option} {value} must be at least 1.", fix=f"Leave {option} out, or set it to 1 or more."
+        f"{option} {value} must be at least 1.", fix=f"Leave {option} out for the default."
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -21,6 +21,7 @@ from flatout.data.store.manifest import MANIFEST, Manifest
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import kind_named, read_tokenizer, tokenizer_path
 from flatout.errors import DataError, OutputInUse, in_shell, without_secrets
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.registry import DATASETS
 from flatout.sources.encodings import codec_of
@@ -41,7 +42,7 @@ class Request:
 
     corpus: Corpus
     options: Options
-    source: dict[str, Any]
+    source: JsonObject
     """The description of both in the manifest."""
     cache: Path
     progress: Progress
@@ -108,7 +109,7 @@ def refuse_occupied(out: Path) -> None:
         )
 
 
-def existing_dataset(out: Path, source: Mapping[str, Any], progress: Progress) -> Manifest | None:
+def existing_dataset(out: Path, source: JsonObject, progress: Progress) -> Manifest | None:
     """Return the manifest of `out` when it is the dataset that `source` describes, None when empty.
 
     Raises: DataError when it contains anything else.
@@ -131,7 +132,7 @@ DEFAULT_FIELD = "text"
 """The field of a row that contains its text, unless another is named."""
 
 
-def describe(corpus: Corpus, options: Options) -> dict[str, Any]:
+def describe(corpus: Corpus, options: Options) -> JsonObject:
     """Return the manifest's description of the text and options.
 
     Equal descriptions, apart from names, mean equal datasets.
@@ -187,9 +188,7 @@ def tokenizer_mark(spec: str) -> str:
     return f"sha256:{hashlib.sha256(read_tokenizer(path)).hexdigest()}" if path.is_file() else spec
 
 
-def require_same(
-    what: str, existing: Mapping[str, Any], requested: Mapping[str, Any], *, fix: str
-) -> None:
+def require_same(what: str, existing: JsonObject, requested: JsonObject, *, fix: str) -> None:
     """Check that two descriptions are of the same dataset.
 
     Raises: OutputInUse that starts with `what` and lists the differences.
@@ -198,7 +197,7 @@ def require_same(
         raise OutputInUse(f"{what}: {different}.", fix=fix)
 
 
-def difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str:
+def difference(existing: JsonObject, requested: JsonObject) -> str:
     """Return how two descriptions differ, in words; empty when they are of the same dataset."""
     different = {
         key: (there, wanted)

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self, TextIO
 
 import psutil
@@ -55,7 +56,7 @@ _BY_RAY = re.compile(r"(?:\x1b\[\d+m)?\(raylet[^)]*\)(?:\x1b\[\d+m)? *")
 _SENTENCE_END = re.compile(r"\.(?:\s|$)|\n")
 
 
-def ray_package() -> Any:
+def ray_package() -> ModuleType:
     """Return the package ray.
 
     Raises: MissingPackage with its install line.

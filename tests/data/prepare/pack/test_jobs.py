@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from flatout.data.prepare.pack.records import RangeRecord, SkippedRows, read_records
+from flatout.data.prepare.pack.records import RangeRecord, read_records
+from flatout.data.store.manifest import SkippedRows
 from flatout.errors import DataError
 from flatout.sources import RowLocation
 

@@ -9,7 +9,7 @@ from flatout.data.prepare.pack.jobs import (
     cut_to_bytes,
     hash_fraction,
 )
-from flatout.data.prepare.pack.records import Skipped
+from flatout.data.prepare.pack.records import RangeRecord, count_skipped
 from flatout.data.prepare.pack.tokenize import Packing, Tally
 from flatout.data.store.manifest import SPLITS
 from flatout.data.tokenizers import make_tokenizer
@@ -47,7 +47,8 @@ class Packed:
 
     def __init__(self, jobs, packing, report=lambda _: None):
         sinks = {name: ListSink() for name in SPLITS}
-        self.skipped = stage.pack(jobs, packing, sinks, report)
+        self.record = RangeRecord(number=0, num_bytes=0)
+        stage.pack(jobs, packing, sinks, self.record, report)
         for key in ("tokens", "ends", "masks", "text_bytes"):
             setattr(self, key, {name: getattr(sink, key) for name, sink in sinks.items()})
         self.calls = sum(sink.calls for sink in sinks.values())
@@ -58,7 +59,7 @@ def pack(job, tokenizer, assignment, on_bad_row):
 
 
 def counts(packed):
-    return {reason: rows.count for reason, rows in packed.skipped.rows.items()}
+    return {rows.reason: rows.count for rows in packed.record.skipped}
 
 
 def byte_tokens(packed, name):
@@ -128,11 +129,11 @@ def test_a_bad_row_raises_or_is_counted(tokenizer):
     )
     assert byte_tokens(packed, "train") == "a|b|"
     assert counts(packed) == {"bad": 1, "too dull": 1}
-    assert [rows.first for rows in packed.skipped.rows.values()] == [
+    assert [rows.first for rows in packed.record.skipped] == [
         (RowLocation("row 7"),),
         (RowLocation("row 8"),),
     ]
-    assert packed.skipped.bad == 1, "rows left out by a source are not bad"
+    assert packed.record.bad_rows == 1, "rows left out by a source are not bad"
 
 
 def test_an_untokenisable_document_is_named_and_leaves_no_tokens():
@@ -170,10 +171,10 @@ def test_text_is_cut_between_characters(text, limit, kept):
 
 
 def test_the_first_skipped_rows_are_named_in_order():
-    whole = Skipped()
+    skipped = []
     for part in range(3):
-        whole.add("bad", [RowLocation(f"{part}.{row}") for row in range(7)], 7)
-    (entry,) = whole.entries()
+        count_skipped(skipped, "bad", [RowLocation(f"{part}.{row}") for row in range(7)], 7)
+    (entry,) = [rows.named() for rows in skipped]
     assert (entry.reason, entry.count) == ("bad", 21)
     assert entry.first == tuple(f"{row // 7}.{row % 7}" for row in range(FIRST_NAMED))
 

@@ -7,10 +7,11 @@ from collections import namedtuple
 import pytest
 
 from flatout import sources
-from flatout.data.prepare.pack.records import RangeRecord, RangeSplit, SkippedRows
+from flatout.data.prepare.pack.records import RangeRecord, RangeSplit
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.data.prepare.plan import limits
 from flatout.data.prepare.plan.limits import BadRowLimit, check_space
+from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.files import Unfinished

@@ -29,7 +29,7 @@ def cards(monkeypatch):
     """A card `play` of a file whose SHA-256 is that of TEXT, at a URL that does not answer."""
     known = {
         "play": {
-            "address": "http://127.0.0.1:9/play/input.txt",
+            "url": "http://127.0.0.1:9/play/input.txt",
             "revision": "1",
             "license": "public domain",
             "sha256": hashlib.sha256(TEXT.encode()).hexdigest(),

@@ -42,7 +42,7 @@ def opened(monkeypatch):
 @pytest.mark.parametrize("name", DATASETS.names())
 def test_every_card_is_valid(name):
     card = load_card(name)
-    assert (card.address or "https://").startswith("https://")
+    assert (card.url or "https://").startswith("https://")
     assert card.repository is None or re.fullmatch("[0-9a-f]{40}", card.revision), (
         "a branch moves, a commit does not"
     )
@@ -59,6 +59,12 @@ def test_the_shakespeare_card_names_its_file():
         load_card("shakespear")
 
 
+def test_the_url_of_a_card_has_an_earlier_name(cards):
+    url = cards["play"]["url"]
+    cards["play"]["address"] = cards["play"].pop("url")
+    assert load_card("play").url == url
+
+
 def test_an_invalid_card_is_refused_with_its_key(cards):
     cards["play"]["sha265"] = "x"
     with pytest.raises(DataError, match=r"play\.yaml: sha265"):
@@ -72,9 +78,9 @@ def test_an_invalid_card_is_refused_with_its_key(cards):
         {"files": "*.parquet"},
         {"validation": "*.parquet"},
         {"sha256": None},
-        {"address": None, "sha256": None, "num_bytes": None},
+        {"url": None, "sha256": None, "num_bytes": None},
         {"repository": "a/b", "files": "*"},
-        {"address": None, "sha256": None, "num_bytes": None, "validation": "*"},
+        {"url": None, "sha256": None, "num_bytes": None, "validation": "*"},
     ],
     ids=str,
 )

@@ -1,0 +1,1 @@
+"""`bench`: the gain of each speedup, as tables and pictures."""

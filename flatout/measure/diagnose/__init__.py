@@ -1,0 +1,1 @@
+"""`diagnose`: from evidence to a verdict, findings and fixes."""

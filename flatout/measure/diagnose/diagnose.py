@@ -1,0 +1,121 @@
+"""`diagnose`: measures a recipe, or reads a run, and returns the diagnosis with its evidence."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from flatout.config.schema import RunConfig
+from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.diagnose.process import measure_apart
+from flatout.measure.diagnose.recorded import recorded_evidence
+from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.instruments.evidence import Evidence
+from flatout.progress import SILENT, Progress
+from flatout.training.metrics.observers import Observer
+
+DEFAULT_SECONDS = 4.0
+"""Seconds of ordinary steps that are measured."""
+LIMIT_S = 150.0
+"""Longest measured run before it counts as hanging; more seconds of steps extend it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A diagnosis with the evidence behind it."""
+
+    evidence: Evidence
+    diagnosis: Diagnosis
+
+
+def diagnose_recipe(
+    config: RunConfig,
+    *,
+    seconds: float = DEFAULT_SECONDS,
+    cache: Path | None = None,
+    callbacks: Sequence[Observer] = (),
+    progress: Progress = SILENT,
+) -> Measured:
+    """Check a configuration on this machine, run it for some seconds, and return the diagnosis.
+
+    No step is taken when something already known keeps the run from starting. The run has a process
+    of its own, unless there are callbacks, which only exist in this one.
+    Raises: UsageError when the configuration cannot be resolved; RunFailed.
+    """
+
+    def on_preflight(evidence: Evidence) -> bool:
+        stops = any(finding.harm == "fails" for finding in diagnosis_of(evidence).findings)
+        if not stops:
+            progress.say("Nothing keeps the run from starting; measuring its steps.")
+        return not stops
+
+    with scratch_folder(config) as folder:
+        spec = MeasureSpec(
+            config=config.to_dict(),
+            folder=str(folder),
+            cache=None if cache is None else str(cache),
+            seconds=seconds,
+            limit_s=LIMIT_S + 6 * seconds,
+        )
+        with progress.task("Measuring (about half a minute)"):
+            evidence = (
+                _measure_here(spec, on_preflight, callbacks)
+                if callbacks
+                else measure_apart(spec, on_preflight)
+            )
+    return Measured(evidence, diagnosis_of(evidence))
+
+
+def _measure_here(
+    spec: MeasureSpec, on_preflight: Callable[[Evidence], bool], callbacks: Sequence[Observer]
+) -> Evidence:
+    from flatout.measure.diagnose.preflight import prepare
+    from flatout.measure.diagnose.run import measured
+
+    prepared = prepare(spec)
+    if not on_preflight(prepared.evidence) or prepared.resolved is None:
+        return prepared.evidence
+    return measured(spec, prepared, callbacks)
+
+
+def diagnose_run(folder: Path) -> Measured:
+    """Return the diagnosis of a recorded run.
+
+    Raises: CheckpointError when it has recorded nothing.
+    """
+    evidence = recorded_evidence(folder)
+    return Measured(evidence, diagnosis_of(evidence))
+
+
+def measure_briefly(config: RunConfig, *, seconds: float = DEFAULT_SECONDS) -> Evidence:
+    """Return the step time of a configuration, with its saves and evaluations.
+
+    Raises: UsageError, RunFailed.
+    """
+    with scratch_folder(config) as folder:
+        return measure_apart(
+            MeasureSpec(
+                config=config.to_dict(),
+                folder=str(folder),
+                seconds=seconds,
+                limit_s=LIMIT_S + 6 * seconds,
+                brief=True,
+            )
+        )
+
+
+@contextmanager
+def scratch_folder(config: RunConfig) -> Iterator[Path]:
+    """Make a directory on the disk of the run's checkpoints, and remove it at the end."""
+    root = Path(config.checkpoint.dir or "runs")
+    while not root.is_dir():
+        root = root.parent
+    folder = Path(tempfile.mkdtemp(prefix=".diagnose-", dir=root))
+    try:
+        yield folder / "run"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

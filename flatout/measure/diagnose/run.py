@@ -1,0 +1,141 @@
+"""The measured run of `diagnose`, in a process of its own: preflight, then timed steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flatout.assembly.build import build
+from flatout.assembly.run import Run
+from flatout.errors import FlatoutError
+from flatout.measure.diagnose.failure import failure_of, hanging
+from flatout.measure.diagnose.preflight import Prepared, prepare
+from flatout.measure.diagnose.process import Refusal
+from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.diagnose.steps import evidence_of_steps, periodic_work
+from flatout.measure.diagnose.timers import KeptFigures, attach
+from flatout.measure.diagnose.windows import Windows
+from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.instruments.machine_facts import gpu_facts
+from flatout.measure.instruments.phase_timer import PhaseTimer
+from flatout.measure.trials.trial import end_with
+from flatout.measure.trials.workload import QUIET
+from flatout.parallel.mesh import make_mesh
+from flatout.training.loop import fit
+from flatout.training.metrics.log import Log
+from flatout.training.metrics.observers import Observer
+from flatout.training.out_of_memory import explained
+from flatout.training.warmup import warm_up
+
+LONG_RUN_STEPS = 10_000_000
+"""The measured run is extended to this length, so that it cannot end before its windows do."""
+Emit = Callable[[Evidence], object]
+
+
+def main() -> None:
+    """Read a spec from standard input, and print evidence: one line before the steps, one after.
+
+    All other output goes to standard error.
+    """
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+
+    def emit(evidence: Evidence) -> None:
+        results.write(evidence.model_dump_json() + "\n")
+        results.flush()
+
+    try:
+        collect(MeasureSpec.model_validate_json(sys.stdin.read()), emit)
+    except FlatoutError as error:
+        refused = Refusal(refused=type(error).__name__, what=error.what, fix=error.fix)
+        results.write(refused.model_dump_json() + "\n")
+        results.flush()
+
+
+def collect(spec: MeasureSpec, emit: Emit) -> None:
+    """Emit what is known before the first step, and then the same with what the steps show.
+
+    A failure is evidence too: whatever happens, there is a last line that says so. A run that hangs
+    ends the process.
+    """
+    prepared = prepare(spec)
+    emit(prepared.evidence)
+    if prepared.resolved is None:
+        return
+    done = threading.Event()
+    watchdog = threading.Thread(
+        target=_report_hang, args=(spec, prepared, emit, done, threading.get_ident()), daemon=True
+    )
+    watchdog.start()
+    try:
+        found = measured(spec, prepared)
+    finally:
+        done.set()
+    emit(found)
+
+
+def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer] = ()) -> Evidence:
+    """Return the evidence of a measured run; an error of the run is part of it."""
+    resolved = prepared.resolved
+    assert resolved is not None
+    Path(spec.folder).mkdir(parents=True, exist_ok=True)
+    config = resolved.config.with_values(
+        QUIET | {"train.steps": LONG_RUN_STEPS, "schedule.warmup": prepared.warmup_steps}
+    )
+    run: Run | None = None
+    figures: KeptFigures | None = None
+    before = prepared.evidence.model_copy(update={"source": "measured run"})
+    try:
+        run = build(
+            config,
+            machine=resolved.machine,
+            mesh=make_mesh(config.parallel, config.train.device),
+            dataset=resolved.dataset,
+            folder=Path(spec.folder),
+            decisions=resolved.decisions,
+        )
+        with explained(run), Log(run, callbacks) as log:
+            timer = PhaseTimer()
+            feed, figures = attach(run, log, timer)
+            windows = Windows(run, feed, timer, spec)
+            log.start()
+            warm_up(run, log)
+            try:
+                fit(run, log, windows.requested)
+            finally:
+                windows.close()
+            gpu = gpu_facts(resolved.machine, config.train.device)
+            log.write_pending()
+            periodic = periodic_work(run, log, windows, prepared.asked, before)
+            peak_gib = log.peak_gib()
+        found = before.model_copy(update={"gpu": gpu or before.gpu})
+        return evidence_of_steps(found, run, windows, periodic, figures, peak_gib)
+    except Exception as error:  # whatever the run raises is evidence
+        step = run.step if run is not None else 0
+        failure = failure_of(error, step, figures.read if figures else ())
+        return before.model_copy(update={"failure": failure})
+    finally:
+        if run is not None:
+            run.feed.close()
+
+
+def _report_hang(
+    spec: MeasureSpec, prepared: Prepared, emit: Emit, done: threading.Event, thread: int
+) -> None:
+    """End the process with evidence of a hang, if the run is not done in time."""
+    start_s = time.monotonic()
+    if done.wait(spec.limit_s):
+        return
+    found = prepared.evidence.model_copy(
+        update={
+            "source": "measured run",
+            "failure": hanging(thread, time.monotonic() - start_s),
+        }
+    )
+    emit(found)
+    os._exit(0)

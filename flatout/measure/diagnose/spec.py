@@ -1,0 +1,28 @@
+"""The specification of a measured run of `diagnose`; passes between processes. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+
+class MeasureSpec(BaseModel):
+    """What to measure, and for how long."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    config: dict[str, Any]
+    """The requested configuration."""
+    folder: str
+    """Scratch directory for the files of the run, on the disk of its checkpoints."""
+    cache: str | None = None
+    """flatout's cache, with the gains measured here; None: no gains."""
+    seconds: float = 4.0
+    """Seconds of ordinary steps."""
+    warmup_s: float = 10.0
+    """Latest end of the warm-up, counted from the end of the first step."""
+    limit_s: float = 150.0
+    """Time after which the run counts as hanging."""
+    brief: bool = False
+    """Whether to measure ordinary steps, saves and evaluation only, to compare two recipes."""

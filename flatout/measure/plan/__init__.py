@@ -1,0 +1,1 @@
+"""`plan`: what a run will take, before it starts."""

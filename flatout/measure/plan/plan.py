@@ -1,0 +1,237 @@
+"""Plans a run: parameters, FLOPs, memory by part, what fits, rate, time, energy and cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flatout.assembly import past_runs
+from flatout.assembly.capacity import Capacity, capacity_of
+from flatout.assembly.measured import gains_here, hardware_name
+from flatout.assembly.memory import GIB, Workload, estimate
+from flatout.assembly.parts import Decision
+from flatout.assembly.past_runs import PastRun
+from flatout.assembly.prediction import (
+    MemoryPrediction,
+    TimePrediction,
+    predict_memory,
+    predict_time,
+)
+from flatout.assembly.resolve import known_peak, resolve, workload_of
+from flatout.assembly.selection import assemble
+from flatout.config.schema import RunConfig
+from flatout.data.store.mix import AnyDataset
+from flatout.errors import FlatoutError, HardwareError
+from flatout.measure.plan.target import Target, find_data, target_of
+from flatout.models.language_model import Flops, LanguageModel, model_of
+from flatout.ops import Ops
+from flatout.progress import SILENT, Progress
+from flatout.roof import Peak
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known about a run before it starts."""
+
+    requested: RunConfig
+    config: RunConfig
+    """Resolved for the target."""
+    decisions: Sequence[Decision]
+    target: Target
+    dataset: AnyDataset | None
+    workload: Workload
+    parts: dict[str, int]
+    """Parameters by part of the model."""
+    flops: Flops
+    memory: MemoryPrediction | None
+    """None when a custom model cannot run on tensors without values."""
+    capacity: Capacity | None
+    time: TimePrediction
+    peak: Peak | None
+    notes: list[str]
+    cache: Path | None
+    """Where measurements on this hardware are."""
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if that cannot be told."""
+        if self.target.is_missing:
+            return False
+        if self.memory is None or self.capacity is None:
+            return None
+        return self.memory.total <= self.capacity.free
+
+    @property
+    def available(self) -> int | None:
+        """Bytes that tensors may take; None if unknown."""
+        if self.capacity is None or self.memory is None:
+            return None
+        ratio = self.memory.reserved / max(self.memory.allocated, 1)
+        return max(int((self.capacity.free - self.memory.context) / ratio), 0)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """Rows of a micro-batch, and micro-batches per step."""
+        return int(self.config.batch.rows_per_device), self.config.batch.accumulate or 1
+
+
+def make_plan(
+    requested: RunConfig,
+    machine: str | None = None,
+    *,
+    cache: Path | None = None,
+    progress: Progress = SILENT,
+) -> Plan:
+    """Plan a run on a named machine or this one; the dataset is used if it is here.
+
+    Raises: UsageError, also when the vocabulary size is not known.
+    """
+    target = target_of(requested, machine)
+    dataset, note = find_data(requested, progress)
+    runs = past_runs.read(hardware_name(target.machine, target.device), cache)
+    with progress.task("Resolving the configuration"):
+        config, decisions = resolve_for(target, requested, dataset, cache)
+    peak = peak_of(target, decisions)
+    model_class, model_config = model_of(config)
+    model = model_class.on_meta(model_config, Ops.plain())
+    flops = model.flops_per_token(config.data.seq_len)
+    workload = workload_of(config, assemble(decisions))
+    notes = [note] if note else []
+    with progress.task("Tracing the memory of a step"):
+        memory, problem = _memory(config, decisions, workload, target, runs)
+    notes += [problem] if problem else []
+    time = predict_time(
+        config,
+        decisions,
+        flops_per_token=float(flops.causal_exact),
+        peak=peak,
+        runs=runs,
+        world_size=target.world_size,
+        dataset=dataset,
+    )
+    if config.train.steps is None:
+        notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
+    capacity = capacity_of(target.machine, target.device, target.world_size)
+    return Plan(
+        requested,
+        config,
+        decisions,
+        target,
+        dataset,
+        workload,
+        parameters_by_part(model),
+        flops,
+        memory,
+        capacity,
+        time,
+        peak,
+        notes,
+        cache,
+    )
+
+
+def resolve_for(
+    target: Target,
+    requested: RunConfig,
+    dataset: AnyDataset | None,
+    cache: Path | None,
+) -> tuple[RunConfig, list[Decision]]:
+    """Return the configuration as `train` would resolve it on the target.
+
+    If not even one row fits, the plan is for one row.
+    """
+    requested = requested.with_values({"train.device": target.device})
+
+    def resolved(config: RunConfig) -> tuple[RunConfig, list[Decision]]:
+        return resolve(
+            config,
+            machine=target.machine,
+            dataset=dataset,
+            world_size=target.world_size,
+            measured=gains_here(target.machine, target.device, cache),
+        )
+
+    try:
+        return resolved(requested)
+    except HardwareError:
+        if requested.batch.rows_per_device != "auto":
+            raise
+        return resolved(requested.with_values({"batch.rows_per_device": 1}))
+
+
+def peak_of(target: Target, decisions: Sequence[Decision]) -> Peak | None:
+    """Return the peak rate of the run's arithmetic on one device of the target."""
+    if target.is_missing:
+        return None
+    recipe = assemble(decisions)
+    dtype: str = recipe.precision.name
+    if dtype == "fp32" and recipe.matmul == "high" and target.device.startswith("cuda"):
+        dtype = "tf32"
+    return known_peak(target.machine, target.device, dtype)
+
+
+def _memory(
+    config: RunConfig,
+    decisions: Sequence[Decision],
+    workload: Workload,
+    target: Target,
+    runs: Sequence[PastRun],
+) -> tuple[MemoryPrediction | None, str | None]:
+    """Return the predicted memory, or why there is none."""
+    context = psutil.Process().memory_info().rss
+    try:
+        found = estimate(workload, int(config.batch.rows_per_device), config.batch.accumulate or 1)
+    except FlatoutError:
+        raise
+    except Exception as error:  # a custom model may need values, which the trace does not have
+        return None, f"The memory cannot be predicted: {type(error).__name__}: {error}"
+    world_size = target.world_size
+    return predict_memory(
+        config, decisions, found, runs=runs, world_size=world_size, context=context
+    ), None
+
+
+def parameters_by_part(model: LanguageModel) -> dict[str, int]:
+    """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
+
+    A tied head counts as the embedding.
+    """
+    kinds, found = model.parameter_kinds(), Counter[str]()
+    for name, parameter in model.named_parameters():
+        words, kind = name.split("."), kinds[name]
+        if words[0] == "blocks" and len(words) > 3:
+            part = f"blocks.{words[2]}"
+        else:
+            part = kind if kind in ("embedding", "head") else "other"
+        found[part] += parameter.numel()
+    return dict(found)
+
+
+def memory_at_peak(memory: MemoryPrediction) -> dict[str, Any]:
+    """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
+    found, moment = memory.estimate, memory.estimate.peak
+    in_loss = moment.name == "the loss"
+    logits = moment.transient if in_loss else 0
+    parts = {
+        "weights": found.weights,
+        "gradients": moment.gradients,
+        "optimizer": found.optimizer,
+        "activations": moment.activations,
+        "logits": logits,
+        "workspace": moment.transient - logits,
+        "correction": memory.allocated - found.total,
+    }
+    gib: dict[str, Any] = {name: size / GIB for name, size in parts.items()}
+    return gib | {
+        "peak_in": moment.name,
+        "allocated": memory.allocated / GIB,
+        "reserved": memory.reserved / GIB,
+        "context": memory.context / GIB,
+        "total": memory.total / GIB,
+        "gradients_in_all": found.gradients / GIB,
+    }

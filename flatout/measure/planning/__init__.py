@@ -1,1 +1,0 @@
-"""What a run will need before it starts: memory, time, energy and cost, without data or a GPU."""

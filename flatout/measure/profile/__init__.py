@@ -1,0 +1,1 @@
+"""`profile`: traces, kernels and memory of some steps."""

@@ -1,0 +1,1 @@
+"""Trials: runs in processes of their own, repeated and compared with intervals."""

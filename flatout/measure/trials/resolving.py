@@ -1,0 +1,181 @@
+"""Resolves a recipe on this machine as `train` does.
+
+On a GPU that creates a context, which would take memory from the trials. The process that starts
+the trials therefore resolves the recipe in another process, which ends afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout import errors
+from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.measured import gains_here
+from flatout.assembly.parts import Decision
+from flatout.assembly.preflight import open_dataset
+from flatout.assembly.request import adding, parse_request
+from flatout.assembly.resolve import resolve
+from flatout.assembly.selection import assemble, speedup_named
+from flatout.config.schema import RunConfig, validate
+from flatout.data.store.mix import AnyDataset
+from flatout.errors import FlatoutError, RunFailed, UsageError
+from flatout.hardware import Machine, pick_device, probe
+from flatout.json_io import Stored
+from flatout.registry import SPEEDUPS
+
+PROGRAM = "from flatout.measure.trials.resolving import main; main()"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A resolved recipe, with its machine and dataset."""
+
+    config: RunConfig
+    decisions: list[Decision]
+    machine: Machine
+    dataset: AnyDataset
+
+    @property
+    def speedups(self) -> list[str]:
+        """The speedups that are on."""
+        return [decision.name for decision in self.decisions if decision.on]
+
+
+class Choice(Stored):
+    """The choices of a resolved recipe; passes between processes as JSON."""
+
+    config: dict[str, Any]
+    """The resolved configuration."""
+    decisions: list[Decision]
+    """Every speedup, on or off, with the reason."""
+    additions: dict[str, list[str] | str]
+    """For each speedup that `auto` leaves off: the set with it added, or why it cannot be added."""
+
+
+def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
+    """Resolve a recipe for one process on this machine.
+
+    `cache` has the gains measured on this hardware, which `auto` uses; None for no gains.
+
+    Raises: UsageError when it cannot run here.
+    """
+    machine = probe()
+    device, _ = pick_device(requested.train.device, machine)
+    on_device = requested.with_values({"train.device": device})
+    return _resolve(on_device, machine, open_dataset(requested), cache)
+
+
+def _resolve(
+    config: RunConfig, machine: Machine, dataset: AnyDataset, cache: Path | None
+) -> Resolved:
+    gains = gains_here(machine, config.train.device, cache)
+    resolved = resolve(config, machine=machine, dataset=dataset, world_size=1, measured=gains)
+    return Resolved(*resolved, machine, dataset)
+
+
+def choose(requested: RunConfig, cache: Path | None = None) -> Choice:
+    """Resolve a recipe, and then again for each speedup that is off, with it added.
+
+    Raises: UsageError when it cannot run here.
+    """
+    resolved = resolve_here(requested, cache)
+    off = (
+        [decision.name for decision in resolved.decisions if not decision.on]
+        if parse_request(requested.speedups).auto
+        else []
+    )
+    return Choice(
+        config=resolved.config.to_dict(),
+        decisions=resolved.decisions,
+        additions={name: adding_one(name, requested, resolved, cache) for name in off},
+    )
+
+
+def adding_one(
+    name: str, requested: RunConfig, resolved: Resolved, cache: Path | None = None
+) -> list[str] | str:
+    """Return the speedups that are on after adding `name` and its needs, or why it cannot run."""
+    stated = requested.with_values({"train.device": resolved.config.train.device})
+    wanted = with_needs(name)
+    for part in wanted:
+        why_not = speedup_named(part).reason_against(resolved.machine, stated)
+        if why_not:
+            return (
+                f"cannot run here, because: {why_not}"
+                if part == name
+                else f"cannot run here, because {part} cannot: {why_not}"
+            )
+    named = stated.with_values({"speedups": adding(requested.speedups, wanted)})
+    try:
+        found = _resolve(named, resolved.machine, resolved.dataset, cache)
+        assemble(found.decisions)
+    except UsageError as error:
+        return f"cannot be added, because: {error.what}"
+    return found.speedups
+
+
+def with_needs(name: str) -> list[str]:
+    """Return a speedup, followed by everything it needs."""
+    found = [name]
+    for part in found:  # it grows during the loop
+        if ":" in part or part in SPEEDUPS.names():
+            found += [need for need in speedup_named(part).needs if need not in found]
+    return found
+
+
+def resolve_apart(
+    requested: RunConfig, cache: Path | None = None
+) -> tuple[Resolved, dict[str, list[str] | str]]:
+    """Return a resolved recipe and `Choice.additions`, without using the GPU in this process.
+
+    Raises: UsageError when it cannot run here; RunFailed when the other process died.
+    """
+    machine = probe()
+    choice = (choose_in_subprocess if uses_gpu(machine, requested) else choose)(requested, cache)
+    config = validate(choice.config)
+    return Resolved(config, choice.decisions, machine, open_dataset(requested)), choice.additions
+
+
+def choose_in_subprocess(
+    requested: RunConfig, cache: Path | None = None, *, command: Iterable[str] = ()
+) -> Choice:
+    """Call `choose` in another process. `command` replaces the program, for tests.
+
+    Raises: whatever `choose` raises there; RunFailed when the process died.
+    """
+    program = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {PROGRAM}"]
+    done = subprocess.run(
+        [*command] or program,
+        input=json.dumps({"config": requested.to_dict(), "cache": cache and str(cache)}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    answer = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == 0:
+        return Choice.model_validate_json(answer)
+    if done.returncode == UsageError.exit_code and answer.startswith("{"):
+        error = json.loads(answer)
+        raise getattr(errors, error["kind"])(error["what"], fix=error["fix"])
+    last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
+    raise RunFailed(
+        f"The process that resolves the configuration died: {last_line}",
+        fix="Try the same recipe with `flatout train`.",
+    )
+
+
+def main() -> None:
+    """Read a configuration from standard input, and print the choice or the error."""
+    try:
+        request = json.load(sys.stdin)
+        cache = request["cache"] and Path(request["cache"])
+        print(choose(validate(request["config"]), cache).model_dump_json())
+    except FlatoutError as error:
+        print(json.dumps({"kind": type(error).__name__, "what": error.what, "fix": error.fix}))
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,1 @@
+"""`tune`: the fastest setting of a recipe on this machine."""

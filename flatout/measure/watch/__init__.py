@@ -1,0 +1,1 @@
+"""`flatout.watch`: the verdict of `diagnose` about any PyTorch loop."""

@@ -1,0 +1,291 @@
+"""What a watched loop calls: the start and end of steps, waits and phases. None of it raises."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+
+from flatout.errors import ConfigError, FlatoutError
+from flatout.measure.instruments.evidence import Evidence, Failure
+from flatout.measure.instruments.phase_timer import PhaseTimer
+from flatout.measure.instruments.sampling import site_of
+from flatout.measure.watch.evidence import Loop, evidence_of
+from flatout.measure.watch.hooks import Hooks
+from flatout.measure.watch.records import LoopRecords
+from flatout.measure.watch.windows import Windows
+from flatout.parallel.rendezvous import stated_ranks
+
+LOG = logging.getLogger("flatout.watch")
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def safe(method: Method) -> Method:
+    """Wrap a method of LoopTimer so that an error in it is logged and ends the measurement.
+
+    Afterwards, and on other ranks than 0, it does nothing and returns None.
+    """
+
+    @functools.wraps(method)
+    def call(self: LoopTimer, /, *values: Any, **named: Any) -> Any:
+        if self._is_off:
+            return None
+        try:
+            return method(self, *values, **named)
+        except Exception as error:
+            self._is_off = True
+            with suppress(Exception):
+                self._remove()
+            told = error.what if isinstance(error, FlatoutError) else repr(error)
+            LOG.warning("flatout.watch has stopped, and the loop continues: %s", told)
+            return None
+
+    return cast(Method, call)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a watch was told about its loop."""
+
+    model: torch.nn.Module | None = None
+    folder: Path | None = None
+    """Directory for records; None: they are kept in memory."""
+    planned_steps: int | None = None
+    tokens_per_step: int | None = None
+    log_every: int = 10
+    recorded_steps: int = 2
+
+
+class LoopTimer:
+    """Times a loop by the calls that it makes here.
+
+    An error of ours is logged, and ends the measurement; the loop continues. Calls from other
+    threads than the one that takes the steps are ignored.
+    """
+
+    def __init__(self, settings: Settings, *, at_exit: Callable[[], None]) -> None:
+        self.rank, self.world_size = ranks()
+        self.steps = 0
+        """Steps that have ended."""
+        self.records = LoopRecords(
+            settings.folder,
+            every=max(settings.log_every, 1),
+            tokens_per_step=settings.tokens_per_step,
+        )
+        self._settings, self._at_exit = settings, at_exit
+        self._is_off = self.rank != 0
+        self._parts: tuple[PhaseTimer, Windows, Hooks] | None = None
+        self._installed = ExitStack()
+        self._steps_are_stated, self._depth = False, 0
+        self._failure: Failure | None = None
+
+    def learn(self, *, model: Any, planned_steps: int | None) -> None:
+        """Note what a framework knows of its loop, unless the user has said it."""
+        known = self._settings
+        self._settings = dataclasses.replace(
+            known,
+            model=known.model or (model if isinstance(model, torch.nn.Module) else None),
+            planned_steps=known.planned_steps or planned_steps,
+        )
+
+    def evidence(self) -> Evidence:
+        """Return what has been measured so far.
+
+        Raises: ConfigError when no step has been watched.
+        """
+        if self._parts is None:
+            where = f"this is rank {self.rank}, and rank 0 is watched" if self.rank else ""
+            raise ConfigError(
+                f"No step has been watched{where and ': '}{where}.",
+                fix="Wrap the batches, `for batch in watch(loader)`, or use `with watch.step()`.",
+            )
+        _, windows, hooks = self._parts
+        return evidence_of(self._loop(), windows, hooks)
+
+    def close(self) -> bool:
+        """Remove all hooks and measure no longer; return whether a step has been watched."""
+        was_on = self._parts is not None and not self._is_off
+        self._stop()
+        self._is_off = True
+        return was_on
+
+    def _started(self) -> tuple[PhaseTimer, Windows, Hooks]:
+        """Return the instruments; the first call makes them, in the thread of the loop."""
+        if self._parts is None:
+            timer = PhaseTimer()
+            hooks = Hooks(timer)
+            windows = Windows(
+                timer,
+                self._count,
+                device=device_of(self._settings.model),
+                recorded_steps=self._settings.recorded_steps,
+            )
+            self._installed.enter_context(hooks.installed())
+            atexit.register(self._at_exit)
+            self._installed.callback(atexit.unregister, self._at_exit)
+            self._parts = timer, windows, hooks
+        return self._parts
+
+    def _is_here(self) -> bool:
+        return self._parts is None or self._parts[0].thread == threading.get_ident()
+
+    def _count(self, seconds: float) -> None:
+        self.steps += 1
+        self.records.add(self.steps, seconds, self._started()[0])
+
+    @safe
+    def begin_step(self) -> None:
+        """Start a step; steps inside a step are part of it."""
+        timer, windows, _ = self._started()
+        if not self._is_here():
+            return
+        if self._depth == 0:
+            if not self._steps_are_stated:  # the first wait has started one
+                windows.drop_step()
+            self._steps_are_stated = True
+            timer.leave_if_open("compute")
+            windows.start_step()
+        self._depth += 1
+        timer.enter("compute")
+
+    @safe
+    def end_step(self, error: BaseException | None = None) -> None:
+        """End the work of a step; the step lasts until the next one starts."""
+        if not self._is_here() or not self._depth:
+            return
+        self._depth -= 1
+        self.leave("compute")
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            first = (str(error).splitlines() or [""])[0]
+            self._failure = Failure(
+                kind="out-of-memory",
+                message=f"Out of memory at step {self.steps}: {first}".rstrip(": "),
+                step=self.steps,
+                site=site_of(error),
+            )
+
+    @safe
+    def begin_opening(self) -> bool:
+        """Start opening a loader, which may start processes; return whether it is timed."""
+        timer, _, hooks = self._started()
+        if hooks.waits_count():
+            timer.enter("data_wait")
+            return True
+        return False
+
+    @safe
+    def begin_wait(self) -> bool:
+        """Start waiting for a batch; return whether the wait is timed."""
+        timer, windows, hooks = self._started()
+        if not hooks.waits_count():
+            return False
+        if not self._steps_are_stated:
+            timer.leave_if_open("compute")
+            windows.start_step()
+        timer.enter("data_wait")
+        return True
+
+    @safe
+    def end_wait(self) -> None:
+        """End waiting for a batch."""
+        timer = self._started()[0]
+        timer.leave_if_open("data_wait")
+        if not self._steps_are_stated:
+            timer.enter("compute")
+
+    @safe
+    def end_epoch(self) -> None:
+        """End the last step of an epoch: what follows is not a step."""
+        timer, windows, _ = self._started()
+        if self._is_here() and self._depth == 0 and timer.current in (None, "compute"):
+            timer.leave_if_open("compute")
+            if self._steps_are_stated:
+                windows.end_step()
+            else:  # it began with the wait that found no batch
+                windows.drop_step()
+
+    @safe
+    def enter(self, phase: str) -> None:
+        """Start a phase."""
+        timer = self._started()[0]
+        if self._is_here():
+            timer.enter(phase)
+
+    @safe
+    def leave(self, phase: str) -> None:
+        """End a phase and those inside it, if it is running."""
+        if self._is_here():
+            self._started()[0].leave_if_open(phase)
+
+    @safe
+    def time_loaders(self) -> None:
+        """Time all torch DataLoaders, for loops that hide theirs and state their steps."""
+        self._installed.enter_context(self._started()[2].loaders_installed())
+        self._steps_are_stated = True
+
+    @safe
+    def log(self, figures: Mapping[str, Any], *, step: int) -> None:
+        """Keep figures of a step for the records.
+
+        Shapes: each tensor has one element.
+        """
+        self.records.log(step, figures)
+
+    def _loop(self) -> Loop:
+        settings = self._settings
+        self.records.flush()
+        return Loop(
+            device=device_of(settings.model),
+            world_size=self.world_size,
+            parameters=None
+            if settings.model is None
+            else sum(weights.numel() for weights in settings.model.parameters()),
+            tokens_per_step=settings.tokens_per_step,
+            planned_steps=settings.planned_steps,
+            steps=self.steps,
+            losses=tuple(self.records.losses),
+            grad_norms=tuple(self.records.grad_norms),
+            failure=self._failure,
+        )
+
+    @safe
+    def _stop(self) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        try:
+            if self._parts is not None:
+                self._parts[1].close()
+        finally:
+            self._installed.close()
+
+
+def ranks() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, by torch or the environment."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        stated = stated_ranks()
+    except ConfigError:  # another launcher's variables
+        return 0, 1
+    return stated.rank, stated.world_size
+
+
+def device_of(model: torch.nn.Module | None) -> str:
+    """Return the device on which a loop computes."""
+    if model is not None:
+        for weights in model.parameters():
+            if weights.device.type == "cuda":
+                return str(weights.device)
+            return weights.device.type
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return "cuda" if used else "cpu"

@@ -1,0 +1,201 @@
+"""`flatout.watch`: the verdict of `flatout diagnose` about any PyTorch loop.
+
+    watch = flatout.watch(model=model)
+    for batch in watch(loader):
+        with watch.step():
+            loss = model(batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    print(watch.verdict())
+
+Nothing here may break the loop. An error in here is logged, and the loop continues unwatched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+
+from flatout.errors import ConfigError
+from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
+from flatout.measure.diagnose.text import text_of
+from flatout.measure.instruments.evidence import Evidence, Phases
+from flatout.measure.watch.batches import Step, Watched
+from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
+from flatout.measure.watch.records import new_folder
+
+Batch = TypeVar("Batch")
+PHASES = tuple(name.removesuffix("_s") for name in Phases.model_fields)
+"""What `Watch.phase` accepts."""
+
+
+def watch(
+    *,
+    model: torch.nn.Module | None = None,
+    run: Path | str | None = None,
+    steps: int | None = None,
+    tokens_per_step: int | None = None,
+    log_every: int = 10,
+    recorded_steps: int = 2,
+) -> Watch:
+    """Return a watch over a PyTorch training loop, which says at the end where its time goes.
+
+    `model` is only read: its size and device are part of the evidence. `run` is a directory for
+    metrics.jsonl, which `flatout report` reads, and findings.json. `steps` is the planned length
+    of the loop, against which fixes are weighed, and `tokens_per_step` what a step trains on, in
+    all processes. `log_every` steps are averaged in a record. `recorded_steps` run once under
+    torch.profiler; 0 leaves that out.
+
+    Of several processes, only rank 0 measures, writes and prints.
+    Raises: OutputInUse when `run` has records already.
+    """
+    rank, _ = ranks()
+    return Watch(
+        Settings(
+            model=model,
+            folder=None if run is None or rank else new_folder(run),
+            planned_steps=steps,
+            tokens_per_step=tokens_per_step,
+            log_every=log_every,
+            recorded_steps=recorded_steps,
+        )
+    )
+
+
+class Watch:
+    """Watches one loop. Make it with `flatout.watch`.
+
+    Use it as a context to print the findings when the loop ends; without one, they are printed
+    when the process exits, unless `verdict`, `diagnosis` or `report` was called before.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._loop = LoopTimer(settings, at_exit=self.finish)
+        self._folder = settings.folder
+        self._evidence: Evidence | None = None
+        self._was_asked = False
+
+    @property
+    def steps(self) -> int:
+        """Steps that have ended."""
+        return self._loop.steps
+
+    def __call__(self, batches: Iterable[Batch]) -> Watched[Batch]:
+        """Return the batches; the time that the loop waits for each is measured."""
+        return Watched(self._loop, batches)
+
+    def step(self) -> Step:
+        """Return a context for one step: forward, backward, optimizer.
+
+        Without it, each batch is a step. Gradient accumulation may be inside or outside.
+        """
+        return Step(self._loop)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the block does, such as "evaluation", "checkpoint", "logging" or "data_wait".
+
+        Raises: ConfigError for an unknown name.
+        """
+        if name not in PHASES:
+            raise ConfigError(f"{name!r} is not a phase.", fix=f"Use one of {', '.join(PHASES)}.")
+        self._loop.enter(name)
+        try:
+            yield
+        finally:
+            self._loop.leave(name)
+
+    def log(self, **figures: Any) -> None:
+        """Log figures of the current step, such as loss=loss, lr=lr. Tensors are read later.
+
+        Shapes: each tensor has one element.
+        """
+        self._loop.log(figures, step=self.steps + 1)
+
+    def evidence(self) -> Evidence:
+        """Return what has been measured so far.
+
+        Raises: ConfigError when no step has been watched.
+        """
+        return self._evidence or self._loop.evidence()
+
+    def diagnosis(self) -> Diagnosis:
+        """Return the verdict, the findings and their fixes.
+
+        Raises: ConfigError when no step has been watched.
+        """
+        self._was_asked = True
+        return diagnosis_of(self.evidence())
+
+    def verdict(self) -> str:
+        """Return the most important finding in one line.
+
+        Raises: ConfigError when no step has been watched.
+        """
+        return self.diagnosis().verdict
+
+    def report(self, path: Path | str = "report.html") -> Path:
+        """Write an HTML page with the curves and the findings, and return its path.
+
+        Raises: ConfigError when no step has been watched; MissingPackage without bokeh.
+        """
+        diagnosis, path = self.diagnosis(), Path(path)
+        if self._folder is not None:
+            diagnosis.write(self._folder)
+        name = path.stem if self._folder is None else self._folder.name
+        self._loop.records.report(path, diagnosis, name=name)
+        return path
+
+    def finish(self) -> None:
+        """Stop measuring, remove all hooks, write findings.json, and print the findings.
+
+        Happens by itself at the end of a `with` block and when the process exits.
+        """
+        if self._evidence is None and self._loop.close():
+            try:
+                self._tell()
+            except Exception as error:  # the loop is over, and its own result matters more
+                LOG.warning("flatout.watch could not say what it measured: %r", error)
+
+    def trainer_callback(self) -> Any:
+        """Return a callback for the Trainer of Hugging Face transformers.
+
+        Raises: MissingPackage without transformers.
+        """
+        from flatout.measure.watch.trainer import trainer_callback
+
+        return trainer_callback(self._loop, finish=self.finish)
+
+    def lightning_callback(self) -> Any:
+        """Return a callback for the Trainer of Lightning.
+
+        Raises: MissingPackage without Lightning.
+        """
+        from flatout.measure.watch.lightning import lightning_callback
+
+        return lightning_callback(self._loop, finish=self.finish)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def __str__(self) -> str:
+        """Return the findings as text."""
+        return text_of(self.diagnosis())
+
+    def _tell(self) -> None:
+        was_asked = self._was_asked
+        self._evidence = self._loop.evidence()
+        diagnosis = self.diagnosis()
+        if self._folder is not None:
+            diagnosis.write(self._folder)
+        if not was_asked:
+            print(text_of(diagnosis), file=sys.stderr)

@@ -1,0 +1,125 @@
+"""Words and files of other tools."""
+
+from case import Case
+
+CASES = [
+    Case(
+        "another tool's switch for a speedup",
+        "train my.yaml gradient_checkpointing=true",
+        ("'gradient_checkpointing'",),
+        ("'speedups'", "speedups=auto,+checkpointing"),
+    ),
+    Case(
+        "another tool's key that flatout does not need",
+        "train my.yaml pin_memory=true",
+        ("'pin_memory'",),
+        ("Leave it out", "pinned memory"),
+    ),
+    Case(
+        "another tool's key without a counterpart",
+        "train my.yaml model.rotary_pct=0.25",
+        ("'model.rotary_pct'",),
+        ("no counterpart", "whole head"),
+    ),
+    Case(
+        "an option of `prepare` as a key",
+        "train my.yaml subset_size=1000",
+        ("'subset_size'",),
+        ("flatout prepare", "--max-documents"),
+    ),
+    Case(
+        "another tool's value",
+        "train my.yaml train.precision=no",
+        ("train.precision='no'",),
+        ("Did you mean train.precision=fp32?",),
+    ),
+    Case(
+        "speedups turned off with false",
+        "train my.yaml speedups=false",
+        ("speedups=False",),
+        ("Did you mean speedups=none?",),
+    ),
+    Case(
+        "a preset of another tool",
+        "train small_32k",
+        ("'small_32k'",),
+        ("Did you mean 'eigenstate-small-32k'?",),
+    ),
+    Case(
+        "another tool's name of a dataset",
+        "prepare finewebedu --out data/web",
+        ("'finewebedu'",),
+        ("Did you mean 'fineweb-edu-10bt'?",),
+    ),
+    Case(
+        "another tool's name of a tokenizer",
+        "prepare book.txt --out data/new --tokenizer gpt2",
+        ("'gpt2'",),
+        ("Did you mean 'openai-community/gpt2'?",),
+    ),
+    Case(
+        "the recipe as an option",
+        "train --config my.yaml",
+        ("'--config'",),
+        ("flatout train RECIPE",),
+    ),
+    Case(
+        "`--resume` as a switch",
+        "train my.yaml --resume",
+        ("'--resume' requires an argument",),
+        ("Leave --resume out for the default, auto",),
+    ),
+    Case(
+        "another tool's option of preparation",
+        "prepare book.txt --out data/new --num_proc 8",
+        ("'--num_proc'",),
+        ("Did you mean '--workers'?",),
+    ),
+    Case(
+        "an option of preparation that nothing needs",
+        "prepare book.txt --out data/new --chunk_size 1024",
+        ("'--chunk_size'",),
+        ("Leave it out", "data.seq_len"),
+    ),
+    Case(
+        "a config to convert that does not exist",
+        "convert old.yaml --out new.yaml",
+        ("old.yaml",),
+        ("Check the path",),
+    ),
+    Case(
+        "a config to convert that is a list",
+        "convert old.json --out new.yaml",
+        ("old.json is not a mapping",),
+        ("YAML, JSON, TOML",),
+        lambda w: w.write("old.json", "[1, 2]"),
+    ),
+    Case(
+        "a config to convert that is not TOML",
+        "convert old.toml --out new.yaml",
+        ("old.toml is not valid TOML",),
+        ("Correct",),
+        lambda w: w.write("old.toml", "lr = \n"),
+    ),
+    Case(
+        "a config to convert with no key of a training tool",
+        "convert old.yaml --out new.yaml",
+        ("old.yaml has no key with a counterpart",),
+        ("docs/coming-from.md",),
+        lambda w: w.write("old.yaml", "colour: red\n"),
+    ),
+    Case(
+        "a converted recipe in place of another file",
+        "convert old.yaml --out my.yaml",
+        ("my.yaml exists",),
+        ("another file",),
+        lambda w: w.write("old.yaml", "learning_rate: 1e-3\n"),
+    ),
+    Case(
+        "a converted recipe that would not be YAML",
+        "convert old.yaml --out new.txt",
+        ("--out new.txt is not a YAML file",),
+        ("--out my.yaml",),
+        lambda w: w.write("old.yaml", "learning_rate: 1e-3\n"),
+    ),
+]

@@ -1,0 +1,42 @@
+"""The benchmark of the cost of watching decides only when its interval does."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("watch_cost")
+
+
+def found(*watched):
+    rounds = [{"before": 1.0, "first": 6.0, "watched": s, "after": 1.0} for s in watched]
+    return {"rounds": rounds, "steps": 50, "device": "cpu", "machine": "a CPU", "commit": ""}
+
+
+@pytest.mark.parametrize(
+    ("watched", "verdict"),
+    [
+        ((1.001, 1.002, 1.003) * 2, "kept"),
+        ((1.02, 1.03, 1.04) * 2, "missed"),
+        ((0.98, 1.005, 1.04) * 2, "not decided"),
+        ((1.001,), "not decided"),
+    ],
+)
+def test_the_verdict_takes_the_whole_interval(benchmark, watched, verdict):
+    table = benchmark.table(found(*watched))
+    assert f"**{verdict}**" in table
+    assert "5.00 (5.00 to 5.00) s more, once" in table
+
+
+def test_the_median_lies_in_its_interval(benchmark):
+    middle, low, high = benchmark.median_with_interval([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert middle == 3.0
+    assert 1.0 <= low <= middle <= high <= 100.0

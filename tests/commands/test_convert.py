@@ -1,0 +1,67 @@
+"""`flatout convert` writes a recipe that loads, and answers every key."""
+
+import json
+
+import pytest
+
+from flatout import cli
+from flatout.commands.convert import MARK, convert_config
+from flatout.config.schema import load_config
+from flatout.errors import ConfigError
+
+
+@pytest.fixture
+def old(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(
+        json.dumps(
+            {"learning_rate": 3e-4, "batch_size": 8, "rope_scaling": {"factor": 2}, "pin_memory": 1}
+        )
+    )
+    return path
+
+
+def test_the_recipe_loads_and_says_what_it_lacks(old, tmp_path):
+    out = tmp_path / "new" / "my.yaml"
+    result = convert_config(old, out)
+    text = out.read_text()
+    assert text.startswith(f"{MARK} from old.json\n# Not converted: rope_scaling=")
+    config = load_config(out)
+    assert (config.optim.lr, config.batch.rows_per_device, config.name) == (3e-4, 8, "my")
+    counts = (result.mapped, result.unnecessary, result.missing, result.unknown)
+    assert counts == (2, 1, 1, 0)
+    assert result.tool is None
+    for heading in ("Mapped: 2", "Not in flatout: 1", "Nothing to set: 1", "Next: flatout plan"):
+        assert heading in result.summary()
+
+
+def test_only_its_own_file_is_written_again(old, tmp_path):
+    out = tmp_path / "my.yaml"
+    convert_config(old, out)
+    convert_config(old, out)
+    out.write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="did not write it"):
+        convert_config(old, out)
+    assert out.read_text() == "name: mine\n"
+
+
+def test_the_command_prints_every_key_as_json(old, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["convert", str(old), "--out", str(tmp_path / "my.yaml"), "--json"])
+    assert stopped.value.code == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [item["key"] for item in answer["items"]] == [
+        "learning_rate",
+        "batch_size",
+        "rope_scaling",
+        "pin_memory",
+    ]
+    assert answer["items"][0]["becomes"] == {"optim.lr": 3e-4}
+    assert "closing" not in answer
+
+
+def test_nothing_is_written_when_no_key_is_known(tmp_path):
+    (tmp_path / "old.yaml").write_text("colour: red\n")
+    with pytest.raises(ConfigError, match="no key with a counterpart"):
+        convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
+    assert not (tmp_path / "my.yaml").exists()

@@ -1,0 +1,328 @@
+"""A config of another tool becomes a recipe, with an answer for each of its keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.config.convert import convert, read_settings
+from flatout.config.overrides import nested
+from flatout.config.schema import validate
+from flatout.errors import ConfigError
+
+NANOGPT = """\
+# the recipe for characters of Shakespeare
+import time
+
+out_dir = "out-shakespeare-char"
+eval_interval = 250
+eval_iters = 200
+always_save_checkpoint = False
+wandb_log = False
+wandb_run_name = "mini-gpt" + str(time.time())
+dataset = "shakespeare_char"
+gradient_accumulation_steps = 5 * 8
+batch_size = 64
+block_size = 256
+n_layer = 6
+n_head = 6
+n_embd = 384
+dropout = 0.2
+learning_rate = 1e-3
+max_iters = 5000
+lr_decay_iters = 5000
+min_lr = 1e-4
+beta2 = 0.99
+warmup_iters = 100
+device = "cpu"
+compile = False
+"""
+TRAINER = {
+    "output_dir": "out",
+    "max_steps": -1,
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 8,
+    "bf16": True,
+    "fp16": False,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "warmup_steps": 0,
+    "save_strategy": "epoch",
+    "eval_strategy": "no",
+    "optim": "adamw_bnb_8bit",
+    "gradient_checkpointing": True,
+    "report_to": ["wandb"],
+    "torch_compile": False,
+}
+TORCHTITAN = """\
+[job]
+dump_folder = "./outputs"
+[metrics]
+log_freq = 5
+[model]
+name = "llama3"
+flavor = "8B"
+[optimizer]
+name = "AdamW"
+lr = 8e-4
+[lr_scheduler]
+warmup_steps = 2
+decay_ratio = 0.8
+decay_type = "linear"
+min_lr_factor = 0.1
+[training]
+local_batch_size = 8
+global_batch_size = 64
+seq_len = 2048
+max_norm = 0.5
+steps = 10
+dataset = "c4"
+[parallelism]
+data_parallel_replicate_degree = 1
+data_parallel_shard_degree = 8
+tensor_parallel_degree = 2
+context_parallel_degree = 1
+[checkpoint]
+enable = true
+interval = 500
+[activation_checkpoint]
+mode = "selective"
+[compile]
+enable = true
+[validation]
+freq = 5
+steps = 10
+"""
+
+
+def converted(document, computed=()):
+    found = convert(document, list(computed))
+    validate(nested(found.values))
+    return found
+
+
+def from_text(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    return converted(*read_settings(path))
+
+
+def outcomes(found):
+    return {item.key: item.outcome for item in found.items}
+
+
+def test_a_nanogpt_config_is_converted_without_running_it(tmp_path):
+    found = from_text(tmp_path, "train.py", NANOGPT)
+    assert found.tool.name == "nanoGPT"
+    assert found.values == {
+        "model.num_layers": 6,
+        "model.num_heads": 6,
+        "model.d_model": 384,
+        "model.dropout": 0.2,
+        "model.positions": "learned",
+        "data.path": "data/shakespeare",
+        "data.seq_len": 256,
+        "batch.rows_per_device": 64,
+        "batch.tokens_per_step": 64 * 40 * 256,
+        "optim.lr": 1e-3,
+        "optim.betas": [0.9, 0.99],
+        "schedule.min_lr": 1e-4,
+        "schedule.warmup": 100,
+        "train.steps": 5000,
+        "train.eval_every": 250,
+        "train.eval_tokens": 200 * 64 * 256,
+        "train.device": "cpu",
+        "log.every": 1,
+        "speedups": "auto,-compile",
+    }
+    kinds = outcomes(found)
+    assert {key for key, kind in kinds.items() if kind == "unknown"} == {"wandb_run_name"}
+    assert kinds["wandb_log"] == kinds["lr_decay_iters"] == kinds["out_dir"] == "unnecessary"
+    assert kinds["gradient_accumulation_steps"] == "mapped"
+    assert found.defaults == {"log_interval": 1}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_8bit_optim", False), ("fp16", "no"), ("max_steps", -1)]
+)
+def test_what_is_off_is_said_to_be_off(key, value):
+    (item,) = converted({key: value}).items
+    assert (item.outcome, item.becomes, item.why) == ("unnecessary", {}, "It is off.")
+
+
+def test_defaults_of_the_tool_complete_a_short_config():
+    found = converted({"block_size": 512, "max_iters": 100})
+    assert found.values["model.num_layers"] == 12
+    assert found.values["batch.tokens_per_step"] == 12 * 40 * 512
+    assert found.defaults["n_embd"] == 768
+    assert "max_iters" not in found.defaults
+
+
+def test_the_trainers_arguments_are_converted():
+    found = converted(TRAINER)
+    assert found.tool.name == "Hugging Face Trainer"
+    values = found.values
+    assert values["train.epochs"] == 2
+    assert values["batch.accumulate"] == 8
+    assert values["train.precision"] == "bf16"
+    assert values["schedule.warmup"] == 0.1
+    assert values["checkpoint.every_epochs"] == 1
+    assert values["optim.lr"] == 5e-5
+    assert values["optim.betas"] == [0.9, 0.999]
+    assert values["speedups"] == "auto,+adamw-8bit,+checkpointing,-compile"
+    assert "train.steps" not in values
+    assert "checkpoint.every_steps" not in values
+    assert set(outcomes(found).values()) == {"mapped", "unnecessary"}
+
+
+def test_a_torchtitan_config_is_converted(tmp_path):
+    found = from_text(tmp_path, "llama.toml", TORCHTITAN)
+    assert found.tool.name == "torchtitan"
+    values = found.values
+    assert values["batch.tokens_per_step"] == 64 * 2048
+    assert values["schedule.kind"] == "wsd"
+    assert values["schedule.decay"] == 0.8
+    assert values["schedule.min_lr"] == pytest.approx(8e-5)
+    assert values["parallel.shard"] == 8
+    assert values["optim.clip"] == 0.5
+    assert values["train.eval_every"] == 5
+    assert values["train.eval_tokens"] == 10 * 8 * 2048
+    assert values["checkpoint.every_steps"] == 500
+    assert values["speedups"] == "auto,+selective-checkpointing"
+    kinds = outcomes(found)
+    assert kinds["parallelism.tensor_parallel_degree"] == "missing"
+    assert kinds["parallelism.context_parallel_degree"] == "unnecessary"
+    assert "unknown" not in kinds.values()
+
+
+def test_an_eigenstate_config_is_converted():
+    document = {
+        "vocab_size": 50257,
+        "dim": 512,
+        "n_layers": 6,
+        "num_eigenstates": 64,
+        "max_seq_len": 2048,
+        "chunk_size": 64,
+        "use_hten": True,
+        "hten_scales": [1, 2, 4],
+        "tie_weights": True,
+        "ffn_multiplier": 4.0,
+        "use_gradient_checkpointing": True,
+        "use_resonance": True,
+        "qk_norm": True,
+    }
+    found = converted(document)
+    values = found.values
+    assert values["model.kind"] == "eigenstate"
+    assert values["model.scales"] == [1, 2, 4]
+    assert values["model.d_ff"] == 2048
+    assert values["data.seq_len"] == 2048
+    assert values["speedups"] == "auto,+checkpointing"
+    assert outcomes(found)["use_resonance"] == "missing"
+    assert outcomes(found)["qk_norm"] == "missing"
+    assert converted(document | {"use_hten": False}).values["model.scales"] == [1]
+
+
+def test_sections_of_a_litgpt_config_are_read():
+    found = converted(
+        {
+            "model": {"n_layer": 16, "n_query_groups": 4, "block_size": 4096, "hf_config": {}},
+            "train": {"global_batch_size": 512, "micro_batch_size": 4, "max_tokens": 10**9},
+            "eval": {"interval": 1000, "max_iters": 100},
+            "logger_name": "tensorboard",
+        }
+    )
+    assert found.tool.name == "litgpt"
+    assert found.values["batch.tokens_per_step"] == 512 * 4096
+    assert found.values["model.max_seq_len"] == found.values["data.seq_len"] == 4096
+    assert found.values["train.eval_tokens"] == 100 * 4 * 4096
+    assert found.values["train.tokens"] == 10**9
+
+
+@pytest.mark.parametrize(
+    ("epochs", "interval", "saves"),
+    [(50, {"train.eval_every": None}, {"checkpoint.every_epochs": 5}),
+     (1, {"train.eval_every": 1000}, {"checkpoint.every_steps": 1000})],
+)  # fmt: skip
+def test_intervals_of_a_run_in_epochs_stay_epochs(epochs, interval, saves):
+    every = 5 if epochs == 50 else 1000
+    values = converted(
+        {"num_epochs": epochs, "eval_interval": every, "save_interval": every}
+    ).values
+    for key, value in {**interval, **saves}.items():
+        assert values.get(key) == value
+
+
+def test_the_first_of_two_keys_with_one_meaning_wins():
+    found = converted({"learning_rate": 1e-3, "max_lr": 2e-3, "lr": 1e-3})
+    assert found.values == {"optim.lr": 1e-3}
+    second = found.items[1]
+    assert second.outcome == "missing"
+    assert second.why == "optim.lr=0.001 is already set."
+    assert found.items[2].becomes == {"optim.lr": 1e-3}
+
+
+def test_a_length_in_steps_wins_over_epochs():
+    found = converted({"num_epochs": 3, "max_steps": 10})
+    assert found.values == {"train.steps": 10}
+    assert found.items[0].why == "train.steps is set."
+
+
+def test_an_invalid_value_is_listed_and_left_out():
+    found = converted({"learning_rate": "fast", "max_steps": 10, "dtype": "int4"})
+    assert found.values == {"train.steps": 10}
+    assert "must be a number" in found.items[0].why
+    assert "There is no precision int4" in found.items[2].why
+
+
+def test_an_unknown_key_is_listed():
+    assert outcomes(converted({"lr": 1e-3, "flux_capacitor": 3}))["flux_capacitor"] == "unknown"
+
+
+def test_several_datasets_need_weights():
+    one = converted({"datasets": [{"path": "roneneldan/TinyStories", "type": "completion"}]})
+    assert one.values == {"data.path": "data/tinystories"}
+    two = converted({"datasets": [{"path": "a"}, {"path": "b"}], "lr": 1e-3})
+    assert "data.mix" in two.items[0].why
+    mixed = converted({"blend": {"data/Code": 1, "book": 3}})
+    assert mixed.values == {"data.mix": {"data/code": 1, "data/book": 3}}
+
+
+def test_python_values_are_literals_and_arithmetic(tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(
+        "batch_size: int = 4 * 2\nblock_size = 2**40\nn_layer = -1 + 3\nout_dir = open('x')\n"
+        "n_head = ['a'] * 3\nseed = {1, 2}\n_hidden = 3\n"
+    )
+    values, computed = read_settings(path)
+    assert values == {"batch_size": 8, "n_layer": 2}
+    assert computed == ["block_size", "out_dir", "n_head", "seed"]
+    found = convert(values, computed)
+    assert found.items[-4].why == "It is computed, and code is not executed. Set data.seq_len."
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "{", "a.json is not valid JSON"),
+        ("a.toml", "a =", "a.toml is not valid TOML"),
+        ("a.py", "a = (", "a.py is not valid Python"),
+        ("a.yaml", "- 1", "a.yaml is not a mapping"),
+        ("a.yaml", "a: [", "is not valid YAML"),
+        ("a.json", "{}", "a.json is not a mapping"),
+    ],
+)
+def test_an_unreadable_config_is_refused(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_settings(tmp_path / name)
+
+
+def test_secrets_are_not_repeated():
+    found = converted({"learning_rate": 1e-3, "hub_token": "hf_abc"})
+    assert "hf_abc" not in str(found.items)
+
+
+def test_text_is_not_multiplied():
+    found = converted({"seq_len": "long", "global_batch_size": 10**15, "lr": 1e-3})
+    assert found.values == {"optim.lr": 1e-3}

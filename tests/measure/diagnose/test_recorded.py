@@ -1,0 +1,165 @@
+"""A recorded run is read as far as it is whole."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from flatout.errors import CheckpointError
+from flatout.measure.diagnose.diagnosis import diagnosis_of
+from flatout.measure.diagnose.recorded import recorded_evidence
+from flatout.training.run_dir import layout
+
+RECORD = {
+    "perf/step_ms": 100.0,
+    "perf/data_wait_ms": 1.0,
+    "perf/host_ms": 1.0,
+    "perf/device_ms": 98.0,
+    "perf/tokens_per_s": 1280.0,
+    "perf/mfu": 0.4,
+    "train/grad_norm": 1.0,
+    "train/lr": 1e-3,
+    "mem/peak_gib": 1.0,
+}
+
+
+@pytest.fixture
+def run(tmp_path, tiny_config):
+    """Write the files of a run of 400 steps, with some replaced; return its directory."""
+    folder = tmp_path / "run"
+
+    def make(*, records=None, events=(), exit_code=None, **changes):
+        shutil.rmtree(folder, ignore_errors=True)
+        config = tiny_config(train__steps=800, log__every=10)
+        layout.write_config(folder, config, requested=config)
+        lines = records or [
+            RECORD
+            | {
+                "step": step,
+                "tokens": 128 * step,
+                "elapsed_s": 0.1 * step,
+                "train/loss": 4 / (1 + step / 50),
+                "train/epoch": step / 100,
+            }
+            | changes
+            for step in range(10, 401, 10)
+        ]
+        start = {"event": "start", "device": "cpu", "world_size": 1, "parameters": 1000}
+        for name, content in (
+            (layout.METRICS, lines),
+            (layout.EVENTS, [start, *events]),
+        ):
+            text = "".join(json.dumps(line) + "\n" for line in content)
+            (folder / name).write_text(text)
+        if exit_code is not None:
+            layout.write_exit_code(folder, exit_code)
+        return folder
+
+    return make
+
+
+def names(evidence):
+    return [finding.name for finding in diagnosis_of(evidence).findings]
+
+
+def test_a_healthy_run_has_no_findings(run):
+    found = recorded_evidence(run())
+    assert found.source == "recorded run"
+    assert found.step_s == pytest.approx(0.1)
+    assert found.steps == 400
+    assert found.phases.compute_s == pytest.approx(0.098)
+    assert found.phases.memory_bound_s is None
+    assert found.phases.gc_s is None
+    assert found.remaining_s == pytest.approx(40)
+    assert found.epochs == pytest.approx(8)
+    assert found.roof.mfu == pytest.approx(0.4)
+    assert found.notes == ()
+    assert names(found) == []
+
+
+def test_half_a_line_ends_the_reading_and_is_mentioned(run):
+    folder = run()
+    with (folder / layout.METRICS).open("a") as file:
+        file.write('{"step": 410, "perf/step_')
+    found = recorded_evidence(folder)
+    assert found.steps == 400
+    assert found.notes == ("Line 41 of metrics.jsonl is not complete; it was read up to there.",)
+    assert found.notes == diagnosis_of(found).notes
+
+
+def test_recorded_waits_saves_and_evaluations_are_named(run):
+    waits = run(**{"perf/data_wait_ms": 40.0, "perf/device_ms": 59.0})
+    assert names(recorded_evidence(waits)) == ["slow-data"]
+    saves = [{"event": "save", "step": 10 * n, "blocked_ms": 400.0} for n in range(40)]
+    assert names(recorded_evidence(run(events=saves))) == ["slow-save"]
+    slow = [
+        RECORD
+        | {"step": step, "train/loss": 4 / step, "elapsed_s": 0.2 * step}
+        | ({"val/loss": 3.0} if step % 50 == 0 else {})
+        for step in range(10, 401, 10)
+    ]
+    found = recorded_evidence(run(records=slow))
+    assert found.phases.evaluation_s == pytest.approx(0.1)
+    assert names(found) == ["frequent-evaluation"]
+
+
+def test_recompilations_are_named_with_the_reason(run):
+    events = [
+        {"event": "recompiled", "graphs": 1, "compile_s": 1.0, "reasons": ["size mismatch"]}
+    ] * 20
+    (finding,) = diagnosis_of(recorded_evidence(run(events=events))).findings
+    assert finding.name == "recompiles"
+    assert finding.figures["reason"] == "size mismatch"
+
+
+def test_a_compiler_that_fell_back_is_named(run):
+    events = [
+        {"event": "speedup", "name": "compile", "on": True, "reason": "fast"},
+        {"event": "speedup", "name": "compile", "on": False, "reason": "no compiler"},
+    ]
+    found = recorded_evidence(run(events=events))
+    assert found.compile_fallback == "no compiler"
+    assert names(found) == ["compile-failure"]
+
+
+def test_an_idle_gpu_is_named_by_its_utilisation(run):
+    folder = run(**{"gpu/util_pct": 30.0})
+    events = json.dumps({"event": "start", "device": "cuda", "world_size": 1}) + "\n"
+    (folder / layout.EVENTS).write_text(events)
+    found = recorded_evidence(folder)
+    assert found.phases.compute_s is None
+    assert names(found) == ["idle-gpu"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("OutOfMemory", "out-of-memory"),
+        ("MissingPackage", "missing-package"),
+        ("DataError", "no-data"),
+        ("CheckpointError", "failure"),
+    ],
+)
+def test_a_run_that_failed_says_why(run, kind, name):
+    events = [{"event": "error", "kind": kind, "what": "It broke.", "fix": "Mend it."}]
+    (finding,) = diagnosis_of(recorded_evidence(run(events=events, exit_code=1))).findings
+    assert (finding.name, finding.verdict) == (
+        name,
+        "The run fails at step 400: It broke." if name == "failure" else "It broke.",
+    )
+
+
+def test_a_loss_that_is_missing_at_the_end_of_a_failed_run_is_divergence(run):
+    folder = run(exit_code=1)
+    with (folder / layout.METRICS).open("a") as file:
+        file.write(json.dumps(RECORD | {"step": 410, "elapsed_s": 41.0}) + "\n")
+    assert names(recorded_evidence(folder)) == ["unstable-training"]
+
+
+def test_a_run_without_records_cannot_be_diagnosed(run):
+    folder = run()
+    (folder / layout.METRICS).unlink()
+    with pytest.raises(CheckpointError, match="no record of a step"):
+        recorded_evidence(folder)

@@ -1,0 +1,119 @@
+"""From a trace file to figures: a made-up GPU, its two lanes, and what happens without kernels."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+from chrome_trace import US, document
+
+from flatout.errors import RunFailed
+from flatout.measure.profile.events import read_events
+from flatout.measure.profile.memory import Moment
+from flatout.measure.profile.report import Profile, text_of
+from flatout.measure.profile.results import (
+    NOT_PERMITTED,
+    figures_of,
+    memory_of,
+    thinned,
+    trace_document,
+    write_trace,
+)
+from flatout.measure.profile.run import Named
+from flatout.measure.profile.table import ProfileRoof
+
+BEFORE = Profile(
+    recipe="made-up",
+    device="cuda",
+    arithmetic="bf16",
+    speedups=(),
+    environment={},
+    first_step=7,
+    steps=2,
+    step_s=90 * US,
+    profiled_step_s=100 * US,
+    phases_s=None,
+    table=None,
+    outside_s=None,
+    roof=ProfileRoof(),
+    timeline=None,
+    memory=None,
+    has_snapshot=False,
+    notes=(),
+)
+
+
+def figures(made, profile=BEFORE):
+    recording = read_events(made, wall_s=1.0)
+    named = Named({"weights": {1: 4000}}, {})
+    moments = memory_of(recording, named, profile.device)
+    return recording, moments, profile.model_copy(update=figures_of(profile, recording, moments))
+
+
+def test_a_gpu_has_two_lanes_with_gaps_and_its_own_memory():
+    _, _, found = figures(document())
+    assert found.timeline.step in {7, 8}
+    lanes = {
+        lane: [one.phase for one in found.timeline.segments if one.lane == lane]
+        for lane in ("host", "device")
+    }
+    assert lanes["host"] == ["data", "forward", "backward", "optimizer", "logging"]
+    assert lanes["device"] == ["forward", "backward", "optimizer"]
+    assert found.timeline.device_idle == pytest.approx(0.63)
+    assert found.outside_s == pytest.approx(63 * US)
+    assert found.memory.parts_gib.keys() == {"other", "weights", "activations"}
+    assert found.memory.reserved_gib == 4096 / 2**30
+    assert found.notes == ()
+    assert "The device idles 63% of the step." in text_of(found)
+
+
+def test_without_kernels_the_rest_remains_and_a_note_says_why():
+    made = document()
+    made["traceEvents"] = [
+        one for one in made["traceEvents"] if one.get("cat") not in {"kernel", "gpu_memcpy"}
+    ]
+    _, _, found = figures(made)
+    assert found.table is found.outside_s is None
+    assert found.notes == (NOT_PERMITTED,)
+    assert {one.lane for one in found.timeline.segments} == {"host"}
+    assert found.timeline.device_idle is found.timeline.gaps is None
+    assert found.memory.gib > 0
+    assert "--cap-add=SYS_ADMIN" in text_of(found)
+
+
+def test_the_trace_gets_counters_of_memory_in_its_own_time(tmp_path):
+    made = document()
+    recording, moments, _ = figures(made)
+    write_trace(made, recording, moments, tmp_path / "trace.json.gz")
+    written = json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))
+    counters = [one for one in written["traceEvents"] if one["ph"] == "C"]
+    assert len(counters) == len(moments) == 5
+    assert counters[1]["ts"] == pytest.approx(1e9 + 200 + 14)
+    assert counters[1]["args"]["activations"] == 512 / 2**20
+
+
+def test_an_infinite_rate_does_not_reach_the_trace(tmp_path):
+    raw = tmp_path / "run" / "raw.json"
+    raw.parent.mkdir()
+    raw.write_text('{"traceEvents": [{"args": {"memory bandwidth (GB/s)": Infinity}}]}')
+    (event,) = trace_document(raw)["traceEvents"]
+    assert event["args"] == {"memory bandwidth (GB/s)": None}
+
+
+def test_of_too_many_moments_the_highest_remain():
+    moments = [Moment(float(at), {"weights": at % 7}) for at in range(100)]
+    kept = [*thinned(moments, 10)]
+    assert len(kept) == 10
+    assert {moment.total for moment in kept} == {6}
+    assert [*thinned(moments, 1000)] == moments
+
+
+@pytest.mark.parametrize("content", [None, "", '{"traceEvents": [', "{}"])
+def test_an_incomplete_trace_is_an_error(tmp_path, content):
+    raw = tmp_path / "run" / "raw.json"
+    raw.parent.mkdir()
+    if content is not None:
+        raw.write_text(content)
+    with pytest.raises(RunFailed, match="could not write its trace"):
+        trace_document(raw)

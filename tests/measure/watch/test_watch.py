@@ -1,0 +1,300 @@
+"""`flatout.watch` measures a loop, names its faults, and never changes what the loop does."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from watching import batches, train
+
+import flatout
+from flatout.errors import ConfigError, OutputInUse
+from flatout.measure.watch import loop as watch_loop
+from flatout.measure.watch import watch as watch_module
+from flatout.measure.watch.watch import PHASES
+
+pytestmark = pytest.mark.slow
+
+PLAIN = (torch.save, gc.collect, torch.Tensor.item, torch.cuda.empty_cache)
+
+
+@pytest.fixture
+def watch():
+    """Return a watch that leaves nothing behind."""
+    found = flatout.watch()
+    yield found
+    found._loop.close()
+    assert (torch.save, gc.collect, torch.Tensor.item, torch.cuda.empty_cache) == PLAIN
+
+
+def names(watch) -> set[str]:
+    """Return the names of the findings, without those about the machine of the tests."""
+    machine = {"busy-machine", "cpu-threads", "unstable-training"}
+    return {finding.name for finding in watch.diagnosis().findings} - machine
+
+
+@pytest.mark.slow
+def test_waiting_for_data_is_named_with_its_line(watch):
+    def slow():
+        for batch in batches(60):
+            time.sleep(0.02)
+            yield batch
+
+    train(watch, source=slow())
+    (finding,) = (one for one in watch.diagnosis().findings if one.name == "slow-data")
+    assert finding.share > 0.5
+    assert finding.site.text == "time.sleep(0.02)"
+
+
+@pytest.mark.slow
+def test_saves_are_named_with_their_line(watch, tmp_path, monkeypatch):
+    plain = torch.serialization._save
+    monkeypatch.setattr(torch.serialization, "_save", lambda *args: (time.sleep(0.1), plain(*args)))
+
+    def save(number, model):
+        if number % 5 == 0:
+            torch.save(model.state_dict(), tmp_path / "weights.pt")
+
+    train(watch, after=save)
+    (finding,) = (one for one in watch.diagnosis().findings if one.name == "slow-save")
+    assert finding.site.text.startswith("torch.save(")
+    assert finding.site.file == __file__
+
+
+@pytest.mark.slow
+def test_reads_by_the_loop_count_but_not_those_of_the_optimizer(watch):
+    numbers = torch.ones(8)
+    train(watch, before=lambda number: [value.item() for value in numbers])
+    counts = watch.evidence().counts
+    assert counts.syncs - counts.expected_syncs == 8
+    assert watch.evidence().site("sync").text.endswith("[value.item() for value in numbers])")
+    assert "host-sync" in names(watch)
+
+
+@pytest.mark.slow
+def test_collecting_garbage_in_each_step_is_named(watch):
+    gc.freeze()  # the tests' own objects
+    kept = [[] for _ in range(20_000)]
+    train(watch, before=lambda number: gc.collect())
+    gc.unfreeze()
+    assert "garbage-collection" in names(watch)
+    assert watch.evidence().counts.full_collections == pytest.approx(1, abs=0.1)
+    del kept
+
+
+def test_emptying_the_cache_is_counted(watch):
+    train(watch, before=lambda number: torch.cuda.empty_cache())
+    assert watch.evidence().counts.empty_cache == pytest.approx(1)
+    assert "empty-cache" in names(watch)
+
+
+@pytest.mark.slow
+def test_tiny_operations_are_named(watch):
+    def tiny(number):
+        total = torch.zeros(2)
+        for _ in range(2000):
+            total = total + 1
+
+    train(watch, before=tiny)
+    assert "tiny-kernels" in names(watch)
+    assert watch.evidence().counts.tiny_ops > 1500
+
+
+def test_each_moment_counts_once(watch):
+    train(watch, source=(time.sleep(0.002) or batch for batch in batches(80)))
+    evidence = watch.evidence()
+    assert sum(evidence.phases.known().values()) <= evidence.step_s * 1.001
+    assert evidence.steps >= 20
+    assert len(evidence.step_times_s) == evidence.steps
+
+
+def test_without_step_each_batch_is_a_step(watch):
+    for batch in watch(batches(70)):
+        batch.sum()
+    assert watch.steps == 70
+    assert watch.evidence().phases.compute_s > 0
+
+
+def test_evaluation_between_epochs_is_not_part_of_a_step(watch):
+    for _ in range(3):
+        train(watch, 40)
+        with watch.phase("evaluation"):
+            for batch in watch(batches(3)):
+                time.sleep(0.05)
+                batch.sum()
+    evidence = watch.evidence()
+    assert watch.steps == 120
+    assert evidence.phases.evaluation_s * 100 == pytest.approx(0.3, rel=0.5)
+    assert max(evidence.step_times_s) < 0.15
+
+
+def test_gradients_may_be_accumulated_inside_a_step(watch):
+    source = iter(watch(batches(200)))
+    for _ in range(50):
+        with watch.step():
+            for _ in range(4):
+                next(source).sum()
+    assert watch.steps == 49  # the last one has not ended
+    assert watch.evidence().phases.data_wait_s > 0
+
+
+def test_steps_may_be_nested(watch):
+    for _ in range(30):
+        with watch.step(), watch.step():
+            pass
+    assert watch.steps == 29
+
+
+def test_a_break_ends_the_loop_quietly(watch):
+    for number, _ in enumerate(watch(batches(1000))):
+        with watch.step():
+            if number == 40:
+                break
+    assert watch.evidence().steps > 5
+
+
+def test_errors_of_the_loop_pass_unchanged(watch):
+    error = ValueError("mine")
+
+    def loop():
+        for _ in watch(batches(10)):
+            with watch.step(), watch.phase("logging"):
+                raise error
+
+    with pytest.raises(ValueError, match="mine") as raised:
+        loop()
+    assert raised.value is error
+
+    def broken():
+        yield torch.ones(1)
+        raise error
+
+    with pytest.raises(ValueError, match="mine") as raised:
+        list(watch(broken()))
+    assert raised.value is error
+
+
+def test_lack_of_memory_is_the_verdict(watch):
+    def fail(number):
+        if number == 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train(watch, before=fail)
+    assert "CUDA out of memory" in watch.verdict()
+    assert watch.diagnosis().findings[0].name == "out-of-memory"
+
+
+def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, caplog):
+    def broken(*_):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(watch_loop.Windows, "start_step", broken)
+    with caplog.at_level(logging.WARNING):
+        train(watch, 10)
+    assert [record.getMessage() for record in caplog.records] == [
+        "flatout.watch has stopped, and the loop continues: RuntimeError('a fault of ours')"
+    ]
+
+
+def test_an_active_profiler_is_left_alone(watch):
+    with torch.profiler.profile() as profiler:
+        train(watch)
+    assert any(event.name == "aten::addmm" for event in profiler.events())
+    assert any("Another profiler is active" in note for note in watch.evidence().notes)
+
+
+def test_a_profiler_that_starts_while_ours_records_takes_over(watch):
+    profiler = torch.profiler.profile()
+
+    def start(number):
+        if watch._loop._parts[1].name == "recorded" and not profiler.profiler:
+            profiler.start()
+
+    train(watch, before=start)
+    profiler.stop()
+    assert any(event.name == "aten::addmm" for event in profiler.events())
+    assert any("Another profiler has started" in note for note in watch.evidence().notes)
+    assert watch.evidence().kernels is None
+
+
+def test_the_loaders_own_attributes_are_visible(watch):
+    loader = torch.utils.data.DataLoader(range(10), batch_size=2)
+    assert len(watch(loader)) == 5
+    assert watch(loader).batch_size == 2
+    assert [batch.tolist() for batch in watch(loader)] == [[n, n + 1] for n in range(0, 10, 2)]
+    with pytest.raises(TypeError, match="has no len"):
+        len(watch(batches(2)))
+    assert next(watch(iter(range(3)))) == 0
+
+
+def test_saves_in_other_threads_are_not_part_of_the_loop(watch, tmp_path):
+    train(watch, 30)
+    thread = threading.Thread(target=torch.save, args=({}, tmp_path / "x.pt"))
+    thread.start()
+    thread.join()
+    train(watch, 30)
+    assert watch.evidence().phases.checkpoint_s == 0
+
+
+def test_the_findings_are_printed_once_at_the_end(capsys):
+    with flatout.watch() as watch:
+        train(watch)
+    told = capsys.readouterr().err
+    assert "A step takes" in told
+    watch.finish()
+    assert watch.verdict() == told.splitlines()[0]
+    assert not capsys.readouterr().err
+
+
+def test_nothing_is_printed_after_the_user_has_asked(capsys):
+    with flatout.watch() as watch:
+        train(watch)
+        watch.verdict()
+    assert not capsys.readouterr().err
+
+
+def test_too_few_steps_say_so(watch):
+    train(watch, 4)
+    assert watch.evidence().step_s is None
+    assert "too few" in watch.evidence().notes[-1]
+
+
+def test_nothing_watched_is_an_error(watch):
+    with pytest.raises(ConfigError, match="No step has been watched"):
+        watch.verdict()
+
+
+def test_unknown_phases_are_errors(watch):
+    assert "evaluation" in PHASES
+    with pytest.raises(ConfigError, match="'validation' is not a phase"), watch.phase("validation"):
+        pass
+
+
+def test_other_ranks_neither_measure_nor_speak(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(watch_loop, "ranks", lambda: (1, 2))
+    monkeypatch.setattr(watch_module, "ranks", lambda: (1, 2))
+    with flatout.watch(run=tmp_path / "run") as watch:
+        train(watch)
+    assert not (tmp_path / "run").exists()
+    assert not capsys.readouterr().err
+    with pytest.raises(ConfigError, match="this is rank 1"):
+        watch.verdict()
+
+
+def test_records_and_findings_are_written(tmp_path):
+    with flatout.watch(run=tmp_path, tokens_per_step=64) as watch:
+        train(watch)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 30, 40, 50, 60]
+    assert lines[-1]["tokens"] == 60 * 64
+    assert {"train/loss", "perf/step_ms", "perf/tokens_per_s", "elapsed_s"} <= set(lines[3])
+    written = json.loads((tmp_path / "findings.json").read_text())
+    assert written["source"] == "watched loop"
+    with pytest.raises(OutputInUse):
+        flatout.watch(run=tmp_path)
