@@ -5,8 +5,8 @@
 Each trial is a new process: a plain PyTorch loop under `flatout.watch` with one fault of
 `diagnose_loop.FAULTS`, or `flatout diagnose RECIPE` with one of `diagnose_recipe.FAULTS`, at one of
 three strengths. A trial is right when the first finding is the fault's own. TraceML watches the
-loops beside it where it is installed. The cost of watching is measured by leaving it out, in pairs.
-Run it on a quiet machine: a busy one is itself a finding. Results are written after every trial to
+loops beside it where it is installed. Run it on a
+quiet machine: a busy one is itself a finding. Results are written after every trial to
 benchmarks/results/diagnose.json and .md; --resume continues from them. Faults that only a GPU can
 have are left out on a CPU. A slow disk is planted by limiting the rate of reads, as root.
 """
@@ -17,7 +17,6 @@ import argparse
 import importlib.util
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,8 +27,8 @@ from pathlib import Path
 
 import diagnose_recipe
 import torch
-from diagnose_loop import CPU_ONLY, FAULTS, GPU_ONLY, HEALTHY, Loop
-from main_job import RESULTS, commit, spread
+from diagnose_loop import CPU_ONLY, FAULTS, GPU_ONLY, HEALTHY
+from main_job import RESULTS, commit
 
 from flatout.hardware import probe
 
@@ -52,7 +51,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--healthy", type=int, default=20)
     parser.add_argument("--recipe-healthy", type=int, default=3)
     parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--pairs", type=int, default=20, help="of the cost of watching")
     parser.add_argument("--minutes", type=float, default=90.0, help="limit for all of it")
     parser.add_argument("--only", nargs="+", help="these faults")
     parser.add_argument("--resume", action="store_true", help="keep the trials in the results")
@@ -74,7 +72,6 @@ def main() -> None:
     found: dict = {
         "rows": [],
         "traceml": {"missing": "TraceML was not run."},
-        "cost": None,
         "planned": len(trials),
         "left_out": list(left_out),
         "trials": arguments.trials,
@@ -85,9 +82,6 @@ def main() -> None:
     }
     if arguments.resume:
         trials = resume(found, trials, json.loads((arguments.out / "diagnose.json").read_text()))
-    if arguments.pairs and not found["cost"]:
-        found["cost"] = cost(arguments.pairs, time.monotonic() + 60 * arguments.minutes / 6)
-        write(arguments.out, found)
     with tempfile.TemporaryDirectory() as folder:
         recipe = None
         for fault, strength in trials:
@@ -109,11 +103,7 @@ def main() -> None:
 
 def resume(found: dict, trials: list[tuple[str, int]], before: dict) -> list[tuple[str, int]]:
     """Take over the trials of an earlier run with the same plan; return those that are left."""
-    found["rows"], found["cost"], found["planned"] = (
-        before["rows"],
-        before["cost"],
-        before["planned"],
-    )
+    found["rows"], found["planned"] = before["rows"], before["planned"]
     commits = dict.fromkeys([*before["commit"].split(", "), found["commit"]])
     found["commit"] = ", ".join(commits)
     done = Counter((row["fault"], row["strength"]) for row in before["rows"])
@@ -214,50 +204,6 @@ def traceml(faults: list[str], steps: int, end_s: float) -> dict:
     return {"verdicts": verdicts}
 
 
-def cost(pairs: int, end_s: float, steps: int = 100) -> dict:
-    """Return the ratios of watched to unwatched steps, in pairs, and the seconds paid once."""
-    import flatout
-
-    with tempfile.TemporaryDirectory() as folder:
-        loop = Loop("cuda" if torch.cuda.is_available() else "cpu", Path(folder))
-        timed(loop, steps)
-        ratios, once_s, step_s = [], [], []
-        for pair in range(pairs):
-            if pair > 1 and time.monotonic() > end_s:
-                break
-            watch = flatout.watch(model=loop.model)
-
-            def watched(watch=watch) -> tuple[float, float]:
-                first = timed(loop, steps, watch)  # the warm-up and the special steps
-                seconds = timed(loop, steps, watch)
-                watch._loop.close()
-                return first, seconds
-
-            if pair % 2:
-                (first_s, with_s), without_s = watched(), timed(loop, steps)
-            else:
-                without_s, (first_s, with_s) = timed(loop, steps), watched()
-            ratios.append(with_s / without_s)
-            once_s.append(first_s - with_s)
-            step_s.append(without_s / steps)
-    return {"ratios": ratios, "once_s": once_s, "step_s": step_s, "steps": steps}
-
-
-def timed(loop: Loop, steps: int, watch=None) -> float:
-    """Return the seconds of some steps."""
-    start_s = time.perf_counter()
-    if watch is None:
-        for batch in loop.batches(steps):
-            loop.step(batch)
-    else:
-        for batch in watch(loop.batches(steps)):
-            with watch.step():
-                loop.step(batch)
-    if loop.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start_s
-
-
 def first_finding(row: dict) -> str:
     """Return what a trial named first."""
     if "error" in row:
@@ -266,7 +212,7 @@ def first_finding(row: dict) -> str:
 
 
 def table(found: dict) -> str:
-    """Return the confusion table and the cost as Markdown."""
+    """Return the confusion table as Markdown."""
     rows = found["rows"]
     planted = [name for name in EXPECTED if any(row["fault"] == name for row in rows)]
     lines = [
@@ -300,7 +246,6 @@ def table(found: dict) -> str:
         "",
         f"The right fault is named first in {share:.1%} of {trials} trials, and nothing in {quiet} "
         f"of {healthy} healthy ones; target: {TARGET:.0%} and all: {kept}.",
-        *cost_lines(found["cost"]),
         f"{len(rows)} of {found['planned']} trials were run in the time given.",
         *traceml_lines(found["traceml"]),
         "",
@@ -315,25 +260,6 @@ def counted(names: Iterable[str]) -> str:
     """Return names with how often each occurs."""
     found = Counter(names).most_common()
     return ", ".join(f"{name} ({number})" for name, number in found) or "none"
-
-
-def cost_lines(cost: dict | None) -> list[str]:
-    """Return what watching costs, as Markdown."""
-    if cost is None:
-        return []
-    ratios = cost["ratios"]
-    return [
-        f"Watching takes {100 * (statistics.median(ratios) - 1):+.2f}% of a step (quartiles "
-        f"{quartiles(ratios)}; {len(ratios)} pairs of {cost['steps']} steps of "
-        f"{spread([1e3 * s for s in cost['step_s']], 1)} ms); target: under 1%. The steps "
-        f"near the start that are recorded take {spread(cost['once_s'], 2)} s more, once."
-    ]
-
-
-def quartiles(ratios: list[float]) -> str:
-    """Return the quartiles of ratios as percentages."""
-    low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return f"{100 * (low - 1):+.2f} to {100 * (high - 1):+.2f}%"
 
 
 def traceml_lines(found: dict) -> list[str]:

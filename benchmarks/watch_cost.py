@@ -2,11 +2,12 @@
 
     python benchmarks/watch_cost.py
 
-Blocks of steps of the loop of `diagnose_loop.py`, healthy and in one process: not watched, watched,
-not watched. A watched block is compared with the mean of its two neighbours, so that a machine that
-becomes slower or faster does not count, and the neighbours with each other, which shows the noise.
-The first steps of a watch, which are recorded, are a block of their own and are paid once. Ends
-after `--minutes`. Run it on a quiet machine. Writes benchmarks/results/watch_cost.json and .md.
+The loop of `diagnose_loop.py`, healthy and in one process. Short blocks of steps alternate, watched
+and not watched, in random order within each pair, so that a machine that becomes slower or faster
+does not count; pairs of two unwatched blocks show the noise. The sampler does nothing during
+unwatched blocks. Each round starts a new watch, whose first steps, some of which are recorded, are
+a block of their own and are paid once. Ends after `--minutes`. Run it on a quiet machine. Writes
+benchmarks/results/watch_cost.json and .md.
 """
 
 from __future__ import annotations
@@ -31,8 +32,12 @@ TARGET = 0.01
 """Largest share of a step that watching may take."""
 FIRST = 50
 """First steps of a watch: the warm-up and those that are recorded."""
-MIN_ROUNDS = 6
-"""With fewer rounds the interval says nothing."""
+PAIRS = 40
+"""Pairs of blocks in a round."""
+NOISE_EVERY = 4
+"""Every fourth pair has two unwatched blocks."""
+MIN_PAIRS = 50
+"""With fewer pairs the interval says nothing."""
 RESAMPLES = 10_000
 
 
@@ -40,8 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--steps", type=int, default=50, help="per block")
+    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--steps", type=int, default=10, help="per block")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     found = cost(60 * arguments.minutes, arguments.steps) | {
@@ -55,40 +60,66 @@ def main() -> None:
 
 
 def cost(seconds: float, steps: int) -> dict:
-    """Return the seconds of each round's blocks, for at least one round."""
+    """Return the seconds of each pair of blocks and of the first steps, for at least one round."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rounds: list[dict[str, float]] = []
+    found: dict = {"pairs": [], "noise": [], "first": [], "steps": steps, "device": device}
+    rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(device, Path(folder))
-        timed(loop, steps)
+        unwatched(loop, FIRST)
         end_s = time.monotonic() + seconds
-        while not rounds or time.monotonic() < end_s:
-            before_s = timed(loop, steps)
+        while not found["first"] or time.monotonic() < end_s:
             watch = flatout.watch(model=loop.model, tokens_per_step=ROWS * TOKENS)
-            first_s = timed(loop, FIRST, watch)
-            watched_s = timed(loop, steps, watch)
+            found["first"].append(watched(loop, FIRST, watch))
+            for number in range(PAIRS):
+                if number % NOISE_EVERY == 0:
+                    found["noise"].append([unwatched(loop, steps, watch) for _ in range(2)])
+                elif rng.random() < 0.5:
+                    found["pairs"].append(
+                        [watched(loop, steps, watch), unwatched(loop, steps, watch)]
+                    )
+                else:
+                    plain_s = unwatched(loop, steps, watch)
+                    found["pairs"].append([watched(loop, steps, watch), plain_s])
             watch._loop.close()
-            after_s = timed(loop, steps)
-            rounds.append(
-                {"before": before_s, "first": first_s, "watched": watched_s, "after": after_s}
-            )
-            print(f"round {len(rounds)}: {watched_s / (before_s + after_s) * 2:.3f}", flush=True)
-    return {"rounds": rounds, "steps": steps, "device": device}
+            print(f"{len(found['pairs'])} pairs: {share(ratios(found['pairs']))}", flush=True)
+    return found
 
 
-def timed(loop: Loop, steps: int, watch: Watch | None = None) -> float:
-    """Return the seconds of a block of steps."""
+def watched(loop: Loop, steps: int, watch: Watch) -> float:
+    """Return the seconds of a block of watched steps."""
     start_s = time.perf_counter()
-    if watch is None:
-        for batch in loop.batches(steps):
-            loop.step(batch)
-    else:
-        for batch in watch(loop.batches(steps)):
-            with watch.step():
-                watch.log(loss=loop.step(batch))
+    for batch in watch(loop.batches(steps)):
+        with watch.step():
+            watch.log(loss=loop.step(batch))
+    wait_for(loop)
+    return time.perf_counter() - start_s
+
+
+def unwatched(loop: Loop, steps: int, watch: Watch | None = None) -> float:
+    """Return the seconds of a block of steps outside of `watch`, whose sampler pauses."""
+    sampler = watch._loop._parts[1].sampler if watch is not None else None
+    if sampler is not None:
+        sampler._look = lambda seconds: None
+    start_s = time.perf_counter()
+    for batch in loop.batches(steps):
+        loop.step(batch)
+    wait_for(loop)
+    spent_s = time.perf_counter() - start_s
+    if sampler is not None:
+        del sampler._look
+    return spent_s
+
+
+def wait_for(loop: Loop) -> None:
+    """Wait until the device has done the steps."""
     if loop.device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - start_s
+
+
+def ratios(pairs: list[list[float]]) -> list[float]:
+    """Return the first block's time over the second's, of each pair."""
+    return [first_s / second_s for first_s, second_s in pairs]
 
 
 def median_with_interval(values: list[float]) -> tuple[float, float, float]:
@@ -108,31 +139,30 @@ def share(values: list[float]) -> str:
 
 def table(found: dict) -> str:
     """Return the cost as Markdown."""
-    rounds, steps = found["rounds"], found["steps"]
-    unwatched = [(one["before"] + one["after"]) / 2 for one in rounds]
-    ratios = [one["watched"] / plain for one, plain in zip(rounds, unwatched, strict=True)]
-    once = [
-        one["first"] - plain * FIRST / steps for one, plain in zip(rounds, unwatched, strict=True)
-    ]
-    _, low, high = median_with_interval(ratios)
+    steps = found["steps"]
+    unwatched_s = [plain_s / steps for _, plain_s in found["pairs"]]
+    step_s = statistics.median(unwatched_s)
+    measured = ratios(found["pairs"])
+    _, low, high = median_with_interval(measured)
     verdict = "kept" if high - 1 < TARGET else "missed" if low - 1 > TARGET else "not decided"
-    if len(rounds) < MIN_ROUNDS:
+    if len(measured) < MIN_PAIRS:
         verdict = "not decided"
+    once = [first_s - step_s * FIRST for first_s in found["first"]]
     return (
         "\n".join(
             [
                 "| what | median (95% interval) |",
                 "|---|---|",
-                f"| watched steps against unwatched ones | {share(ratios)} |",
-                "| unwatched steps after against before (noise) | "
-                f"{share([one['after'] / one['before'] for one in rounds])} |",
+                f"| watched steps against unwatched ones | {share(measured)} |",
+                "| unwatched steps against unwatched ones (noise) | "
+                f"{share(ratios(found['noise']))} |",
                 "",
                 f"Target: watching takes less than {TARGET:.0%} of a step: **{verdict}**. A step "
-                f"takes {spread([1e3 * each / steps for each in unwatched], 1)} ms; the first "
+                f"takes {spread([1e3 * each for each in unwatched_s], 1)} ms; the first "
                 f"{FIRST} steps of a watch, some of which are recorded, take "
                 f"{spread(once, 2)} s more, once.",
                 "",
-                f"{found['machine']}, on {found['device']}; {len(rounds)} rounds of blocks of "
+                f"{found['machine']}, on {found['device']}; {len(measured)} pairs of blocks of "
                 f"{steps} steps; commit {found['commit']}; `python benchmarks/watch_cost.py`.",
             ]
         )

@@ -16,17 +16,24 @@ def benchmark(monkeypatch):
     return importlib.import_module("watch_cost")
 
 
-def found(*watched):
-    rounds = [{"before": 1.0, "first": 6.0, "watched": s, "after": 1.0} for s in watched]
-    return {"rounds": rounds, "steps": 50, "device": "cpu", "machine": "a CPU", "commit": ""}
+def found(*watched_s):
+    return {
+        "pairs": [[seconds, 1.0] for seconds in watched_s],
+        "noise": [[1.0, 1.0]],
+        "first": [10.0],
+        "steps": 10,
+        "device": "cpu",
+        "machine": "a CPU",
+        "commit": "",
+    }
 
 
 @pytest.mark.parametrize(
     ("watched", "verdict"),
     [
-        ((1.001, 1.002, 1.003) * 2, "kept"),
-        ((1.02, 1.03, 1.04) * 2, "missed"),
-        ((0.98, 1.005, 1.04) * 2, "not decided"),
+        ((1.001, 1.002, 1.003) * 20, "kept"),
+        ((1.02, 1.03, 1.04) * 20, "missed"),
+        ((0.98, 1.04) * 30, "not decided"),
         ((1.001,), "not decided"),
     ],
 )

@@ -2,7 +2,7 @@
 
 A file of `measure/findings/` is one rule:
 
-    FINDING = FindingRule(name="slow-save", stage="measured", look=look)
+    FINDING = FindingRule(name="slow-save", look=look)
 
 `look(evidence)` returns a `Finding` or None. It must be silent on a healthy run, and when the
 figures it needs are None. `flatout.measure.diagnose.diagnosis.diagnosis_of` calls every rule.
@@ -70,8 +70,6 @@ class FindingRule:
 
     name: str
     """The file's name, with hyphens for underscores."""
-    stage: Literal["preflight", "measured"]
-    """Whether it can be seen before any step, or only from steps."""
     look: Callable[[Evidence], Finding | None]
     """Returns the finding, or None."""
     unless: tuple[str, ...] = ()

@@ -29,4 +29,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="busy-machine", stage="preflight", look=look)
+FINDING = FindingRule(name="busy-machine", look=look)

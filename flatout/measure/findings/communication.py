@@ -34,4 +34,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="communication", stage="measured", look=look)
+FINDING = FindingRule(name="communication", look=look)

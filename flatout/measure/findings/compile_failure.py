@@ -32,4 +32,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="compile-failure", stage="measured", look=look)
+FINDING = FindingRule(name="compile-failure", look=look)

@@ -44,4 +44,4 @@ def _fix(evidence: Evidence) -> Fix:
     return Fix(text="Check that the driver works (`nvidia-smi`) and suits this torch.")
 
 
-FINDING = FindingRule(name="cpu-by-mistake", stage="preflight", look=look)
+FINDING = FindingRule(name="cpu-by-mistake", look=look)

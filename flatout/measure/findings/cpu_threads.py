@@ -66,4 +66,4 @@ def _finding(evidence: Evidence, text: str, share: float | None) -> Finding:
     )
 
 
-FINDING = FindingRule(name="cpu-threads", stage="measured", look=look)
+FINDING = FindingRule(name="cpu-threads", look=look)

@@ -23,4 +23,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="deterministic", stage="preflight", look=look)
+FINDING = FindingRule(name="deterministic", look=look)

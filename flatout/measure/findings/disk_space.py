@@ -22,4 +22,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="disk-space", stage="preflight", look=look)
+FINDING = FindingRule(name="disk-space", look=look)

@@ -42,4 +42,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="empty-cache", stage="measured", look=look)
+FINDING = FindingRule(name="empty-cache", look=look)

@@ -69,4 +69,4 @@ def _harmful(stated: Mapping[str, str], *, on_gpu: bool) -> dict[str, str]:
     return found
 
 
-FINDING = FindingRule(name="environment", stage="preflight", look=look)
+FINDING = FindingRule(name="environment", look=look)

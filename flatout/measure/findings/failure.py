@@ -20,4 +20,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="failure", stage="preflight", look=look)
+FINDING = FindingRule(name="failure", look=look)

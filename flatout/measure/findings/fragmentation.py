@@ -29,4 +29,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="fragmentation", stage="measured", look=look)
+FINDING = FindingRule(name="fragmentation", look=look)

@@ -57,4 +57,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="frequent-evaluation", stage="measured", look=look)
+FINDING = FindingRule(name="frequent-evaluation", look=look)

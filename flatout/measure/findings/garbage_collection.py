@@ -60,7 +60,6 @@ def look(evidence: Evidence) -> Finding | None:
 
 FINDING = FindingRule(
     name="garbage-collection",
-    stage="measured",
     look=look,
     unless=("recompiles",),  # torch.compile collects garbage
 )

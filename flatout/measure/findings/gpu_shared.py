@@ -25,4 +25,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="gpu-shared", stage="preflight", look=look)
+FINDING = FindingRule(name="gpu-shared", look=look)

@@ -26,4 +26,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="hang", stage="measured", look=look)
+FINDING = FindingRule(name="hang", look=look)

@@ -55,4 +55,4 @@ def _fix(share: float | None) -> Fix:
     )
 
 
-FINDING = FindingRule(name="host-sync", stage="measured", look=look)
+FINDING = FindingRule(name="host-sync", look=look)

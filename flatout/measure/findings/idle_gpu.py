@@ -81,7 +81,6 @@ def fixes_for_overhead(evidence: Evidence, share: float) -> tuple[Fix, ...]:
 
 FINDING = FindingRule(
     name="idle-gpu",
-    stage="measured",
     look=look,
     unless=(
         "slow-data",

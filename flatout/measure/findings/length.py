@@ -51,4 +51,4 @@ def look(evidence: Evidence) -> Finding | None:
     return None
 
 
-FINDING = FindingRule(name="length", stage="preflight", look=look)
+FINDING = FindingRule(name="length", look=look)

@@ -39,4 +39,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="memory-bound", stage="measured", look=look)
+FINDING = FindingRule(name="memory-bound", look=look)

@@ -19,4 +19,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="missing-package", stage="preflight", look=look)
+FINDING = FindingRule(name="missing-package", look=look)

@@ -22,4 +22,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="no-data", stage="preflight", look=look)
+FINDING = FindingRule(name="no-data", look=look)

@@ -81,4 +81,4 @@ def smaller_micro_batch(evidence: Evidence) -> int | None:
     return next((each for each in range(most, 0, -1) if per_rank % each == 0), None)
 
 
-FINDING = FindingRule(name="out-of-memory", stage="preflight", look=look)
+FINDING = FindingRule(name="out-of-memory", look=look)

@@ -45,4 +45,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="pageable-copies", stage="measured", look=look)
+FINDING = FindingRule(name="pageable-copies", look=look)

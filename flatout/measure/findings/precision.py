@@ -39,4 +39,4 @@ def look(evidence: Evidence) -> Finding | None:
     return None
 
 
-FINDING = FindingRule(name="precision", stage="preflight", look=look)
+FINDING = FindingRule(name="precision", look=look)

@@ -45,4 +45,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="recompiles", stage="measured", look=look)
+FINDING = FindingRule(name="recompiles", look=look)

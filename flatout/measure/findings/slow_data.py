@@ -92,4 +92,4 @@ def _fixes(evidence: Evidence, share: float) -> tuple[Fix, ...]:
     return tuple(fixes)
 
 
-FINDING = FindingRule(name="slow-data", stage="measured", look=look, unless=("slow-disk",))
+FINDING = FindingRule(name="slow-data", look=look, unless=("slow-disk",))

@@ -38,4 +38,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="slow-disk", stage="measured", look=look)
+FINDING = FindingRule(name="slow-disk", look=look)

@@ -47,4 +47,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="slow-logging", stage="measured", look=look)
+FINDING = FindingRule(name="slow-logging", look=look)

@@ -58,4 +58,4 @@ def _fixes(evidence: Evidence, share: float) -> tuple[Fix, ...]:
     return tuple(fixes)
 
 
-FINDING = FindingRule(name="slow-save", stage="measured", look=look)
+FINDING = FindingRule(name="slow-save", look=look)

@@ -35,6 +35,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(
-    name="small-batch", stage="measured", look=look, unless=("slow-data", "slow-disk", "host-sync")
-)
+FINDING = FindingRule(name="small-batch", look=look, unless=("slow-data", "slow-disk", "host-sync"))

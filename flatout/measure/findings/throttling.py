@@ -52,4 +52,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="throttling", stage="measured", look=look)
+FINDING = FindingRule(name="throttling", look=look)

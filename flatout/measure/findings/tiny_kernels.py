@@ -52,4 +52,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="tiny-kernels", stage="measured", look=look)
+FINDING = FindingRule(name="tiny-kernels", look=look)

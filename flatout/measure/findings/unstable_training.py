@@ -145,4 +145,4 @@ def _fixes(evidence: Evidence) -> tuple[Fix, ...]:
     return tuple(fixes)
 
 
-FINDING = FindingRule(name="unstable-training", stage="measured", look=look)
+FINDING = FindingRule(name="unstable-training", look=look)

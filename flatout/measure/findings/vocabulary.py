@@ -34,4 +34,4 @@ def look(evidence: Evidence) -> Finding | None:
     )
 
 
-FINDING = FindingRule(name="vocabulary", stage="preflight", look=look)
+FINDING = FindingRule(name="vocabulary", look=look)

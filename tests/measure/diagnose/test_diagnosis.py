@@ -21,7 +21,7 @@ STEPS = Evidence(
 
 def rule(name, harm="slows", share=None, **more):
     found = Finding(verdict=f"{name} is the cause.", harm=harm, share=share)
-    return FindingRule(name=name, stage="measured", look=lambda _: found, **more)
+    return FindingRule(name=name, look=lambda _: found, **more)
 
 
 @pytest.fixture
@@ -92,7 +92,6 @@ def test_fixes_of_failures_come_before_gains(with_rules):
         fixes = (Fix(text=text, gain=gain),)
         return FindingRule(
             name=text,
-            stage="measured",
             look=lambda _: Finding(verdict=text, harm=harm, fixes=fixes),
         )
 
