@@ -17,6 +17,7 @@ from flatout.errors import require_posix
 
 if TYPE_CHECKING:
     from flatout.commands.bench import bench
+    from flatout.commands.chat import chat
     from flatout.commands.convert import convert_config as convert
     from flatout.commands.demo import demo
     from flatout.commands.diagnose import diagnose
@@ -60,6 +61,7 @@ __all__ = [
     "Watch",
     "__version__",
     "bench",
+    "chat",
     "convert",
     "demo",
     "diagnose",
@@ -94,6 +96,7 @@ _HOMES = {
     "Terminal": "flatout.terminal",
     "Watch": "flatout.measure.watch.watch",
     "bench": "flatout.commands.bench",
+    "chat": "flatout.commands.chat",
     "convert": "flatout.commands.convert:convert_config",
     "demo": "flatout.commands.demo",
     "diagnose": "flatout.commands.diagnose",

@@ -243,6 +243,8 @@ def _one_line(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, dict):
+        if isinstance(template := value.get("chat_template"), dict):  # its text has many lines
+            value = value | {"chat_template": template.get("name")}
         return ", ".join(f"{key}: {_one_line(inner)}" for key, inner in value.items()) or "none"
     return printable(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
 

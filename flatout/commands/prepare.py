@@ -84,6 +84,16 @@ MaskField = Annotated[
     str | None,
     Option("Field of a row that precedes the text and is excluded from the loss, such as prompt."),
 ]
+Chat = Annotated[
+    str | None,
+    Option(
+        "Rows are conversations, in the form of OpenAI or ShareGPT, and only the assistant's turns "
+        "count in the loss. The chat template: auto (the tokenizer's own), chatml, plain, or a "
+        "Jinja file.",
+        "--chat",
+        "--chat-template",
+    ),
+]
 Duplicates = Annotated[
     Literal["keep", "drop"], Option("Keep duplicate documents, or drop and count them.")
 ]
@@ -157,6 +167,7 @@ def prepare(
     part: Part = None,
     join: Join = False,
     engine: EngineName = "local",
+    chat: Chat = None,
     *,
     cache: Path | str = CACHE,
     progress: Progress = SILENT,
@@ -166,7 +177,7 @@ def prepare(
     options = Options(
         str(tokenizer), pattern, end_of_text, text_field, split, max_documents, max_bytes,
         on_bad_row, max_bad_rows, mask_field, duplicates,
-        _names(val or ()), _names(include or ()), encoding,
+        _names(val or ()), _names(include or ()), encoding, chat,
     )
     # fmt: on
     file = None if from_file is None else str(from_file)

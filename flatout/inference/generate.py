@@ -84,19 +84,62 @@ def tokens_after(
     two on average for long texts. A model without a limit, such as a recurrent one, never restarts
     its context.
     """
-    device = next(model.parameters()).device
-    decoder = model.decoder(max_context)
-    limit = decoder.max_tokens
-    unread = seen = list(ids if limit is None else ids[-limit:])
+    context = Context(model, max_context)
+    token = choose(context.read_text(ids))
     while True:
-        if limit is not None and not decoder.has_room(len(unread)):
-            decoder = model.decoder(max_context)
-            unread = seen = seen[-max(limit // 2, 1) :]
-        logits_BV = decoder.read(torch.tensor([unread], dtype=torch.int64, device=device))
-        token = choose(logits_BV[0])
-        unread = [token]
-        seen.append(token)
         yield token
+        token = choose(context.read_token(token))
+
+
+class Context:
+    """The tokens that a model has read, and the decoder that keeps its state of them."""
+
+    def __init__(self, model: LanguageModel, max_context: int | None = None) -> None:
+        self._model, self._max_context = model, max_context
+        self._device = next(model.parameters()).device
+        self._decoder = model.decoder(max_context)
+        self._seen: list[int] = []
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The maximum number of tokens that the model sees; None means no limit."""
+        return self._decoder.max_tokens
+
+    def read_text(self, ids: Sequence[int]) -> Tensor:
+        """Return the logits after a text; only the part after what was already read is computed.
+
+        A text longer than the context loses its beginning.
+
+        Shapes:  returns logits_V (V,).
+        """
+        limit = self.max_tokens
+        text = list(ids if limit is None else ids[-limit:])
+        read = len(self._seen)
+        if not 0 < read < len(text) or text[:read] != self._seen:
+            if read:
+                self._decoder = self._model.decoder(self._max_context)
+            read = 0
+        self._seen = text
+        return self._read(text[read:])
+
+    def read_token(self, token: int) -> Tensor:
+        """Return the logits after one more token.
+
+        When the context is full, its second half is read again and becomes the new context.
+
+        Shapes:  returns logits_V (V,).
+        """
+        self._seen.append(token)
+        limit = self.max_tokens
+        if limit is None or self._decoder.has_room(1):
+            return self._read([token])
+        self._decoder = self._model.decoder(self._max_context)
+        self._seen = self._seen[-max(limit // 2, 1) :]
+        return self._read(self._seen)
+
+    def _read(self, ids: list[int]) -> Tensor:
+        logits_BV = self._decoder.read(torch.tensor([ids], dtype=torch.int64, device=self._device))
+        return logits_BV[0]
 
 
 def draw_token(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.config.sections import ParallelConfig
+from flatout.conversation.templates import CHAT_TEMPLATE, load_template, stored_template
 from flatout.data.load.batches import ShardReader
 from flatout.data.store.mix import Member, distinct_names, members_of
 from flatout.data.store.remote import open_dataset
@@ -35,6 +36,7 @@ def score_run(
     members = open_datasets(data, progress=progress) if data else members_of(loaded.dataset)
     for member in members:
         require_tokenizer(loaded.folder, member.dataset, loaded.checkpoint)
+        _warn_of_template(loaded.folder, member, progress)
     model = loaded.model
     mesh = make_mesh(ParallelConfig(), str(next(model.parameters()).device), Ranks())
     precision = loaded.recipe.precision
@@ -47,6 +49,17 @@ def score_run(
             fix="Prepare it with a larger validation share, for example --split 'tail 0.1'.",
         )
     return found
+
+
+def _warn_of_template(folder: Path, member: Member, progress: Progress) -> None:
+    """Report a dataset whose conversations are written differently from the training data's."""
+    own = load_template(folder / CHAT_TEMPLATE)
+    other = stored_template(member.dataset.manifest.source)
+    if own is not None and other is not None and not own.writes_as(other):
+        progress.say(
+            f"{member.dataset.origin} was prepared with another chat template than the training "
+            f"data of {folder}: the model has not seen its form."
+        )
 
 
 def open_datasets(data: Sequence[str | Path], *, progress: Progress = SILENT) -> list[Member]:

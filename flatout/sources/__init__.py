@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from flatout.conversation.rendering import Piece
 from flatout.errors import DataError, without_secrets
 from flatout.json_io import JsonObject
 from flatout.sources.input_file import InputFile
@@ -63,6 +64,8 @@ class Document(_Located):
     """First byte of the row, if the document is a row of the file `name`."""
     prompt: str = ""
     """Text before the document, excluded from the loss."""
+    pieces: tuple[Piece, ...] = ()
+    """The pieces of a conversation, whose whole text is `text`; empty for other documents."""
 
 
 @dataclass(frozen=True, slots=True)

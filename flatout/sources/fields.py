@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from flatout.errors import in_shell
+from flatout.conversation.rendering import Renderer
+from flatout.conversation.turns import CHAT_FIELDS, TOOLS, BadConversation, read_conversation
+from flatout.errors import DataError, in_shell
 from flatout.json_io import JsonObject
 from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Row
 
 ROW_BYTES = 8 << 20
 """A longer row is a bad row: memory holds several copies, with up to four bytes per character."""
+_TEXT = "text"
+"""The field that is read unless another is named."""
 _MISSING = object()
 _KINDS = {
     type(None): "null",
@@ -32,16 +36,34 @@ class Fields:
     `a.b` is the field `b` inside `a`, unless a field is called `a.b`.
     """
 
-    text: str = "text"
-    """The field with the text."""
+    text: str = _TEXT
+    """The field with the text, or with the turns of a conversation."""
     prompt: str | None = None
     """The field with preceding text that is excluded from the loss; null and empty: no prompt."""
+    chat: Renderer | None = None
+    """Writes the turns as text, when rows are conversations."""
+    tools: str | None = None
+    """The field with descriptions of tools, when rows have it."""
 
     @property
     def named(self) -> list[tuple[str, str]]:
         """The fields that are read, each with the option that names it."""
-        options = {"--text-field": self.text, "--mask-field": self.prompt}
+        options = {"--text-field": self.text, "--mask-field": self.prompt, "--chat": self.tools}
         return [(field, option) for option, field in options.items() if field is not None]
+
+    def among(self, names: Collection[str]) -> Fields:
+        """Return the fields of rows that have fields of these names.
+
+        Conversations are in the first of CHAT_FIELDS that there is, unless another is named.
+        """
+        if self.chat is None:
+            return self
+        turns = next(filter(names.__contains__, CHAT_FIELDS), CHAT_FIELDS[0])
+        return replace(
+            self,
+            text=turns if self.text == _TEXT else self.text,
+            tools=TOOLS if TOOLS in names else None,
+        )
 
 
 def value_at(row: JsonObject, field: str) -> Any:
@@ -68,6 +90,8 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
             name,
             offset,
         )
+    if fields.chat is not None:
+        return _conversation(row, fields.among(row), fields.chat, name, offset)
     text = value_at(row, fields.text)
     if not isinstance(text, str):
         return _unusable(row, text, name, offset, fields.text, "--text-field")
@@ -77,6 +101,40 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
     if prompt is None or isinstance(prompt, str):
         return Document(text, name, offset, prompt or "")
     return _unusable(row, prompt, name, offset, fields.prompt, "--mask-field")
+
+
+def _conversation(
+    row: JsonObject, fields: Fields, chat: Renderer, name: str, offset: int | None
+) -> Row:
+    """Return the conversation of a row as a document, or the bad row when it cannot be used."""
+    turns = value_at(row, fields.text)
+    if turns is _MISSING:
+        return no_field(name, offset, fields.text, [], "--text-field")
+    try:
+        pieces = chat.pieces(read_conversation(turns, row.get(fields.tools or TOOLS)))
+    except BadConversation as error:
+        return BadRow(error.what, error.fix, error.reason, name, offset)
+    except DataError as error:
+        what = f"cannot be rendered: {error.what.removesuffix('.')}"
+        return BadRow(what, error.fix, "the chat template fails", name, offset)
+    text = "".join(piece.text for piece in pieces)
+    return Document(text, name, offset, pieces=pieces)
+
+
+def is_conversation_field(field: str, value: Any) -> bool:
+    """Return whether a field with this value looks like the turns of a conversation."""
+    return field in CHAT_FIELDS and isinstance(value, list)
+
+
+def no_text(name: str, offset: int | None, field: str, turns: str) -> BadRow:
+    """Return the bad row for a conversation, in the field `turns`, that is read as text."""
+    return BadRow(
+        f"has no field {field!r}, but a list called {turns!r}",
+        "If the rows are conversations, add --chat auto.",
+        f"no field {field!r}",
+        name,
+        offset,
+    )
 
 
 def no_field(name: str, offset: int | None, field: str, names: list[str], option: str) -> BadRow:
@@ -103,6 +161,9 @@ def _unusable(
     row: JsonObject, value: Any, name: str, offset: int | None, field: str, option: str
 ) -> BadRow:
     if value is _MISSING:
+        turns = next((key for key in row if is_conversation_field(key, row[key])), None)
+        if turns is not None and option == "--text-field":
+            return no_text(name, offset, field, turns)
         texts = dict(_texts(row))
         names = sorted(texts, key=lambda name: len(texts[name]), reverse=True)
         return no_field(name, offset, field, names, option)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
+from flatout.conversation.rendering import Renderer
 from flatout.errors import DataError
 from flatout.sources import FIRST_NAMED, LeftOut, ReadTask
 from flatout.sources.fields import Fields
@@ -52,15 +53,16 @@ def files(
     mask_field: str | None = None,
     include: Sequence[str] = (),
     encoding: str | None = None,
+    chat: Renderer | None = None,
 ) -> list[ReadTask]:
     """Return the tasks of a file, a directory (searched recursively), a glob, or a URL of these.
 
     Files are sorted. `include` lists patterns of other names to read; `encoding` is
-    the encoding of text that is not UTF-8.
+    the encoding of text that is not UTF-8; `chat` writes rows that are conversations as text.
 
     Raises: DataError with the nearest name when nothing is there; MissingPackage.
     """
-    fields = Fields(text_field, mask_field)
+    fields = Fields(text_field, mask_field, chat)
     found, skipped = find_files(path, tuple(include))
     for file in found:
         require_opener(file.path)
@@ -72,6 +74,11 @@ def files(
         raise DataError(
             f"{path} has no rows, so it has no field {mask_field!r}.",
             fix="Leave --mask-field out, or name JSONL, JSON, CSV or Parquet.",
+        )
+    if chat is not None and not any(holds_rows(file.name) for file in found):
+        raise DataError(
+            f"{path} has no rows, so it has no conversations.",
+            fix="Leave --chat out, or name JSONL, JSON or Parquet.",
         )
     if encoding is not None and all(is_parquet(file.name) for file in found):
         raise DataError(f"{path}: text in Parquet is always UTF-8.", fix="Leave --encoding out.")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from flatout.conversation.rendering import Renderer
 from flatout.errors import DataError, in_shell
 from flatout.registry import nearest
 from flatout.sources import ReadTask, Row
@@ -23,16 +24,20 @@ def hub(
     revision: str = "main",
     text_field: str = "text",
     mask_field: str | None = None,
+    chat: Renderer | None = None,
 ) -> list[ReadTask]:
     """Return the tasks of a dataset, one per shard, all at the current commit of `revision`.
+
+    `chat` writes rows that are conversations as text.
 
     Raises: DataError when there is no such dataset, configuration, split or field, with a list of
             those that exist; MissingPackage.
     """
     commit = _commit(name, revision)
     stream = _stream(name, config, split, commit)
-    fields = Fields(text_field, mask_field)
-    _check_fields(f"{name}, {split}", list(stream.column_names or []), fields)
+    columns = list(stream.column_names or [])
+    fields = Fields(text_field, mask_field, chat)
+    _check_fields(f"{name}, {split}", columns, fields.among(columns) if columns else fields)
     mark = f"hub {name} {config} {split} {commit}"
     return [
         ReadTask(

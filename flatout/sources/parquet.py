@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from flatout.conversation.turns import CHAT_FIELDS
 from flatout.json_io import JsonObject
 from flatout.sources import BadRow, Row
-from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, too_long
+from flatout.sources.fields import ROW_BYTES, Fields, document, no_field, no_text, too_long
 from flatout.sources.packed import (
     CANNOT_BE_READ,
     NotHandedOut,
@@ -54,7 +55,7 @@ def cut_parquet(path: str, size: int, fields: Fields, limit: int) -> list[RowGro
             names = [described.schema.column(index).path for index in range(described.num_columns)]
     except _errors():
         return whole
-    requested = _requested(fields)
+    requested = _requested(fields.among({name.partition(".")[0] for name in names}))
     if not all(any(_belongs_to(name, field) for name in names) for field in requested):
         return whole
     found: list[RowGroups] = []
@@ -92,9 +93,15 @@ def read_row_groups(groups: RowGroups, fields: Fields) -> Iterator[Row]:
     try:
         with open_bytes(groups.path) as file:
             parquet = _open_parquet(groups.path, file)
+            fields = fields.among(parquet.schema_arrow.names)
             missing = _missing_field(parquet.schema_arrow, fields)
             if missing is not None:
-                yield no_field(groups.path, None, *missing)
+                turns = next(filter(parquet.schema_arrow.names.__contains__, CHAT_FIELDS), None)
+                yield (
+                    no_text(groups.path, None, missing[0], turns)
+                    if turns is not None and missing[2] == "--text-field" and fields.chat is None
+                    else no_field(groups.path, None, *missing)
+                )
                 return
             rows = groups.first_row
             for group in range(

@@ -17,10 +17,9 @@ from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
-from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.errors import FlatoutError, Stopped
-from flatout.files import copy_whole, writing_run
+from flatout.files import writing_run
 from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import JsonObject
 from flatout.parallel.mesh import make_mesh
@@ -39,6 +38,7 @@ from flatout.training.out_of_memory import explained
 from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_plan import RunPlan, agree_on_plan
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
@@ -197,8 +197,7 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
             plan.longer.store(folder, progress=progress)
         if plan.requested is not None:
             layout.write_config(folder, plan.config, requested=plan.requested)
-            # so that the model can generate text without its data
-            copy_whole(members_of(run.dataset)[0].dataset.path / TOKENIZER, folder / TOKENIZER)
+            keep_text_format(run.dataset, folder, progress=progress)
 
 
 def num_parameters(run: Run) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cases_chat
 import cases_folders
 import cases_machine
 import cases_names
@@ -32,6 +33,7 @@ TOPICS = (
     cases_folders,
     cases_machine,
     cases_words,
+    cases_chat,
 )
 CASES = [case for topic in TOPICS for case in topic.CASES]
 PAGE = ROOT / "docs" / "troubleshooting.md"

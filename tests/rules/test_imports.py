@@ -24,6 +24,7 @@ HOUSE = (
     "trust",
     "progress",
     "transfer",
+    "conversation",
     "config",
     "hardware",
     "roof",

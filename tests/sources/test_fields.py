@@ -1,7 +1,12 @@
 import pytest
 
+from flatout.conversation.rendering import Renderer
+from flatout.conversation.templates import named_template
 from flatout.sources import BadRow
 from flatout.sources.fields import Fields, document
+
+CHAT = Renderer(named_template("plain", {"eos_token": "</s>"}), ("</s>",))
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 
 
 def read(row, text="text", prompt=None):
@@ -60,3 +65,32 @@ def test_a_prompt_is_read_from_its_field():
 def test_a_suggested_field_is_quoted_for_the_shell():
     bad = document({"hello world": "some text"}, Fields("helo world"), "rows.jsonl")
     assert bad.fix == "Did you mean --text-field 'hello world'?"
+
+
+def test_a_conversation_is_read_from_its_usual_fields_or_a_named_one():
+    for field, text in (("messages", "text"), ("conversations", "text"), ("mine", "mine")):
+        found = document({"text": "other", field: TURNS}, Fields(text, chat=CHAT), "a.jsonl")
+        assert found.text == "User:\nHi\n\nAssistant:\nHello</s>"
+        assert [piece.text for piece in found.pieces if piece.is_target] == ["Hello", "</s>"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason", "said"),
+    [
+        ({"text": "x"}, "no field 'messages'", "has no field 'messages'"),
+        ({"messages": "x"}, "no turns", "has no list of turns"),
+        ({"messages": TURNS[:1]}, "no assistant turn", "has no assistant turn"),
+    ],
+)
+def test_a_row_without_a_usable_conversation_is_a_bad_row(row, reason, said):
+    bad = document(row, Fields(chat=CHAT), "a.jsonl, line 1")
+    assert isinstance(bad, BadRow)
+    assert bad.reason == reason
+    assert said in str(bad.error)
+
+
+def test_conversations_that_are_read_as_text_are_recognised():
+    bad = read({"messages": TURNS})
+    assert bad.reason == "no field 'text'"
+    assert "--chat auto" in bad.fix
+    assert "--chat" not in read({"messages": "a text"}).fix

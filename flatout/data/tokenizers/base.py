@@ -136,6 +136,10 @@ class Tokenizer(ABC):
     def document(self) -> Document:
         """Return the values that `from_document` needs."""
 
+    def special_tokens(self) -> dict[str, int]:
+        """Return the special tokens that a chat template may write, with their ids."""
+        return {END_OF_TEXT: self.eot_id}
+
     @abstractmethod
     def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text, none of them special.

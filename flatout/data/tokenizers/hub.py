@@ -1,9 +1,10 @@
-"""Finds the tokenizer.json of a Hugging Face repository in the local cache, or downloads it."""
+"""Finds the tokenizer files of a Hugging Face repository in the local cache, or downloads them."""
 
 from __future__ import annotations
 
 import re
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from flatout.errors import DataError, MissingPackage
@@ -65,6 +66,38 @@ def tokenizer_file(
             return download(local_files_only=False)
     except (OSError, EntryNotFoundError) as error:
         raise _explained(error, name, match["repository"], match["revision"]) from error
+
+
+def repository_file(
+    name: str,
+    filename: str,
+    *,
+    cache: Path | None = None,
+    endpoint: str | None = None,
+    progress: Progress = SILENT,
+) -> Path | None:
+    """Return the local path of another small file of a repository whose tokenizer was found.
+
+    None when the repository lacks it, or when it is not cached and the hub cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    match = _REPOSITORY.fullmatch(name)
+    assert match is not None, "the caller has checked is_repository"
+    find = partial(
+        hf_hub_download,
+        match["repository"],
+        filename,
+        revision=match["revision"],
+        cache_dir=cache,
+        endpoint=endpoint,
+    )
+    with suppress(LocalEntryNotFoundError):
+        return Path(str(find(local_files_only=True)))
+    with suppress(OSError, EntryNotFoundError), progress.task(f"Looking for {filename} of {name}"):
+        return Path(str(find()))
+    return None
 
 
 def _explained(error: Exception, name: str, repository: str, revision: str | None) -> DataError:

@@ -130,6 +130,10 @@ class HuggingFaceTokenizer(Tokenizer):
             elif isinstance(value, dict | list):
                 waiting += value.values() if isinstance(value, dict) else value
 
+    def special_tokens(self) -> dict[str, int]:
+        """Return the special tokens of the file, with their ids; the unknown token is not one."""
+        return dict(self._special)
+
     def document(self) -> Document:
         """Return the end-of-text id and the whole definition."""
         return {"eot_id": self.eot_id, "tokenizer": self.definition}

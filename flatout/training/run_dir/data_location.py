@@ -8,12 +8,15 @@ from pathlib import Path
 
 from flatout.config.schema import RunConfig
 from flatout.config.sections import DataConfig
+from flatout.conversation.templates import CHAT_TEMPLATE, stored_template
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.mix import AnyDataset, members_of, open_data, whole_turns
 from flatout.data.store.remote import absolute_path_or_url
 from flatout.data.tokenizers import RESTORE, read_tokenizer
 from flatout.errors import CheckpointError, in_shell
+from flatout.files import copy_whole, write_text
 from flatout.json_io import JsonObject
+from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.transfer.urls import is_url
 
@@ -109,6 +112,25 @@ def _moved_with(path: str, run_folder: Path) -> str | None:
     tails = [Path(path).parts[start:] for start in range(1, len(Path(path).parts))]
     tried = (above.joinpath(*tail) for above in run_folder.resolve().parents for tail in tails)
     return next((str(found) for found in tried if (found / MANIFEST).is_file()), None)
+
+
+def keep_text_format(dataset: AnyDataset, run_folder: Path, *, progress: Progress = SILENT) -> None:
+    """Copy the tokenizer and the chat template, so that a model generates text without its data."""
+    members = members_of(dataset)
+    copy_whole(members[0].dataset.path / TOKENIZER, run_folder / TOKENIZER)
+    templates = [
+        template
+        for member in members
+        if (template := stored_template(member.dataset.manifest.source)) is not None
+    ]
+    if not templates:
+        return
+    write_text(run_folder / CHAT_TEMPLATE, templates[0].model_dump_json(indent=1) + "\n")
+    if any(not template.writes_as(templates[0]) for template in templates):
+        progress.say(
+            "The conversations of this mix have different chat templates; `flatout chat` will use "
+            f"the first one, {templates[0].name}."
+        )
 
 
 def require_tokenizer(

@@ -5,6 +5,7 @@ RUN/
 ├── config.copy.yaml  a copy, to show which settings were edited in config.yaml
 ├── asked.yaml        the configuration as requested, before `auto` was resolved
 ├── tokenizer.json    the dataset's tokenizer, so that the model can be used without the data
+├── chat_template.json  with conversations in the data: how their turns are written
 ├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl     one line per logged step
 ├── summary.json      the finished run
@@ -29,6 +30,7 @@ import yaml
 
 from flatout import trust
 from flatout.config.schema import RunConfig, flat, validate
+from flatout.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, FlatoutError, HardwareError
@@ -74,6 +76,7 @@ WRITTEN = (
     COPY,
     REQUESTED,
     TOKENIZER,
+    CHAT_TEMPLATE,
     EVENTS,
     METRICS,
     SUMMARY,

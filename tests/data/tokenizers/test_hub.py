@@ -12,7 +12,7 @@ import pytest
 from flatout.data import tokenizers as tokenizer_module
 from flatout.data.tokenizers import make_tokenizer
 from flatout.data.tokenizers.bpe import train_bpe
-from flatout.data.tokenizers.hub import is_repository, tokenizer_file
+from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.errors import DataError, MissingPackage
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -127,6 +127,15 @@ def test_repository_is_downloaded_once(hub, tmp_path, content):
         == content
     )
     assert hub.asked == [], "a cached file needs no request"
+
+
+def test_another_file_of_a_repository_may_be_missing(hub, tmp_path, content):
+    options = {"cache": tmp_path, "endpoint": hub.address}
+    assert repository_file("org/small", "tokenizer_config.json", **options) is None
+    found = repository_file("org/small", "tokenizer.json", **options)
+    assert found.read_bytes() == content
+    nowhere = {"cache": tmp_path, "endpoint": "http://127.0.0.1:9"}
+    assert repository_file("org/small", "tokenizer.json", **nowhere) == found, "it is cached"
 
 
 def test_revision_is_requested(hub, tmp_path):

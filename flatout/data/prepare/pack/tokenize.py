@@ -15,6 +15,7 @@ from flatout.data.prepare.pack.records import MARK, RangeRecord, count_skipped
 from flatout.data.prepare.request.options import Duplicates, OnBadRow
 from flatout.data.store.manifest import SplitName
 from flatout.data.tokenizers.base import PIECE_CHARACTERS, NotEncodable, Tokenizer
+from flatout.data.tokenizers.conversation import encode_pieces
 from flatout.files import Array
 from flatout.sources import BadRow, Document, LeftOut
 from flatout.sources.long import Text, chunks_of
@@ -52,6 +53,8 @@ class Packing:
     """The prompt's field; if set, prompts are packed before the text, and are not targets."""
     duplicates: Duplicates = "keep"
     """With drop, packing marks documents; duplicates are dropped once all ranges are packed."""
+    has_conversations: bool = False
+    """Whether documents are conversations, of which only the assistant's turns are targets."""
 
 
 def pack(
@@ -132,6 +135,10 @@ def _pack_document(
     record: RangeRecord,
 ) -> Iterator[None]:
     """Pack a document; yield after every `PIECES_PER_REPORT` pieces."""
+    if row.pieces:
+        ((name, _),) = (job.assignment or packing.assignment).assign(row.text, index)
+        packers[name].add_conversation(row, encode_pieces(packing.tokenizer, row.pieces))
+        return
     made = [
         (name, text, _tokenise(text, packing))
         for name, text in (job.assignment or packing.assignment).assign(row.text, index)
@@ -171,7 +178,8 @@ class _Packer:
     def __init__(self, packing: Packing, sink: SplitWriter) -> None:
         self._sink = sink
         self._end_of_text = np.array([packing.tokenizer.eot_id], np.uint32)
-        self._masked = packing.mask_field is not None
+        self._eot_id = packing.tokenizer.eot_id
+        self._masked = packing.mask_field is not None or packing.has_conversations
         self._marked = packing.duplicates == "drop"
         self._clear()
         self.documents = self._flushed_tokens = 0
@@ -201,6 +209,20 @@ class _Packer:
         self._held_tokens += len(ids)
         if self._held_tokens >= HELD_TOKENS:
             self.flush()
+
+    def add_conversation(self, row: Document, encoded: list[tuple[Array, bool]]) -> None:
+        """Append a conversation; the loss counts end-of-text only where it ends a turn."""
+        ends_turn = len(encoded) > 0 and encoded[-1][0].tolist() == [self._eot_id]
+        is_target = encoded.pop()[1] if ends_turn else False
+        for ids, counts in encoded:
+            if counts:
+                self.add(ids)
+            else:
+                self.add_prompt([ids])
+        if not is_target:
+            self._prompts.append((self._held_tokens, self._held_tokens + 1))
+        targets = (piece.text for piece in row.pieces if piece.is_target and not piece.is_special)
+        self.end_document(str(row.text), "".join(targets))
 
     def end_document(self, prompt: str, text: Text) -> None:
         """Append end-of-text to a document with this text and prompt (empty if it has none)."""

@@ -80,12 +80,18 @@ def check_same(work: WorkDir, stored: PlanFile, request: Request) -> None:
 def _packing(plan: WorkPlan, tokenizer: Tokenizer, request: Request) -> Packing:
     options = request.options
     return Packing(
-        tokenizer, plan.assignment, options.on_bad_row, options.mask_field, options.duplicates
+        tokenizer,
+        plan.assignment,
+        options.on_bad_row,
+        options.mask_field,
+        options.duplicates,
+        options.chat is not None,
     )
 
 
 def _tokenizer(spec: str, plan: WorkPlan, request: Request) -> Tokenizer:
-    read = prompts_and_texts_of if request.options.mask_field else texts_of
+    in_parts = request.options.mask_field or request.options.chat
+    read = prompts_and_texts_of if in_parts else texts_of
 
     def sample(limit: int | None) -> Iterator[str]:
         return _require_any(sample_texts(plan.jobs, limit, read), plan.jobs, request)

@@ -28,9 +28,14 @@ def texts_of(job: Job) -> Iterator[Text]:
 
 
 def prompts_and_texts_of(job: Job) -> Iterator[Text]:
-    """Yield the prompts and texts of a job's documents separately, as they are tokenised."""
+    """Yield the prompts and texts of a job's documents separately, as they are tokenised.
+
+    A conversation is yielded in pieces, without its special tokens.
+    """
     for row in job.rows():
-        if isinstance(row, Document):
+        if isinstance(row, Document) and row.pieces:
+            yield from (piece.text for piece in row.pieces if not piece.is_special)
+        elif isinstance(row, Document):
             if row.prompt:
                 yield row.prompt
             yield row.text

@@ -59,6 +59,7 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
 
     `tail F` takes the end as validation, starting at character int(n * (1 - F)) of the n characters
     of all documents. It cuts the document there, unless its start or end is close enough (`NEAR`).
+    A conversation is never cut.
     `hash F` takes a fraction F of the documents by the hash of their text. The default is `tail
     0.1` below 100 documents, `hash 0.05` below 1,000, else `hash 0.01`.
 
@@ -82,6 +83,8 @@ def make_plan(corpus: Corpus, options: Options, progress: Progress = SILENT) -> 
         kind, fraction = _default_rule(found)
     names = " ".join(corpus.names)
     assignment = ByHash(fraction) if kind == "hash" else _tail(fraction, found, names)
+    if options.chat is not None and isinstance(assignment, ByPosition):
+        assignment = _between_documents(assignment, len(found.lengths), names)
     return WorkPlan(make_ranges(_jobs(tasks, found)), f"{kind} {fraction:g}", assignment)
 
 
@@ -110,6 +113,16 @@ def _tail(fraction: float, found: _Survey, names: str) -> Assignment:
     if 0 < starts[edge] < total and abs(starts[edge] - first_val) <= NEAR * (total - first_val):
         return ByPosition(edge, 0)
     return ByPosition(holder, first_val - starts[holder])
+
+
+def _between_documents(cut: ByPosition, count: int, names: str) -> ByPosition:
+    """Return the assignment of a tail that starts with a whole document."""
+    if count < 2:
+        raise TooLittleText(
+            f"{names}: a single conversation cannot be split.",
+            fix="Add conversations, or name others for validation with --val.",
+        )
+    return ByPosition(min(max(cut.document, 1), count - 1), 0)
 
 
 def _survey(

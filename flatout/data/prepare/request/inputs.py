@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from flatout.cache import CACHE
+from flatout.conversation.rendering import Renderer
 from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.names import STANDARD_INPUT, SourceReader, source_tasks
 from flatout.data.prepare.request.options import Options
@@ -57,6 +58,7 @@ def open_corpus(
     cache: Path = CACHE,
     spool: Path | None = None,
     progress: Progress = SILENT,
+    chat: Renderer | None = None,
 ) -> Corpus:
     """Return the corpus of the named sources and of `options.val`.
 
@@ -69,7 +71,7 @@ def open_corpus(
     options = options or Options()
     cards = [name for name in names if name in DATASETS.names()]
     _check_names(names, options.val, cards, from_file)
-    reader = SourceReader(options, from_file, cache, spool, progress)
+    reader = SourceReader(options, from_file, cache, spool, progress, chat)
     train = [reader.card(name) if name in cards else reader.text(name) for name in names]
     val = [reader.text(name) for name in options.val]
     opened = list(zip([*names, *options.val], [*train, *val], strict=True))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flatout.cache import CACHE
+from flatout.conversation.rendering import Renderer
 from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.options import Options
 from flatout.data.prepare.request.standard_input import spool_standard_input
@@ -40,6 +41,8 @@ class SourceReader:
     spool: Path | None = None
     """Directory for standard input; None uses the system's temporary directory."""
     progress: Progress = SILENT
+    chat: Renderer | None = None
+    """Writes conversations as text, when rows are conversations."""
 
     @property
     def fields(self) -> Parameters:
@@ -50,6 +53,7 @@ class SourceReader:
             "text_field": options.text_field,
             "include": options.include or None,
             "encoding": options.encoding,
+            "chat": self.chat,
         }
         return {key: value for key, value in fields.items() if value is not None}
 

@@ -66,6 +66,8 @@ class Options:
     """Patterns of further files to take from directories."""
     encoding: str | None = None
     """Encoding of text that is not UTF-8."""
+    chat: str | None = None
+    """Chat template of rows that are conversations: auto, chatml, plain, or a file."""
 
     def check(self) -> None:
         """Check the options that can be checked before anything is read.
@@ -92,6 +94,8 @@ class Options:
                 "least 0.",
                 fix="For example, write --on-bad-row skip --max-bad-rows 100.",
             )
+        if self.chat is not None:
+            self._check_chat()
         if self.tokenizer.endswith(".gz"):
             raise DataError(
                 f"The tokenizer {self.tokenizer} is compressed.",
@@ -105,6 +109,23 @@ class Options:
                     "the training text.",
                     fix="Leave one of the two out.",
                 )
+
+    def _check_chat(self) -> None:
+        """Refuse options that contradict conversations.
+
+        Raises: DataError.
+        """
+        if self.mask_field is not None:
+            raise DataError(
+                "--mask-field and --chat cannot be combined: the roles of a conversation decide "
+                "what the loss leaves out.",
+                fix="Leave one of the two out.",
+            )
+        if self.max_bytes is not None:
+            raise DataError(
+                "--max-bytes and --chat cannot be combined: a conversation is not cut.",
+                fix="Limit the conversations with --max-documents.",
+            )
 
 
 def not_positive(option: str, value: int) -> DataError:

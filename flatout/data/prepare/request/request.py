@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from flatout.cache import CACHE
+from flatout.conversation.rendering import Renderer
 from flatout.data.prepare.request.cards import load_card
+from flatout.data.prepare.request.chat import chat_renderer
 from flatout.data.prepare.request.inputs import Corpus, in_both_splits, open_corpus
 from flatout.data.prepare.request.options import NAMED, Options, parse_rule
 from flatout.data.store.manifest import MANIFEST, Manifest
@@ -64,7 +66,8 @@ def open_request(
     options.check()
     options = replace(options, encoding=codec_of(options.encoding))
     refuse_mount(out)
-    corpus = open_corpus(sources, options, spool=out.resolve().parent, **access)
+    chat = chat_renderer(options, access.get("progress", SILENT))
+    corpus = open_corpus(sources, options, spool=out.resolve().parent, chat=chat, **access)
     shared = in_both_splits(corpus) if options.duplicates == "keep" else None
     if shared is not None:
         raise DataError(
@@ -76,7 +79,7 @@ def open_request(
     return Request(
         corpus,
         options,
-        describe(corpus, options),
+        describe(corpus, options) | _described(chat),
         access.get("cache", CACHE),
         access.get("progress", SILENT),
     )
@@ -158,6 +161,11 @@ def describe(corpus: Corpus, options: Options) -> JsonObject:
     }
 
 
+def _described(chat: Renderer | None) -> JsonObject:
+    """Return the manifest's description of the chat template; nothing when rows are text."""
+    return {} if chat is None else {"chat_template": chat.template.model_dump(mode="json")}
+
+
 def _default_fields(corpus: Corpus) -> str:
     """Return the fields read by default: each card's own, and `text` for everything else."""
     names = (*corpus.names, *(corpus.validation.names if corpus.validation else ()))
@@ -201,15 +209,15 @@ def difference(existing: JsonObject, requested: JsonObject) -> str:
     """Return how two descriptions differ, in words; empty when they are of the same dataset."""
     different = {
         key: (there, wanted)
-        for key in requested
+        for key in {**requested, "chat_template": None}
         if key not in ("names", "val")
         and (there := _normalised(key, existing.get(key)))
-        != (wanted := _normalised(key, requested[key]))
+        != (wanted := _normalised(key, requested.get(key)))
     }
     words = [
         f"{key} is {there!r}, and {wanted!r} is requested"
         for key, (there, wanted) in different.items()
-        if not key.endswith("fingerprint") and key != "metadata"
+        if not key.endswith("fingerprint") and key not in ("metadata", "chat_template")
     ]
     for key, names_key, text in (
         ("fingerprint", "names", "text"),
@@ -224,6 +232,13 @@ def difference(existing: JsonObject, requested: JsonObject) -> str:
                 if there == wanted
                 else f"its {text} is {there}, and {wanted} is requested"
             )
+    if "chat_template" in different:
+        names = [one and one["name"] for one in different["chat_template"]]
+        words.append(
+            f"chat_template is {names[0]!r}, and {names[1]!r} is requested"
+            if names[0] != names[1]
+            else "the chat template has changed"
+        )
     if "metadata" in different:
         words.append("metadata.json has changed")
     return "; ".join(words)

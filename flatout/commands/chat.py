@@ -1,0 +1,212 @@
+"""Talk to a trained model, turn by turn."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from flatout.assembly.preflight import check_sampling
+from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
+from flatout.commands.generate import MAX_SEED, Temperature, TopK, TopP
+from flatout.conversation.templates import (
+    CHAT_TEMPLATE,
+    ChatTemplate,
+    load_template,
+    named_template,
+)
+from flatout.data.store.manifest import TOKENIZER
+from flatout.data.tokenizers import load_tokenizer
+from flatout.errors import ConfigError, DataError, Interrupted
+from flatout.json_io import Stored
+from flatout.progress import SILENT, Progress
+from flatout.training.run_dir.layout import trusted_config
+from flatout.training.run_dir.lookup import run_or_newest
+
+if TYPE_CHECKING:
+    from flatout.inference.chat import ChatSession
+
+RESET, QUIT = "/reset", "/quit"
+"""Lines that are commands: start a new conversation, and end."""
+
+
+class ChatTurn(Stored):
+    """One turn of a conversation."""
+
+    role: str
+    """system, user or assistant."""
+    content: str
+    """Its text."""
+
+
+class ChatResult(Result):
+    """What was said, in the form of chat data."""
+
+    conversations: list[list[ChatTurn]]
+    """The conversations; /reset starts another."""
+
+    def summary(self) -> str:
+        """Return an empty string: the replies have already been printed."""
+        return ""
+
+
+def chat(
+    run: RunName = None,
+    system: Annotated[str | None, Option("System prompt, the first turn.")] = None,
+    temperature: Temperature = 0.8,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Annotated[int, Option("Equal seeds give equal replies to equal turns.")] = 0,
+    max_tokens: Annotated[int, Option("Maximum tokens of a reply.")] = 256,
+    chat_template: Annotated[
+        str | None,
+        Option("chatml, plain or a Jinja file, for a run that was not trained on conversations."),
+    ] = None,
+    checkpoint: CheckpointName = "best",
+    trust_code: TrustCode = False,
+    *,
+    lines: Iterable[str] | None = None,
+    write: Callable[[str], object] | None = None,
+    progress: Progress = SILENT,
+) -> ChatResult:
+    """Talk to a trained model: each line of standard input is a turn, and its reply is printed.
+
+    The line /reset starts a new conversation, and /quit or the end of the input ends. Turns are
+    written with the chat template that the run was trained with.
+
+    The model keeps its state between turns, so that only new tokens are computed. When a
+    conversation does not fit the context, its oldest turns are left out, except the system prompt.
+
+    Returns: the conversations; `write` receives the pieces of replies as they are written, and
+             `lines` replaces standard input.
+    Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out
+            of range; DataError when a template cannot be used, or a turn cannot be encoded;
+            UntrustedCode.
+    """
+    from flatout.inference.chat import ChatSession, Sampling
+    from flatout.inference.load import load_run
+
+    folder = run_or_newest(run, progress=progress)
+    loaded = load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
+    session = ChatSession(
+        loaded,
+        _template(loaded.folder, chat_template),
+        system=system,
+        sampling=Sampling(temperature, top_k, top_p, seed, max_tokens),
+    )
+    show = write or (lambda _piece: None)
+    on_terminal = lines is None and sys.stdin is not None and sys.stdin.isatty()
+    conversations: list[list[ChatTurn]] = []
+    for line in typed_lines(show, prompting=on_terminal) if lines is None else lines:
+        content = line.strip()
+        if content == QUIT:
+            break
+        if content == RESET:
+            conversations += _spoken(session)
+            session.reset()
+        elif content:
+            try:
+                _show_reply(session.reply(content), show)
+            except DataError as error:
+                if not on_terminal:
+                    raise
+                show(f"{error.what} {error.fix}\n")
+    return ChatResult(conversations=[*conversations, *_spoken(session)])
+
+
+def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[str]:
+    """Yield the lines of standard input, on a terminal after a prompt.
+
+    Raises: DataError when there is no standard input, or it is not UTF-8.
+    """
+    if sys.stdin is None:
+        raise DataError("There is no standard input.", fix="Pipe the turns into the command.")
+    if prompting:
+        show(f"{RESET} starts a new conversation, {QUIT} ends.\n")
+    while True:
+        if prompting:
+            show("> ")
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            raise DataError(
+                "Standard input is not UTF-8.", fix="Convert it, for example with `iconv`."
+            ) from error
+        if not line:
+            if prompting:
+                show("\n")
+            return
+        yield line
+
+
+def _show_reply(pieces: Iterable[str], show: Callable[[str], object]) -> None:
+    """Show the pieces of a reply as they are written, and end the line."""
+    try:
+        for piece in pieces:
+            show(piece)
+    except (KeyboardInterrupt, Interrupted):
+        show("\n")  # the error message starts on a new line
+        raise
+    show("\n")
+
+
+def _spoken(session: ChatSession) -> list[list[ChatTurn]]:
+    """Return the session's conversation in a list; an empty list before its first turn."""
+    turns = [ChatTurn(role=one["role"], content=one["content"]) for one in session.messages]
+    return [turns] if any(turn.role == "user" for turn in turns) else []
+
+
+def _template(folder: Path, name: str | None) -> ChatTemplate:
+    """Return the template of a run, or the named one.
+
+    Raises: ConfigError when the run has none and none is named; DataError when it is unusable.
+    """
+    own = load_template(folder / CHAT_TEMPLATE)
+    if name is not None:
+        return named_template(name, own.variables if own else _variables(folder))
+    if own is None:
+        raise ConfigError(
+            f"{folder} has no chat template: it was not trained on conversations.",
+            fix="Train it on data that was prepared with --chat auto, or name a template: "
+            "--chat-template chatml, plain or FILE.",
+        )
+    return own
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    """Return the variables of a template for a run without one."""
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    names = {index: name for name, index in tokenizer.special_tokens().items()}
+    return {"bos_token": "", "eos_token": names[tokenizer.eot_id]}
+
+
+def check(
+    run: RunName,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    max_tokens: int,
+    chat_template: str | None,
+    trust_code: bool = False,
+) -> None:
+    """Check the run, its template and the settings, as far as possible without torch.
+
+    Raises: CheckpointError with the nearest run; ConfigError naming the setting; DataError for an
+            unusable template; UntrustedCode.
+    """
+    check_sampling(temperature, top_k, top_p, max_tokens, ())
+    if abs(seed) >= MAX_SEED:
+        raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
+    folder = run_or_newest(run)
+    trusted_config(folder, trust_code=trust_code)
+    _template(folder, chat_template)
+
+
+COMMAND = Command(
+    chat,
+    example='flatout chat runs/NAME --system "Answer in one word."',
+    check=check,
+    needs_torch=True,
+)

@@ -1,0 +1,160 @@
+"""Reads the turns of a conversation from a row: OpenAI's form, or ShareGPT's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from flatout.errors import DataError
+from flatout.json_io import JsonObject
+
+CHAT_FIELDS = ("messages", "conversations")
+"""Fields of a row that contain its turns, unless another is named."""
+TOOLS = "tools"
+"""Field of a row with the descriptions of the tools that its assistant may call."""
+ASSISTANT = "assistant"
+START, STOP, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Noncharacters in rendered text: around `{% generation %}` blocks, and inside names of special
+tokens that the text of a turn contains.
+"""
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": ASSISTANT,
+    "gpt": ASSISTANT,
+    "model": ASSISTANT,
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Names of roles, and what templates call them."""
+_KNOWN = "system, user, assistant or tool"
+_REPAIR = "Repair the row, or skip such rows with --on-bad-row skip."
+
+
+class BadConversation(DataError):
+    """A conversation cannot be used; `reason` is the short form under which it is counted."""
+
+    def __init__(self, what: str, *, fix: str = _REPAIR, reason: str) -> None:
+        super().__init__(what, fix=fix)
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments of `__init__`."""
+        return _unpickle, (self.what, self.fix, self.reason)
+
+
+def _unpickle(what: str, fix: str, reason: str) -> BadConversation:
+    return BadConversation(what, fix=fix, reason=reason)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of a conversation, as a chat template takes them."""
+
+    messages: tuple[JsonObject, ...]
+    """One per turn: `role`, `content`, and what else the row states, such as `tool_calls`."""
+    targets: tuple[bool, ...]
+    """Whether the loss counts a turn: the assistant's, unless its `weight` is 0."""
+    tools: list[Any] | None = None
+    """Descriptions of the tools that the assistant may call."""
+
+
+def read_conversation(value: Any, tools: Any = None) -> Conversation:
+    """Return the conversation in a list of `{role, content}` or `{from, value}` objects.
+
+    Raises: BadConversation, whose message continues a sentence that starts with the row.
+    """
+    if not isinstance(value, list) or not value:
+        raise BadConversation("has no list of turns", reason="no turns")
+    messages, targets = [], []
+    for number, turn in enumerate(value, 1):
+        message = _message(turn, f"turn {number}")
+        weight = message.pop("weight", None)
+        messages.append(message)
+        targets.append(message["role"] == ASSISTANT and weight != 0)
+    if not any(targets):
+        raise BadConversation(
+            "has no assistant turn, so nothing in it would count towards the loss",
+            reason="no assistant turn",
+        )
+    return Conversation(tuple(messages), tuple(targets), _tools(tools))
+
+
+def _message(turn: Any, which: str) -> JsonObject:
+    if not isinstance(turn, dict):
+        raise BadConversation(
+            f"has a {which} that is not an object",
+            fix='Write turns such as {"role": "user", "content": "..."}.',
+            reason="a turn is not an object",
+        )
+    role_key, text_key = ("from", "value") if "from" in turn else ("role", "content")
+    stated = turn.get(role_key)
+    role = _ROLES.get(stated) if isinstance(stated, str) else None
+    if role is None:
+        raise BadConversation(
+            f"has the role {stated!r} in {which}"
+            if stated is not None
+            else f"has no role in {which}",
+            fix=f"Write {_KNOWN}, or skip such rows with --on-bad-row skip.",
+            reason="unknown role",
+        )
+    rest = {
+        key: value
+        for key, value in turn.items()
+        if key not in (role_key, text_key) and value is not None
+    }
+    message: JsonObject = {"role": role, "content": _content(turn.get(text_key), rest, which)}
+    if "tool_calls" in rest:
+        rest["tool_calls"] = _tool_calls(rest["tool_calls"])
+    return message | rest
+
+
+def _content(value: Any, rest: JsonObject, which: str) -> str:
+    """Return the text of a turn, which may be stated in parts."""
+    if isinstance(value, str):
+        return value
+    if value is None and rest.get("tool_calls"):
+        return ""
+    if isinstance(value, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in value]
+        if parts and all(isinstance(part, str) for part in parts):
+            return "".join(parts)
+    raise BadConversation(
+        f"has content that is not text in {which}", reason="content that is not text"
+    )
+
+
+def _tool_calls(calls: Any) -> Any:
+    """Return calls with parsed arguments, as templates expect; OpenAI states them as a string."""
+    if not isinstance(calls, list):
+        return calls
+    return [_tool_call(call) for call in calls]
+
+
+def _tool_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
+def _tools(value: Any) -> list[Any] | None:
+    """Return the tools of a row, which some datasets store as a JSON string."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadConversation(f"has {TOOLS!r} that are not JSON", reason="bad tools") from error
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise BadConversation(f"has {TOOLS!r} that are not a list", reason="bad tools")
+    return value

@@ -1,0 +1,141 @@
+"""Conversations: rows, chat templates, `flatout chat`."""
+
+import json
+
+from case import Case, World
+
+NEW = "--out data/new --tokenizer byte"
+
+
+def row(*turns: tuple[str, object]) -> str:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+GOOD = row(("user", "Hi"), ("assistant", "Hello"))
+
+
+def chat_rows(*others: str):
+    """Return a function that writes a file with a good row and others."""
+    return lambda world: world.write("chat.jsonl", GOOD + "".join(others))
+
+
+def template(text: str):
+    """Return a function that writes a chat template and rows."""
+
+    def spoil(world: World) -> None:
+        world.write("mine.jinja", text)
+        world.write("chat.jsonl", GOOD * 3)
+
+    return spoil
+
+
+CASES = [
+    Case(
+        "conversations that are read as text",
+        f"prepare chat.jsonl {NEW}",
+        ("chat.jsonl, line 1", "'messages'"),
+        ("--chat auto",),
+        chat_rows(),
+    ),
+    Case(
+        "a conversation without an assistant turn",
+        f"prepare chat.jsonl {NEW} --chat auto",
+        ("chat.jsonl, line 2", "no assistant turn"),
+        ("--on-bad-row skip",),
+        chat_rows(row(("user", "Hi"))),
+        progress="using plain",
+    ),
+    Case(
+        "a turn of an unknown role",
+        f"prepare chat.jsonl {NEW} --chat auto",
+        ("chat.jsonl, line 2", "'bot'", "turn 2"),
+        ("system, user, assistant or tool",),
+        chat_rows(row(("user", "Hi"), ("bot", "Hello"))),
+        progress="using plain",
+    ),
+    Case(
+        "a turn whose content is not text",
+        f"prepare chat.jsonl {NEW} --chat chatml",
+        ("chat.jsonl, line 2", "turn 1"),
+        ("--on-bad-row skip",),
+        chat_rows(row(("user", 7), ("assistant", "Hello"))),
+    ),
+    Case(
+        "a row without turns",
+        f"prepare rows.jsonl {NEW} --chat chatml",
+        ("rows.jsonl, line 1", "'messages'"),
+        ("--text-field",),
+    ),
+    Case(
+        "a chat template that does not exist",
+        f"prepare chat.jsonl {NEW} --chat chatlm",
+        ("'chatlm'",),
+        ("Did you mean 'chatml'?",),
+        chat_rows(),
+    ),
+    Case(
+        "a chat template that is not Jinja",
+        f"prepare chat.jsonl {NEW} --chat mine.jinja",
+        ("mine.jinja, line 1",),
+        ("--chat chatml",),
+        template("{% for %}"),
+    ),
+    Case(
+        "a chat template that fails for a row",
+        f"prepare chat.jsonl {NEW} --chat mine.jinja",
+        ("chat.jsonl, line 1", "mine.jinja"),
+        ("Correct it",),
+        template(
+            "{% for m in messages %}{{ m.content }}{{ eos_token }}"
+            "{% if m.content == 'Hi' %}{{ m.name.first }}{% endif %}{% endfor %}"
+        ),
+    ),
+    Case(
+        "a chat template that does not end turns",
+        f"prepare chat.jsonl {NEW} --chat mine.jinja",
+        ("mine.jinja", "could not learn to end"),
+        ("eos_token",),
+        template("{% for m in messages %}{{ m.content }}{% endfor %}"),
+    ),
+    Case(
+        "--chat for text without rows",
+        f"prepare book.txt {NEW} --chat chatml",
+        ("book.txt", "no conversations"),
+        ("Leave --chat out",),
+    ),
+    Case(
+        "--chat and --mask-field",
+        f"prepare chat.jsonl {NEW} --chat chatml --mask-field prompt",
+        ("--mask-field", "--chat"),
+        ("Leave one of the two out",),
+        chat_rows(),
+    ),
+    Case(
+        "--chat and --max-bytes",
+        f"prepare chat.jsonl {NEW} --chat chatml --max-bytes 10",
+        ("--max-bytes", "--chat"),
+        ("--max-documents",),
+        chat_rows(),
+    ),
+    Case(
+        "a single conversation",
+        f"prepare chat.jsonl {NEW} --chat chatml",
+        ("chat.jsonl", "cannot be split"),
+        ("--val",),
+        chat_rows(),
+        progress="Counting documents",
+    ),
+    Case(
+        "a chat with a run that was not trained on conversations",
+        "chat runs/first",
+        ("runs/first", "not trained on conversations"),
+        ("--chat-template chatml",),
+    ),
+    Case(
+        "a chat with a run that does not exist",
+        "chat frist",
+        ("frist",),
+        ("runs/first",),
+    ),
+]

@@ -1,0 +1,178 @@
+"""`flatout chat`: turns from standard input, replies on standard output."""
+
+import io
+import json
+import math
+import sys
+
+import pytest
+
+from flatout import cli
+from flatout.commands.chat import chat
+from flatout.commands.eval import evaluate
+from flatout.commands.inspect import inspect
+from flatout.commands.prepare import prepare
+from flatout.commands.train import train_config
+from flatout.config.schema import load_config
+from flatout.conversation.templates import load_template
+from flatout.data.store.shards import Dataset
+from flatout.errors import ConfigError, DataError
+from flatout.progress import SILENT
+
+pytestmark = pytest.mark.slow
+
+SHAPE = [
+    "model.num_layers=1",
+    "model.d_model=16",
+    "model.num_heads=1",
+    "data.seq_len=64",
+    "data.document_mask=true",
+    "batch.rows_per_device=4",
+    "batch.tokens_per_step=256",
+    "train.steps=2",
+    "train.device=cpu",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a run of two steps on conversations."""
+    root = tmp_path_factory.mktemp("chat")
+    prepare("capitals:documents=60", root / "data", tokenizer="byte", chat="auto", workers=1)
+    train_config(load_config(None, [*SHAPE, f"data.path={root / 'data'}"]), run=root / "runs/chat")
+    return root / "runs/chat"
+
+
+def test_a_run_keeps_the_template_of_its_data(run):
+    assert load_template(run / "chat_template.json").name == "plain"
+
+
+def test_lines_are_turns_and_the_result_is_chat_data(run):
+    pieces = []
+    lines = ["Hi\n", "\n", "  Bye  \n", "/reset\n", "Again\n", "/quit\n", "never\n"]
+    result = chat(run, "Be brief.", lines=lines, max_tokens=5, write=pieces.append)
+    first, second = result.conversations
+    assert [(turn.role, turn.content) for turn in first if turn.role != "assistant"] == [
+        ("system", "Be brief."),
+        ("user", "Hi"),
+        ("user", "Bye"),
+    ]
+    assert [turn.role for turn in second] == ["system", "user", "assistant"]
+    replies = [turn.content for turn in [*first, *second] if turn.role == "assistant"]
+    assert "".join(pieces) == "".join(f"{reply}\n" for reply in replies)
+    assert result.summary() == ""
+
+
+def test_equal_seeds_give_equal_replies(run):
+    def replies(seed):
+        return chat(run, lines=["Hi", "Bye"], max_tokens=20, seed=seed, temperature=1).conversations
+
+    assert replies(1) == replies(1) != replies(2)
+
+
+def typed(capsys, *words):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["chat", *map(str, words)])
+    return stopped.value.code, *capsys.readouterr()
+
+
+def test_the_command_reads_standard_input(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n/reset\nBye"))
+    code, out, err = typed(capsys, run, "--max-tokens", 4, "--json")
+    assert code == 0
+    conversations = json.loads(out)["conversations"]
+    assert [[turn["role"] for turn in one] for one in conversations] == [["user", "assistant"]] * 2
+    assert all(one[1]["content"] in err for one in conversations), "streamed"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    code, out, _ = typed(capsys, run, "--max-tokens", 4)
+    assert (code, out) == (0, conversations[0][1]["content"] + "\n")
+
+
+class Keyboard(io.StringIO):
+    """Standard input on a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_prompt_and_survives_a_bad_turn(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Keyboard("\ud800\nHi\n"))
+    pieces = []
+    result = chat(run, max_tokens=4, write=pieces.append)
+    assert "".join(pieces).startswith("/reset starts a new conversation, /quit ends.\n> ")
+    assert any("surrogate" in piece for piece in pieces)
+    assert [turn.role for turn in result.conversations[0]] == ["user", "assistant"]
+
+
+def test_a_bad_turn_from_a_pipe_is_an_error(run):
+    with pytest.raises(DataError, match="surrogate"):
+        chat(run, lines=["\ud800"])
+
+
+def test_input_that_is_not_utf8_is_an_error(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        chat(run)
+
+
+def test_a_run_without_conversations_needs_a_named_template(tiny_run):
+    with pytest.raises(ConfigError, match="not trained on conversations") as found:
+        chat(tiny_run, lines=["It was"])
+    assert "--chat-template chatml" in found.value.fix
+    letters = tiny_run.parent / "letters.jinja"
+    letters.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")
+    result = chat(tiny_run, lines=["It was"], chat_template=str(letters), max_tokens=3)
+    assert len(result.conversations) == 1
+
+
+def test_a_mistake_is_reported_with_its_fix(run, capsys):
+    code, _, err = typed(capsys, run, "--chat-template", "chatm")
+    assert code == 2
+    assert "Did you mean 'chatml'?" in err
+    assert typed(capsys, run, "--temperature", "-1")[0] == 2
+
+
+def test_evaluation_counts_the_assistants_tokens(run):
+    score = evaluate(run)
+    split = Dataset.open(run.parent.parent / "data").split("val")
+    mask = split.read_mask_range(1, split.num_tokens)
+    assert score.tokens == int(mask.sum()) < split.num_tokens / 2
+    assert score.bits_per_byte == pytest.approx(
+        score.val_loss * score.tokens / math.log(2) / split.text_bytes
+    )
+
+
+def test_inspect_names_the_template_and_marks_what_does_not_count(run):
+    found = inspect(run.parents[1] / "data")
+    assert found.value("source")["chat_template"]["text"].startswith("{% for message")
+    assert "chat_template: plain" in found.summary()
+    assert "{% for message" not in found.summary()
+    assert found.value("beginning").startswith("«User:\n")
+
+
+class Said(type(SILENT)):
+    """A progress that keeps its messages."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
+
+
+def test_evaluation_reports_another_template(run, tmp_path):
+    said = Said()
+    evaluate(run, progress=said)
+    assert said.lines == []
+    prepare("capitals:documents=20", tmp_path / "other", tokenizer="byte", chat="chatml", workers=1)
+    assert evaluate(run, data=[tmp_path / "other"], progress=said).tokens > 0
+    assert any("another chat template" in line for line in said.lines)
+
+
+def test_a_mix_of_templates_keeps_the_first_and_says_so(run, tmp_path):
+    prepare("capitals:documents=20", tmp_path / "other", tokenizer="byte", chat="chatml", workers=1)
+    said = Said()
+    mix = f"data.mix={{{tmp_path / 'other'}: 1, {run.parents[1] / 'data'}: 1}}"
+    train_config(load_config(None, [*SHAPE, mix]), run=tmp_path / "mixed", progress=said)
+    assert load_template(tmp_path / "mixed" / "chat_template.json").name == "chatml"
+    assert any("different chat templates" in line for line in said.lines)

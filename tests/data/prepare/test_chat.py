@@ -1,0 +1,240 @@
+"""Datasets of conversations: exact masks, whole conversations, and the stored template."""
+
+import json
+
+import numpy as np
+import pytest
+from conversations import conversation, write_conversations, write_tokenizer
+
+from flatout.conversation.templates import stored_template
+from flatout.data.prepare.pipeline import Options, prepare_dataset
+from flatout.data.store.shards import Dataset
+from flatout.errors import DataError, OutputInUse, TooLittleText
+
+IM = ("<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_conversations(tmp_path / "chat.jsonl")
+
+
+def prepared(rows, tmp_path, out="out", **options):
+    options = {"tokenizer": "byte", "chat": "auto", "split": "tail 0.2"} | options
+    return prepare_dataset([str(rows)], tmp_path / out, Options(**options), workers=1)
+
+
+def shown(folder, name="train", index=0):
+    """Return a document's text, with what the loss counts in «», and special ids in []."""
+    dataset = Dataset.open(folder)
+    split, tokenizer = dataset.split(name), dataset.tokenizer
+    starts = [0, *split.document_ends[:-1]]
+    start, stop = starts[index], split.document_ends[index]
+    mask = split.read_mask_range(start, stop)
+    special = {index: f"[{name}]" for name, index in tokenizer.special_tokens().items()}
+    text, counts = "", False
+    for token, is_target in zip(split.read_tokens(start, stop).tolist(), mask, strict=True):
+        if is_target != counts:
+            text += "«" if is_target else "»"
+            counts = is_target
+        text += special.get(token) or tokenizer.decode([token])
+    return text + ("»" if counts else "")
+
+
+def test_the_plain_template_counts_each_answer_and_its_end_of_text(rows, tmp_path):
+    made = prepared(rows, tmp_path)
+    assert shown(made.path) == (
+        "System:\nBe brief.\n\nUser:\nWhat is 0 plus 0?\n\nAssistant:\n«It is 0.[<|endoftext|>]»"
+        "\n\nUser:\nWhat is 0 plus 1?\n\nAssistant:\n«It is 1.[<|endoftext|>]»"
+    ), "the last end of a turn is the document's end-of-text"
+    assert stored_template(made.manifest.source).name == "plain"
+
+
+def test_the_tokenizers_own_template_counts_each_answer_and_its_special_token(rows, tmp_path):
+    made = prepared(rows, tmp_path, tokenizer=str(write_tokenizer(tmp_path / "hf")))
+    assert shown(made.path) == (
+        "[<|im_start|>]system\nBe brief.[<|im_end|>]\n"
+        "[<|im_start|>]user\nWhat is 0 plus 0?[<|im_end|>]\n"
+        "[<|im_start|>]assistant\n«It is 0.[<|im_end|>]»\n"
+        "[<|im_start|>]user\nWhat is 0 plus 1?[<|im_end|>]\n"
+        "[<|im_start|>]assistant\n«It is 1.[<|im_end|>]»\n[<|endoftext|>]"
+    )
+    template = stored_template(made.manifest.source)
+    assert template.name == "tokenizer_config.json"
+    assert template.variables["eos_token"] == "<|im_end|>"
+
+
+def test_tokens_equal_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    folder = write_tokenizer(tmp_path / "hf")
+    made = prepared(write_conversations(tmp_path / "c.jsonl"), tmp_path, tokenizer=str(folder))
+    split = Dataset.open(made.path).split("train")
+    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        conversation(0)["messages"], tokenize=True, return_dict=False
+    )
+    assert split.read_tokens(0, split.document_ends[0] - 1).tolist() == expected
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "train:300"])
+def test_a_tokenizer_is_trained_on_the_rendered_text(rows, tmp_path, tokenizer):
+    made = prepared(rows, tmp_path, tokenizer=tokenizer)
+    assert "Assistant:\n«It is 0.[<|endoftext|>]»" in shown(made.path)
+    if tokenizer == "char":
+        assert "|" not in Dataset.open(made.path).tokenizer.characters, (
+            "special tokens are not text"
+        )
+
+
+def test_no_token_spans_the_start_of_an_answer(tmp_path):
+    texts = [f"{letter}n answer" for letter in "aeiou" * 30]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": "user", "content": "say\n\n"},
+                        {"role": "assistant", "content": f"\n\n{text}"},
+                    ]
+                }
+            )
+            + "\n"
+            for text in texts
+        )
+    )
+    made = prepared(rows, tmp_path, tokenizer="train:300")
+    assert shown(made.path) == "User:\nsay\n\n\n\nAssistant:\n«\n\nan answer[<|endoftext|>]»"
+    known = Dataset.open(made.path).tokenizer
+    split = Dataset.open(made.path).split("train")
+    tokens = split.read_tokens(0, split.document_ends[0]).tolist()
+    prompt, answer = known.encode("User:\nsay\n\n\n\nAssistant:\n"), known.encode("\n\nan answer")
+    assert tokens == [*prompt, *answer, known.eot_id]
+    assert known.encode("User:\nsay\n\n\n\nAssistant:\n\n\nan answer") != [*prompt, *answer], (
+        "otherwise this shows nothing"
+    )
+
+
+def test_text_bytes_are_those_of_the_answers(tmp_path):
+    made = prepared(write_conversations(tmp_path / "c.jsonl", count=10, turns=1), tmp_path)
+    assert made.manifest.text_bytes == 10 * len("It is 0.")
+
+
+@pytest.mark.parametrize("split", ["tail 0.001", "tail 0.999", "tail 0.5", "hash 0.5"])
+def test_a_conversation_is_never_cut(rows, tmp_path, split):
+    made = prepared(rows, tmp_path, split=split)
+    documents = [entry.documents for entry in made.manifest.splits.values()]
+    assert sum(documents) == 20
+    assert min(documents) > 0
+    assert made.manifest.cut_documents == 0
+    assert shown(made.path, "val").startswith("System:\nBe brief.")
+
+
+def test_a_single_conversation_cannot_be_split(tmp_path):
+    with pytest.raises(TooLittleText, match="a single conversation cannot be split"):
+        prepared(write_conversations(tmp_path / "c.jsonl", count=1), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.parquet"])
+def test_other_files_of_rows_give_the_same_tokens(rows, tmp_path, name):
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    if name.endswith(".json"):
+        (tmp_path / name).write_text(json.dumps(found))
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        tagged = [row | {"id": index} for index, row in enumerate(found)]
+        parquet.write_table(pyarrow.Table.from_pylist(tagged), tmp_path / name)
+    one, other = prepared(rows, tmp_path), prepared(tmp_path / name, tmp_path, "other")
+    for split in ("train", "val"):
+        first, second = (Dataset.open(made.path).split(split) for made in (one, other))
+        assert np.array_equal(
+            first.read_tokens(0, first.num_tokens), second.read_tokens(0, second.num_tokens)
+        )
+        assert np.array_equal(
+            first.read_mask_range(0, first.num_tokens), second.read_mask_range(0, second.num_tokens)
+        )
+
+
+def test_sharegpt_and_a_named_field_are_read(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    for field in ("conversations", "data.turns"):
+        row = {"conversations": turns} if field == "conversations" else {"data": {"turns": turns}}
+        rows.write_text((json.dumps(row) + "\n") * 5)
+        named = {} if field == "conversations" else {"text_field": field}
+        made = prepared(rows, tmp_path, field, **named)
+        assert shown(made.path) == "User:\nHi\n\nAssistant:\n«Hello[<|endoftext|>]»"
+
+
+def test_bad_rows_are_named_by_line_or_skipped_and_counted(rows, tmp_path):
+    bad = [
+        {"messages": [{"role": "user", "content": "Hi"}]},
+        {"messages": [{"role": "bot", "content": "Hi"}]},
+        {"text": "no turns"},
+    ]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in bad) + rows.read_text())
+    with pytest.raises(DataError, match=r"chat\.jsonl, line 1 has no assistant turn"):
+        prepared(rows, tmp_path)
+    made = prepared(rows, tmp_path, on_bad_row="skip")
+    assert {entry.reason: entry.count for entry in made.manifest.skipped} == {
+        "no assistant turn": 1,
+        "unknown role": 1,
+        "no field 'messages'": 1,
+    }
+    assert made.manifest.documents == 20
+
+
+def test_a_template_that_fails_for_a_row_is_a_bad_row(rows, tmp_path):
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }}{{ eos_token }}"
+        "{% if '7 plus' in m.content %}{{ m.missing.deeper }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(
+        DataError, match=r"line 8 cannot be rendered: The chat template mine\.jinja"
+    ):
+        prepared(rows, tmp_path, chat=str(template))
+    made = prepared(rows, tmp_path, chat=str(template), on_bad_row="skip")
+    # 17 plus 0 contains "7 plus" too
+    assert {entry.reason: entry.count for entry in made.manifest.skipped} == {
+        "the chat template fails": 2
+    }
+
+
+def test_another_template_is_another_dataset(rows, tmp_path):
+    prepared(rows, tmp_path)
+    assert prepared(rows, tmp_path).existed
+    with pytest.raises(OutputInUse, match="chat_template is 'plain', and 'chatml' is requested"):
+        prepared(rows, tmp_path, chat="chatml")
+    with pytest.raises(OutputInUse, match="chat_template is 'plain', and None is requested"):
+        prepared(rows, tmp_path, chat=None, text_field="id")
+
+
+def test_duplicates_are_dropped_by_their_whole_text(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    lines = [json.dumps(conversation(number, 1)) for number in (1, 2, 1, 3, 4)]
+    rows.write_text("\n".join(lines))
+    made = prepared(rows, tmp_path, duplicates="drop")
+    assert made.manifest.documents == 4
+    assert made.manifest.text_bytes == 4 * len("It is 0.")
+
+
+def test_options_that_contradict_conversations_are_refused(rows, tmp_path):
+    with pytest.raises(DataError, match="--mask-field and --chat"):
+        prepared(rows, tmp_path, mask_field="prompt")
+    with pytest.raises(DataError, match="--max-bytes and --chat"):
+        prepared(rows, tmp_path, max_bytes=100)
+    assert prepared(rows, tmp_path, max_documents=6).manifest.documents == 6
+
+
+def test_conversations_that_are_read_as_text_are_recognised(rows, tmp_path):
+    with pytest.raises(DataError, match="a list called 'messages'") as found:
+        prepared(rows, tmp_path, chat=None)
+    assert "--chat auto" in found.value.fix
+
+
+def test_text_without_rows_has_no_conversations(tmp_path):
+    (tmp_path / "book.txt").write_text("Hi")
+    with pytest.raises(DataError, match="has no conversations"):
+        prepared(tmp_path / "book.txt", tmp_path)

@@ -1,0 +1,147 @@
+"""A chat session: prompts as in training, one decoder for all turns, and a context that is full."""
+
+from types import SimpleNamespace
+
+import pytest
+from scripted import EOT, Script
+
+from flatout.conversation.templates import ChatTemplate, named_template
+from flatout.conversation.turns import BadConversation
+from flatout.data.tokenizers.byte import ByteTokenizer
+from flatout.errors import DataError
+from flatout.inference.chat import ChatSession, Sampling
+
+pytestmark = pytest.mark.slow
+
+PLAIN = named_template("plain", {"eos_token": "<|endoftext|>"})
+CHATML = named_template("chatml", {})
+
+
+class Model(Script):
+    """A model that writes a script, and counts its decoders and the tokens that they read."""
+
+    def __init__(self, script, max_seq_len=1000):
+        super().__init__(script)
+        self.max_seq_len = max_seq_len
+        self.decoders, self.reads = 0, []
+
+    def decoder(self, max_tokens=None):
+        self.decoders += 1
+        made = super().decoder(max_tokens)
+        inner = made.scores_after
+
+        def scores_after(tokens_BT):
+            self.reads.append(tokens_BT.tolist()[0])
+            return inner(tokens_BT)
+
+        made.scores_after = scores_after
+        return made
+
+
+def session(model, template=PLAIN, seq_len=1000, **options):
+    loaded = SimpleNamespace(
+        model=model,
+        tokenizer=ByteTokenizer(),
+        config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
+    )
+    options.setdefault("sampling", Sampling(temperature=0))
+    return ChatSession(loaded, template, **options)
+
+
+def said(pieces):
+    return "".join(pieces)
+
+
+def test_a_reply_ends_with_the_special_token_that_ends_a_turn():
+    model = Model([*b"Hello", EOT])
+    talk = session(model, system="Be brief.")
+    assert said(talk.reply("Hi")) == "Hello"
+    assert bytes(model.reads[0]) == b"System:\nBe brief.\n\nUser:\nHi\n\nAssistant:\n"
+    assert talk.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+
+
+def test_a_reply_ends_before_the_text_that_ends_a_turn():
+    talk = session(Model(b"Hello<|im_end|>\n<|im_start|>user"), CHATML)
+    assert said(talk.reply("Hi")) == "Hello"
+
+
+def test_the_second_turn_reads_only_what_is_new():
+    model = Model([*b"Hello", EOT, *b"See you", EOT])
+    talk = session(model)
+    said(talk.reply("Hi"))
+    first = sum(map(len, model.reads))
+    assert said(talk.reply("Bye")) == "See you"
+    assert model.decoders == 1
+    assert bytes(model.reads[len("Hello") + 1][1:]) == b"\n\nUser:\nBye\n\nAssistant:\n"
+    assert model.reads[len("Hello") + 1][0] == EOT
+    assert first == len("User:\nHi\n\nAssistant:\n") + len("Hello")
+    assert model.seen[len("Hello") + 1][:first] == model.seen[len("Hello")], (
+        "the prefix is the same"
+    )
+
+
+def test_a_reply_that_is_cut_is_read_again_as_training_writes_it():
+    model = Model([*b"Hel", *b"See you", EOT])
+    talk = session(model, sampling=Sampling(temperature=0, max_tokens=3))
+    assert said(talk.reply("Hi")) == "Hel"
+    said(talk.reply("Bye"))
+    second = model.reads[3]
+    assert bytes(second[: second.index(EOT)]) == b"l", "the last token was not read before"
+    assert talk.messages[1] == {"role": "assistant", "content": "Hel"}
+
+
+def test_reset_keeps_the_system_prompt_alone():
+    model = Model([*b"Hello", EOT, *b"Hello", EOT])
+    talk = session(model, system="Be brief.")
+    said(talk.reply("Hi"))
+    talk.reset()
+    said(talk.reply("Hi"))
+    assert model.decoders == 2, "one for each conversation"
+    assert model.reads[len("Hello") + 1] == model.reads[0]
+
+
+def test_the_oldest_turns_are_left_out_when_the_context_is_full():
+    script = [*b"one", EOT, *b"two", EOT, *b"three", EOT]
+    model = Model(script, max_seq_len=100)
+    talk = session(model, seq_len=100, system="S")
+    for turn in ("a" * 20, "b" * 20, "c" * 20):
+        said(talk.reply(turn))
+    last = next(bytes(one) for one in model.reads if ord("c") in one)
+    assert last == b"System:\nS\n\nUser:\n" + b"c" * 20 + b"\n\nAssistant:\n"
+    assert len(talk.messages) == 7, "what was said is kept"
+
+
+def test_a_turn_longer_than_the_context_loses_its_beginning():
+    model = Model([*b"ok", EOT], max_seq_len=16)
+    talk = session(model, seq_len=16)
+    assert said(talk.reply("x" * 100)) == "ok"
+    assert bytes(model.reads[0]) == b"xxx\n\nAssistant:\n"
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_before():
+    template = ChatTemplate(
+        name="strict",
+        text="{% for m in messages %}{% if 'no' in m.content %}{{ raise_exception('not no') }}"
+        "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}",
+        variables={"eos_token": "<|endoftext|>"},
+    )
+    model = Model([*b"ok", EOT])
+    talk = session(model, template)
+    with pytest.raises(BadConversation, match="not no"):
+        said(talk.reply("no"))
+    with pytest.raises(DataError, match="surrogate"):
+        said(talk.reply("\ud800"))
+    assert talk.messages == []
+    assert said(talk.reply("yes")) == "ok"
+
+
+def test_an_abandoned_reply_is_kept_as_far_as_it_was_written():
+    talk = session(Model([*b"Hello", EOT]))
+    reply = talk.reply("Hi")
+    next(reply)
+    reply.close()
+    assert talk.messages[-1] == {"role": "assistant", "content": "H"}
