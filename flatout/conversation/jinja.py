@@ -13,10 +13,11 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from flatout.conversation.turns import START, STOP
 from flatout.errors import DataError

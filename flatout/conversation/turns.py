@@ -121,8 +121,9 @@ def _content(value: Any, rest: JsonObject, which: str) -> str:
         return ""
     if isinstance(value, list):
         parts = [part.get("text") if isinstance(part, dict) else part for part in value]
-        if parts and all(isinstance(part, str) for part in parts):
-            return "".join(parts)
+        texts = [part for part in parts if isinstance(part, str)]
+        if texts and len(texts) == len(parts):
+            return "".join(texts)
     raise BadConversation(
         f"has content that is not text in {which}", reason="content that is not text"
     )

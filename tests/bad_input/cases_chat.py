@@ -124,7 +124,6 @@ CASES = [
         ("chat.jsonl", "cannot be split"),
         ("--val",),
         chat_rows(),
-        progress="Counting documents",
     ),
     Case(
         "a chat with a run that was not trained on conversations",

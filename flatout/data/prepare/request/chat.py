@@ -36,7 +36,8 @@ def chat_renderer(options: Options, progress: Progress = SILENT) -> Renderer | N
         return None
     spec, kind = options.tokenizer, kind_named(options.tokenizer)
     if kind is not None and kind.needs_corpus:
-        special, end_of_text = (END_OF_TEXT,), END_OF_TEXT
+        special: tuple[str, ...] = (END_OF_TEXT,)
+        end_of_text = END_OF_TEXT
     else:
         tokenizer = existing_tokenizer(
             spec, options.pattern, options.end_of_text, progress=progress
