@@ -7,7 +7,7 @@ attention and fused AdamW, once. tune then gets a fifth of that time, twice: fro
 chooses, and from a recipe that states one row. In the end, the best two settings of the grid and
 what tune found are measured again, in alternation. Writes benchmarks/results/tune.json and .md.
 Every trial is written to tune-trials.jsonl as soon as it ends; after an interruption, the same
-command continues from there. Takes about 15 minutes on 2 cores.
+command continues from there. Takes about half an hour on 2 cores.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=3, help="of the final comparison")
+    parser.add_argument("--repeats", type=int, default=9, help="of the final comparison")
     parser.add_argument("--seconds", type=float, default=1.0, help="of measured steps per trial")
     parser.add_argument("--rows", type=int, nargs="*", help="of the grid; all by default")
     parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")

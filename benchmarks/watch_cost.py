@@ -26,7 +26,9 @@ from main_job import RESULTS, commit, spread
 
 import flatout
 from flatout.hardware import probe
+from flatout.measure.instruments.sampling import LONGEST_INTERVAL_S
 from flatout.measure.watch.watch import Watch
+from flatout.measure.watch.windows import SAMPLED_EVERY_S
 
 TARGET = 0.01
 """Largest share of a step that watching may take."""
@@ -36,6 +38,8 @@ PAIRS = 40
 """Pairs of blocks in a round."""
 NOISE_EVERY = 4
 """Every fourth pair has two unwatched blocks."""
+EMPTY_STEPS, SAMPLES = 1_000, 100
+"""Steps without work, and looks of the sampler, that are timed by themselves."""
 MIN_PAIRS = 50
 """With fewer pairs the interval says nothing."""
 RESAMPLES = 10_000
@@ -62,7 +66,14 @@ def main() -> None:
 def cost(seconds: float, steps: int) -> dict:
     """Return the seconds of each pair of blocks and of the first steps, for at least one round."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict = {"pairs": [], "noise": [], "first": [], "steps": steps, "device": device}
+    found: dict = {
+        "pairs": [],
+        "noise": [],
+        "first": [],
+        "alone": [],
+        "steps": steps,
+        "device": device,
+    }
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(device, Path(folder))
@@ -81,9 +92,10 @@ def cost(seconds: float, steps: int) -> dict:
                 else:
                     plain_s = unwatched(loop, steps, watch)
                     found["pairs"].append([watched(loop, steps, watch), plain_s])
+            found["alone"].append(alone(watch))
             watch._loop.close()
             print(f"{len(found['pairs'])} pairs: {share(ratios(found['pairs']))}", flush=True)
-    return found
+    return found | {"steps": steps, "device": device}
 
 
 def watched(loop: Loop, steps: int, watch: Watch) -> float:
@@ -109,6 +121,19 @@ def unwatched(loop: Loop, steps: int, watch: Watch | None = None) -> float:
     if sampler is not None:
         del sampler._look
     return spent_s
+
+
+def alone(watch: Watch) -> dict[str, float]:
+    """Return the seconds of this thread that a watched step without work and a sample take."""
+    start_s = time.thread_time()
+    for _ in watch(range(EMPTY_STEPS)):
+        with watch.step():
+            pass
+    hooks_s = (time.thread_time() - start_s) / EMPTY_STEPS
+    start_s = time.thread_time()
+    for _ in range(SAMPLES):
+        watch._loop._parts[1].sampler._look(0.0)
+    return {"hooks_s": hooks_s, "sample_s": (time.thread_time() - start_s) / SAMPLES}
 
 
 def wait_for(loop: Loop) -> None:
@@ -161,6 +186,11 @@ def table(found: dict) -> str:
                 f"takes {spread([1e3 * each for each in unwatched_s], 1)} ms; the first "
                 f"{FIRST} steps of a watch, some of which are recorded, take "
                 f"{spread(once, 2)} s more, once.",
+                f"By itself, a watched step without work takes "
+                f"{spread([1e6 * one['hooks_s'] for one in found['alone']])} us, and a sample "
+                f"{spread([1e3 * one['sample_s'] for one in found['alone']], 2)} ms: one every "
+                f"{1e3 * SAMPLED_EVERY_S:.0f} ms at first, every {1e3 * LONGEST_INTERVAL_S:.0f} ms "
+                "after a minute.",
                 "",
                 f"{found['machine']}, on {found['device']}; {len(measured)} pairs of blocks of "
                 f"{steps} steps; commit {found['commit']}; `python benchmarks/watch_cost.py`.",

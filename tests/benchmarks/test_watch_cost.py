@@ -21,6 +21,7 @@ def found(*watched_s):
         "pairs": [[seconds, 1.0] for seconds in watched_s],
         "noise": [[1.0, 1.0]],
         "first": [10.0],
+        "alone": [{"hooks_s": 2e-5, "sample_s": 3e-4}],
         "steps": 10,
         "device": "cpu",
         "machine": "a CPU",
@@ -41,6 +42,7 @@ def test_the_verdict_takes_the_whole_interval(benchmark, watched, verdict):
     table = benchmark.table(found(*watched))
     assert f"**{verdict}**" in table
     assert "5.00 (5.00 to 5.00) s more, once" in table
+    assert "takes 20 (20 to 20) us, and a sample 0.30 (0.30 to 0.30) ms" in table
 
 
 def test_the_median_lies_in_its_interval(benchmark):

@@ -27,7 +27,7 @@ from flatout.registry import PACKAGE_DIR
 
 INTERVAL_S = 0.004
 """Time between two samples."""
-LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.1, 500
+LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.25, 300
 """A sample takes about 0.3 ms, so after ENOUGH_SAMPLES they become rarer."""
 MIN_SAMPLES = 3
 """A line that was seen less often is not reported."""

@@ -93,5 +93,5 @@ def test_lines_seen_by_chance_are_not_reported():
 
 
 def test_samples_become_rarer_once_there_are_enough():
-    assert [pause_s(0.01, elapsed_s) for elapsed_s in (0, 5, 25, 3600)] == [0.01, 0.01, 0.05, 0.1]
+    assert [pause_s(0.01, elapsed_s) for elapsed_s in (0, 3, 30, 3600)] == [0.01, 0.01, 0.1, 0.25]
     assert pause_s(0.5, 3600) == 0.5
