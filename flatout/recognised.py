@@ -26,10 +26,9 @@ _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
 """Start of an llm.c token file (GPT-2, Llama 3) and its dtype; the header has 1,024 bytes."""
 ADDRESS_FIX = "Give a local path; a mounted store is one too."
-_WEIGHTS = (
-    "flatout cannot load weights that other programs saved: train.init_from needs a run or "
-    "checkpoint that `flatout train` wrote."
-)
+TORCH_FILE = "a PyTorch file"
+"""Name of a file that torch.save wrote."""
+_GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".npy", ".npz"}
@@ -188,8 +187,10 @@ def _file(path: Path) -> Recognised | None:
             f"a file of the checkpoint {path.parent}",
             f"Name the checkpoint: train.init_from={in_shell(path.parent)}.",
         )
-    if head.startswith(b"GGUF") or (head[8:10] == b'{"' and suffix == ".safetensors"):
-        return Recognised(path, "a file of model weights", _WEIGHTS)
+    if head.startswith(b"GGUF"):
+        return Recognised(path, "a file of model weights", _GGUF)
+    if head[8:10] == b'{"' and suffix == ".safetensors":
+        return Recognised(path, "a file of model weights", _start_from(path))
     if suffix == ".bin" and not _is_text(head):
         return Recognised(path, "a binary file", _binary_tokens(path, head))
     return None
@@ -240,10 +241,16 @@ def _torch_file(path: Path) -> Recognised:
     into = f"`flatout import FOLDER --out {_dataset(path.stem)} --tokenizer FILE`"
     return Recognised(
         path,
-        "a PyTorch file",
-        f"{_WEIGHTS} If it contains tokens, name it chunk_000000.pt, in its own directory, and run "
-        f"{into}.",
+        TORCH_FILE,
+        f"{_start_from(path)} If it contains tokens, name it chunk_000000.pt, in its own "
+        f"directory, and run {into}.",
     )
+
+
+def _start_from(path: Path) -> str:
+    """Return how to use a file of weights; a config.json beside it means the whole directory."""
+    model = path.parent if (path.parent / "config.json").is_file() else path
+    return f"If it contains weights, start a run from them: train.init_from={in_shell(model)}."
 
 
 def _dataset(name: str) -> str:

@@ -96,6 +96,7 @@ def test_every_list_shows_its_new_entry(folder):
         *(
             f"list {kind}"
             for kind in (
+                "architectures",
                 "recipes",
                 "datasets",
                 "sources",
@@ -168,6 +169,33 @@ for function in (reference, kernel):
     results.append((loss.detach(), count, hidden.grad, weight.grad))
 for a, b in zip(*results):
     torch.testing.assert_close(a, b)
+"""
+    python(folder, program)
+
+
+def test_a_model_of_the_new_architecture_is_imported(folder):
+    program = """
+import json, torch
+from pathlib import Path
+from flatout.architectures import tiny_gpt2
+from flatout.architectures.source import ForeignWeights, find_model
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops
+document = {"model_type": "tiny_gpt2", "vocab_size": 9, "n_layer": 1, "n_embd": 8, "n_head": 2}
+path = Path("theirs")
+path.mkdir()
+(path / "config.json").write_text(json.dumps(document | {"n_positions": 4}))
+keys = tiny_gpt2.keys(document | {"n_positions": 4})
+own = {key: value for key, value in keys.items() if key != "kind"}
+model = Transformer(Transformer.check(own, seq_len=4), Ops.plain())
+parts = {}
+for one in tiny_gpt2.tensors(model.config):
+    parts |= dict(zip(one.foreign, one.split(model.state_dict()[one.name])))
+torch.save(parts, path / "pytorch_model.bin")
+weights = ForeignWeights(find_model("theirs"), model.config)
+weights.require_fit({name: tuple(p.shape) for name, p in model.named_parameters()})
+assert all(torch.equal(weights.read(name), p) for name, p in model.named_parameters())
+assert tiny_gpt2.keys(tiny_gpt2.document(model.config)) == keys
 """
     python(folder, program)
 

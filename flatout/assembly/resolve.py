@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flatout.assembly.imported import with_imported_shape
 from flatout.assembly.measured import Gain
 from flatout.assembly.memory import Workload
 from flatout.assembly.parts import Decision
@@ -204,6 +205,7 @@ def ops_of(recipe: Recipe) -> Ops:
 
 def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     """Return the configuration with the vocabulary size and the model's defaults filled in."""
+    config = with_imported_shape(config, dataset)
     vocab_size = config.model.vocab_size or (dataset.vocab_size if dataset else None)
     if vocab_size is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""List datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers."""
+"""List architectures, datasets, machines, models and the other kinds of entries."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from flatout.hardware import ASSUMED_MFU, Machine, probe
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
+    ARCHITECTURES,
     DATASETS,
     MACHINES,
     MODELS,
@@ -30,6 +31,7 @@ from flatout.registry import (
 from flatout.terminal import duration
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
+    "architectures": ARCHITECTURES,
     "datasets": DATASETS,
     "models": MODELS,
     "optimizers": OPTIMIZERS,
@@ -50,7 +52,7 @@ class ListResult(Result):
     """The entries of one kind."""
 
     kind: str
-    """datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers."""
+    """A kind of entry, such as speedups."""
     note: str | None = None
     """For speedups: the assumed length of the run, and whether its GPU is missing here."""
     items: list[JsonObject]
@@ -95,7 +97,8 @@ def list_entries(
     kind: Annotated[
         str,
         Argument(
-            "datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers."
+            "architectures, datasets, machines, models, optimizers, recipes, sources, speedups or "
+            "tokenizers."
         ),
     ],
     recipe: Annotated[
@@ -104,7 +107,7 @@ def list_entries(
     *,
     progress: Progress = SILENT,
 ) -> ListResult:
-    """List datasets, machines, models, optimizers, recipes, sources, speedups or tokenizers.
+    """List the entries of one kind, such as models, recipes or speedups.
 
     Speedups are shown as a run on this machine would use them: on or off, the reason, and whether
     that was measured.

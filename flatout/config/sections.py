@@ -177,8 +177,9 @@ class TrainConfig(Section):
     """Stop after this many evaluations in a row without a better validation loss; 0 turns this off.
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
-    """Run directory (its best checkpoint) or checkpoint whose weights initialise this run; data,
-    schedule, optimizer state and step start anew."""
+    """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
+    another program's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
+    and step start anew."""
     sample_every: int = Field(0, ge=0)
     """Steps between text samples; 0 samples once, at the end."""
     sample_prompt: str = ""

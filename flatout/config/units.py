@@ -20,7 +20,7 @@ SCHEDULES = ("cosine", "wsd", "constant")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 CHOICES = {
     "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "swiglu", "relu2"),
+    "model.activation": ("gelu", "gelu_exact", "swiglu", "geglu", "relu2"),
     "model.positions": ("learned", "rotary"),
 }
 OFF = {"none", "no", "off", "false", "disabled", "eager", "for-loop", "foreach", "0"}
@@ -34,11 +34,14 @@ LATE = {
     "batches",
     "of_lr",
     "of_width",
+    "of_head",
     "eval_interval",
     "save_interval",
     "hten",
 }
 """Units that need the values of other keys."""
+GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
+"""Names of GPT-2's sizes in nanoGPT."""
 BETAS = (0.9, 0.95)
 """The default of optim.betas."""
 SELECTIVE = "selective-"
@@ -150,6 +153,18 @@ def of_width(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str
     return (
         {key: round(times(value, width))} if width else "It multiplies a width that is not stated."
     )
+
+
+@unit
+def of_head(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return a share of a head as a number of components, an even one; 1 is the whole head."""
+    width, heads = known.get("model.d_model"), known.get("model.num_heads")
+    size = known.get("model.head_dim") or (width // heads if width and heads else None)
+    if value == 1:
+        return {}
+    if not size:
+        return "It is a share of a head whose size is not stated."
+    return {key: round(times(value, size) / 2) * 2}
 
 
 @unit
@@ -293,7 +308,14 @@ def scales(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
 
 @unit
 def weights(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return nothing for a run from random weights or a resumed one."""
+    """Return where weights come from; nothing for random weights or a resumed run.
+
+    ORG/NAME is a repository of the hub, and so are the names that nanoGPT has for GPT-2.
+    """
     if is_off(value) or value in ("scratch", "resume"):
         return {}
-    return "A run starts from the weights of another run of flatout."
+    text = str(value)
+    if text in GPT2:
+        return {key: f"hf:openai-community/{text}"}
+    is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and not text.endswith(".pt")
+    return {key: f"hf:{text}" if is_on_hub else text}

@@ -68,6 +68,14 @@ class EigenstateConfig(LanguageModelConfig):
     """Width inside the MLP (F); None means 4 d_model."""
     bias: bool = False
     """Biases in the linear layers and the norms; the gate always has one."""
+    positions: Literal["none", "learned"] = "none"
+    """none (the recurrence knows the order) or learned (a vector per position, added to the
+    embedding, which limits the sequence length).
+    """
+    max_seq_len: int | None = Field(None, ge=1)
+    """Learned positions of the model; sequences and prompts may be shorter. None means
+    data.seq_len.
+    """
     tied_head: bool = True
     """Use the embedding as the output weight too."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -103,6 +111,12 @@ class EigenstateConfig(LanguageModelConfig):
                 "averages tokens.",
                 fix="Set model.scales=[1], or model.eigenvalues=fixed.",
             )
+        if self.max_seq_len and self.positions == "none":
+            raise ConfigError(
+                f"model.max_seq_len={self.max_seq_len} has no effect: without learned positions, "
+                "an eigenstate network takes sequences of any length.",
+                fix="Leave it out, or set model.positions=learned.",
+            )
         return self
 
 
@@ -115,6 +129,11 @@ class Eigenstate(EmbeddingModel):
     def __init__(self, config: EigenstateConfig, ops: Ops) -> None:
         super().__init__(config, ops)
         self.token_embedding = layers.Embedding(config.vocab_size, config.d_model)
+        self.position_embedding = (
+            layers.Embedding(config.max_seq_len or 1, config.d_model)
+            if config.positions == "learned"
+            else None
+        )
         self.blocks = nn.ModuleList(Block(config, ops) for _ in range(config.num_layers))
         self.final_norm = layers.LayerNorm(config.d_model, bias=config.bias)
         self.unembedding = self.new_unembedding(tied=config.tied_head)
@@ -122,8 +141,15 @@ class Eigenstate(EmbeddingModel):
 
     @classmethod
     def fitted(cls, config: EigenstateConfig, seq_len: int) -> EigenstateConfig:
-        """Return the configuration with a memory of `seq_len` tokens, unless it sets one."""
-        return config if config.memory else config.model_copy(update={"memory": max(seq_len, 2)})
+        """Return the configuration with memory and learned positions for `seq_len` tokens.
+
+        Raises: ConfigError when it has fewer positions.
+        """
+        unset: JsonObject = {} if config.memory else {"memory": max(seq_len, 2)}
+        if config.positions == "learned" and config.max_seq_len is None:
+            unset["max_seq_len"] = seq_len
+        layers.check_positions(config.max_seq_len, seq_len)
+        return config.model_copy(update=unset) if unset else config
 
     @classmethod
     def leanest(cls, config: EigenstateConfig) -> JsonObject:
@@ -134,24 +160,35 @@ class Eigenstate(EmbeddingModel):
 
     @property
     def max_seq_len(self) -> int:
-        """The longest sequence that the model accepts; there is no real limit."""
-        return UNLIMITED
+        """The longest sequence that the model accepts; without learned positions, any length."""
+        return self.config.max_seq_len or UNLIMITED
 
     def decoder(self, max_tokens: int | None = None) -> Decoder:
-        """Return a decoder that keeps the state of each layer: constant memory, unlimited length.
+        """Return a decoder that keeps the state of each layer, in constant memory.
+
+        Without learned positions its length is unlimited.
 
         Memory: 2 L B K fp32 numbers for each of `model.scales`, and the drive of as many tokens as
                 the largest of them.
         """
-        return RecurrentDecoder(self)
+        is_limited = self.position_embedding is not None
+        return RecurrentDecoder(self, self.token_limit(max_tokens) if is_limited else None)
 
-    def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Return the embedding of each token.
+    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+        """Return the embedding of each token, plus that of its position when positions are learned.
+
+        The first position is `start`.
 
         Shapes:  tokens_BT (B, T) integers.
         Returns: hidden_BTD.
+        Raises:  ShapeError when there is no position for a token.
         """
-        return layers.dropped(self.token_embedding(tokens_BT), self.config.dropout, self.training)
+        hidden_BTD = self.token_embedding(tokens_BT)
+        if self.position_embedding is not None:
+            end = start + tokens_BT.shape[1]
+            layers.check_length(end, self.max_seq_len)
+            hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
+        return layers.dropped(hidden_BTD, self.config.dropout, self.training)
 
     def init_weights(self) -> None:
         """Initialise every parameter.
@@ -243,8 +280,8 @@ class Block(layers.ResidualBlock):
 class RecurrentDecoder(Decoder):
     """Decodes with the recurrent state of each layer."""
 
-    def __init__(self, model: Eigenstate) -> None:
-        super().__init__(None)
+    def __init__(self, model: Eigenstate, max_tokens: int | None) -> None:
+        super().__init__(max_tokens)
         self._model = model
         self._states = [[MemoryState() for _ in model.config.scales] for _ in model.blocks]
 
@@ -254,7 +291,7 @@ class RecurrentDecoder(Decoder):
         Shapes:  tokens_BT (B, T) integers.
         Returns: logits_BV.
         """
-        hidden_BTD = self._model.embed(tokens_BT)
+        hidden_BTD = self._model.embed(tokens_BT, self.num_tokens)
         for block, states in zip(self._model.blocks, self._states, strict=True):
             hidden_BTD = block.decode(hidden_BTD, states, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)

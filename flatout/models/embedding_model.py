@@ -23,6 +23,8 @@ class EmbeddingModel(LanguageModel):
     final_norm: nn.Module
     unembedding: Linear | None
     """The separate output weight; None when the embedding is the output weight too."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
 
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised hidden states and the output weight.
@@ -31,7 +33,10 @@ class EmbeddingModel(LanguageModel):
         Returns: (hidden_BTD, weight_VD).
         """
         output = self.token_embedding if self.unembedding is None else self.unembedding
-        return self.final_norm(hidden_BTD), output.weight
+        hidden_BTD = self.final_norm(hidden_BTD)
+        if self.logit_scale != 1:
+            hidden_BTD = hidden_BTD * self.logit_scale
+        return hidden_BTD, output.weight
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Return the kind of every parameter by its name; a tied head is an embedding."""

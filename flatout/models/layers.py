@@ -1,4 +1,4 @@
-"""Layers that models share: norms, rotary positions, attention, MLPs and the pre-norm block.
+"""Layers that models share: norms, attention, MLPs and the pre-norm block.
 
 Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head size, F width
          inside the MLP, E = H C.
@@ -7,14 +7,14 @@ Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flatout.errors import ShapeError
+from flatout.errors import ConfigError, ShapeError
 from flatout.models.decoding import KeyValueCache
+from flatout.models.rotary import Rotary
 from flatout.ops import Ops, at_least_fp32
 from flatout.ops.autograd import Context
 from flatout.ops.heads import rms_normed
@@ -61,8 +61,9 @@ class LayerNorm(nn.Module):
     Source: Ba et al. 2016, arXiv:1607.06450.
     """
 
-    def __init__(self, width: int, *, bias: bool) -> None:
+    def __init__(self, width: int, *, bias: bool, eps: float = 1e-5) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
@@ -74,7 +75,7 @@ class LayerNorm(nn.Module):
         """
         bias = None if self.bias is None else at_least_fp32(self.bias)
         return functional.layer_norm(
-            at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), bias, 1e-5
+            at_least_fp32(hidden), self.weight.shape, at_least_fp32(self.weight), bias, self.eps
         ).to(hidden.dtype)
 
 
@@ -98,53 +99,6 @@ class RMSNorm(nn.Module):
         return rms_normed(hidden, self.weight, self.eps)
 
 
-class Rotary(nn.Module):
-    """Rotates pairs of a head's components by an angle proportional to the position.
-
-    Scores then depend on distances only. Component i is paired with i + C/2. The tables are fp32
-    for any dtype of the model, recomputed when the model moves to a device, and not part of
-    checkpoints.
-
-    Source: Su et al. 2021, arXiv:2104.09864.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, head_dim: int, max_seq_len: int, base: float) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.max_seq_len = max_seq_len
-        self.base = base
-        cos, sin = self._tables(torch.get_default_device())
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the factors for a vector and for its swapped halves.
-
-        The first table repeats each cosine, the second each sine with its first half negated.
-        """
-        exponent = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float64)
-        exponent = exponent / self.head_dim
-        position = torch.arange(self.max_seq_len, device=device, dtype=torch.float64)
-        angle = position[:, None] * self.base**-exponent
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat((cos, cos), dim=-1).float(), torch.cat((-sin, sin), dim=-1).float()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.cos, self.sin = self._tables(self.cos.device)
-        return self
-
-    def forward(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return the tables that `ops.heads` takes, for positions from `start` to before `end`.
-
-        Returns: (cos_TC, sin_TC).
-        """
-        return self.cos[start:end], self.sin[start:end]
-
-
 class Attention(nn.Module):
     """Attention with queries, keys and values from one matrix, and an output matrix."""
 
@@ -156,23 +110,32 @@ class Attention(nn.Module):
         num_kv_heads: int,
         head_dim: int,
         bias: bool,
+        qkv_bias: bool,
         window: int | None,
+        softcap: float | None,
         rotary: Rotary | None,
         qk_norm: bool,
         rms_norm_eps: float,
+        post_norm: nn.Module | None,
         ops: Ops,
     ) -> None:
         super().__init__()
         self.head_counts = (num_heads, num_kv_heads)
         self.head_dim = head_dim
         self.window = window
+        self.softcap = softcap
         self.ops = ops
-        self.qkv = Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias=bias, ops=ops)
+        self.qkv = Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias, ops=ops)
         self.output = Linear(num_heads * head_dim, width, bias=bias, ops=ops)
         self.rms_norm_eps = rms_norm_eps
         self.query_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else None
         self.key_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else None
+        self.post_norm = post_norm
         self.rotary = rotary
+
+    def extra_repr(self) -> str:
+        """Return what distinguishes a layer from others with the same modules."""
+        return "" if self.window is None else f"window={self.window}"
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
         """Return the output of attention for each token.
@@ -217,10 +180,11 @@ class Attention(nn.Module):
     def _attend(
         self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None
     ) -> Tensor:
+        capped = {} if self.softcap is None else {"softcap": self.softcap}
         out_BHTC = self.ops.attention(
-            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window
+            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window, **capped
         )
-        return self.output(out_BHTC.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+        return normed(self.output(out_BHTC.transpose(1, 2).flatten(2)), self.post_norm)
 
 
 def gelu(hidden: Tensor) -> Tensor:
@@ -268,11 +232,13 @@ class MLP(nn.Module):
         *,
         activation: Callable[[Tensor], Tensor],
         bias: bool,
+        post_norm: nn.Module | None = None,
         ops: Ops,
     ) -> None:
         super().__init__()
         self.up = Linear(width, inner, bias=bias, ops=ops, activation=activation)
         self.down = Linear(inner, width, bias=bias, ops=ops)
+        self.post_norm = post_norm
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return the output for each token, which does not depend on the others.
@@ -280,19 +246,30 @@ class MLP(nn.Module):
         Shapes:  hidden_BTD (B, T, D).
         Returns: hidden_BTD.
         """
-        return self.down(self.up(hidden_BTD))  # type: ignore[no-any-return]
+        return normed(self.down(self.up(hidden_BTD)), self.post_norm)
 
 
-class SwiGLU(nn.Module):
-    """Two linear layers with a SiLU gate between them; gate and value come from one matrix.
+class GatedMLP(nn.Module):
+    """Two linear layers with an activated gate between them; gate and value are one product.
 
-    Source: Shazeer 2020, arXiv:2002.05202.
+    With SiLU it is SwiGLU, with GELU GeGLU. Source: Shazeer 2020, arXiv:2002.05202.
     """
 
-    def __init__(self, width: int, inner: int, *, bias: bool, ops: Ops) -> None:
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        *,
+        activation: Callable[[Tensor], Tensor],
+        bias: bool,
+        post_norm: nn.Module | None,
+        ops: Ops,
+    ) -> None:
         super().__init__()
+        self.activation = activation
         self.gate_up = Linear(width, 2 * inner, bias=bias, ops=ops)
         self.down = Linear(inner, width, bias=bias, ops=ops)
+        self.post_norm = post_norm
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return the output for each token, which does not depend on the others.
@@ -301,7 +278,7 @@ class SwiGLU(nn.Module):
         Returns: hidden_BTD.
         """
         gate_BTF, up_BTF = self.gate_up(hidden_BTD).chunk(2, dim=-1)
-        return self.down(functional.silu(gate_BTF) * up_BTF)  # type: ignore[no-any-return]
+        return normed(self.down(self.activation(gate_BTF) * up_BTF), self.post_norm)
 
 
 class ResidualBlock(nn.Module):
@@ -310,23 +287,31 @@ class ResidualBlock(nn.Module):
     mlp_norm: nn.Module
     mlp: nn.Module
     dropout: float
+    is_parallel: bool = False
+    """Whether the MLP reads the hidden states before the mixed tokens are added."""
 
     def added(self, hidden_BTD: Tensor, mixed_BTD: Tensor) -> Tensor:
-        """Return the hidden states plus the mixed tokens, and plus the MLP of that sum.
+        """Return the hidden states plus the mixed tokens, and plus the MLP.
 
         Shapes:  hidden_BTD, mixed_BTD (B, T, D).
         Returns: hidden_BTD.
         """
-        hidden_BTD = hidden_BTD + dropped(mixed_BTD, self.dropout, self.training)
-        mlp_BTD = self.mlp(self.mlp_norm(hidden_BTD))
-        return hidden_BTD + dropped(mlp_BTD, self.dropout, self.training)
+        sum_BTD = hidden_BTD + dropped(mixed_BTD, self.dropout, self.training)
+        mlp_BTD = self.mlp(self.mlp_norm(hidden_BTD if self.is_parallel else sum_BTD))
+        return sum_BTD + dropped(mlp_BTD, self.dropout, self.training)
 
 
 class Block(ResidualBlock):
     """Attention and an MLP; each reads normalised hidden states and adds to them."""
 
     def __init__(
-        self, *, norm: Callable[[], nn.Module], attention: Attention, mlp: nn.Module, dropout: float
+        self,
+        *,
+        norm: Callable[[], nn.Module],
+        attention: Attention,
+        mlp: nn.Module,
+        dropout: float,
+        is_parallel: bool,
     ) -> None:
         super().__init__()
         self.attention_norm = norm()
@@ -334,6 +319,7 @@ class Block(ResidualBlock):
         self.mlp_norm = norm()
         self.mlp = mlp
         self.dropout = dropout
+        self.is_parallel = is_parallel
 
     def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
         """Return the hidden states after this block.
@@ -351,6 +337,14 @@ class Block(ResidualBlock):
         """
         normed_BTD = self.attention_norm(hidden_BTD)
         return self.added(hidden_BTD, self.attention.decode(normed_BTD, cache, start))
+
+
+def normed(hidden_BTD: Tensor, norm: nn.Module | None) -> Tensor:
+    """Return the hidden states after a norm; unchanged without one.
+
+    Shapes:  hidden_BTD (B, T, D).
+    """
+    return hidden_BTD if norm is None else norm(hidden_BTD)
 
 
 def dropped(hidden_BTD: Tensor, share: float, training: bool) -> Tensor:
@@ -373,4 +367,17 @@ def check_length(num_tokens: int, max_seq_len: int) -> None:
             f"A sequence of {num_tokens} tokens exceeds the model's {max_seq_len} positions.",
             fix=f"Pass at most {max_seq_len} tokens, or train a model with "
             f"model.max_seq_len={num_tokens}.",
+        )
+
+
+def check_positions(max_seq_len: int | None, seq_len: int) -> None:
+    """Check that a model with this many positions, None for any, can train on sequences.
+
+    Raises: ConfigError with the keys to set.
+    """
+    if max_seq_len is not None and seq_len > max_seq_len:
+        raise ConfigError(
+            f"data.seq_len={seq_len} exceeds the model's {max_seq_len} positions "
+            f"(model.max_seq_len={max_seq_len}).",
+            fix=f"Set model.max_seq_len={seq_len}, or data.seq_len={max_seq_len}.",
         )

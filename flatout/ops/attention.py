@@ -34,15 +34,16 @@ def reference(
     *,
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
     with `window`, only the last `window` positions, its own included; with `doc_ids_BT`, only
-    positions of its own document. Query head h reads key head h // (H / G). Masked keys and values
-    have no effect as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain
-    matrix products over all pairs are the definition; every variant must match them, gradients
-    included.
+    positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
+    scaled scores to plus or minus that value with a tanh. Masked keys and values have no effect as
+    long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products over
+    all pairs are the definition; every variant must match them, gradients included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B,
              T) integers, then S = T.
@@ -51,11 +52,13 @@ def reference(
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
     Raises:  ShapeError when the shapes do not match or the window is below 1.
     Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023,
-             arXiv:2305.13245.
+             arXiv:2305.13245; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     k_BHSC, v_BHSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
+    if softcap is not None:
+        scores_BHTS = torch.tanh(scores_BHTS / softcap) * softcap
     visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
     weights_BHTS = scores_BHTS.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
@@ -68,6 +71,7 @@ def fused(
     *,
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`reference` through scaled_dot_product_attention, which never stores all scores.
 
@@ -75,7 +79,8 @@ def fused(
     2.11 to 2.13 ship), flash elsewhere, and falls back to the next kernel: cuDNN does not support
     heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
     when the window covers everything and there is one query or as many as keys. Otherwise a boolean
-    mask (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing.
+    mask (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing. `reference`
+    handles a softcap, which the kernel does not support.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -83,6 +88,10 @@ def fused(
     Raises:  ShapeError as `reference`.
     Source:  Dao 2023, arXiv:2307.08691.
     """
+    if softcap is not None:
+        return reference(
+            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap
+        )
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     is_plain = (
@@ -107,13 +116,14 @@ def flex(
     *,
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`reference` through FlexAttention, which skips blocks of 128 tokens that are fully masked.
 
     For GPUs: it has no backward pass on a CPU. `fused` handles CPUs and the inputs that
     FlexAttention does not support or has nothing to skip for: sequences of at most 128 tokens,
-    sequences without documents that are no longer than the window, more keys than queries, and
-    heads below 16 or above 256.
+    sequences without documents that are no longer than the window, more keys than queries, heads
+    below 16 or above 256, and a softcap.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
@@ -122,7 +132,7 @@ def flex(
     Raises:  ShapeError as `reference`.
     Source:  Dong et al. 2024, arXiv:2412.05496.
     """
-    return _by_kernel(flex_attention, fused, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    return _by_kernel(flex_attention, fused, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap)
 
 
 def varlen(
@@ -132,6 +142,7 @@ def varlen(
     *,
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`reference` through torch's variable-length flash attention, one sequence per document.
 
@@ -149,7 +160,7 @@ def varlen(
              more documents.
     Source:  Dao 2023, arXiv:2307.08691.
     """
-    return _by_kernel(varlen_attention, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    return _by_kernel(varlen_attention, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap)
 
 
 def flash4(
@@ -159,6 +170,7 @@ def flash4(
     *,
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`reference` through FlashAttention 4, from the package flash-attn-4.
 
@@ -173,7 +185,7 @@ def flash4(
     Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024,
              arXiv:2407.08608.
     """
-    return _by_kernel(flash_attention_4, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    return _by_kernel(flash_attention_4, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap)
 
 
 def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
@@ -189,11 +201,17 @@ def _by_kernel(
     v_BGSC: Tensor,
     doc_ids_BT: Tensor | None,
     window: int | None,
+    softcap: float | None,
 ) -> Tensor:
-    """Call the `attend` of a module, or `fallback` for inputs that it does not support."""
+    """Call the `attend` of a module, or `fallback` for inputs that it does not support.
+
+    No kernel supports a softcap.
+    """
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    if not kernel.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
-        return fallback(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+    if softcap is not None or not kernel.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
+        return fallback(
+            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap
+        )
     return _on_gpu(kernel.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
 
 
@@ -224,11 +242,12 @@ def bf16(
     *,
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
 
     On such CPUs it is faster than the fused kernel as long as the scores fit into the caches:
-    `fused` handles longer sequences, dtypes other than fp32 and few queries.
+    `fused` handles longer sequences, dtypes other than fp32, few queries and a softcap.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
@@ -240,8 +259,9 @@ def bf16(
         q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype == torch.float32
         and not torch.is_autocast_enabled(q_BHTC.device.type)
     )
-    if not is_fp32 or q_BHTC.shape[2] < FEWEST_QUERIES or k_BGSC.shape[2] > MOST_KEYS:
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+    fits = softcap is None and q_BHTC.shape[2] >= FEWEST_QUERIES and k_BGSC.shape[2] <= MOST_KEYS
+    if not is_fp32 or not fits:
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap)
     visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)

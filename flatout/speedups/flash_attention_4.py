@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from flatout.assembly.conditions import gpu_below, uses_gpu
+from flatout.assembly.conditions import gpu_below, uses_gpu, without_softcap
 from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
@@ -13,6 +13,8 @@ INSTALL = 'pip install "flatout[flash-attention-4]"'
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    if against := without_softcap(machine, config):
+        return against
     window = config.model.own().get("window")
     if config.data.document_mask or (window is not None and window < config.data.seq_len):
         return (

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from flatout.assembly.conditions import gpu_below, uses_gpu
+from flatout.assembly.conditions import gpu_below, uses_gpu, without_softcap
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    if against := without_softcap(machine, config):
+        return against
     window = config.model.own().get("window")
     if not config.data.document_mask and (window is None or window >= config.data.seq_len):
         return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flatout.assembly.conditions import without_softcap
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
@@ -9,6 +10,7 @@ SPEEDUP = Speedup(
     fills={"ops.attention": lazy("flatout.ops.attention:fused")},
     saves="time and memory: the T x T attention scores are never written to memory",
     promise=Promise.rounding(rtol=1e-4),
+    why_not=without_softcap,
     rank=440,
     auto={
         "cpu": On(unless=("bf16-products",), measured=True),

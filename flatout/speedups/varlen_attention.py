@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import gpu_below, uses_gpu
+from flatout.assembly.conditions import gpu_below, uses_gpu, without_softcap
 from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:
+    if against := without_softcap(machine, config):
+        return against
     if not config.data.document_mask:
         return (
             "It keeps documents apart, and attention crosses them here: set "

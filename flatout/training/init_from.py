@@ -1,4 +1,4 @@
-"""`train.init_from`: a new run that takes only the weights of another run."""
+"""`train.init_from`: a new run that takes only the weights of a run, or of another program."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from flatout.architectures.hub import PREFIX
+from flatout.architectures.source import ForeignWeights, find_model, is_foreign
+from flatout.assembly.imported import FREE_OF_WEIGHTS
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import AnyDataset
+from flatout.data.store.mix import AnyDataset, members_of
+from flatout.data.tokenizers.hub import is_repository
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import JsonObject, read_model
 from flatout.models.language_model import model_of
@@ -15,28 +19,14 @@ from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.training.checkpoint import catalog, location
-from flatout.training.checkpoint.read_write import stored_shapes
+from flatout.training.checkpoint.read_write import WEIGHTS, stored_shapes
 from flatout.training.checkpoint.weights import weights_and_aliases
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained
-from flatout.training.run_dir.data_location import require_tokenizer
+from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 from flatout.trust import references_in
 
-FREE_OF_WEIGHTS = (
-    "chunk_size",
-    "dropout",
-    "initialisation",
-    "max_seq_len",
-    "memory",
-    "rotary_base",
-    "window",
-)
-"""Model keys that may differ from those the weights were trained with, as long as shapes agree.
-
-The new run may use longer sequences, more dropout, or another initialisation for fresh weights.
-With any other key changed, the same weights would compute a different function.
-"""
 MOST_NAMED = 3
 SET_KEYS = "Set the model keys to the values of that run."
 READ_CODE = (
@@ -54,6 +44,8 @@ def resolve_init_from(
     """
     if config.train.init_from is None:
         return config
+    if is_foreign(config.train.init_from):
+        return _resolve_foreign(config, dataset, ops, progress)
     checkpoint = find_weights(config.train.init_from, progress=progress)
     run_folder = run_of(checkpoint)
     if run_folder is None:
@@ -66,6 +58,26 @@ def resolve_init_from(
     require_fit(config, checkpoint, run_folder, ops, progress)
     progress.say(f"Starting with the weights of {checkpoint}.")
     return config.with_values({"train.init_from": str(checkpoint.absolute())})
+
+
+def _resolve_foreign(
+    config: RunConfig, dataset: AnyDataset, ops: Ops, progress: Progress
+) -> RunConfig:
+    """Check the model that `train.init_from` imports, and return the config with its path."""
+    found = find_model(config.train.init_from or "", progress=progress)
+    model_class, model_config = model_of(config)
+    weights = weights_and_aliases(model_class.on_meta(model_config, ops))[0]
+    ForeignWeights(found, model_config).require_fit(
+        {key.removeprefix(WEIGHTS): tuple(tensor.shape) for key, tensor in weights.items()}
+    )
+    folder = found.path if found.path.is_dir() else found.path.parent
+    require_tokenizer_of(folder, members_of(dataset)[0].dataset, progress=progress)
+    for key, theirs in found.keys.items():
+        mine = config.value(f"model.{key}")
+        if mine != theirs and key in FREE_OF_WEIGHTS:
+            progress.say(f"model.{key} is {theirs} in the imported model, and {mine} here.")
+    progress.say(f"Starting with the weights of {config.train.init_from}.")
+    return config.with_values({"train.init_from": str(found.path.absolute())})
 
 
 def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
@@ -83,6 +95,8 @@ def find_weights(init_from: str, *, progress: Progress = SILENT) -> Path:
     except CheckpointError as error:
         what, fix = "there is no such run or checkpoint.", error.fix
         known = recognise(Path(init_from))
+        if is_repository(init_from) and not known:
+            fix = f"{fix} A model of the Hugging Face hub is {PREFIX}{init_from}."
         if known:
             what, fix = known.instead_of("a run or a checkpoint"), known.fix
         raise CheckpointError(f"train.init_from={init_from}: {what}", fix=fix) from error

@@ -11,6 +11,7 @@ from typing import NoReturn
 import psutil
 import torch
 
+from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.assembly.build import build
 from flatout.assembly.measured import advice, gpu_name
 from flatout.assembly.preflight import check_paths, open_dataset
@@ -28,6 +29,7 @@ from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.foreign import load_foreign
 from flatout.training.checkpoint.read_write import load, load_weights
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
 from flatout.training.finish import finish
@@ -178,7 +180,9 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
         run.resumed_from = str(plan.checkpoint)
         environment = environment_of(run)
         return load(run, plan.checkpoint, environment=environment, check=check, progress=progress)
-    if init_from is not None:
+    if init_from is not None and is_foreign(init_from):
+        load_foreign(run, ForeignWeights(find_model(init_from), run.core.config), progress)
+    elif init_from is not None:
         load_weights(run, Path(init_from), check=check, progress=progress)
     return []
 

@@ -27,6 +27,22 @@ SHAPES = {
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},
     "gpt2 with dropout": {"positions": "learned", "bias": True, "dropout": 0.1},
     "qk norm, window": {"qk_norm": True, "activation": "relu2", "window": 7},
+    "gpt_neox": {
+        "parallel_residual": True,
+        "rotary_dims": 4,
+        "activation": "gelu_exact",
+        "qkv_bias": True,
+        "logit_scale": 0.5,
+    },
+    "gemma 2": {
+        "norm": "rmsnorm",
+        "activation": "geglu",
+        "embedding_scale": 8.0,
+        "post_norm": True,
+        "window": 7,
+        "full_attention_every": 2,
+        "attention_softcap": 20.0,
+    },
 }
 
 

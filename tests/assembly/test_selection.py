@@ -43,6 +43,18 @@ def test_a_list_is_exactly_that_list():
     assert on("prefetch,fused-adamw") == {"prefetch", "fused-adamw"}
 
 
+@pytest.mark.parametrize("machine", [CPU, HOPPER], ids=["cpu", "gpu"])
+def test_attention_kernels_are_refused_where_scores_are_capped(machine):
+    """No kernel limits the scores, so attention is the plain one."""
+    kernels = {"fused-attention", "flex-attention", "varlen-attention", "flash-attention-4"}
+    assert kernels & on("auto", machine, "data.document_mask=true")
+    capped = load_config(None, ["data.document_mask=true", "model.attention_softcap=30"])
+    decisions = {decision.name: decision for decision in select(capped, machine)}
+    for name in kernels:
+        assert not decisions[name].on
+        assert "model.attention_softcap" in decisions[name].reason
+
+
 def test_edits_change_only_the_speedups_that_they_name():
     auto = on("auto")
     assert "fused-adamw" in auto

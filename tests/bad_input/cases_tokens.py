@@ -70,17 +70,10 @@ CASES = [
         ("Name the directory",),
     ),
     Case(
-        "weights of another program as train.init_from",
-        "train my.yaml train.init_from=best_model.pt",
-        ("best_model.pt is a PyTorch file",),
-        ("cannot load", "`flatout import"),
-        lambda w: weights(w, "best_model.pt"),
-    ),
-    Case(
         "weights of another program for `inspect`",
         "inspect best_model.pt",
         ("best_model.pt is a PyTorch file",),
-        ("cannot load",),
+        ("train.init_from=best_model.pt",),
         lambda w: weights(w, "best_model.pt"),
     ),
     Case(

@@ -17,9 +17,9 @@ CASES = [
     ),
     Case(
         "another tool's key without a counterpart",
-        "train my.yaml model.rotary_pct=0.25",
-        ("'model.rotary_pct'",),
-        ("no counterpart", "whole head"),
+        "train my.yaml model.shared_attention_norm=true",
+        ("'model.shared_attention_norm'",),
+        ("no counterpart", "norms of their own"),
     ),
     Case(
         "an option of `prepare` as a key",

@@ -12,6 +12,7 @@ from pathlib import Path
 import cases_chat
 import cases_folders
 import cases_machine
+import cases_models
 import cases_names
 import cases_preparing
 import cases_settings
@@ -34,6 +35,7 @@ TOPICS = (
     cases_machine,
     cases_words,
     cases_chat,
+    cases_models,
 )
 CASES = [case for topic in TOPICS for case in topic.CASES]
 PAGE = ROOT / "docs" / "troubleshooting.md"

@@ -223,6 +223,34 @@ def test_an_eigenstate_config_is_converted():
     assert converted(document | {"use_hten": False}).values["model.scales"] == [1]
 
 
+def test_the_shape_of_gpt_neox_is_converted():
+    shape = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 20}
+    document = shape | {"rotary_pct": 0.25, "use_parallel_residual": True, "layer_norm_eps": 1e-6}
+    values = converted(document).values
+    assert values["model.rotary_dims"] == 32
+    assert values["model.parallel_residual"] is True
+    assert values["model.layer_norm_eps"] == 1e-6
+    assert "model.rotary_dims" not in converted(shape | {"rotary_pct": 1.0}).values
+    assert "model.rotary_dims" not in converted({"rotary_pct": 0.25}).values
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("NousResearch/Llama-3.2-1B", "hf:NousResearch/Llama-3.2-1B"),
+        ("gpt2-medium", "hf:openai-community/gpt2-medium"),
+        ("out/ckpt.pt", "out/ckpt.pt"),
+        ("/models/llama", "/models/llama"),
+        ("./model", "./model"),
+        ("scratch", None),
+        ("resume", None),
+    ],
+)
+def test_models_to_start_from_are_converted(theirs, ours):
+    values = converted({"init_from": theirs, "n_layer": 2}).values
+    assert values.get("train.init_from") == ours
+
+
 def test_sections_of_a_litgpt_config_are_read():
     found = converted(
         {

@@ -36,11 +36,39 @@ TRANSFORMERS = {
         "bias": True,
     },
     "own head size": {"head_dim": 6, "num_kv_heads": 1, "d_ff": 40, "norm": "rmsnorm"},
+    "gpt_neox": {
+        "parallel_residual": True,
+        "rotary_dims": 2,
+        "activation": "gelu_exact",
+        "bias": True,
+        "tied_head": False,
+        "dropout": 0.1,
+    },
+    "gemma, scaled": {
+        "norm": "rmsnorm",
+        "activation": "geglu",
+        "qkv_bias": True,
+        "embedding_scale": 5.0,
+        "logit_scale": 0.5,
+        "rotary_scaling": "llama3",
+        "rotary_factor": 8.0,
+        "rotary_original_len": 16,
+    },
+    "gemma 2": {
+        "norm": "rmsnorm",
+        "activation": "geglu",
+        "post_norm": True,
+        "window": 5,
+        "full_attention_every": 2,
+        "attention_softcap": 2.0,
+        "logit_softcap": 20.0,
+    },
 }
 EIGENSTATES = {
     "default": {},
     "hierarchical": {"scales": (1, 2, 4, 8), "tied_head": False},
     "selective": {"eigenvalues": "selective", "bias": True, "dropout": 0.1, "num_eigenstates": 12},
+    "learned positions": {"positions": "learned", "bias": True},
 }
 SHAPES = {"transformer": TRANSFORMERS, "eigenstate": EIGENSTATES}
 SMALL = {"num_layers": 2, "d_model": 32, "num_heads": 4}

@@ -36,16 +36,33 @@ TRANSFORMERS = {
         "qk_norm": True,
     },
     "gpt2": {"positions": "learned", "bias": True, "window": 3, "num_kv_heads": 2, "dropout": 0.5},
+    "gpt_neox": {"parallel_residual": True, "rotary_dims": 2, "bias": True},
+    "scaled": {
+        "activation": "geglu",
+        "qkv_bias": True,
+        "embedding_scale": 5.0,
+        "logit_scale": 0.5,
+        "rotary_scaling": "linear",
+        "rotary_factor": 4.0,
+    },
+    "windows in some layers": {
+        "window": 5,
+        "full_attention_every": 2,
+        "post_norm": True,
+        "attention_softcap": 2.0,
+    },
 }
+EIGENSTATES = {"default": {}, "learned positions": {"positions": "learned"}}
+OWN = {"transformer": TRANSFORMERS, "eigenstate": EIGENSTATES}
 VOCAB, SEQ_LEN = 61, 24
 
 
 def shapes():
-    """Yield every registered model, and the transformer with each kind of cache."""
+    """Yield every registered model, with each kind of cache and of positions."""
     for kind in MODELS.names():
         known = MODELS.get(kind).Config.model_fields
         small = {key: value for key, value in SMALL.items() if key in known}
-        for name, own in (TRANSFORMERS if kind == "transformer" else {"default": {}}).items():
+        for name, own in OWN.get(kind, {"default": {}}).items():
             yield pytest.param((kind, tuple((small | own).items())), id=f"{kind}: {name}")
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from flatout.config.sections import OptimConfig
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, ShapeError
 from flatout.models.eigenstate import GATE_BIAS, Eigenstate
 from flatout.models.recurrence import Memory
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan, variants
@@ -71,6 +71,24 @@ def test_auto_chooses_the_chunk_size_by_device(device, configured, chosen):
     ).to(device)
     model.logits(tokens_of(1, 4).to(device))
     assert set(seen) == {chosen}
+
+
+def test_learned_positions_are_added_and_limit_the_length():
+    model = make_model(seq_len=16, positions="learned")
+    tokens = tokens_of(1, 16)
+    assert model.config.max_seq_len == model.max_seq_len == model.decoder().max_tokens == 16
+    expected = model.token_embedding(tokens) + model.position_embedding.weight
+    assert torch.equal(model.embed(tokens), expected)
+    with pytest.raises(ShapeError, match="exceeds the model's 16 positions"):
+        model.logits(tokens_of(1, 17))
+    assert make_model(seq_len=8, positions="learned", max_seq_len=12).decoder(99).max_tokens == 12
+
+
+def test_positions_and_their_number_must_agree():
+    with pytest.raises(ConfigError, match=r"has no effect.*model\.positions=learned"):
+        make_model(max_seq_len=16)
+    with pytest.raises(ConfigError, match=r"exceeds the model's 8 positions"):
+        make_model(seq_len=16, positions="learned", max_seq_len=8)
 
 
 def test_sequences_may_be_longer_than_in_training():

@@ -125,6 +125,77 @@ def test_every_rms_norm_uses_the_configured_eps(norms):
         torch.testing.assert_close(module(ones), ones / 1.5**0.5)
 
 
+def test_every_layer_norm_uses_the_configured_eps():
+    model = Transformer(make_config(layer_norm_eps=0.5), FAST)
+    norms = [module for module in model.modules() if isinstance(module, layers.LayerNorm)]
+    assert len(norms) == 5
+    hidden = torch.tensor([1.0, -1.0]).repeat(16)
+    for module in norms:
+        torch.testing.assert_close(module(hidden), hidden / 1.5**0.5)
+
+
+def same_weights(**changes):
+    """Return two models with equal weights, without and with changes."""
+    plain, changed = (Transformer(make_config(**keys), FAST) for keys in ({}, changes))
+    changed.load_state_dict(plain.state_dict())
+    return plain, changed
+
+
+TOKENS = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(3))
+
+
+def test_the_logit_scale_multiplies_logits_and_precedes_the_softcap():
+    plain, scaled = same_weights(logit_scale=0.25)
+    torch.testing.assert_close(scaled.logits(TOKENS), plain.logits(TOKENS) * 0.25)
+    loss = torch.nn.functional.cross_entropy(
+        plain.logits(TOKENS).flatten(0, 1) * 0.25, TOKENS.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(scaled(TOKENS, TOKENS)[0], loss)
+    plain, capped = same_weights(logit_scale=8.0, logit_softcap=2.0)
+    torch.testing.assert_close(
+        capped.logits(TOKENS), (plain.logits(TOKENS) * 8 / 2).tanh() * 2, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_embedding_scale_multiplies_token_embeddings_only():
+    plain, scaled = same_weights(embedding_scale=4.0)
+    assert torch.equal(scaled.embed(TOKENS), plain.embed(TOKENS) * 4)
+    config = make_config(embedding_scale=4.0, positions="learned")
+    learned = Transformer(config, FAST)
+    expected = learned.token_embedding(TOKENS) * 4 + learned.position_embedding.weight
+    assert torch.equal(learned.embed(TOKENS), expected)
+
+
+def test_a_parallel_mlp_reads_the_input_of_attention():
+    _, parallel = same_weights(parallel_residual=True)
+    block, hidden = parallel.blocks[0], torch.randn(2, 16, 32)
+    expected = (
+        hidden
+        + block.attention(block.attention_norm(hidden), None)
+        + block.mlp(block.mlp_norm(hidden))
+    )
+    torch.testing.assert_close(block(hidden), expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "with_bias"),
+    [
+        ({"bias": True}, ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]),
+        ({"qkv_bias": True}, ["attention.qkv"]),
+        (
+            {"bias": True, "qkv_bias": False},
+            ["attention.output", "mlp.up", "mlp.down"],
+        ),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_biases_of_queries_keys_and_values_may_differ_from_the_others(keys, with_bias):
+    block = Transformer(make_config(**keys), FAST).blocks[0]
+    linear = ["attention.qkv", "attention.output", "mlp.up", "mlp.down"]
+    assert [name for name in linear if block.get_submodule(name).bias is not None] == with_bias
+
+
 def test_initial_weights_have_the_documented_deviation():
     model = Transformer(make_config(num_layers=8, d_model=128, bias=True, tied_head=False), FAST)
     for name, parameter in model.state_dict().items():
@@ -176,6 +247,36 @@ def test_a_window_limits_the_visible_tokens():
     assert moved.nonzero().flatten().tolist() == [4, 5, 6]
 
 
+def test_some_layers_see_all_tokens():
+    config = make_config(num_layers=5, window=3, full_attention_every=2)
+    blocks = Transformer(config, FAST).blocks
+    assert [block.attention.window for block in blocks] == [3, None, 3, None, 3]
+    assert len({repr(block) for block in blocks}) == 2, "the memory estimate tells them apart"
+
+
+def test_norms_follow_attention_and_mlp():
+    torch.manual_seed(0)
+    model = Transformer(make_config(post_norm=True, norm="rmsnorm", rms_norm_eps=1e-12), FAST)
+    block, hidden = model.blocks[0], torch.randn(2, 16, 32)
+    torch.nn.init.constant_(block.attention.post_norm.weight, 3.0)
+    for part in (block.attention(hidden, None) / 3, block.mlp(hidden)):
+        torch.testing.assert_close(
+            part.square().mean(-1).sqrt(), torch.ones(2, 16), rtol=1e-3, atol=0
+        )
+
+
+def test_the_softcap_of_attention_limits_the_scores():
+    """With a tiny cap, all visible keys have nearly the same weight."""
+    torch.manual_seed(0)
+    _, capped = same_weights(attention_softcap=1e-4)
+    attention_ = capped.blocks[0].attention
+    hidden = torch.randn(1, 16, 32)
+    values = attention_._heads(hidden)[2]
+    mean = values.cumsum(2) / torch.arange(1, 17)[:, None]
+    expected = attention_.output(mean.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention_(hidden, None), expected, rtol=1e-3, atol=1e-5)
+
+
 def test_the_default_positions_are_the_sequence_length():
     assert make_config(seq_len=48).max_seq_len == 48
     assert make_config(seq_len=48, max_seq_len=64).max_seq_len == 64
@@ -192,6 +293,10 @@ def test_the_default_positions_are_the_sequence_length():
         ({"d_model": 4, "num_heads": 7}, r"model\.num_heads=4"),
         ({"activation": "gelo"}, r".*gelu"),
         ({"num_layer": 2}, r"model\.num_layers"),
+        ({"rotary_dims": 3}, r"model\.rotary_dims=4"),
+        ({"rotary_dims": 10}, r"model\.rotary_dims=4"),
+        ({"rotary_low_factor": 4.0}, r"1 and 4"),
+        ({"full_attention_every": 2}, r"model\.window"),
     ],
 )
 def test_inconsistent_shapes_name_the_key_to_set(changes, fix):

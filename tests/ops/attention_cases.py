@@ -40,6 +40,16 @@ CASES = {
     "last queries": {"heads": 4, "groups": 2, "queries": 3, "keys": 17},
     "last query": {"heads": 4, "groups": 2, "queries": 1, "keys": 17},
     "last query, window": {"heads": 2, "groups": 2, "queries": 1, "keys": 17, "window": 4},
+    "softcap": {"heads": 4, "groups": 2, "queries": 19, "keys": 19, "softcap": 0.7},
+    "softcap, documents, window": {
+        "heads": 2,
+        "groups": 2,
+        "queries": 29,
+        "keys": 29,
+        "documents": 4,
+        "window": 6,
+        "softcap": 0.7,
+    },
 }
 
 LONG = {
@@ -106,6 +116,7 @@ def random_inputs(
     keys,
     documents=None,
     window=None,
+    softcap=None,
     rows=2,
     head_dim=8,
     dtype=torch.float32,
@@ -122,7 +133,8 @@ def random_inputs(
         if documents is None
         else torch.randint(documents, (rows, queries), generator=generator).sort(dim=1).values.int()
     )
-    return (q, k, v), {"doc_ids_BT": ids, "window": window}
+    options = {"doc_ids_BT": ids, "window": window}
+    return (q, k, v), options if softcap is None else options | {"softcap": softcap}
 
 
 def with_gradients(function, tensors, options):

@@ -32,10 +32,10 @@ def by_loops(tensors, options):
                     )
                 ]
                 group = head // (heads // groups)
-                weights = (k[row, group, seen] @ q[row, head, query] / math.sqrt(head_dim)).softmax(
-                    0
-                )
-                out[row, head, query] = weights @ v[row, group, seen]
+                scores = k[row, group, seen] @ q[row, head, query] / math.sqrt(head_dim)
+                if cap := options.get("softcap"):
+                    scores = cap * (scores / cap).tanh()
+                out[row, head, query] = scores.softmax(0) @ v[row, group, seen]
     return out
 
 

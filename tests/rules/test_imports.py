@@ -33,6 +33,7 @@ HOUSE = (
     "data",
     "ops",
     "models",
+    "architectures",
     "optimizers",
     "assembly",
     "training",

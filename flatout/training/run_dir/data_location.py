@@ -12,13 +12,22 @@ from flatout.conversation.templates import CHAT_TEMPLATE, stored_template
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.mix import AnyDataset, members_of, open_data, whole_turns
 from flatout.data.store.remote import absolute_path_or_url
-from flatout.data.tokenizers import RESTORE, read_tokenizer
+from flatout.data.store.shards import Dataset
+from flatout.data.tokenizers import RESTORE, load_tokenizer, read_tokenizer
+from flatout.data.tokenizers.base import NotEncodable
 from flatout.errors import CheckpointError, in_shell
 from flatout.files import copy_whole, write_text
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.transfer.urls import is_url
+
+COMPARED = (
+    "The quick brown fox jumps over the lazy dog.",
+    "def f(x):\n    return x + 1\n",
+    "Caf\u00e9, 1984: 3.14 \u65e5\u672c\u8a9e \U0001f600",
+)
+"""Texts whose tokens distinguish tokenizers."""
 
 
 def moved_data(known: DataConfig, requested: DataConfig) -> JsonObject | None:
@@ -156,3 +165,29 @@ def require_tokenizer(
             "trained with: the same token means different text.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )
+
+
+def require_tokenizer_of(folder: Path, data: Dataset, *, progress: Progress = SILENT) -> None:
+    """Check that a dataset's tokenizer gives the ids of the tokenizer.json of an imported model.
+
+    Equal tokenizers may have different files, so a few texts are compared.
+    Raises: CheckpointError when the ids differ; DataError when the file cannot be used.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        progress.say(
+            f"There is no tokenizer.json in {folder}: it cannot be compared with the data's."
+        )
+        return
+    theirs, ours = load_tokenizer(path), load_tokenizer(data.path / TOKENIZER)
+    for text in COMPARED:
+        try:
+            expected = ours.encode(text)
+        except NotEncodable:
+            continue
+        if theirs.encode(text) != expected:
+            raise CheckpointError(
+                f"{data.origin} was prepared with another tokenizer than {path}, that of the "
+                f"imported model: {text[:20]!a} has other tokens.",
+                fix=f"Prepare the text with --tokenizer {in_shell(path)}.",
+            )

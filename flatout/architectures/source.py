@@ -1,0 +1,192 @@
+"""Find out what a model from elsewhere is: its architecture and the keys under `model.`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.architectures import Architecture, TensorMap
+from flatout.architectures.config_json import OTHER_MODEL
+from flatout.architectures.files import INDEXES, SAFETENSORS, SINGLE, open_tensors
+from flatout.architectures.hub import CONFIG, PREFIX, model_folder
+from flatout.errors import CheckpointError, ConfigError
+from flatout.json_io import JsonObject, read_json
+from flatout.progress import SILENT, Progress
+from flatout.recognised import TORCH_FILE, recognise
+from flatout.registry import ARCHITECTURES, unknown_name
+
+OWN_FILES = ("config.yaml", "manifest.json")
+"""Files that identify a run or a checkpoint of flatout."""
+CONFIGURED = (SAFETENSORS, ".bin")
+"""Endings of files that a config.json beside them describes."""
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class ForeignModel:
+    """A model that another program saved."""
+
+    path: Path
+    architecture: Architecture
+    keys: JsonObject
+    """The keys under `model.`, with `kind` and `vocab_size`."""
+
+
+def is_foreign(init_from: str) -> bool:
+    """Return whether `train.init_from` names a model that another program saved."""
+    if init_from.startswith(PREFIX):
+        return True
+    path = Path(init_from)
+    folder = path if path.is_dir() else path.parent
+    if any((folder / name).exists() for name in OWN_FILES):
+        return False
+    if path.is_dir():
+        return any((path / name).exists() for name in (CONFIG, *INDEXES, *SINGLE))
+    known = recognise(path)
+    return path.is_file() and (
+        path.suffix == SAFETENSORS or (known is not None and known.name == TORCH_FILE)
+    )
+
+
+def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILENT) -> ForeignModel:
+    """Return what `train.init_from` names; a model of the hub is downloaded.
+
+    Without `whole`, only its config.json is.
+
+    Raises: CheckpointError when a file is missing or cannot be read; ConfigError when flatout has
+            no such architecture; MissingPackage.
+    """
+    path = Path(init_from)
+    if init_from.startswith(PREFIX):
+        path = model_folder(init_from, whole=whole, progress=progress)
+    folder = path if path.is_dir() else path.parent
+    if (folder / CONFIG).is_file() and (path.is_dir() or path.suffix in CONFIGURED):
+        return _configured(path, folder / CONFIG)
+    return _recognised(path)
+
+
+def _configured(path: Path, config: Path) -> ForeignModel:
+    """Return the model that a config.json describes."""
+    document = read_json(config)
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{config} is not a mapping.", fix="Restore it from the repository.")
+    if "auto_map" in document:
+        raise ConfigError(
+            f"{config} names code that defines the model (auto_map), and flatout never executes "
+            "code of a model's directory.",
+            fix="Start from another model. If the model is one of the architectures of "
+            "docs/import-models.md, delete auto_map from config.json.",
+        )
+    if "quantization_config" in document:
+        raise ConfigError(
+            f"The weights of {path} are quantised (quantization_config in config.json).",
+            fix="Start from the weights before quantisation.",
+        )
+    kind = document.get("model_type")
+    known = {
+        model_type: architecture
+        for name in ARCHITECTURES.names()
+        for architecture in (ARCHITECTURES.get(name),)
+        for model_type in architecture.model_types
+    }
+    if kind not in known:
+        raise unknown_name("architecture", str(kind), known)
+    return ForeignModel(path, known[kind], known[kind].keys(document))
+
+
+def _recognised(path: Path) -> ForeignModel:
+    """Return the model of a file without config.json, by the names of its tensors."""
+    files = open_tensors(path)
+    for name in ARCHITECTURES.names():
+        architecture = ARCHITECTURES.get(name)
+        keys = architecture.recognise(files.shapes, files.others)
+        if keys is not None:
+            return ForeignModel(path, architecture, keys)
+    first = ", ".join(sorted(files.shapes)[:MOST_NAMED])
+    raise CheckpointError(
+        f"{path} has no config.json, and its tensors ({first}, ...) do not tell its architecture.",
+        fix="Put the model's config.json beside the weights, as model.safetensors or "
+        f"pytorch_model.bin. {OTHER_MODEL}",
+    )
+
+
+class ForeignWeights:
+    """The tensors of a foreign model under flatout's names, each computed when it is asked for."""
+
+    def __init__(self, model: ForeignModel, config: Any) -> None:
+        """Open the files of a model; `config` is the checked configuration of flatout's model."""
+        self.path = model.path
+        self._files = open_tensors(model.path)
+        self._architecture = model.architecture
+        self._maps = {one.name: one for one in model.architecture.tensors(config)}
+
+    def names(self) -> list[str]:
+        """Return the names of the tensors, those of flatout's model."""
+        return list(self._maps)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor by its name in flatout's model, in at least fp32.
+
+        Shapes: as in the model.
+        Raises: CheckpointError when it cannot be read.
+        """
+        one = self._maps[name]
+        return one.join([self._files.read(self._stored(foreign)) for foreign in one.foreign])
+
+    def require_fit(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """Check that every tensor of flatout's model, with these shapes, has its values here.
+
+        Raises: CheckpointError naming the first tensors that are missing, unknown or of another
+                shape.
+        """
+        assert shapes.keys() == self._maps.keys()  # a table that lacks a tensor is a bug of ours
+        wanted = {
+            self._stored(name): shape
+            for one in self._maps.values()
+            for name, shape in _foreign_shapes(one, shapes[one.name])
+        }
+        there = self._files.shapes
+        problems = [f"it has no {name}" for name in wanted if name not in there]
+        problems += [
+            f"{name} is {list(there[name])}, and its configuration means {list(shape)}"
+            for name, shape in wanted.items()
+            if shape is not None and name in there and there[name] != shape
+        ]
+        problems += [
+            f"it has {name}, which the architecture lacks"
+            for name in there
+            if name not in wanted and not self._is_ignored(name)
+        ]
+        if problems:
+            listed = "; ".join(problems[:MOST_NAMED])
+            if len(problems) > MOST_NAMED:
+                listed += f"; and {len(problems) - MOST_NAMED} more"
+            raise CheckpointError(
+                f"The tensors of {self.path} do not fit its configuration: {listed}.",
+                fix="Get all files again from where the model was published.",
+            )
+
+    def _stored(self, name: str) -> str:
+        """Return the name in the files, which may lack the family's prefix."""
+        bare = name.removeprefix(self._architecture.prefix)
+        return bare if name not in self._files.shapes and bare in self._files.shapes else name
+
+    def _is_ignored(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self._architecture.ignored)
+
+
+def _foreign_shapes(
+    one: TensorMap, shape: tuple[int, ...]
+) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+    """Yield the family's tensors with their expected shapes; None when only `join` knows them."""
+    if one.split is None:
+        yield from ((name, None) for name in one.foreign)
+        return
+    parts = one.split(torch.empty(shape, device="meta"))
+    yield from ((name, tuple(part.shape)) for name, part in zip(one.foreign, parts, strict=True))

@@ -1,0 +1,140 @@
+"""Checkpoints of temporal-eigenstate-networks: its FFT layer is flatout's recurrence, unfolded.
+
+Letters: D width, K eigenstates, J eigenstates per head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flatout.architectures import Architecture, Shapes, TensorMap
+from flatout.architectures.config_json import OTHER_MODEL
+from flatout.architectures.transforms import same
+from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
+from flatout.models.eigenstate import EigenstateConfig
+from flatout.models.recurrence import GOLDEN
+from flatout.ops.folding import RESONANCE
+
+FIRST = "layers.0"
+LAYER = {
+    "recurrence_norm": "norm1",
+    "mlp_norm": "norm2",
+    "recurrence.gate": "gate_proj",
+    "mlp.up": "mlp.0",
+    "mlp.down": "mlp.2",
+}
+"""Parts of a block with equal weights and biases on both sides."""
+
+
+def recognise(shapes: Shapes, _others: JsonObject) -> JsonObject | None:
+    """Return the `model.` keys that the shapes tell, or None for another family.
+
+    Raises: ConfigError for a selective layer: its eigenvalues depend on the token in another way.
+    """
+    known = (f"{FIRST}.in_proj.weight", f"{FIRST}.log_decay", "token_emb.weight", "pos_emb.weight")
+    if not all(name in shapes for name in known):
+        return None
+    if f"{FIRST}.select_proj.weight" in shapes:
+        raise ConfigError(
+            "The imported model has selective eigenvalues; flatout reads the FFT layer, whose "
+            "eigenvalues are fixed.",
+            fix=OTHER_MODEL,
+        )
+    vocab_size, width = shapes["token_emb.weight"]
+    return {
+        "kind": "eigenstate",
+        "vocab_size": vocab_size,
+        "d_model": width,
+        "num_layers": sum(name.endswith(".log_decay") for name in shapes),
+        "num_eigenstates": shapes[f"{FIRST}.log_decay"][0],
+        "num_heads": sum(name.startswith(f"{FIRST}.coupling_blocks.") for name in shapes),
+        "d_ff": shapes[f"{FIRST}.mlp.0.weight"][0],
+        "bias": True,
+        "positions": "learned",
+        "max_seq_len": shapes["pos_emb.weight"][0],
+        "tied_head": True,
+    }
+
+
+def tensors(config: EigenstateConfig) -> list[TensorMap]:
+    """Return the tensors of a model.
+
+    flatout multiplies the drive by a gain and states the coupling as a difference from the
+    identity, so both are divided out here; biases that the FFT layer lacks are 0.
+    """
+    maps = [
+        same("token_embedding.weight", "token_emb.weight"),
+        same("position_embedding.weight", "pos_emb.weight"),
+    ]
+    names = {"final_norm": "norm_f"}
+    for layer in range(config.num_layers):
+        ours, theirs = f"blocks.{layer}", f"layers.{layer}"
+        maps += _recurrence(config, f"{ours}.recurrence", theirs)
+        names |= {f"{ours}.{own}": f"{theirs}.{other}" for own, other in LAYER.items()}
+    return maps + [
+        same(f"{name}.{kind}", f"{foreign}.{kind}")
+        for name, foreign in names.items()
+        for kind in ("weight", "bias")
+    ]
+
+
+def _recurrence(config: EigenstateConfig, ours: str, theirs: str) -> list[TensorMap]:
+    drive, decay = f"{theirs}.in_proj.weight", f"{theirs}.log_decay"
+    couplings = tuple(f"{theirs}.coupling_blocks.{head}" for head in range(config.num_heads))
+    output = f"{theirs}.out_proj.weight"
+
+    def one_way(name: str, *foreign: str, join: object) -> TensorMap:
+        return TensorMap(f"{ours}.{name}", foreign, join, None)  # type: ignore[arg-type]
+
+    return [
+        one_way("drive.weight", drive, decay, join=_drive),
+        one_way("drive.bias", drive, join=lambda parts: parts[0].new_zeros(parts[0].shape[0])),
+        one_way("output.bias", output, join=lambda parts: parts[0].new_zeros(parts[0].shape[0])),
+        same(f"{ours}.output.weight", output),
+        one_way("coupling", *couplings, join=_coupling),
+        one_way("memories.0.log_rate", decay, join=lambda parts: _log_rate(parts[0])),
+        one_way("memories.0.detuning", decay, f"{theirs}.frequency", join=_detuning),
+    ]
+
+
+def _log_rate(decay_K: Tensor) -> Tensor:
+    """Return log_rate for a magnitude of sigmoid(decay), in fp64: exp(-exp(log_rate)) is equal."""
+    return functional.softplus(-decay_K.double()).log()
+
+
+def _drive(parts: Sequence[Tensor]) -> Tensor:
+    """Return the drive's weight without the gain that flatout applies, sqrt(1 - magnitude^2)."""
+    drive_ED, decay_K = parts
+    gain_K = (-torch.expm1(-2 * _log_rate(decay_K).exp())).sqrt()
+    return drive_ED.double() / torch.cat((gain_K, gain_K))[:, None]
+
+
+def _detuning(parts: Sequence[Tensor]) -> Tensor:
+    """Return the angles, relative to flatout's initial ones, in units of the decay rate."""
+    decay_K, frequency_K = parts
+    index_K = torch.arange(1, len(decay_K) + 1, dtype=torch.float64, device=decay_K.device)
+    initial_K = 2 * math.pi * (index_K * GOLDEN).frac()
+    away_K = torch.remainder(frequency_K.double() - initial_K + math.pi, 2 * math.pi) - math.pi
+    return away_K / _log_rate(decay_K).exp()
+
+
+def _coupling(parts: Sequence[Tensor]) -> Tensor:
+    """Return how the blocks (J, J) of all heads differ from the identity, in units of RESONANCE."""
+    identity = torch.eye(len(parts[0]), dtype=torch.float64, device=parts[0].device)
+    return torch.cat([(block.double() - identity) / RESONANCE for block in parts])
+
+
+ARCHITECTURE = Architecture(
+    model_types=(),
+    keys=None,
+    why_not=lambda _config: "Checkpoints of temporal-eigenstate-networks are only imported.",
+    tensors=tensors,
+    ignored=(r"lm_head\.weight",),
+    recognise=recognise,
+)

@@ -1,0 +1,179 @@
+"""Models of other programs as train.init_from."""
+
+import json
+import pathlib
+
+from case import Case, World
+from foreign_models import LLAMA, foreign_weights, write_model
+
+BARE = """\
+# A recipe without the model's shape.
+data: {path: data/book, seq_len: 32}
+batch: {tokens_per_step: 128, rows_per_device: 4}
+train: {steps: 2, device: cpu}
+speedups: auto,-compile
+"""
+LINE = "train bare.yaml train.init_from=theirs"
+MODEL = LLAMA | {"vocab_size": 257}
+
+
+def model(world: World, **changes: object) -> pathlib.Path:
+    """Write a recipe without a shape and a model that it can import, changed by `changes`."""
+    world.write("bare.yaml", BARE)
+    size = {"vocab_size": changes.get("vocab_size", MODEL["vocab_size"])}
+    return write_model(world.path / "theirs", MODEL | changes, foreign_weights(MODEL | size))
+
+
+def only_config(world: World) -> None:
+    (model(world) / "model.safetensors").unlink()
+
+
+class Anything:
+    """An object that a pickle may contain besides weights."""
+
+
+def pickled_code(world: World) -> None:
+    import torch
+
+    only_config(world)
+    torch.save({"model": Anything()}, world.path / "theirs/pytorch_model.bin")
+
+
+def with_weights(world: World, change: str) -> None:
+    """Remove a tensor, or give it another shape."""
+    weights = foreign_weights(MODEL)
+    name = "model.layers.1.mlp.up_proj.weight"
+    if change == "missing":
+        del weights[name]
+    else:
+        weights[name] = weights[name][:-8].clone()
+    write_model(model(world), MODEL, weights)
+
+
+def one_shard(world: World) -> None:
+    folder = model(world)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def unnamed(world: World) -> None:
+    """Write tensors that do not tell what they are."""
+    import torch
+
+    world.write("bare.yaml", BARE)
+    torch.save({"model": {"w": torch.zeros(3)}}, world.path / "best_model.pt")
+
+
+CASES = [
+    Case(
+        "a model without weights",
+        LINE,
+        ("theirs has no weights",),
+        ("Download the whole repository",),
+        only_config,
+    ),
+    Case(
+        "a model with pickled code",
+        LINE,
+        ("pytorch_model.bin contains Python code or objects in a pickle",),
+        ("safetensors.torch.save_file",),
+        pickled_code,
+    ),
+    Case(
+        "a model that needs its own code",
+        LINE,
+        ("names code that defines the model (auto_map)",),
+        ("delete auto_map",),
+        lambda w: model(w, auto_map={"AutoModel": "modeling_own.Own"}),
+    ),
+    Case(
+        "a model with a tensor missing",
+        LINE,
+        ("it has no model.layers.1.mlp.up_proj.weight",),
+        ("Get all files again",),
+        lambda w: with_weights(w, "missing"),
+    ),
+    Case(
+        "a model with a tensor of another shape",
+        LINE,
+        ("up_proj.weight is [40, 32], and its configuration means [48, 32]",),
+        ("Get all files again",),
+        lambda w: with_weights(w, "reshaped"),
+    ),
+    Case(
+        "a model with a file missing",
+        LINE,
+        ("theirs has no model-00002-of-00002.safetensors",),
+        ("Download the missing file",),
+        one_shard,
+    ),
+    Case(
+        "a model with a larger vocabulary than the tokenizer",
+        LINE,
+        ("vocabulary of 320", "data/book only 257: 63 rows"),
+        ("own tokenizer", "model.vocab_size=320"),
+        lambda w: model(w, vocab_size=320),
+    ),
+    Case(
+        "a model with a smaller vocabulary than the tokenizer",
+        LINE,
+        ("vocabulary of 200", "data/book has 257"),
+        ("own tokenizer",),
+        lambda w: model(w, vocab_size=200),
+    ),
+    Case(
+        "a model of an unknown architecture",
+        LINE,
+        ("There is no architecture named 'mamba'",),
+        ("Known: gemma, gemma2",),
+        lambda w: model(w, model_type="mamba"),
+    ),
+    Case(
+        "a model that flatout cannot compute",
+        LINE,
+        ("scales rotary positions by 'yarn'",),
+        ("Start from another model",),
+        lambda w: model(w, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
+    ),
+    Case(
+        "a quantised model",
+        LINE,
+        ("theirs are quantised",),
+        ("before quantisation",),
+        lambda w: model(w, quantization_config={"bits": 4}),
+    ),
+    Case(
+        "a recipe with another shape than the model",
+        "train my.yaml train.init_from=theirs",
+        ("model.d_model is 16 here and 32 there",),
+        ("Leave the model's shape out of the recipe",),
+        model,
+    ),
+    Case(
+        "a damaged config.json of a model",
+        LINE,
+        ("config.json is damaged",),
+        ("Restore it",),
+        lambda w: (model(w) / "config.json").write_text("{"),
+    ),
+    Case(
+        "a file of weights that do not tell what they are",
+        "train bare.yaml train.init_from=best_model.pt",
+        ("best_model.pt has no config.json", "do not tell its architecture"),
+        ("Put the model's config.json beside the weights",),
+        unnamed,
+    ),
+    Case(
+        "a wrong name of a model on the hub",
+        "train my.yaml train.init_from=hf:gpt2",
+        ("hf:gpt2 does not name a repository",),
+        ("hf:ORG/NAME@REVISION",),
+    ),
+    Case(
+        "a model of the hub without hf:",
+        "train my.yaml train.init_from=openai-community/gpt2",
+        ("there is no such run",),
+        ("hf:openai-community/gpt2",),
+    ),
+]
