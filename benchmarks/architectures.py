@@ -59,7 +59,7 @@ def compare(name: str) -> dict[str, float]:
         float((actual - expected).abs().max() / expected.abs().max())
         for actual, expected in gradients_of_both(document, ours, theirs).values()
     )
-    return {"logits": float(logits), "gradients": gradients}
+    return {"logits": float(logits.detach()), "gradients": gradients}
 
 
 def time_import(folder: Path) -> dict[str, Any]:
