@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flatout.commands.demo import demo
     from flatout.commands.diagnose import diagnose
     from flatout.commands.eval import evaluate
+    from flatout.commands.export import export
     from flatout.commands.generate import generate as sample
     from flatout.commands.import_ import import_chunks
     from flatout.commands.inspect import inspect
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from flatout.commands.plan import plan
     from flatout.commands.prepare import prepare
     from flatout.commands.profile import profile
+    from flatout.commands.push import push
     from flatout.commands.report import report
     from flatout.commands.runs import runs
     from flatout.commands.train import train
@@ -66,6 +68,7 @@ __all__ = [
     "demo",
     "diagnose",
     "evaluate",
+    "export",
     "import_chunks",
     "inspect",
     "list_entries",
@@ -74,6 +77,7 @@ __all__ = [
     "plan",
     "prepare",
     "profile",
+    "push",
     "report",
     "runs",
     "sample",
@@ -101,6 +105,7 @@ _HOMES = {
     "demo": "flatout.commands.demo",
     "diagnose": "flatout.commands.diagnose",
     "evaluate": "flatout.commands.eval",
+    "export": "flatout.commands.export",
     "import_chunks": "flatout.commands.import_",
     "inspect": "flatout.commands.inspect",
     "list_entries": "flatout.commands.list",
@@ -109,6 +114,7 @@ _HOMES = {
     "plan": "flatout.commands.plan",
     "prepare": "flatout.commands.prepare",
     "profile": "flatout.commands.profile",
+    "push": "flatout.commands.push",
     "report": "flatout.commands.report",
     "runs": "flatout.commands.runs",
     "sample": "flatout.commands.generate:generate",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flatout.architectures import Architecture, TensorMap
 from flatout.architectures.config_json import OTHER_MODEL
+from flatout.architectures.exported import MODEL_TYPE
 from flatout.architectures.files import INDEXES, SAFETENSORS, SINGLE, open_tensors
 from flatout.architectures.hub import CONFIG, PREFIX, model_folder
 from flatout.errors import CheckpointError, ConfigError
@@ -76,7 +77,8 @@ def _configured(path: Path, config: Path) -> ForeignModel:
     document = read_json(config)
     if not isinstance(document, dict):
         raise CheckpointError(f"{config} is not a mapping.", fix="Restore it from the repository.")
-    if "auto_map" in document:
+    kind = document.get("model_type")
+    if "auto_map" in document and kind != MODEL_TYPE:
         raise ConfigError(
             f"{config} names code that defines the model (auto_map), and flatout never executes "
             "code of a model's directory.",
@@ -88,7 +90,6 @@ def _configured(path: Path, config: Path) -> ForeignModel:
             f"The weights of {path} are quantised (quantization_config in config.json).",
             fix="Start from the weights before quantisation.",
         )
-    kind = document.get("model_type")
     known = {
         model_type: architecture
         for name in ARCHITECTURES.names()

@@ -239,6 +239,7 @@ def test_positions_of_transformers_5_are_read():
 def test_every_family_is_found():
     names = ARCHITECTURES.names()
     assert names == [
+        "exported",
         "gemma",
         "gemma2",
         "gpt-neox",

@@ -126,7 +126,7 @@ CASES = [
         "a model of an unknown architecture",
         LINE,
         ("There is no architecture named 'mamba'",),
-        ("Known: gemma, gemma2",),
+        ("Known: flatout, gemma, gemma2",),
         lambda w: model(w, model_type="mamba"),
     ),
     Case(

@@ -7,7 +7,7 @@ BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
 CASES = [
     Case("a misspelt command", "trian my.yaml", ("'trian'",), ("'train'",)),
     Case("a misspelt option", "prepare book.txt --outt data/new", ("--outt",), ("'--out'",)),
-    Case("an unknown command", "export runs/first", ("'export'",), ("Known: ",)),
+    Case("an unknown command", "deploy runs/first", ("'deploy'",), ("Known: ",)),
     Case(
         "an unknown option",
         "train my.yaml --dry-run",

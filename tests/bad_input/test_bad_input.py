@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import cases_chat
+import cases_exporting
 import cases_folders
 import cases_machine
 import cases_models
@@ -32,6 +33,7 @@ TOPICS = (
     cases_sources,
     cases_tokens,
     cases_folders,
+    cases_exporting,
     cases_machine,
     cases_words,
     cases_chat,

@@ -140,6 +140,10 @@ class Tokenizer(ABC):
         """Return the special tokens that a chat template may write, with their ids."""
         return {END_OF_TEXT: self.eot_id}
 
+    def tokenizer_json(self) -> Document | None:
+        """Return a tokenizer.json with the same ids, for other programs; None if there is none."""
+        return None
+
     @abstractmethod
     def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text, none of them special.

@@ -29,6 +29,7 @@ from flatout.data.tokenizers.base import (
 from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
 from flatout.data.tokenizers.engines import gigatoken_of_ranks, tiktoken_of
+from flatout.data.tokenizers.tokenizer_json import GPT2_SPLIT, byte_level_document, split_by
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
 
@@ -183,6 +184,15 @@ class RankTokenizer(Tokenizer):
             None if piece is None else base64.b64encode(piece).decode() for piece in self.pieces
         ]
         return {"pattern": self.pattern, "eot_id": self.eot_id, "pieces": pieces}
+
+    def tokenizer_json(self) -> Document | None:
+        """Return an equivalent BPE; None for an unpublished pattern, whose dialect may differ."""
+        if self.pattern not in SCHEMES:
+            return None
+        pieces = {piece: index for index, piece in enumerate(self.pieces) if piece is not None}
+        is_gpt2 = self.pattern == GPT2_PATTERN
+        split = GPT2_SPLIT if is_gpt2 else split_by(self.pattern)
+        return byte_level_document(pieces, self.eot_id, split)
 
     @cached_property
     def encoder(self) -> Encode:

@@ -17,6 +17,7 @@ from flatout.data.tokenizers.base import (
     join_pieces,
     not_text,
 )
+from flatout.data.tokenizers.tokenizer_json import UNSPLIT, byte_level_document
 from flatout.progress import Progress
 
 SPEC = "byte"
@@ -48,6 +49,11 @@ class ByteTokenizer(Tokenizer):
     def document(self) -> Document:
         """Return an empty document: there is only one byte tokenizer."""
         return {}
+
+    def tokenizer_json(self) -> Document:
+        """Return a byte-level BPE without merges."""
+        pieces = {bytes([value]): value for value in range(256)}
+        return byte_level_document(pieces, self.eot_id, UNSPLIT)
 
     def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text."""

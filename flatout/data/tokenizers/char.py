@@ -18,6 +18,7 @@ from flatout.data.tokenizers.base import (
     join_pieces,
     not_text,
 )
+from flatout.data.tokenizers.tokenizer_json import bpe_document
 from flatout.errors import DataError
 from flatout.progress import Progress, Task
 
@@ -57,6 +58,12 @@ class CharTokenizer(Tokenizer):
     def document(self) -> Document:
         """Return the characters."""
         return {"characters": self.characters}
+
+    def tokenizer_json(self) -> Document:
+        """Return a BPE of characters without merges; it drops characters that it does not know."""
+        ids = {character: index for index, character in enumerate(self.characters)}
+        decoder: Document = {"type": "Fuse"}
+        return bpe_document(ids, [], self.eot_id, pre_tokenizer=None, decoder=decoder)
 
     def encode_piece(self, text: str, offset: int) -> Ids:
         """Return the ids of a piece of text.

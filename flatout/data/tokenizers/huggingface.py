@@ -46,6 +46,8 @@ USUAL_NAMES = (
     "<|im_end|>",
 )
 """Usual names of the end-of-text token, most likely first."""
+UNUSED = {"post_processor": None, "truncation": None, "padding": None}
+"""Parts of a tokenizer.json that flatout does not apply; they may be nested without limit."""
 MAX_STRINGS = 256
 """The maximum number of a file's own strings to try it on."""
 MAX_STRING_CHARACTERS = 5_000
@@ -137,6 +139,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def document(self) -> Document:
         """Return the end-of-text id and the whole definition."""
         return {"eot_id": self.eot_id, "tokenizer": self.definition}
+
+    def tokenizer_json(self) -> Document:
+        """Return the definition without the parts that are not applied."""
+        return self.definition | UNUSED
 
     def _largest_id(self) -> int:
         """Return the largest id.
@@ -275,9 +281,7 @@ def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
 def _loaded(definition: Document) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
-    # These parts change no ids, and may be nested without limit.
-    unused = {"post_processor": None, "truncation": None, "padding": None}
-    return Tokenizer.from_str(json.dumps(definition | unused))
+    return Tokenizer.from_str(json.dumps(definition | UNUSED))
 
 
 def _is_proven(definition: Document) -> bool:

@@ -132,8 +132,15 @@ def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
 
     Raises: CheckpointError when its index is missing or damaged.
     """
-    index = _read_index(checkpoint, catalog.check_file)[0]
-    return {name: entry.shape for name, entry in _weights_in(index).items()}
+    return {name: entry.shape for name, entry in stored_weights(checkpoint).items()}
+
+
+def stored_weights(checkpoint: Path) -> dict[str, Entry]:
+    """Return the entry of every weight in a checkpoint, by its name in the index.
+
+    Raises: CheckpointError when its index is missing or damaged.
+    """
+    return _weights_in(_read_index(checkpoint, catalog.check_file)[0])
 
 
 def weights_sha256(checkpoint: Path) -> str:

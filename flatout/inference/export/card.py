@@ -1,0 +1,112 @@
+"""The README.md of an export: what the model is, how to load it, and what was measured."""
+
+from __future__ import annotations
+
+import math
+from importlib import import_module
+from pathlib import Path
+
+import yaml
+
+from flatout.inference.export.source import Source
+from flatout.json_io import JsonObject, read_lines
+from flatout.training.run_dir import layout
+
+PROJECT = "https://github.com/flatout-train/flatout"
+NOT_MEASURED = "not measured"
+
+
+def model_card(source: Source, usage: str, notes: list[str], *, library: str | None) -> str:
+    """Return the card as Markdown, with the metadata that the Hugging Face hub reads.
+
+    `usage` is a code block; `library` is the hub's name of the library that loads the model.
+    """
+    head: JsonObject = {"tags": ["flatout"], "pipeline_tag": "text-generation"}
+    head |= {"library_name": library} if library else {}
+    table = [f"| {name} | {value} |" for name, value in figures(source).items()]
+    return "\n".join(
+        [
+            f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n",
+            f"# {source.folder.absolute().name}\n",
+            f"A language model trained with [flatout]({PROJECT}) {version()}.\n",
+            f"{usage}\n",
+            *([*(f"- {note}" for note in notes), ""] if notes else []),
+            "| measured in the run | |\n|---|---|",
+            *table,
+            "",
+        ]
+    )
+
+
+def figures(source: Source) -> dict[str, str]:
+    """Return the figures of the run that produced the weights, by name."""
+    summary = _summary(source)
+    start = _start(source)
+    loss = validation_loss(source, summary)
+    rate, mfu, hours = (summary.get(key) for key in ("tokens_per_s", "mfu", "elapsed_s"))
+    tokens = _tokens(source)
+    bits = summary.get("bits_per_byte") if source.step == summary.get("steps") else None
+    found = {
+        "parameters": f"{source.num_parameters:,}",
+        "step": f"{source.step:,}",
+        "tokens trained on": f"{tokens:,}" if tokens else NOT_MEASURED,
+        "validation loss": f"{loss:.4f} nats per token" if loss is not None else NOT_MEASURED,
+        "perplexity": f"{math.exp(min(loss, 700.0)):,.2f}" if loss is not None else NOT_MEASURED,
+        "bits per byte": f"{bits:.4f}" if isinstance(bits, float) else NOT_MEASURED,
+        "tokens per second": f"{rate:,.0f}" if rate else NOT_MEASURED,
+        "share of the peak FLOP/s": f"{100 * mfu:.1f}%" if mfu else NOT_MEASURED,
+        "training time": f"{hours / 3600:.2f} h" if hours else NOT_MEASURED,
+        "machine": str(start.get("machine", NOT_MEASURED)),
+        "precision": source.config.train.precision,
+    }
+    data = source.config.data
+    return found | {
+        "dataset": ", ".join(Path(path).name for path in data.mix or [str(data.path)]),
+        "tokenizer": f"{source.tokenizer.name}, {source.tokenizer.vocab_size:,} tokens",
+        "sequence length": f"{data.seq_len:,}",
+        "torch": str(start.get("environment", {}).get("torch", NOT_MEASURED)),
+    }
+
+
+def validation_loss(source: Source, summary: JsonObject) -> float | None:
+    """Return the validation loss at the step of the weights, or None if it was not measured.
+
+    At the last step it is the loss on the whole validation split.
+    """
+    if source.step == summary.get("steps") and summary.get("val_loss") is not None:
+        return float(summary["val_loss"])
+    losses = [
+        float(line["val/loss"])
+        for line in read_lines(source.folder / layout.METRICS)
+        if line.get("step") == source.step and line.get("val/loss") is not None
+    ]
+    return losses[-1] if losses else None
+
+
+def _tokens(source: Source) -> int | None:
+    """Return how many tokens the model had seen at the step of the weights."""
+    seen = [
+        line["tokens"]
+        for line in read_lines(source.folder / layout.METRICS)
+        if line.get("step") == source.step and isinstance(line.get("tokens"), int)
+    ]
+    summary = _summary(source)
+    if not seen and source.step == summary.get("steps"):
+        return summary.get("tokens")
+    return seen[-1] if seen else None
+
+
+def _summary(source: Source) -> JsonObject:
+    """Return the run's summary; empty when the run has not finished."""
+    return layout.read_summary(source.folder) or {}
+
+
+def _start(source: Source) -> JsonObject:
+    """Return the event of the run's last start; empty when there is none."""
+    starts = [event for event in layout.read_events(source.folder) if event["event"] == "start"]
+    return starts[-1] if starts else {}
+
+
+def version() -> str:
+    """Return the version of flatout."""
+    return str(import_module("flatout").__version__)

@@ -1,0 +1,120 @@
+"""Exports a checkpoint into a directory that is complete or absent."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flatout.conversation.templates import CHAT_TEMPLATE, load_template
+from flatout.errors import HardwareError
+from flatout.files import folder_bytes, write_whole
+from flatout.inference.export import card, gguf
+from flatout.inference.export.destination import MARK, require_free, whole_folder
+from flatout.inference.export.huggingface import (
+    Written,
+    own_config,
+    own_tensors,
+    write_huggingface,
+    write_weights,
+)
+from flatout.inference.export.source import Source
+from flatout.json_io import write_json
+from flatout.progress import SILENT, Progress, readable_size
+
+Format = Literal["huggingface", "safetensors", "gguf"]
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Export:
+    """A finished export."""
+
+    path: Path
+    files: int
+    num_bytes: int
+    written: Written
+
+
+def export_run(
+    source: Source,
+    out: Path,
+    to: Format,
+    *,
+    shard_mib: int,
+    overwrite: bool = False,
+    progress: Progress = SILENT,
+) -> Export:
+    """Write a checkpoint to the directory `out` in a format.
+
+    Raises: OutputInUse when `out` has other files; ConfigError or DataError when the format cannot
+            express the model or its tokenizer; HardwareError without enough disk; MissingPackage;
+            OSError of the disk.
+    """
+    require_free(out, overwrite=overwrite)
+    _require_disk(source, out)
+    with whole_folder(out) as folder:
+        written = _write(source, folder, to, shard_mib << 20, progress)
+        document = {
+            "format_version": FORMAT_VERSION,
+            "to": to,
+            "run": source.folder.absolute().name,
+            "step": source.step,
+            "flatout": card.version(),
+            "model_class": written.model_class,
+        }
+        write_json(folder / MARK, document)
+        library = None if to == "safetensors" else {"gguf": "gguf"}.get(to, "transformers")
+        text = card.model_card(source, _usage(to, written), written.notes, library=library)
+        write_whole(folder / "README.md", text)
+        files = sum(path.is_file() for path in folder.iterdir())
+    return Export(out, files, folder_bytes(out), written)
+
+
+def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: Progress) -> Written:
+    template = chat_template(source)
+    if to == "huggingface":
+        return write_huggingface(source, folder, max_bytes, template, progress)
+    if to == "gguf":
+        return Written(gguf.write_gguf(source, folder, template, progress))
+    write_json(folder / "config.json", own_config(source))
+    source.tokenizer.save(folder / "tokenizer.json")
+    write_weights(list(own_tensors(source)), folder, max_bytes, progress)
+    return Written(None)
+
+
+def chat_template(source: Source) -> str | None:
+    """Return the chat template that a run was trained with, or None."""
+    template = load_template(source.folder / CHAT_TEMPLATE)
+    return template.text if template else None
+
+
+def _usage(to: Format, written: Written) -> str:
+    if to == "gguf":
+        return f"```sh\nllama-cli -m {gguf.FILE} -p 'Once upon a time'\n```"
+    if to == "safetensors":
+        return (
+            "The weights have flatout's names: `flatout train RECIPE train.init_from=FOLDER` "
+            "starts from them."
+        )
+    trust = ", trust_remote_code=True" if written.needs_code else ""
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+        f"model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})\n```"
+    )
+
+
+def _require_disk(source: Source, out: Path) -> None:
+    disk = out.absolute().parent
+    while not disk.exists():
+        disk = disk.parent
+    needed = source.num_bytes
+    free = shutil.disk_usage(disk).free
+    if needed > free:
+        raise HardwareError(
+            f"The export needs {readable_size(needed)}; the disk of {disk} has "
+            f"{readable_size(free)} free.",
+            fix="Free space there, choose --out DIR on another disk, or add --dtype bfloat16.",
+        )

@@ -1,0 +1,239 @@
+"""An export for transformers: a class of its own where the shape fits one, else a modeling file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flatout.architectures import Architecture
+from flatout.architectures.exported import MODEL_TYPE
+from flatout.data.tokenizers.base import Document
+from flatout.errors import ConfigError, DataError
+from flatout.files import copy_whole, sync
+from flatout.inference.export import modeling
+from flatout.inference.export.shards import Planned, write_shards
+from flatout.inference.export.source import Source
+from flatout.inference.export.tokenizer_files import end_of_text, tokenizer_config, tokenizer_json
+from flatout.json_io import JsonObject, write_json
+from flatout.models.transformer import TransformerConfig
+from flatout.progress import Progress
+from flatout.registry import ARCHITECTURES
+
+MODELING = "modeling_flatout"
+"""The name of the modeling file in an export."""
+OWN_CLASS = "FlatoutForCausalLM"
+"""The class in that file."""
+TRAINING_KEYS = ("chunk_size", "dropout", "initialisation", "memory", "z_loss")
+"""Keys under `model.` that have no effect on a trained model's results."""
+OWN_TOKENIZER = "flatout_tokenizer.json"
+"""The name of flatout's own tokenizer file, if it has no counterpart."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """What an export contains."""
+
+    model_class: str | None
+    """The class of transformers; None for an export in flatout's own names."""
+    needs_code: bool = False
+    """Whether the class is in a modeling file of the export."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know, as sentences."""
+
+
+def write_huggingface(
+    source: Source, folder: Path, max_bytes: int, chat_template: str | None, progress: Progress
+) -> Written:
+    """Write weights, config, tokenizer and generation settings for transformers.
+
+    Raises: ConfigError for a model of the user's own code; CheckpointError.
+    """
+    family, reasons = stock_family(source)
+    if family is not None and family.document is not None:
+        config = family.document(source.model)
+        planned = list(foreign_tensors(source, family))
+        found = Written(str(config["architectures"][0]))
+    else:
+        file = _modeling_file(source)
+        config = own_config(source) | {
+            "architectures": [OWN_CLASS],
+            "auto_map": {
+                "AutoConfig": f"{MODELING}.FlatoutConfig",
+                "AutoModelForCausalLM": f"{MODELING}.{OWN_CLASS}",
+            },
+        }
+        planned = list(own_tensors(source))
+        copy_whole(file, folder / f"{MODELING}.py")
+        found = Written(OWN_CLASS, needs_code=True, notes=[no_stock_class(reasons)])
+    dtypes = [tensor.dtype for tensor in planned if tensor.dtype.is_floating_point]
+    special: JsonObject = {
+        "bos_token_id": source.tokenizer.eot_id,
+        "eos_token_id": source.tokenizer.eot_id,
+    }
+    name = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    write_json(folder / "config.json", config | {"dtype": name} | special)
+    no_cache = {"use_cache": False} if not _has_cache(source, found) else {}
+    write_json(
+        folder / "generation_config.json",
+        special | {"pad_token_id": source.tokenizer.eot_id} | no_cache,
+    )
+    found.notes.extend(write_tokenizer(source, folder, chat_template))
+    write_weights(planned, folder, max_bytes, progress)
+    return found
+
+
+def stock_family(source: Source) -> tuple[Architecture | None, dict[str, str]]:
+    """Return the family of transformers' own classes that has the model's shape, if any.
+
+    Returns: the family, and why each other one does not fit, by name.
+    """
+    reasons: dict[str, str] = {}
+    for name in ARCHITECTURES.names():
+        family: Architecture = ARCHITECTURES.get(name)
+        if family.document is None:
+            continue
+        reason = family.why_not(source.model)
+        if reason is None:
+            return family, reasons
+        reasons[name] = reason
+    return None, reasons
+
+
+def no_stock_class(reasons: dict[str, str]) -> str:
+    """Return the sentences that say why the export has a modeling file, and how to load it."""
+    why = " ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return (
+        f"No class of transformers has the shape of this model, so the export contains its own, in "
+        f"{MODELING}.py: load it with trust_remote_code=True. {why}".rstrip()
+    )
+
+
+def foreign_tensors(source: Source, family: Architecture) -> Iterator[Planned]:
+    """Yield the tensors of the family, each computed from one of flatout's when it is written."""
+    read = latest(source.read)
+    for each in family.tensors(source.model):
+        assert each.split is not None, f"{each.name} of a family that can be exported"
+        entry = source.entries[each.name]
+        parts = each.split(torch.empty(entry.shape, device="meta"))
+        for index, (name, part) in enumerate(zip(each.foreign, parts, strict=True)):
+            yield Planned(
+                name,
+                source.dtype_of(each.name),
+                tuple(part.shape),
+                _part(source, read, each.name, each.split, index),
+            )
+
+
+def _part(
+    source: Source,
+    read: Callable[[str], Tensor],
+    name: str,
+    split: Callable[[Tensor], Sequence[Tensor]],
+    index: int,
+) -> Callable[[], Tensor]:
+    """Return a function that reads one part of a weight, converted after it was computed."""
+    return lambda: source.converted(name, split(read(name))[index])
+
+
+def latest(read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Return `read` with its last result kept: the parts of a weight are written in succession."""
+    kept: dict[str, Tensor] = {}
+
+    def again(name: str) -> Tensor:
+        if name not in kept:
+            kept.clear()
+            kept[name] = read(name)
+        return kept[name]
+
+    return again
+
+
+def own_tensors(source: Source) -> Iterator[Planned]:
+    """Yield every weight under its own name."""
+    for name, entry in source.entries.items():
+        yield Planned(name, source.dtype_of(name), entry.shape, _whole(source, name))
+
+
+def _whole(source: Source, name: str) -> Callable[[], Tensor]:
+    return lambda: source.converted(name, source.read(name))
+
+
+def own_config(source: Source) -> JsonObject:
+    """Return the config.json of a model in flatout's own names; `model` has every key of it."""
+    stated = source.model.model_dump(mode="json", exclude=set(TRAINING_KEYS))
+    keys = {"kind": source.config.model.kind} | stated
+    shape: JsonObject = {}
+    if isinstance(source.model, TransformerConfig):
+        keys |= {"d_ff": source.model.mlp_width, "max_seq_len": source.model.num_positions}
+        shape = {"num_attention_heads": source.model.num_heads}
+    shape |= {
+        name: keys[key]
+        for name, key in {"num_hidden_layers": "num_layers", "hidden_size": "d_model"}.items()
+        if key in keys
+    }
+    return {
+        "model_type": MODEL_TYPE,
+        "vocab_size": source.model.vocab_size,
+        **shape,
+        "tie_word_embeddings": False,
+        "model": keys,
+    }
+
+
+def _modeling_file(source: Source) -> Path:
+    """Return the modeling file of the model's kind.
+
+    Raises: ConfigError when there is none: the model is the user's own code.
+    """
+    kind = source.config.model.kind
+    path = Path(str(modeling.__file__)).with_name(f"{kind}.py")
+    if not kind.isidentifier() or not path.is_file():
+        raise ConfigError(
+            f"The model {kind!r} cannot be exported for transformers: its code is not a part of "
+            "flatout.",
+            fix="Export its weights under their own names with --to safetensors.",
+        )
+    return path
+
+
+def _has_cache(source: Source, found: Written) -> bool:
+    return not found.needs_code or isinstance(source.model, TransformerConfig)
+
+
+def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> list[str]:
+    """Write tokenizer.json and its settings, or flatout's own file; return what to say about it."""
+    try:
+        document = tokenizer_json(source.tokenizer)
+    except DataError as error:
+        source.tokenizer.save(folder / OWN_TOKENIZER)
+        return [f"{error.what} The export has {OWN_TOKENIZER} instead."]
+    write_json(folder / "tokenizer.json", document)
+    max_tokens = getattr(source.model, "max_seq_len", None)
+    token = end_of_text(document, source.tokenizer.eot_id)
+    write_json(folder / "tokenizer_config.json", tokenizer_config(token, max_tokens, chat_template))
+    return _differences(source.tokenizer.document(), source.tokenizer.kind)
+
+
+def _differences(document: Document, kind: str) -> list[str]:
+    """Return how the exported tokenizer differs from the one that the user gave."""
+    if kind == "char":
+        return ["The tokenizer drops characters that are not in its vocabulary."]
+    definition = document.get("tokenizer")
+    if isinstance(definition, dict) and definition.get("post_processor"):
+        return [
+            "The tokenizer adds no special tokens, such as one at the start: the model was trained "
+            "without them."
+        ]
+    return []
+
+
+def write_weights(planned: list[Planned], folder: Path, max_bytes: int, progress: Progress) -> None:
+    """Write the weights of an export, and report how far it is."""
+    total = sum(tensor.num_bytes for tensor in planned)
+    with progress.task("Writing weights", total=total, unit="bytes") as task:
+        write_shards(folder, planned, max_bytes, task)
+    sync(folder)

@@ -1,0 +1,99 @@
+"""`flatout export`: where it writes, what it says, and what it refuses."""
+
+import importlib.util
+import json
+import shutil
+
+import pytest
+
+from flatout import cli
+from flatout.commands.export import check, destination, export
+from flatout.errors import CheckpointError, ConfigError, MissingPackage, OutputInUse, UsageError
+from flatout.training.run_dir.layout import read_summary
+
+pytestmark = pytest.mark.slow
+
+
+def test_an_export_is_described(tiny_run, tmp_path):
+    found = export(tiny_run, out=tmp_path / "hf")
+    assert (found.path, found.format, found.run) == (
+        str(tmp_path / "hf"),
+        "huggingface",
+        str(tiny_run),
+    )
+    assert found.checkpoint.endswith("step-2")
+    assert found.model_class == "GPTNeoXForCausalLM"
+    assert found.files == len([*(tmp_path / "hf").iterdir()])
+    assert found.bytes == sum(path.stat().st_size for path in (tmp_path / "hf").iterdir())
+    for part in (found.path, "GPTNeoXForCausalLM", "drops characters"):
+        assert part in found.summary()
+
+
+def test_the_card_has_the_figures_of_the_run(tiny_run, tmp_path):
+    export(tiny_run, out=tmp_path / "hf")
+    text = (tmp_path / "hf" / "README.md").read_text()
+    summary = read_summary(tiny_run)
+    for part in (
+        "library_name: transformers",
+        f"| validation loss | {summary['val_loss']:.4f} nats per token |",
+        f"| tokens trained on | {summary['tokens']:,} |",
+        "| dataset | data |",
+        "AutoModelForCausalLM.from_pretrained(FOLDER)",
+    ):
+        assert part in text
+    assert str(tiny_run.parent) not in text
+
+
+def test_by_default_it_is_written_in_the_run_directory(tiny_run, tmp_path):
+    run = tmp_path / "tiny"
+    shutil.copytree(tiny_run, run)
+    assert export(run, to="safetensors").path == str(run / "export-safetensors")
+    assert destination(run, "gguf", None) == run / "export-gguf"
+
+
+def test_a_step_and_a_type_are_chosen(tiny_run, tmp_path):
+    wide = export(tiny_run, out=tmp_path / "wide")
+    narrow = export(tiny_run, out=tmp_path / "narrow", checkpoint="2", dtype="float16")
+    assert narrow.bytes < 0.8 * wide.bytes
+    with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
+        export(tiny_run, out=tmp_path / "x", checkpoint="7")
+
+
+@pytest.mark.parametrize(
+    ("out", "error"), [("s3://bucket/x", UsageError), ("here/file", OutputInUse)]
+)
+def test_mistakes_are_reported_before_torch_is_loaded(tiny_run, tmp_path, monkeypatch, out, error):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").write_text("mine")
+    with pytest.raises(error):
+        check(tiny_run, "huggingface", out, False)
+
+
+def test_without_the_package_the_error_names_the_install_line(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    from flatout.inference.export import packages
+
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage) as missing:
+        check(tiny_run, "gguf", tmp_path / "out", False)
+    assert "flatout[gguf]" in missing.value.fix
+
+
+def test_custom_code_is_only_exported_as_safetensors(tiny_run, tmp_path, monkeypatch):
+    from flatout.inference.export.huggingface import _modeling_file
+    from flatout.inference.export.source import open_source
+
+    source = open_source(tiny_run)
+    mine = source.config.with_values({"model.kind": "mine:MODEL"})
+    object.__setattr__(source, "config", mine)
+    with pytest.raises(ConfigError, match="its code is not a part of flatout") as refused:
+        _modeling_file(source)
+    assert "--to safetensors" in refused.value.fix
+
+
+def test_the_command_line(tiny_run, tmp_path, capsys):
+    words = ["export", str(tiny_run), "--out", str(tmp_path / "x"), "--to", "safetensors", "--json"]
+    assert cli.execute(words) == 0
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (answer["format"], answer["model_class"]) == ("safetensors", None)

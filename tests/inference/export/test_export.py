@@ -1,0 +1,135 @@
+"""An export is complete or absent, replaces only exports, and holds few weights in memory."""
+
+import json
+import weakref
+
+import pytest
+import torch
+from export_shapes import SHAPES
+from safetensors.torch import load_file
+
+from flatout.architectures.source import ForeignWeights, find_model
+from flatout.conversation.templates import CHAT_TEMPLATE, named_template
+from flatout.errors import HardwareError, OutputInUse
+from flatout.inference.export import export, source
+from flatout.inference.export.destination import MARK, require_free
+from flatout.registry import MODELS
+from flatout.training.checkpoint.read_write import read_weights
+
+pytestmark = pytest.mark.slow
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_safetensors_have_flatouts_names_and_are_imported_again(make_run, export_to):
+    run = make_run("llama", SHAPES["llama"])
+    out, written = export_to(run, "safetensors")
+    stored = read_weights(run / "checkpoints" / "step-0")
+    found = load_file(out / "model.safetensors")
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in stored.items())
+    assert (out / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
+    assert (written.model_class, written.needs_code) == (None, False)
+    model = find_model(str(out))
+    keys = {key: value for key, value in model.keys.items() if key != "kind"}
+    config = MODELS.get(model.keys["kind"]).check(keys, seq_len=16)
+    imported = ForeignWeights(model, config)
+    assert all(torch.equal(imported.read(name), weight) for name, weight in stored.items())
+
+
+def test_the_mark_says_what_was_exported(make_run, export_to):
+    out, _ = export_to(make_run("gpt2", SHAPES["gpt2"]))
+    mark = json.loads((out / MARK).read_text())
+    assert (mark["format_version"], mark["to"], mark["run"], mark["step"]) == (
+        1,
+        "huggingface",
+        "gpt2",
+        0,
+    )
+
+
+def test_the_chat_template_of_the_run_is_part_of_the_tokenizer(make_run, export_to):
+    run = make_run("llama", SHAPES["llama"])
+    template = named_template("plain", {"eos_token": "<|endoftext|>"})
+    (run / CHAT_TEMPLATE).write_text(template.model_dump_json())
+    out, _ = export_to(run)
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert settings["chat_template"] == template.text
+
+
+def test_an_earlier_export_is_replaced_only_on_request(make_run, export_to, tmp_path):
+    run = make_run("llama", SHAPES["llama"])
+    out, _ = export_to(run, dtype="bfloat16")
+    before = contents(out)
+    with pytest.raises(OutputInUse, match="has an export already"):
+        export_to(run)
+    assert contents(out) == before
+    export_to(run, overwrite=True)
+    assert contents(out)["model.safetensors"] != before["model.safetensors"]
+    assert [path.name for path in tmp_path.glob("llama-*")] == [out.name]
+
+
+def test_other_files_are_never_replaced(tmp_path):
+    (tmp_path / "mine").mkdir()
+    require_free(tmp_path / "mine", overwrite=True)
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "mine")
+    for name, what in {
+        "mine": "not of an export",
+        "file": "not a directory",
+        "link": "not a directory",
+    }.items():
+        with pytest.raises(OutputInUse, match=what):
+            require_free(tmp_path / name, overwrite=True)
+
+
+@pytest.mark.parametrize("had_one", [False, True])
+def test_a_failure_leaves_nothing_half_written(make_run, export_to, monkeypatch, tmp_path, had_one):
+    run = make_run("llama", SHAPES["llama"])
+    out = tmp_path / "llama-huggingface"
+    if had_one:
+        export_to(run)
+    before = contents(out) if had_one else None
+    read, names = source.Source.read, []
+
+    def failing(self, name):
+        names.append(name)
+        if len(names) == 3:
+            raise OSError(28, "No space left on device")
+        return read(self, name)
+
+    monkeypatch.setattr(source.Source, "read", failing)
+    with pytest.raises(OSError, match="No space"):
+        export_to(run, overwrite=True)
+    assert (contents(out) if out.exists() else None) == before
+    assert [path.name for path in tmp_path.glob("llama-*")] == [out.name] * had_one
+
+
+def test_too_little_disk_is_reported_before_anything_is_written(make_run, export_to, monkeypatch):
+    run = make_run()
+    usage = export.shutil.disk_usage(run)
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(HardwareError, match=r"the disk of .* has 0\.0 MB free"):
+        export_to(run)
+
+
+@pytest.mark.parametrize("to", ["huggingface", "safetensors", "gguf"])
+def test_at_most_two_weights_are_in_memory(make_run, export_to, monkeypatch, to):
+    if to == "gguf":
+        pytest.importorskip("gguf")
+    run = make_run("deep", {**SHAPES["llama"], "num_layers": 8})
+    empty, known, most = source.tensors.empty, [], [0]
+
+    def counted(*arguments):
+        weight = empty(*arguments)
+        known.append(weakref.ref(weight))
+        most.append(sum(one() is not None for one in known))
+        return weight
+
+    monkeypatch.setattr(source.tensors, "empty", counted)
+    export_to(run, to)
+    assert len(known) > 40
+    assert max(most) <= 2

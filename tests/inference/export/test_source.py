@@ -1,0 +1,66 @@
+"""Weights are read one at a time, whole and in the type of the export."""
+
+import shutil
+
+import pytest
+import torch
+
+from flatout.errors import CheckpointError
+from flatout.inference.export.source import open_source
+from flatout.training.checkpoint.read_write import read_weights
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_weight_equals_that_of_the_checkpoint(make_run):
+    run = make_run()
+    source = open_source(run)
+    stored = read_weights(run / "checkpoints" / "step-0")
+    assert source.entries.keys() == stored.keys()
+    for name, weight in stored.items():
+        assert torch.equal(source.read(name), weight)
+    assert source.num_parameters == sum(weight.numel() for weight in stored.values())
+    assert source.num_bytes == 4 * source.num_parameters
+    assert source.step == 0
+
+
+def test_weights_are_converted(make_run):
+    source = open_source(make_run(), dtype="bfloat16")
+    name = "token_embedding.weight"
+    weight = source.read(name)
+    assert source.dtype_of(name) == torch.bfloat16
+    assert torch.equal(source.converted(name, weight), weight.to(torch.bfloat16))
+    assert source.num_bytes == 2 * source.num_parameters
+
+
+def test_numbers_beyond_float16_are_an_error(make_run):
+    source = open_source(make_run(), dtype="float16")
+    name = "token_embedding.weight"
+    with pytest.raises(CheckpointError, match=r"token_embedding\.weight has numbers that float16"):
+        source.converted(name, torch.tensor([1e6]))
+    assert source.converted(name, torch.tensor([float("inf")])).isinf()
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(make_run):
+    run = make_run()
+    checkpoint = run / "checkpoints" / "step-0"
+    (checkpoint / "model-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"No checkpoint of .* is complete"):
+        open_source(run)
+    shutil.rmtree(checkpoint)
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        open_source(run)
+
+
+def test_weights_that_do_not_fit_the_config_are_named(make_run, monkeypatch):
+    from flatout.inference.export import source as module
+
+    run = make_run()
+    stored = module.stored_weights
+    monkeypatch.setattr(
+        module,
+        "stored_weights",
+        lambda path: {n: e for n, e in stored(path).items() if "final_norm" not in n},
+    )
+    with pytest.raises(CheckpointError, match=r"do not fit the model in .*: final_norm\.weight"):
+        open_source(run)
