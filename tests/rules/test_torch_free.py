@@ -13,6 +13,8 @@ pytestmark = pytest.mark.slow
 HEAVY_PARTS = {
     "ops",
     "models",
+    "architectures",
+    "imported",
     "optimizers",
     "parallel",
     "roof",
