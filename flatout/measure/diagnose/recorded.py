@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -36,6 +37,10 @@ KINDS = {
     "DataError": "no-data",
 }
 """Kinds of failure by the class of the error."""
+EVENT_FIGURES = {"blocked_ms", "compile_s", "graphs", "parameters", "peak_tflops", "world_size"}
+"""Fields of events that are read as numbers."""
+EVENT_TYPES = {"peak_source": str, "reasons": list}
+"""Types of other fields."""
 
 
 def recorded_evidence(folder: Path) -> Evidence:
@@ -45,8 +50,8 @@ def recorded_evidence(folder: Path) -> Evidence:
     """
     config = layout.read_config(folder)
     notes: list[str] = []
-    records = read_whole_lines(folder / layout.METRICS, notes)
-    events = read_whole_lines(folder / layout.EVENTS, notes)
+    records = _with_a_step(read_whole_lines(folder / layout.METRICS, notes), notes)
+    events = [_typed(event) for event in read_whole_lines(folder / layout.EVENTS, notes)]
     steps = [record for record in records if "perf/step_ms" in record]
     failure = _failure(folder, events, steps)
     if not steps and failure is None:
@@ -63,7 +68,7 @@ def recorded_evidence(folder: Path) -> Evidence:
         machine=probe(),
         device=str(start["device"]) if "device" in start else None,
         world_size=int(start.get("world_size") or 1),
-        parameters=start.get("parameters"),
+        parameters=int(start["parameters"]) if "parameters" in start else None,
         speedups=_speedups(events),
         compile_fallback=_fallback(events),
         failure=failure,
@@ -95,6 +100,36 @@ def read_whole_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
+def _with_a_step(records: Sequence[Mapping[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+    """Return the records that state a step, with their finite numbers and nothing else."""
+    found = [
+        {name: value for name, value in record.items() if _is_finite(value)} for record in records
+    ]
+    kept = [record for record in found if "step" in record]
+    if without := len(found) - len(kept):
+        notes.append(f"Records of metrics.jsonl without a step were left out: {without}.")
+    return kept
+
+
+def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event without the fields that are not of their type."""
+    return {
+        name: value
+        for name, value in event.items()
+        if isinstance(value, EVENT_TYPES.get(name, object))
+        and (name not in EVENT_FIGURES or _is_finite(value))
+    }
+
+
+def _is_finite(value: object) -> bool:
+    """Return whether a value is a number that a figure can be."""
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
+
+
 def _with_steps(
     known: Evidence,
     config: RunConfig | None,
@@ -107,7 +142,7 @@ def _with_steps(
     last, first = records[-1], records[0]
     step = int(last["step"])
     steps = step - int(first["step"]) + _interval(records)
-    train_s = 1e-3 * _mean(steady, "perf/step_ms")
+    train_s = _seconds(steady, "perf/step_ms") or 0.0
     around = _around(records, events, train_s, steps)
     step_s = train_s + around["checkpoint_s"] + around["evaluation_s"]
     planned = config.train.steps if config is not None else None
@@ -160,14 +195,14 @@ def _phases(
 ) -> Phases:
     """Return the phases that records tell apart; on a GPU, only what the host waited for."""
     compiled_s = sum(float(e.get("compile_s") or 0.0) for e in events if _is(e, "recompiled"))
-    wait_s = 1e-3 * _mean(records, "perf/data_wait_ms")
+    wait_s = _seconds(records, "perf/data_wait_ms")
     apart = {**around, "data_wait_s": wait_s, "compile_s": compiled_s / max(steps, 1)}
     if known.on_gpu:
         return Phases(**apart)
     return Phases(
         **apart,
-        compute_s=1e-3 * _mean(records, "perf/device_ms"),
-        logging_s=1e-3 * _mean(records, "perf/host_ms"),
+        compute_s=_seconds(records, "perf/device_ms"),
+        logging_s=_seconds(records, "perf/host_ms"),
     )
 
 
@@ -275,8 +310,10 @@ def _series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[tuple[int,
     return tuple((int(record["step"]), float(record.get(name, math.nan))) for record in records)
 
 
-def _mean(records: Sequence[Mapping[str, Any]], name: str) -> float:
-    return _mean_or_none(records, name) or 0.0
+def _seconds(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return the mean of a figure in milliseconds as seconds; None when no record has it."""
+    mean_ms = _mean_or_none(records, name)
+    return None if mean_ms is None else 1e-3 * mean_ms
 
 
 def _mean_or_none(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -89,6 +89,32 @@ def test_half_a_line_ends_the_reading_and_is_mentioned(run):
     assert found.notes == diagnosis_of(found).notes
 
 
+def test_values_of_other_types_are_left_out(run):
+    lines = ['{"step": null, "perf/step_ms": 3}', '{"perf/step_ms": 5}', '{"step": 405}']
+    wrong = json.dumps(RECORD | {"step": 410, "perf/step_ms": "x", "train/loss": []})
+    events = [
+        {"event": "save", "blocked_ms": "long"},
+        {"event": "recompiled", "graphs": [1], "compile_s": {}, "reasons": 5},
+        {"event": "start", "peak_tflops": "fast", "peak_source": 7},
+    ]
+    folder = run(events=events)
+    with (folder / layout.METRICS).open("a") as file:
+        file.write("\n".join([*lines, wrong]) + "\n")
+    found = recorded_evidence(folder)
+    assert (found.steps, found.roof.peak_tflops) == (400, None)
+    assert found.notes == ("Records of metrics.jsonl without a step were left out: 2.",)
+    assert names(found) == []
+
+
+def test_a_phase_that_no_record_has_is_not_measured(run):
+    parts = ("perf/data_wait_ms", "perf/host_ms", "perf/device_ms")
+    record = {name: value for name, value in RECORD.items() if name not in parts}
+    found = recorded_evidence(run(records=[record | {"step": step} for step in (10, 20, 30)]))
+    assert found.phases.data_wait_s is None
+    assert found.phases.compute_s is None
+    assert found.phases.logging_s is None
+
+
 def test_recorded_waits_saves_and_evaluations_are_named(run):
     waits = run(**{"perf/data_wait_ms": 40.0, "perf/device_ms": 59.0})
     assert names(recorded_evidence(waits)) == ["slow-data"]
