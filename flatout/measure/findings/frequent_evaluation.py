@@ -21,16 +21,8 @@ def look(evidence: Evidence) -> Finding | None:
         return None
     fixes = []
     if config is not None and config.train.eval_every:
-        factor = math.ceil(share * (1 - ENOUGH) / (ENOUGH * (1 - share)))
-        every = config.train.eval_every * factor
-        fixes.append(
-            Fix(
-                text=f"Evaluate less often: train.eval_every={every}.",
-                overrides={"train.eval_every": every},
-                gain=share * (1 - 1 / factor),
-                gain_from=f"1 evaluation instead of {factor}",
-            )
-        )
+        factor = math.ceil(share * (1 - ENOUGH) / (ENOUGH * max(1 - share, 1e-6)))
+        fixes += _less_often(config.train.eval_every, factor, share, evidence.planned_steps)
         tokens = (evidence.data.val_tokens or 0) // factor
         if config.train.eval_tokens == "all" and tokens:
             fixes.append(
@@ -55,6 +47,22 @@ def look(evidence: Evidence) -> Finding | None:
         site=evidence.site("evaluation"),
         fixes=tuple(fixes),
     )
+
+
+def _less_often(every: int, factor: int, share: float, steps: int | None) -> list[Fix]:
+    """Return the fix that evaluates less often: at least once, at the last step of the run."""
+    rarer = every * factor if steps is None else min(every * factor, steps)
+    if rarer <= every:
+        return []
+    fewer = rarer / every
+    return [
+        Fix(
+            text=f"Evaluate less often: train.eval_every={rarer}.",
+            overrides={"train.eval_every": rarer},
+            gain=share * (1 - 1 / fewer),
+            gain_from=f"1 evaluation instead of {round(fewer)}",
+        )
+    ]
 
 
 FINDING = FindingRule(name="frequent-evaluation", look=look)
