@@ -8,6 +8,7 @@ and `cli.py` fills them in. Parsing does not call the command.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -35,6 +36,14 @@ class _NameOrPath(click.ParamType[str | Path]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> str | Path:
         return self._kind(value) if str(value) else self.fail("it is empty", param, ctx)
+
+
+class _FiniteRange(click.FloatRange):
+    """A number of a range; neither NaN nor infinity, which are in no range that means something."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail("it is not finite", param, ctx)
 
 
 def build(name: str) -> click.Command:
@@ -86,7 +95,7 @@ def _click_parameter(
     if isinstance(metadata, Argument):
         return click.Argument([name], help=metadata.help, nargs=-1 if multiple else 1, **shared)
     if metadata.min is not None:
-        number: Any = click.IntRange if kind is int else click.FloatRange
+        number: Any = click.IntRange if kind is int else _FiniteRange
         shared["type"] = number(min=metadata.min)
     return click.Option(
         [name, *(words or [f"--{name.replace('_', '-')}"]), *(metadata.names[len(words) :])],

@@ -35,6 +35,18 @@ CASES = [
         ("Leave out --skip", "train.steps=53"),
     ),
     Case(
+        "an infinite time limit of `tune`",
+        "tune my.yaml --minutes inf",
+        ("'--minutes'", "not finite"),
+        ("Leave --minutes out for the default, 15",),
+    ),
+    Case(
+        "a price per hour that is not a number",
+        "plan my.yaml --price-per-hour nan",
+        ("'--price-per-hour'", "not finite"),
+        ("Leave --price-per-hour out",),
+    ),
+    Case(
         "a profile of no steps",
         "profile my.yaml --steps 0",
         ("'--steps'", "x>=1"),
