@@ -11,7 +11,7 @@ from flatout.assembly import preflight
 from flatout.cache import CACHE
 from flatout.commands import Argument, Command, Option, Overrides, Result
 from flatout.config.schema import RunConfig, load_config
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, in_shell
 from flatout.json_io import JsonObject
 from flatout.measure.diagnose.diagnose import (
     DEFAULT_SECONDS,
@@ -21,7 +21,13 @@ from flatout.measure.diagnose.diagnose import (
     measure_briefly,
 )
 from flatout.measure.diagnose.diagnosis import Diagnosis
-from flatout.measure.diagnose.fix import FixOutcome, applied, try_fixes, write_recipe
+from flatout.measure.diagnose.fix import (
+    FixOutcome,
+    applied,
+    require_writable,
+    try_fixes,
+    write_recipe,
+)
 from flatout.measure.diagnose.text import text_of
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES, unknown_name
@@ -92,7 +98,8 @@ def diagnose(
     computation, optimizer, logging, saving, garbage collection and compiling. For a run, it reads
     what the run has recorded. Nothing is trained or changed. What was not measured is null.
 
-    Raises: UsageError when there is no such recipe or run, or it cannot be resolved; RunFailed.
+    Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
+            another file; RunFailed.
 
     In Python, `callbacks` observe the measured run, which then has no process of its own, and the
     line of a slow one is named.
@@ -102,6 +109,8 @@ def diagnose(
         measured = diagnose_run(folder)
         return _result(measured, path=measured.diagnosis.write(folder))
     config = _config(recipe, folder, overrides)
+    if fix:
+        require_writable(_destination(config, out))
     measured = diagnose_recipe(
         config, seconds=seconds, cache=CACHE, callbacks=callbacks, progress=progress
     )
@@ -123,12 +132,28 @@ def run_folder(name: str | Path) -> Path | None:
 def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None) -> RunConfig:
     """Return the configuration to measure; that of a run is the one it was started with."""
     if folder is None:
+        _require_no_records(Path(recipe))
         name, known = str(recipe), RECIPES.names()
         if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
             raise unknown_name("recipe or run", name, [*known, *run_names()])
         return load_config(recipe, overrides or ())
     asked = folder / layout.REQUESTED
     return load_config(asked if asked.exists() else folder / layout.CONFIG, overrides or ())
+
+
+def _require_no_records(path: Path) -> None:
+    """Check that a path is not the directory of a loop that `flatout.watch` watched.
+
+    Raises: ConfigError.
+    """
+    if (path / layout.METRICS).is_file():
+        raise ConfigError(
+            f"{path} has the records of a loop without a recipe, and flatout cannot repeat it.",
+            fix=f"`flatout report {in_shell(path)}` shows its curves, and its findings if it was "
+            "watched with `flatout.watch`.",
+        )
+    if len(path.parts) > 1 and path.parent == RUNS and not path.exists():
+        raise ConfigError(f"There is no run directory {path}.", fix="`flatout runs` lists them.")
 
 
 def _fixed(
@@ -144,9 +169,13 @@ def _fixed(
     kept = next((outcome for outcome in tried if outcome.kept), None)
     if kept is None:
         return tried, None
-    path = out or Path(f"{config.name}-fixed.yaml")
+    path = _destination(config, out)
     write_recipe(path, applied(config, kept.overrides), tried)
     return tried, path
+
+
+def _destination(config: RunConfig, out: Path | None) -> Path:
+    return out or Path(f"{config.name}-fixed.yaml")
 
 
 def _result(
@@ -165,12 +194,21 @@ def _result(
     )
 
 
-def check(recipe: str, overrides: list[str] | None = None, out: Path | None = None) -> None:
+def check(
+    recipe: str,
+    overrides: list[str] | None = None,
+    fix: bool = False,
+    out: Path | None = None,
+) -> None:
     """Check the names of a recipe without torch; missing data is a finding, not an error here.
 
     Raises: UsageError.
     """
     folder = run_folder(recipe)
+    if out is not None and not fix:
+        raise ConfigError(
+            "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
+        )
     if out is not None and out.suffix not in (".yaml", ".yml"):
         raise ConfigError(
             f"--out {out} is not a YAML file.", fix="For example --out recipe-fixed.yaml."

@@ -57,6 +57,12 @@ CASES = [
         ("--out fixed.txt is not a YAML file",),
         ("recipe-fixed.yaml",),
     ),
+    Case(
+        "a recipe of `diagnose --fix` that would replace another file",
+        "diagnose my.yaml --fix --out my.yaml",
+        ("my.yaml exists", "did not write it"),
+        ("--out FILE",),
+    ),
     Case("a recipe file that does not exist", "train mine.yaml", ("mine.yaml",), ("'my.yaml'",)),
     Case(
         "a URL as a recipe",

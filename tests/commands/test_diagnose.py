@@ -87,6 +87,31 @@ def test_fix_writes_a_recipe_that_holds(measured, capsys, tiny_set, tmp_path):
     assert load_config(out).speedups == "prefetch"
 
 
+@pytest.mark.parametrize("name", ["mine.yaml", "absent/new.yaml", "dir.yaml"])
+def test_fix_measures_nothing_when_its_recipe_cannot_be_written(
+    measured, capsys, tiny_set, tmp_path, name
+):
+    (tmp_path / "mine.yaml").write_text("train: {steps: 3}\n")
+    (tmp_path / "dir.yaml").mkdir()
+    words = ("demo-char", f"data.path={tiny_set}", "--fix", "--out", str(tmp_path / name))
+    assert run(*words) == 2
+    assert str((tmp_path / name).parent) in capsys.readouterr().err
+    assert measured == []
+    assert (tmp_path / "mine.yaml").read_text() == "train: {steps: 3}\n"
+
+
+def test_fix_replaces_its_own_recipe(measured, tiny_set, tmp_path):
+    out = str(tmp_path / "better.yaml")
+    words = ("demo-char", f"data.path={tiny_set}", "speedups=none", "--fix", "--out", out)
+    assert [run(*words), run(*words)] == [0, 0]
+
+
+def test_the_records_of_a_watched_loop_lead_to_the_report(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run(str(tmp_path)) == 2
+    assert f"flatout report {tmp_path}" in capsys.readouterr().err
+
+
 def test_a_run_is_read_and_its_findings_written(tiny_run, capsys, tmp_path):
     shutil.copytree(tiny_run, tmp_path / "run")
     assert run(str(tmp_path / "run"), "--json") == 0
@@ -114,6 +139,8 @@ def test_a_missing_dataset_is_a_finding_and_no_error(capsys, monkeypatch):
     [
         (("demo-chr",), "There is no recipe or run named 'demo-chr'."),
         (("demo-char", "model.kind=transfromer"), "'transfromer'"),
+        (("runs/frist",), "There is no run directory runs/frist."),
+        (("demo-char", "--out", "new.yaml"), "--out has no effect without --fix."),
         (("demo-char", "--fix", "--out", "recipe.txt"), "--out recipe.txt is not a YAML file."),
     ],
 )

@@ -24,6 +24,8 @@ from flatout.measure.instruments.evidence import Evidence, Fact
 from flatout.measure.trials.statistics import mean_of
 from flatout.progress import SILENT, Progress, Task
 
+MARK = "with the fix that `flatout diagnose --fix` measured"
+"""What the first line of a recipe ends with that `--fix` wrote, and which it may replace."""
 REPEATS = 3
 """Measurements of each of the two."""
 MOST_TRIED = 3
@@ -162,6 +164,28 @@ def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
     return config.with_values(values)
 
 
+def require_writable(path: Path) -> None:
+    """Check, before anything is measured, that the recipe can be written.
+
+    Raises: ConfigError when the path has a file that `--fix` did not write, or has no directory.
+    """
+    other = "Choose another file with --out FILE."
+    if not path.parent.is_dir():
+        raise ConfigError(f"There is no directory {path.parent}.", fix=f"Create it. {other}")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory.", fix=other)
+    try:
+        first = path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror or error}.", fix=other) from error
+    if not first.endswith(MARK):
+        raise ConfigError(
+            f"{path} exists, and `flatout diagnose --fix` did not write it.", fix=other
+        )
+
+
 def write_recipe(path: Path, config: RunConfig, outcomes: Sequence[FixOutcome]) -> None:
     """Write a recipe with what differs from the defaults, and what was changed as a comment."""
     defaults = flat(RunConfig().to_dict())
@@ -169,7 +193,7 @@ def write_recipe(path: Path, config: RunConfig, outcomes: Sequence[FixOutcome]) 
         key: value for key, value in flat(config.to_dict()).items() if defaults.get(key) != value
     }
     kept = [outcome for outcome in outcomes if outcome.kept]
-    comment = [f"# {config.name}, with the fix that `flatout diagnose --fix` measured"]
+    comment = [f"# {config.name}, {MARK}"]
     comment += [f"# {outcome.finding}: {outcome.text} {outcome.reason}" for outcome in kept]
     text = yaml.safe_dump(nested(own), sort_keys=False, allow_unicode=True)
     write_text(path, "\n".join(comment) + "\n" + text)
