@@ -69,6 +69,11 @@ def test_without_a_vocabulary_size_the_error_names_the_key(recipe):
         plan(recipe, ON_CPU)
 
 
+def test_a_path_without_a_dataset_is_named_where_the_vocabulary_size_is_missing(recipe):
+    with pytest.raises(ConfigError, match="absent is not a dataset yet"):
+        plan(recipe, [*ON_CPU, "data.path=absent"])
+
+
 def test_a_dataset_that_is_here_gives_vocabulary_and_length(recipe, tiny_set):
     overrides = [word for word in ON_CPU if "steps" not in word]
     found = plan(recipe, [*overrides, f"data.path={tiny_set}"])
