@@ -295,19 +295,6 @@ def test_a_finding_about_another_tools_loop_needs_no_recipe(healthy, name):
             assert not any(fix.overrides for fix in finding.fixes), rule.name
 
 
-def test_evaluations_are_not_put_beyond_the_end_of_the_run(healthy):
-    def less_often(every):
-        config = healthy().config.with_values({"train.eval_every": every, "train.steps": 60})
-        often = healthy(config=config, planned_steps=60, phases__evaluation_s=0.09)
-        fixes = diagnosis_of(often).findings[0].fixes
-        return [fix for fix in fixes if "train.eval_every" in fix.overrides]
-
-    (fix,) = less_often(10)
-    assert fix.overrides == {"train.eval_every": 60}
-    assert fix.gain == pytest.approx(0.9 * 5 / 6)
-    assert less_often(60) == []
-
-
 def test_more_troubles_that_are_out_of_memory(healthy):
     near = diagnosis_of(healthy(memory__estimated_gib=57.0)).findings[0]
     assert (near.name, near.harm) == ("out-of-memory", "warns")
