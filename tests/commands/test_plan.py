@@ -132,6 +132,21 @@ def test_a_run_that_cannot_fit_names_the_smallest_machine_that_would_do(recipe):
 
 
 @pytest.mark.slow
+def test_sharding_and_speedups_together_make_a_large_model_fit(recipe):
+    shape = ["model.num_layers=12", "model.d_model=2048", "model.num_heads=16"]
+    data = ["model.vocab_size=50304", "data.seq_len=1024", "train.steps=10"]
+    batch = ["batch.tokens_per_step=65536", "batch.rows_per_device=8"]
+    found = plan(recipe, [*shape, *data, *batch], machine="8x T4")
+    assert found.fits is False
+    together = found.changes[0]
+    assert together["fits"]
+    assert sorted(word.partition("=")[0] for word in together["overrides"]) == [
+        "parallel.shard",
+        "speedups",
+    ]
+
+
+@pytest.mark.slow
 def test_each_change_that_fits_does_fit(recipe):
     shape = ["model.num_layers=12", "model.d_model=768", "model.num_heads=12"]
     overrides = [*shape, "model.vocab_size=50304", "data.seq_len=1024", "train.steps=10"]

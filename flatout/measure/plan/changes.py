@@ -47,8 +47,8 @@ class Change:
 def changes(plan: Plan) -> list[Change]:
     """Return the changes that save memory, the largest saving first; then a set that fits.
 
-    A set is built when no single change is enough: the speedups that save most, one by one, then
-    fewer rows.
+    A set is built when no single change is enough: sharding over all GPUs, the speedups that save
+    most, one by one, then fewer rows.
     """
     if plan.available is None:
         return []
@@ -73,26 +73,37 @@ def _single(plan: Plan, leaner: Sequence[tuple[Speedup, Workload]]) -> Iterator[
         config = workload.model_config.model_copy(update=leanest)
         overrides = [f"model.{key}={value}" for key, value in leanest.items()]
         yield _change(plan, replace(workload, model_config=config), overrides=overrides)
-    world = plan.target.world_size
-    if world > 1 and workload.num_shards == 1:
-        sharded = replace(workload, num_shards=world, gradients_stay=False)
-        yield _change(plan, sharded, overrides=[f"parallel.shard={world}"])
+    if _can_shard(plan):
+        world = plan.target.world_size
+        yield _change(plan, _sharded(workload, world), overrides=[f"parallel.shard={world}"])
 
 
 def _together(plan: Plan, leaner: Sequence[Speedup]) -> Iterator[Change]:
-    """Yield a set of speedups that fits, if necessary with fewer rows."""
+    """Yield a set of changes that fits: sharding, speedups, and if necessary fewer rows."""
     chosen: list[Speedup] = []
     workload, available = plan.workload, plan.available or 0
+    shards = [plan.target.world_size] if _can_shard(plan) else []
+    overrides = [f"parallel.shard={count}" for count in shards]
+    for count in shards:
+        workload = _sharded(workload, count)
     for speedup in leaner:
-        more = _with(plan, [*chosen, speedup])
+        more = _with(plan, [*chosen, speedup], *shards)
         if more is not None and _saves(plan, more, workload):
             chosen, workload = [*chosen, speedup], more
         if chosen and _need(plan, workload) <= available:
-            yield _change(plan, workload, chosen)
+            yield _change(plan, workload, chosen, overrides=overrides)
             return
     batch = _fewer_rows(plan, workload)
-    if chosen and batch:
-        yield _change(plan, workload, chosen, batch=batch)
+    if (chosen or shards) and batch:
+        yield _change(plan, workload, chosen, overrides=overrides, batch=batch)
+
+
+def _can_shard(plan: Plan) -> bool:
+    return plan.target.world_size > 1 and plan.workload.num_shards == 1
+
+
+def _sharded(workload: Workload, count: int) -> Workload:
+    return replace(workload, num_shards=count, gradients_stay=False)
 
 
 def _fewer_rows(plan: Plan, workload: Workload) -> tuple[int, int] | None:
@@ -118,8 +129,8 @@ def _touches_memory(speedup: Speedup) -> bool:
     )
 
 
-def _with(plan: Plan, speedups: Sequence[Speedup]) -> Workload | None:
-    """Return the workload with more speedups; None when they cannot run together there."""
+def _with(plan: Plan, speedups: Sequence[Speedup], *shards: int) -> Workload | None:
+    """Return the workload with more speedups, and perhaps sharded; None when that cannot run."""
     rows, accumulate = plan.batch
     try:
         requested = plan.requested.with_values(
@@ -128,6 +139,7 @@ def _with(plan: Plan, speedups: Sequence[Speedup]) -> Workload | None:
                 "batch.tokens_per_step": plan.config.batch.tokens_per_step,
                 "batch.rows_per_device": rows,
                 "batch.accumulate": accumulate,
+                **{"parallel.shard": count for count in shards},
             }
         )
         config, decisions = resolve_for(plan.target, requested, plan.dataset, plan.cache)
