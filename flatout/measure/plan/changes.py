@@ -82,12 +82,11 @@ def _together(plan: Plan, leaner: Sequence[Speedup]) -> Iterator[Change]:
     """Yield a set of changes that fits: sharding, speedups, and if necessary fewer rows."""
     chosen: list[Speedup] = []
     workload, available = plan.workload, plan.available or 0
-    shards = [plan.target.world_size] if _can_shard(plan) else []
-    overrides = [f"parallel.shard={count}" for count in shards]
-    for count in shards:
-        workload = _sharded(workload, count)
+    shards = plan.target.world_size if _can_shard(plan) else 0
+    overrides = [f"parallel.shard={shards}"] if shards else []
+    workload = _sharded(workload, shards) if shards else workload
     for speedup in leaner:
-        more = _with(plan, [*chosen, speedup], *shards)
+        more = _with(plan, [*chosen, speedup], shards)
         if more is not None and _saves(plan, more, workload):
             chosen, workload = [*chosen, speedup], more
         if chosen and _need(plan, workload) <= available:
@@ -129,7 +128,7 @@ def _touches_memory(speedup: Speedup) -> bool:
     )
 
 
-def _with(plan: Plan, speedups: Sequence[Speedup], *shards: int) -> Workload | None:
+def _with(plan: Plan, speedups: Sequence[Speedup], shards: int = 0) -> Workload | None:
     """Return the workload with more speedups, and perhaps sharded; None when that cannot run."""
     rows, accumulate = plan.batch
     try:
@@ -139,7 +138,7 @@ def _with(plan: Plan, speedups: Sequence[Speedup], *shards: int) -> Workload | N
                 "batch.tokens_per_step": plan.config.batch.tokens_per_step,
                 "batch.rows_per_device": rows,
                 "batch.accumulate": accumulate,
-                **{"parallel.shard": count for count in shards},
+                "parallel.shard": shards or plan.config.parallel.shard,
             }
         )
         config, decisions = resolve_for(plan.target, requested, plan.dataset, plan.cache)
