@@ -1,17 +1,22 @@
-"""Score a trained model on validation text."""
+"""Score a trained model on validation text, or on the tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
+from flatout.errors import ConfigError, MissingPackage
 from flatout.json_io import Stored
 from flatout.progress import SILENT, Progress
 from flatout.terminal.figures import aligned
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
+
+if TYPE_CHECKING:
+    from flatout.inference.load import LoadedRun
 
 
 class DatasetScore(Stored):
@@ -31,29 +36,59 @@ class DatasetScore(Stored):
     """Tokens that were predicted."""
 
 
+class TaskScore(Stored):
+    """A model's score on one task, by one metric."""
+
+    task: str
+    """Its name in lm-evaluation-harness."""
+    metric: str
+    """The metric, such as acc or acc_norm."""
+    value: float
+    stderr: float | None
+    """Standard error of the value."""
+    samples: int | None
+    """Questions that were asked."""
+    num_fewshot: int | None
+    """Examples in front of each question."""
+
+
 class EvalResult(Result):
-    """A model's score on validation text."""
+    """A model's score on validation text, or on tasks."""
 
     run: str
     """The run directory."""
     checkpoint: str
     """The checkpoint that was scored."""
-    val_loss: float
-    """Mean loss per token, in nats; for a mix, the datasets' losses weighted by their shares."""
-    perplexity: float
+    val_loss: float | None
+    """Mean loss per token, in nats; for a mix, the datasets' losses weighted by their shares.
+
+    Null with --tasks, as are the next three."""
+    perplexity: float | None
     """exp(val_loss)."""
     bits_per_byte: float | None
     """Bits per byte of text, comparable between tokenizers."""
-    tokens: int
+    tokens: int | None
     """Tokens that were predicted."""
     by_dataset: list[DatasetScore]
     """The score on each dataset, even if there is only one."""
+    tasks: tuple[TaskScore, ...] = ()
+    """The scores on the tasks of --tasks."""
 
     def summary(self) -> str:
         """Return the scores, one per line; for several datasets, a table with a total."""
+        if self.val_loss is None or self.perplexity is None or self.tokens is None:
+            return f"{self.checkpoint}\n{task_table(self.tasks)}"
         head = f"{self.checkpoint}, {self.tokens:,} validation tokens"
         if len(self.by_dataset) > 1:
-            return f"{head}\n{score_table(self.by_dataset, self)}"
+            total = DatasetScore(
+                name="total",
+                path="",
+                val_loss=self.val_loss,
+                perplexity=self.perplexity,
+                bits_per_byte=self.bits_per_byte,
+                tokens=self.tokens,
+            )
+            return f"{head}\n{score_table([*self.by_dataset, total])}"
         unknown = "unknown: only a part was scored, or the dataset does not state its bytes"
         bits = unknown if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
         return "\n".join(
@@ -71,28 +106,54 @@ def perplexity_text(perplexity: float) -> str:
     return f"{perplexity:.2f}" if perplexity < 1e9 else f"{perplexity:.2g}"
 
 
-def score_table(scores: Sequence[DatasetScore], total: EvalResult | None = None) -> str:
-    """Return a table with one line per dataset, and one for the total if given."""
-    named: list[tuple[str, DatasetScore | EvalResult]] = [(score.name, score) for score in scores]
-    named += [("total", total)] if total else []
+def task_table(scores: Sequence[TaskScore]) -> str:
+    """Return a table with one line per task and metric."""
+    rows = [["task", "metric", "value", "error", "samples", "examples"]]
+    for score in scores:
+        error = "" if score.stderr is None else f"{score.stderr:.4f}"
+        counts = ["" if n is None else f"{n:,}" for n in (score.samples, score.num_fewshot)]
+        rows.append([score.task, score.metric, f"{score.value:.4f}", error, *counts])
+    return "\n".join(aligned(rows))
+
+
+def score_table(scores: Sequence[DatasetScore]) -> str:
+    """Return a table with one line per dataset."""
     rows = [("dataset", "loss", "perplexity", "bits per byte", "tokens")]
-    for name, score in named:
+    for score in scores:
         bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
         loss, perplexity = f"{score.val_loss:.4f}", perplexity_text(score.perplexity)
-        rows.append((name, loss, perplexity, bits, f"{score.tokens:,}"))
+        rows.append((score.name, loss, perplexity, bits, f"{score.tokens:,}"))
     return "\n".join(aligned(rows))
+
+
+OtherData = Annotated[
+    list[str] | list[Path] | None,
+    Option(
+        "Score on this dataset, a directory or a URL, instead of the run's own; repeatable. "
+        "It must have the run's tokenizer."
+    ),
+]
+Tasks = Annotated[
+    list[str] | None,
+    Option(
+        "Score on these tasks of lm-evaluation-harness instead, separated by commas: "
+        "hellaswag,arc_easy. Their data is downloaded."
+    ),
+]
+Limit = Annotated[int | None, Option("With --tasks: ask only the first questions of each.", min=1)]
+Fewshot = Annotated[
+    int | None,
+    Option("With --tasks: examples in front of each question, if not the task's own.", min=0),
+]
+TaskDir = Annotated[
+    Path | None, Option("With --tasks: a directory with task files (YAML) of your own.")
+]
 
 
 def evaluate(
     run: RunName = None,
     checkpoint: CheckpointName = "best",
-    data: Annotated[
-        list[str] | list[Path] | None,
-        Option(
-            "Score on this dataset, a directory or a URL, instead of the run's own; repeatable. "
-            "It must have the run's tokenizer."
-        ),
-    ] = None,
+    data: OtherData = None,
     max_tokens: Annotated[
         int | None,
         Option(
@@ -102,16 +163,23 @@ def evaluate(
         ),
     ] = None,
     trust_code: TrustCode = False,
+    tasks: Tasks = None,
+    limit: Limit = None,
+    num_fewshot: Fewshot = None,
+    task_dir: TaskDir = None,
     *,
     progress: Progress = SILENT,
 ) -> EvalResult:
     """Score a trained model on its validation text, in the precision that it was trained in.
 
-    Each dataset of a mix is also scored by itself.
+    Each dataset of a mix is also scored by itself. With --tasks, the model is scored on tasks of
+    lm-evaluation-harness instead.
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be
-            read; UntrustedCode.
+            read; ConfigError for an unknown task; MissingPackage; UntrustedCode.
     """
+    names = task_names(tasks)
+    check_tasks(names, data=data, max_tokens=max_tokens, limit=limit, num_fewshot=num_fewshot)
     from flatout.inference.load import load_run
     from flatout.inference.scoring import score_run
 
@@ -122,6 +190,10 @@ def evaluate(
         trust_code=trust_code,
         progress=progress,
     )
+    if names:
+        return on_tasks(
+            loaded, names, limit=limit, num_fewshot=num_fewshot, folder=task_dir, progress=progress
+        )
     evaluation = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return EvalResult(
         run=str(loaded.folder),
@@ -134,11 +206,77 @@ def evaluate(
     )
 
 
-def check(run: RunName, trust_code: bool = False) -> None:
-    """Check that the run exists, and that any code it names may be imported.
+def on_tasks(
+    loaded: LoadedRun,
+    tasks: Sequence[str],
+    *,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    folder: Path | None = None,
+    progress: Progress = SILENT,
+) -> EvalResult:
+    """Score a loaded run on tasks; arguments and errors are those of `score_tasks`."""
+    from flatout.inference.harness import score_tasks
 
-    Raises: CheckpointError with the nearest run; UntrustedCode.
+    rows = score_tasks(
+        loaded, tasks, limit=limit, num_fewshot=num_fewshot, folder=folder, progress=progress
+    )
+    return EvalResult(
+        run=str(loaded.folder),
+        checkpoint=str(loaded.checkpoint),
+        val_loss=None,
+        perplexity=None,
+        bits_per_byte=None,
+        tokens=None,
+        by_dataset=[],
+        tasks=tuple(TaskScore(**row) for row in rows),
+    )
+
+
+def task_names(tasks: Sequence[str] | None) -> list[str]:
+    """Return the names of tasks, each of which may be several with commas between them."""
+    words = [tasks] if isinstance(tasks, str) else tasks or ()
+    return [name.strip() for word in words for name in word.split(",") if name.strip()]
+
+
+def check_tasks(tasks: Sequence[str], **others: object) -> None:
+    """Check that the options fit together, and that the harness is installed if it is needed.
+
+    Raises: ConfigError; MissingPackage with the install line.
     """
+    for name in ("data", "max_tokens") if tasks else ("limit", "num_fewshot"):
+        if others.get(name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"--tasks and {option} exclude each other."
+                if tasks
+                else f"{option} is for the questions of --tasks.",
+                fix=f"Leave {option} out"
+                + ("; --limit bounds the questions of a task." if tasks else ", or add --tasks."),
+            )
+    if tasks and find_spec("lm_eval") is None:
+        raise MissingPackage(
+            "--tasks needs the package lm-eval, which is not installed.",
+            fix='Install it: `pip install "flatout[tasks]"`.',
+        )
+
+
+def check(
+    run: RunName,
+    trust_code: bool = False,
+    tasks: list[str] | None = None,
+    data: list[str] | None = None,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+) -> None:
+    """Check that the run exists, that any code it names may be imported, and the options.
+
+    Raises: CheckpointError with the nearest run; UntrustedCode; as `check_tasks`.
+    """
+    check_tasks(
+        task_names(tasks), data=data, max_tokens=max_tokens, limit=limit, num_fewshot=num_fewshot
+    )
     trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
