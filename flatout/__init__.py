@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from flatout.ops import Ops
     from flatout.terminal import RunReport, Terminal
     from flatout.training.metrics.observers import Observer, Quiet
+    from flatout.training.run_dir.table import metrics
 
 __version__ = "0.2.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "list_entries",
     "load_config",
     "load_run",
+    "metrics",
     "plan",
     "prepare",
     "profile",
@@ -111,6 +113,7 @@ _HOMES = {
     "list_entries": "flatout.commands.list",
     "load_config": "flatout.config.schema",
     "load_run": "flatout.inference.load",
+    "metrics": "flatout.training.run_dir.table",
     "plan": "flatout.commands.plan",
     "prepare": "flatout.commands.prepare",
     "profile": "flatout.commands.profile",

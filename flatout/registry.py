@@ -254,6 +254,13 @@ def _assigned(path: Path) -> dict[str, ast.expr | None]:
 COMMANDS = Folder("commands", "COMMAND", "command")
 FINDINGS = Folder("measure/findings", "FINDING", "finding", has=("look",))
 ARCHITECTURES = Folder("architectures", "ARCHITECTURE", "architecture", has=("keys", "tensors"))
+LOGGERS = Folder(
+    "loggers",
+    "LOGGER",
+    "logger",
+    has=("on_start", "on_record", "on_event", "on_end", "close"),
+    otherwise="; an observer belongs in log.observers",
+)
 MODELS = Folder(
     "models",
     "MODEL",

@@ -24,7 +24,13 @@ from flatout.errors import UntrustedCode
 
 MEMORY = CACHE / "trusted"
 """Directory with one file per trusted run directory; only the user has access."""
-REFERENCES = (("model", "kind"), ("optim", "kind"), ("speedups",))
+REFERENCES = (
+    ("model", "kind"),
+    ("optim", "kind"),
+    ("speedups",),
+    ("log", "to"),
+    ("log", "observers"),
+)
 """Keys of a configuration whose values the registry looks up; `package.module:attribute` in one of
 them imports the user's own code.
 """

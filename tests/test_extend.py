@@ -99,6 +99,7 @@ def test_every_list_shows_its_new_entry(folder):
                 "architectures",
                 "recipes",
                 "datasets",
+                "loggers",
                 "sources",
                 "machines",
                 "models",
@@ -135,11 +136,11 @@ def test_a_new_command_dataset_source_and_kind_of_tokenizer_work(folder):
     assert "an empty shelf. a door ajar." in json.dumps(results[4])
 
 
-def test_a_new_model_optimizer_and_speedups_train(folder):
+def test_a_new_model_optimizer_logger_and_speedups_train(folder):
     prepare = "prepare counting:documents=300 --out data/trained --tokenizer byte --workers 1"
     common = "data.path=data/trained train.device=cpu --json"
     speedups = "speedups=pretokenised,foreach-adamw,row-by-row-loss"
-    own = f"train small-bigram {common} --run-dir runs/bigram"
+    own = f"train small-bigram {common} log.to=notes --run-dir runs/bigram"
     settings = "train.steps=2 batch.tokens_per_step=256 optim.kind=adamw"
     theirs = f"train shakespeare-char {common} {speedups} {settings} --run-dir runs/transformer"
     shown = flatout(folder, prepare, own, theirs)
@@ -149,6 +150,8 @@ def test_a_new_model_optimizer_and_speedups_train(folder):
     config = (folder / "runs" / "bigram" / "config.yaml").read_text(encoding="utf-8")
     assert "bigram" in config
     assert "sgd" in config
+    notes = (folder / "runs" / "bigram" / "notes.txt").read_text(encoding="utf-8")
+    assert re.fullmatch(r"\d+: \d\.\d{4}\nfinished\n", notes)
 
 
 def test_the_new_kernel_matches_the_reference(folder):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from flatout.assembly.request import parse_request
 from flatout.config.schema import RunConfig
+from flatout.config.sections import LogConfig
 from flatout.data.store.mix import AnyDataset, members_of, open_data
-from flatout.errors import ConfigError, DataError
+from flatout.errors import ConfigError, DataError, MissingPackage
 from flatout.hardware import Machine, check_device_name, machine_named
 from flatout.optimizers.schedule import factor
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
-from flatout.registry import MODELS, OPTIMIZERS
+from flatout.registry import LOGGERS, MODELS, OPTIMIZERS
 
 
 def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
@@ -22,6 +24,7 @@ def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
     Raises: ConfigError, HardwareError or DataError that names the invalid setting.
     """
     check_names(config)
+    check_loggers(config.log)
     check_paths(config)
     check_device_name(config.train.device)
     try:
@@ -43,6 +46,21 @@ def check_names(config: RunConfig) -> None:
     OPTIMIZERS.require(config.optim.kind)
     factor(config.schedule, config.optim.lr, 0, config.train.steps or 1)
     parse_request(config.speedups)
+
+
+def check_loggers(config: LogConfig) -> None:
+    """Check that the loggers exist and that their packages are installed.
+
+    Raises: ConfigError that suggests the nearest name; MissingPackage with the install line.
+    """
+    for name in config.to:
+        LOGGERS.require(name)
+        package = None if ":" in name else LOGGERS.stated(name, "PACKAGE")
+        if package and find_spec(package) is None:
+            raise MissingPackage(
+                f"log.to={name} needs the package {package}, which is not installed.",
+                fix=f'Install it: `pip install "flatout[{name}]"`.',
+            )
 
 
 def check_paths(config: RunConfig) -> None:

@@ -18,6 +18,7 @@ from flatout.progress import SILENT, Progress
 from flatout.registry import (
     ARCHITECTURES,
     DATASETS,
+    LOGGERS,
     MACHINES,
     MODELS,
     OPTIMIZERS,
@@ -33,6 +34,7 @@ from flatout.terminal import duration
 FOLDERS: dict[str, Folder | YamlFolder] = {
     "architectures": ARCHITECTURES,
     "datasets": DATASETS,
+    "loggers": LOGGERS,
     "models": MODELS,
     "optimizers": OPTIMIZERS,
     "recipes": RECIPES,
@@ -97,8 +99,8 @@ def list_entries(
     kind: Annotated[
         str,
         Argument(
-            "architectures, datasets, machines, models, optimizers, recipes, sources, speedups or "
-            "tokenizers."
+            "architectures, datasets, loggers, machines, models, optimizers, recipes, sources, "
+            "speedups or tokenizers."
         ),
     ],
     recipe: Annotated[

@@ -48,6 +48,18 @@ ALTERNATIVES = (
 MAPPINGS = {"data.mix"}
 """Keys whose value is a mapping, which a later layer replaces as a whole."""
 
+LATER_KEYS = (
+    "log.to",
+    "log.project",
+    "log.run_name",
+    "log.tags",
+    "log.wandb_mode",
+    "log.observers",
+)
+"""Keys that are newer than the first release: the digest leaves out their defaults, so that runs
+keep their default names.
+"""
+
 BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
 """Two of them determine the third: a layer that sets two clears the third in the layers below."""
 
@@ -123,7 +135,11 @@ class RunConfig(Section):
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON as 64 hexadecimal characters."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+        document, defaults = self.to_dict(), RunConfig().to_dict()
+        for section, key in (name.split(".") for name in LATER_KEYS):
+            if document[section][key] == defaults[section][key]:
+                del document[section][key]
+        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
     def with_values(self, values: JsonObject) -> RunConfig:
         """Return a validated copy with the values at some dotted keys replaced."""

@@ -212,10 +212,52 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """How often metrics are written."""
+    """How often metrics are written, and where they go besides metrics.jsonl."""
 
     every: int = Field(10, ge=1)
     """Steps between records in metrics.jsonl."""
+    to: tuple[str, ...] = ("tensorboard",)
+    """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
+    package.module:MyLogger; none for metrics.jsonl alone. A run continues when one of them
+    fails."""
+    project: str | None = None
+    """Project of W&B, experiment of MLflow. None means the one that WANDB_PROJECT or
+    MLFLOW_EXPERIMENT_NAME states, or else flatout."""
+    run_name: str | None = None
+    """Name of the run there; None means the name of the run directory."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run there."""
+    wandb_mode: Literal["online", "offline"] | None = None
+    """offline keeps W&B's files in the run directory, for `wandb sync`. None means what WANDB_MODE
+    states, or else online."""
+    observers: tuple[str, ...] = ()
+    """Observers of your own, each as package.module:MyObserver; a class is called without
+    arguments. They are called as those passed to `flatout.train` are."""
+
+    @field_validator("to", "tags", "observers", mode="before")
+    @classmethod
+    def _split_text(cls, value: Any) -> Any:
+        if value is None or value == "none":
+            return ()
+        if isinstance(value, str):
+            return tuple(word.strip() for word in value.split(",") if word.strip())
+        return value
+
+    @field_validator("to", "observers")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(value))
+
+    @model_validator(mode="after")
+    def _observers_are_references(self) -> Self:
+        for name in self.observers:
+            if ":" not in name:
+                raise ConfigError(
+                    f"log.observers names {name!r}, which is not an object in a Python module.",
+                    fix="Write log.observers=package.module:MyObserver; for tensorboard, csv, "
+                    "wandb and mlflow set log.to.",
+                )
+        return self
 
 
 class ParallelConfig(Section):

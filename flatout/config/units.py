@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.json_io import JsonObject
-from flatout.registry import DATASETS, MODELS, OPTIMIZERS
+from flatout.registry import DATASETS, LOGGERS, MODELS, OPTIMIZERS
 from flatout.words import name_for, value_for
 
 Unit = Callable[[Any, str, Mapping[str, Any]], "JsonObject | str"]
@@ -44,6 +44,8 @@ GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
 """Names of GPT-2's sizes in nanoGPT."""
 BETAS = (0.9, 0.95)
 """The default of optim.betas."""
+BOARD = ["tensorboard"]
+"""The default of log.to."""
 SELECTIVE = "selective-"
 UNITS: dict[str, Unit] = {
     "clip": lambda value, key, known: {key: value or 0},
@@ -59,6 +61,13 @@ UNITS: dict[str, Unit] = {
     "save_strategy": lambda value, key, known: {key: 1} if value == "epoch" else {},
     "saves_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
     "evals_per_epoch": lambda value, key, known: EVAL_IN_EPOCHS.format(epochs=1 / value),
+    "to_wandb": lambda value, key, known: {} if is_off(value) else {key: ["tensorboard", "wandb"]},
+    "to_mlflow": lambda value, key, known: (
+        {} if is_off(value) else {key: ["tensorboard", "mlflow"]}
+    ),
+    "to_tensorboard": lambda value, key, known: {
+        f"~{key}": [] if is_off(value) else ["tensorboard"]
+    },
     "auto": lambda value, name, known: {"speedups": f"-{name}"} if is_off(value) else {},
     "unless": lambda value, name, known: {} if is_off(value) else {"speedups": f"-{name}"},
     "asked": lambda value, name, known: (
@@ -278,6 +287,25 @@ def shard(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     if isinstance(value, int) and value > 1:
         return {key: value}
     return "Set parallel.shard to the number of processes."
+
+
+@unit
+def loggers(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return the loggers that exist here; `all` leaves the choice to the default."""
+    names = [str(name).lower() for name in (value if isinstance(value, list) else [value])]
+    if "all" in names:
+        return {}
+    found = [name for name in names if name in LOGGERS.names()]
+    if found or all(is_off(name) for name in names):
+        return {key: found}
+    return f"There is no logger {', '.join(names)}; flatout has {', '.join(LOGGERS.names())}."
+
+
+@unit
+def wandb_mode(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return the mode; `disabled` turns the logger off, which is another key."""
+    mode = {"dryrun": "offline", "run": "online"}.get(str(value), str(value))
+    return {key: mode} if mode in ("online", "offline") else {}
 
 
 @unit

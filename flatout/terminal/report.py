@@ -194,12 +194,24 @@ def _event_line(event: JsonObject) -> str | None:
         return f"Alarm: {event['text']}"
     if kind == "alarm_over":
         return str(event["text"])
-    if kind == "no_tensorboard":
+    if "logger" in event:
+        return _logger_line(event)
+    return None
+
+
+def _logger_line(event: JsonObject) -> str:
+    """Return a line about what a logger says, or about its failure."""
+    if event["event"] == "logger":
+        return f"{event['logger']}: {event['text']}"
+    if event["event"] == "no_tensorboard":
         return (
             f"TensorBoard's event file can no longer be written ({event['reason']}); "
             "metrics.jsonl has the same figures."
         )
-    return None
+    return (
+        f"The logger {event['logger']} receives nothing more ({event['reason']}). Training "
+        "continues; metrics.jsonl has the same figures."
+    )
 
 
 def _count_of_speedups(decisions: Sequence[JsonObject]) -> Iterator[str]:

@@ -35,6 +35,7 @@ from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of
 from flatout.training.finish import finish
 from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
+from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
 from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
@@ -155,6 +156,7 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
 
 def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0."""
+    require_loggers(plan.config.log)
     dataset = request.dataset
     if plan.config.data.model_dump_json() != request.config.data.model_dump_json():
         dataset = open_dataset(plan.config)  # read a mix in the order of the stored config
@@ -230,8 +232,10 @@ def execute(
     if run.mesh.is_main:  # left by an early stop that this run now trains past
         (run.folder / layout.SUMMARY).unlink(missing_ok=True)
     say = request.progress.say if run.mesh.is_main else None
+    own = configured_observers(run.config.log) if run.mesh.is_main else []
+    observers = [*request.observers, *own]
     with (
-        Log(run, request.observers, request.progress) as log,
+        Log(run, observers, request.progress, run.config.log.to) as log,
         StopRequests(say=say, launcher=launcher()) as stop,
         closing_saver(run, log),
     ):

@@ -2,6 +2,9 @@
 
 from case import Case
 
+from flatout.assembly import preflight
+from flatout.commands import eval as eval_command
+
 BROKEN = "train:\n  steps: [1, 2\noptim: {}\n"
 
 CASES = [
@@ -179,6 +182,44 @@ CASES = [
         ("best, last",),
     ),
     Case("a directory of runs that does not exist", "runs rnus", ("rnus",), ("flatout runs",)),
+    Case(
+        "tasks without the package that asks them",
+        "eval runs/first --tasks hellaswag",
+        ("--tasks", "lm-eval, which is not installed"),
+        ('pip install "flatout[tasks]"',),
+        lambda w: w.patch.setattr(eval_command, "find_spec", lambda _: None),
+    ),
+    Case(
+        "a limit of questions, and no tasks",
+        "eval runs/first --limit 5",
+        ("--limit", "--tasks"),
+        ("Leave --limit out, or add --tasks",),
+    ),
+    Case(
+        "tasks together with validation text",
+        "eval runs/first --tasks hellaswag --max-tokens 100",
+        ("--tasks and --max-tokens exclude each other",),
+        ("--limit",),
+    ),
+    Case(
+        "a misspelt logger",
+        "train my.yaml log.to=tensorboard,wanddb",
+        ("no logger named 'wanddb'",),
+        ("'wandb'", "mlflow"),
+    ),
+    Case(
+        "a logger whose package is not installed",
+        "train my.yaml log.to=mlflow",
+        ("log.to=mlflow", "mlflow, which is not installed"),
+        ('pip install "flatout[mlflow]"',),
+        lambda w: w.patch.setattr(preflight, "find_spec", lambda _: None),
+    ),
+    Case(
+        "a logger among the observers",
+        "train my.yaml log.observers=wandb",
+        ("log.observers", "'wandb'"),
+        ("package.module:MyObserver", "log.to"),
+    ),
     Case(
         "a user's model that is not a model",
         "train my.yaml model.kind=os:path",

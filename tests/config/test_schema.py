@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 from pydantic import ValidationError
 
@@ -9,6 +12,7 @@ from flatout import registry
 from flatout.config.messages import all_keys
 from flatout.config.schema import (
     ALTERNATIVES,
+    LATER_KEYS,
     RunConfig,
     difference,
     load_config,
@@ -320,3 +324,37 @@ def test_two_batch_sizes_in_a_layer_clear_the_third_below(tmp_path):
     batch = load_config(path, ["batch.rows_per_device=4", "batch.accumulate=3"]).batch
     assert (batch.tokens_per_step, batch.rows_per_device, batch.accumulate) == (None, 4, 3)
     assert load_config(path, ["batch.rows_per_device=4"]).batch.tokens_per_step == 4096
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("csv", ("csv",)),
+        ("tensorboard,wandb", ("tensorboard", "wandb")),
+        ("[csv, csv, mlflow]", ("csv", "mlflow")),
+        ("none", ()),
+        ("", ()),
+        ("mine:Logger", ("mine:Logger",)),
+    ],
+)
+def test_loggers_are_a_list_or_words(text, wanted):
+    assert load_config(None, [f"log.to={text}"]).log.to == wanted
+
+
+def test_an_observer_is_a_reference():
+    config = load_config(None, ["log.observers=mine:Observer, mine:Other"])
+    assert config.log.observers == ("mine:Observer", "mine:Other")
+    assert config.references() == {"mine:Observer", "mine:Other"}
+    with pytest.raises(ConfigError, match=r"log\.observers names 'wandb'") as caught:
+        load_config(None, ["log.observers=wandb"])
+    assert "set log.to" in caught.value.fix
+
+
+def test_newer_keys_leave_the_digest_of_older_configurations_as_it_was():
+    document = RunConfig().to_dict()
+    for key in LATER_KEYS:
+        section, name = key.split(".")
+        del document[section][name]
+    older = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    assert RunConfig().digest() == older
+    assert load_config(None, ["log.to=csv"]).digest() != older

@@ -37,6 +37,7 @@ HOUSE = (
     "optimizers",
     "assembly",
     "training",
+    "loggers",
     "speedups",
     "inference",
     "measure",

@@ -336,3 +336,17 @@ def test_requested_epochs_come_with_the_start(terminal):
     assert text_of(terminal).splitlines()[-1] == (
         "Epoch 1 of 2 done at step 16: mean training loss 2.0000, 1 min 01 s"
     )
+
+
+def test_loggers_print_lines(terminal):
+    report = RunReport(terminal)
+    report.on_event({"event": "logger", "logger": "wandb", "text": "https://wandb.example/run"})
+    report.on_event({"event": "no_tensorboard", "logger": "tensorboard", "reason": "Disk full"})
+    report.on_event({"event": "no_mlflow", "logger": "mlflow", "reason": "refused"})
+    assert text_of(terminal).splitlines() == [
+        "wandb: https://wandb.example/run",
+        "TensorBoard's event file can no longer be written (Disk full); metrics.jsonl has the "
+        "same figures.",
+        "The logger mlflow receives nothing more (refused). Training continues; metrics.jsonl has "
+        "the same figures.",
+    ]

@@ -23,6 +23,7 @@ Path({marker!r}).touch()
 from flatout.models.transformer import MODEL as Model
 from flatout.optimizers.adamw import OPTIMIZER as Optimizer
 from flatout.assembly.recipe import Promise, Speedup as Kind
+from flatout.training.metrics.loggers import Logger
 Speedup = Kind(name="gift", saves="nothing", promise=Promise.exact())
 """
 
@@ -33,6 +34,8 @@ WAYS = {
     "a list of speedups": lambda name: {"speedups": ["tf32", f"{name}:Speedup"]},
     "one speedup": lambda name: {"speedups": f"{name}:Speedup"},
     "an edit of auto": lambda name: {"speedups": f"auto, +{name}:Speedup"},
+    "log.to": lambda name: {"log": {"to": ["csv", f"{name}:Logger"]}},
+    "log.observers": lambda name: {"log": {"observers": [f"{name}:Logger"]}},
 }
 """The ways in which a stored configuration can name code to import."""
 
@@ -63,6 +66,8 @@ class Gift:
                 "optim.kind": "adamw",
                 "speedups": "auto",
                 "train.device": "cpu",
+                "log.to": "tensorboard",
+                "log.observers": "",
             }
         )
 

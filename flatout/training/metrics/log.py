@@ -31,6 +31,7 @@ from flatout.training.metrics.clocks import (
 )
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import GpuDriver, gpu_figures, memory_gib
+from flatout.training.metrics.loggers import guarded
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Records
 from flatout.training.metrics.surroundings import Surroundings
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from flatout.data.load.feed import StepBatch
     from flatout.training.evaluation import Evaluation
     from flatout.training.step import StepResult
+
+LOCAL_LOGGERS = ("tensorboard",)
+"""Loggers of runs that only measure, such as those of bench."""
 
 
 class Rates(NamedTuple):
@@ -64,16 +68,23 @@ class Log:
     """Writes a run's records and events on its main rank; other ranks only keep their clocks.
 
     A record is due every `log.every` steps and at the last step. `close` writes the pending ones;
-    leaving the context closes the files, even after an error.
+    leaving the context closes the files and the loggers, even after an error. `loggers` names those
+    that receive the metrics: a measurement takes part in no project elsewhere.
     """
 
     def __init__(
-        self, run: Run, observers: Sequence[Observer] = (), progress: Progress = SILENT
+        self,
+        run: Run,
+        observers: Sequence[Observer] = (),
+        progress: Progress = SILENT,
+        loggers: Sequence[str] = LOCAL_LOGGERS,
     ) -> None:
         self.progress = progress
         """Where the run reports messages to the user."""
         self._run = run
-        self._observers = observers if run.mesh.is_main else ()
+        self._guards = guarded(loggers, self.event) if run.mesh.is_main else ()
+        self._watchers = observers if run.mesh.is_main else ()
+        self._observers = (*self._watchers, *self._guards)
         self._started_s = time.perf_counter()
         self._elapsed_before_s = run.elapsed_s
         self._interval = Interval(self._started_s)
@@ -99,15 +110,7 @@ class Log:
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step and result of the last evaluation that this process recorded."""
         self._alarms = _alarms(run) if run.mesh.is_main else None
-        self._records = (
-            Records(
-                run.folder,
-                run.step,
-                lambda error: self.event("no_tensorboard", reason=error.strerror or str(error)),
-            )
-            if run.mesh.is_main
-            else None
-        )
+        self._records = Records(run.folder, run.step) if run.mesh.is_main else None
         self.train_loss = self._records.train_loss if self._records else None
         """The loss in the last record; other ranks know only the records of this process."""
 
@@ -118,7 +121,7 @@ class Log:
 
     def start(self) -> None:
         """Tell the observers that the first step is about to start."""
-        for observer in self._observers:
+        for observer in self._watchers:
             observer.on_start(self._run)
 
     def step(self, batch: StepBatch, result: StepResult) -> None:
@@ -209,10 +212,15 @@ class Log:
         self._close_files()
 
     def __enter__(self) -> Self:
+        """Start the loggers, so that they receive every event."""
+        for guard in self._guards:
+            guard.on_start(self._run)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._close_files()
+        for guard in self._guards:
+            guard.close()
 
     def _close_files(self) -> None:
         if self._records:

@@ -1,47 +1,37 @@
-"""A run's records: each is written to metrics.jsonl and TensorBoard."""
+"""A run's records: the lines of metrics.jsonl."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.files import open_own, write_text
-from flatout.training.metrics.board import Board
-from flatout.training.run_dir.layout import BOARD, METRICS
+from flatout.training.run_dir.layout import METRICS
 
 
 class Records:
     """Writes the records of a run that starts at or resumes from `step`, on its main rank."""
 
-    def __init__(
-        self,
-        run_folder: Path,
-        step: int,
-        on_board_failure: Callable[[OSError], object],
-    ) -> None:
+    def __init__(self, run_folder: Path, step: int) -> None:
         path = run_folder / METRICS
         self.train_loss = _drop_later_steps(path, step) if path.exists() else None
         """The training loss of the last record before this process; None if there is none."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._metrics = os.fdopen(open_own(path, flags), "a", encoding="utf-8")
-        self._board = Board(run_folder / BOARD, step, on_board_failure)
 
     def write(self, record: Mapping[str, float]) -> dict[str, float]:
         """Write a record without its non-finite figures, which JSON cannot represent; return it."""
         record = {name: value for name, value in record.items() if math.isfinite(value)}
         self._metrics.write(json.dumps(record) + "\n")
         self._metrics.flush()
-        figures = {name: value for name, value in record.items() if "/" in name}
-        self._board.write(int(record["step"]), figures)
         return record
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the file."""
         self._metrics.close()
-        self._board.close()
 
 
 def _drop_later_steps(path: Path, step: int) -> float | None:

@@ -8,6 +8,9 @@ RUN/
 ├── chat_template.json  with conversations in the data: how their turns are written
 ├── events.jsonl      one line per event: starts, speedups, saves, resumes, alarms
 ├── metrics.jsonl     one line per logged step
+├── metrics.csv       with log.to=csv: the same as a table
+├── loggers/          with log.to=wandb or mlflow: the run's id there
+├── wandb/            with log.to=wandb: the files of W&B
 ├── summary.json      the finished run
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
@@ -70,7 +73,8 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "lock",
     "origin.json",
 )
-METRICS, BOARD = "metrics.jsonl", "tensorboard"
+METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
+LOGGER_STATES, WANDB_FILES = "loggers", "wandb"
 WRITTEN = (
     CONFIG,
     COPY,
@@ -83,6 +87,9 @@ WRITTEN = (
     EXIT_CODE,
     "checkpoints",
     BOARD,
+    TABLE,
+    LOGGER_STATES,
+    WANDB_FILES,
     ORIGIN,
     OWNER,
     LOCK,

@@ -8,8 +8,8 @@ import os
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from flatout.training.metrics import board
-from flatout.training.metrics.board import Board
+from flatout.loggers import tensorboard
+from flatout.loggers.tensorboard import EventFile
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events
 
@@ -26,11 +26,11 @@ def curves(folder):
 
 
 def test_tensorboard_reads_the_figures_and_drops_steps_repeated_after_a_resume(tmp_path):
-    first = Board(tmp_path / "board", 0, pytest.fail)
+    first = EventFile(tmp_path / "board", 0)
     for step in (1, 2, 3):
         first.write(step, {"train/loss": step / 2, "perf/mfu": 0.25})
     first.close()
-    second = Board(tmp_path / "board", 2, pytest.fail)
+    second = EventFile(tmp_path / "board", 2)
     second.write(3, {"train/loss": 8.0})
     second.close()
     assert curves(tmp_path / "board") == {
@@ -56,7 +56,7 @@ def test_a_run_survives_an_event_file_that_cannot_be_written(
 ):
     if where == "open":
         monkeypatch.setattr(
-            board,
+            tensorboard,
             "open_own",
             lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, os.strerror(errno.EIO))),
         )
@@ -76,3 +76,8 @@ def test_a_run_survives_an_event_file_that_cannot_be_written(
     assert [event["reason"] for event in events] == [
         os.strerror(errno.EIO if where == "open" else errno.ENOSPC)
     ]
+
+
+def test_without_its_logger_a_run_writes_no_event_file(tiny_config, tmp_path):
+    run_training(tiny_config(train__steps=2, log__to="none"), tmp_path / "run")
+    assert not (tmp_path / "run" / "tensorboard").exists()
