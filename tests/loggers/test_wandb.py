@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.errors import Stopped
+from flatout.loggers import wandb as logger_module
 from flatout.loggers.wandb import WeightsAndBiases
 from flatout.training.metrics.loggers import RemoteRun
 from flatout.training.run import run_training
@@ -209,7 +210,7 @@ def test_the_package_keeps_a_stopped_and_resumed_run_under_one_id(
 def test_the_package_without_network_keeps_the_run_in_files(tiny_config, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setattr("flatout.loggers.wandb.CONNECT_S", 2.0)
+    monkeypatch.setattr(logger_module, "CONNECT_S", 2.0)
     config = tiny_config(train__steps=2, log__to="wandb")
     assert run_training(config, tmp_path / "run")["steps"] == 2
     texts = [event["text"] for event in read_events(tmp_path / "run") if event["event"] == "logger"]

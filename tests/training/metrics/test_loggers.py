@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from flatout.assembly import preflight
 from flatout.config.sections import LogConfig
 from flatout.errors import ConfigError, MissingPackage
 from flatout.json_io import write_json
@@ -300,7 +301,7 @@ def test_a_function_must_return_an_observer():
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_answered_with_its_install_line(name, monkeypatch):
-    monkeypatch.setattr("flatout.assembly.preflight.find_spec", lambda _: None)
+    monkeypatch.setattr(preflight, "find_spec", lambda _: None)
     with pytest.raises(MissingPackage, match=rf'pip install "flatout\[{name}\]"'):
         require_loggers(LogConfig(to=name))
 
