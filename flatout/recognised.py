@@ -21,17 +21,36 @@ HEAD_BYTES = 4096
 """Bytes of a file that are read to recognise it."""
 MOST_ENTRIES = 1000
 """Files of a directory that are examined."""
-_LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """Start of a file that torch.save wrote before it used zip: a pickled number."""
-_LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
+LLM_C = {struct.pack("<i", 20240520): "uint16", struct.pack("<i", 20240801): "uint32"}
 """Start of an llm.c token file (GPT-2, Llama 3) and its dtype; the header has 1,024 bytes."""
+NOT_TOKENS = (
+    b"PK\x03\x04",
+    LEGACY_TORCH,
+    b"GGUF",
+    b"\x7fELF",
+    b"\x1f\x8b",
+    b"%PDF",
+    b"\x89PNG",
+    b"MZ",
+)
+"""How binary files of other kinds start."""
+_MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
+"""Start of an index of Megatron."""
+_MOST_IDS = 1 << 20
+"""Ids of the largest vocabularies in use, about; larger numbers are not taken for tokens."""
+_MOST_SHORT_IDS = 60_000
+"""The same for ids of two bytes: in other binary files, some numbers are larger."""
+_LEAST_IDS = 16
+"""Different ids that make a file look like tokens."""
 ADDRESS_FIX = "Give a local path; a mounted store is one too."
 TORCH_FILE = "a PyTorch file"
 """Name of a file that torch.save wrote."""
 _GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
-_LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".npy", ".npz"}
+_LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".idx", ".npy", ".npz"}
 """Suffixes of files that identify their directory."""
 
 
@@ -127,6 +146,8 @@ def _folder(path: Path) -> Recognised | None:
         )
     if (path / "manifest.json").is_file() and (path / "tokenizer.json").is_file():
         return Recognised(path, "a prepared dataset", _train_on_it(path))
+    if (shards := token_shards(path)) is not None:
+        return shards
     files = list(_files_in(path))
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
         return Recognised(path, "a directory of token chunks", _import_it(path))
@@ -143,6 +164,19 @@ def _folder(path: Path) -> Recognised | None:
     return first and Recognised(
         path, f"a directory with {first.path.name}, which is {first.name}", first.fix
     )
+
+
+def token_shards(folder: Path) -> Recognised | None:
+    """Return whose token shards a directory contains, itself or in its subdirectories."""
+    for index in (folder / "index.json", *sorted(folder.glob("*/index.json"))):
+        if not index.is_file():
+            continue
+        with index.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+        for mark, name in ((b'"column_encodings"', "MDS shards"), (b'"chunk_bytes"', "litdata")):
+            if mark in head:
+                return Recognised(folder, f"a directory of {name}", _import_it(folder))
+    return None
 
 
 def _files_in(folder: Path) -> Iterator[Path]:
@@ -171,15 +205,9 @@ def _file(path: Path) -> Recognised | None:
         return Recognised(
             path, f"a file of the prepared dataset {path.parent}", _train_on_it(path.parent)
         )
-    if head.startswith(b"\x93NUMPY"):
-        return Recognised(
-            path,
-            "a NumPy array",
-            _as_chunks(path, "numpy.load(sys.argv[1], mmap_mode='r').reshape(-1)"),
-        )
     if head.startswith(b"PK\x03\x04"):
         return _archive(path)
-    if head.startswith(_LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
+    if head.startswith(LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
         return _torch_file(path)
     if all((path.parent / name).is_file() for name in ("manifest.json", "index.json")):
         return Recognised(
@@ -191,8 +219,25 @@ def _file(path: Path) -> Recognised | None:
         return Recognised(path, "a file of model weights", _GGUF)
     if head[8:10] == b'{"' and suffix == ".safetensors":
         return Recognised(path, "a file of model weights", _start_from(path))
-    if suffix == ".bin" and not _is_text(head):
-        return Recognised(path, "a binary file", _binary_tokens(path, head))
+    return _tokens(path, head)
+
+
+def _tokens(path: Path, head: bytes) -> Recognised | None:
+    """Return which kind of token file this is."""
+    is_bin = path.suffix.lower() == ".bin"
+    if head.startswith(b"\x93NUMPY"):
+        return Recognised(path, "a NumPy array", _if_tokens(path))
+    if head.startswith(_MEGATRON):
+        return Recognised(path, "the index of a Megatron dataset", _import_it(path))
+    if is_bin and path.with_suffix(".idx").is_file():
+        return Recognised(path, "the data of a Megatron dataset", _import_it(path))
+    if is_bin and head[:4] in LLM_C:
+        return Recognised(path, "a file of tokens in llm.c's format", _import_it(path))
+    if is_bin and not is_text(head):
+        return Recognised(path, "a binary file", _if_tokens(path))
+    if _looks_like_tokens(head):
+        name = "a binary file that looks like tokens"
+        return Recognised(path, name, _if_tokens(path, " --format raw"))
     return None
 
 
@@ -207,44 +252,15 @@ def _archive(path: Path) -> Recognised | None:
         return _torch_file(path) if path.suffix.lower() in _TORCH_SUFFIXES else None
     if any(name.endswith("/data.pkl") for name in names):
         return _torch_file(path)
-    arrays = {
-        name.removesuffix(".npy"): index
-        for index, name in enumerate(names)
-        if name.endswith(".npy")
-    }
+    arrays = [name.removesuffix(".npy") for name in names if name.endswith(".npy")]
     if arrays:
-        shown = ", ".join(
-            name if name.isidentifier() else repr(name[:40]) for name in list(arrays)[:3]
-        )
-        number = next(iter(arrays.values()))  # a name could contain code
-        first = f"numpy.load(sys.argv[1])[numpy.load(sys.argv[1]).files[{number}]]"
-        return Recognised(
-            path, f"a NumPy archive of {shown}", _as_chunks(path, f"{first}.reshape(-1)")
-        )
+        shown = ", ".join(name if name.isidentifier() else repr(name[:40]) for name in arrays[:3])
+        return Recognised(path, f"a NumPy archive of {shown}", _if_tokens(path))
     return None
 
 
-def _binary_tokens(path: Path, head: bytes) -> str:
-    """Return how to convert a .bin file to chunks; only llm.c's header states the token dtype."""
-    if dtype := _LLM_C.get(head[:4]):
-        return _as_chunks(
-            path, f"numpy.memmap(sys.argv[1], '{dtype}', 'r', offset=1024)", "in llm.c's format"
-        )
-    way = _as_chunks(path, "numpy.memmap(sys.argv[1], 'uint16', 'r')", "in nanoGPT's format")
-    return (
-        f"{way} The command assumes uint16; if the tokenizer has more than 65,536 tokens, replace "
-        f"'uint16' with 'uint32' in it."
-    )
-
-
 def _torch_file(path: Path) -> Recognised:
-    into = f"`flatout import FOLDER --out {_dataset(path.stem)} --tokenizer FILE`"
-    return Recognised(
-        path,
-        TORCH_FILE,
-        f"{_start_from(path)} If it contains tokens, name it chunk_000000.pt, in its own "
-        f"directory, and run {into}.",
-    )
+    return Recognised(path, TORCH_FILE, f"{_start_from(path)} {_if_tokens(path)}")
 
 
 def _start_from(path: Path) -> str:
@@ -262,30 +278,49 @@ def _train_on_it(folder: Path) -> str:
     return f"Train on it: `flatout train RECIPE data.path={in_shell(folder)}`."
 
 
-def _import_it(folder: Path) -> str:
-    out = _dataset(folder.absolute().name)
+def _import_it(path: Path) -> str:
     return (
-        f"Import it: `flatout import {in_shell(folder)} --out {out} --tokenizer FILE`, where FILE "
-        f"is the tokenizer that made the tokens."
+        f"Import it: `{_import_command(path)}`, where FILE is the tokenizer that made the tokens."
     )
 
 
-def _as_chunks(path: Path, tokens: str, kind: str = "") -> str:
-    """Return the command that writes the tokens of a Python expression as chunks, in pieces."""
-    parts = f"enumerate(numpy.array_split({tokens}, 64))"
-    save = (
-        f"[torch.save(torch.from_numpy(part.astype('int64')), f'chunks/chunk_{{n:06d}}.pt') for n, "
-        f"part in {parts}]"
-    )
-    command = f'mkdir chunks && python -c "import numpy, sys, torch; {save}" {in_shell(path)}'
-    into = f"`flatout import chunks --out {_dataset(path.stem)} --tokenizer FILE`"
+def _if_tokens(path: Path, options: str = "") -> str:
+    """Return how to import a file, if it contains tokens; nanoGPT's two files as a directory."""
+    both = {"train.bin", "val.bin"}
+    folder = path.absolute().parent if path.parent == Path() else path.parent
+    if path.name in both and all((folder / name).is_file() for name in both):
+        path = folder
     return (
-        f"flatout cannot read it directly. If it contains tokens{kind and f' {kind}'}, write them "
-        f"as chunks, `{command}`, and run {into}."
+        f"If it contains tokens, import it: `{_import_command(path)}{options}`, where FILE is the "
+        "tokenizer that made them."
     )
 
 
-def _is_text(head: bytes) -> bool:
+def _import_command(path: Path) -> str:
+    known = path.absolute()
+    out = _dataset(known.name if known.is_dir() else known.stem)
+    return f"flatout import {in_shell(path)} --out {out} --tokenizer FILE"
+
+
+def _looks_like_tokens(head: bytes) -> bool:
+    """Return whether bytes look like ids, of two, four or eight bytes each.
+
+    UTF-16 without a byte order mark looks alike, except that all of it can be printed.
+    """
+    if b"\0" not in head or head.startswith((*NOT_TOKENS, b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe")):
+        return False
+    whole = head[: len(head) // 8 * 8]
+    text = whole.decode("utf-16-le", errors="replace")
+    if all(character.isprintable() or character in "\t\r\n" for character in text):
+        return False
+    for code, most in (("Q", _MOST_IDS), ("I", _MOST_IDS), ("H", _MOST_SHORT_IDS)):
+        ids = struct.unpack(f"<{len(whole) // struct.calcsize('<' + code)}{code}", whole)
+        if len(set(ids)) >= _LEAST_IDS and max(ids) < most:
+            return True
+    return False
+
+
+def is_text(head: bytes) -> bool:
     """Return whether bytes are UTF-8 without zero bytes, except for a character cut at the end."""
     try:
         head.decode()

@@ -51,6 +51,7 @@ def folder(tmp_path_factory):
         (folder / name).write_text(block, encoding="utf-8")
     (folder / "rain.txt").write_text(RAIN, encoding="utf-8")
     (folder / "book.txt").write_text(RAIN, encoding="utf-8")
+    (folder / "book.ids").write_text("1 2 3\n\n4 5 256\n" * 20, encoding="utf-8")
     return folder
 
 
@@ -105,13 +106,14 @@ def test_every_list_shows_its_new_entry(folder):
                 "models",
                 "optimizers",
                 "speedups",
+                "token-formats",
                 "tokenizers",
             )
         ),
         "--help",
     )
     for name in written_files():
-        kind, entry = Path(name).parent.name, Path(name).stem.replace("_", "-")
+        kind, entry = (part.replace("_", "-") for part in (Path(name).parent.name, Path(name).stem))
         if kind == "findings":
             continue
         assert re.search(
@@ -134,6 +136,12 @@ def test_a_new_command_dataset_source_and_kind_of_tokenizer_work(folder):
     assert results[1]["bytes"] == len(RAIN)
     assert results[2]["documents"] == 300
     assert "an empty shelf. a door ajar." in json.dumps(results[4])
+
+
+def test_a_new_format_of_tokens_is_imported(folder):
+    shown = flatout(folder, "import book.ids --out data/ids --tokenizer byte --json")
+    result = json.loads(next(iter(shown.values())).strip().splitlines()[-1])
+    assert (result["tokens"], result["documents"]) == (120, 40)
 
 
 def test_a_new_model_optimizer_logger_and_speedups_train(folder):

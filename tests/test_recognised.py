@@ -2,8 +2,6 @@ import io
 import re
 import shlex
 import struct
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -12,16 +10,17 @@ import pytest
 import torch
 
 import flatout
+from flatout.cli import main
 from flatout.commands.generate import generate
-from flatout.data.prepare.import_chunks import find_chunks, read_chunk
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.shards import Dataset
-from flatout.data.tokenizers import load_tokenizer, make_tokenizer
+from flatout.data.tokenizers import load_tokenizer
 from flatout.documents import read_document
 from flatout.errors import ConfigError, FlatoutError, UsageError
 from flatout.recognised import recognise, require_local
 from flatout.registry import recipe_path
 from flatout.sources.files import find_files
+from flatout.token_formats.find import find_tokens
 from flatout.training.init_from import find_weights
 from flatout.training.run_dir.lookup import find_run
 from flatout.training.run_dir.resume import resume_from
@@ -44,7 +43,8 @@ FILES = {
     "chunk_000003.pt": bytes_of(lambda file: torch.save(torch.zeros(3), file)),
     "model.safetensors": struct.pack("<Q", 2) + b'{"a":1}' + b"\xff\x80",
     "train.bin": TOKENS.tobytes(),
-    "fineweb.bin": struct.pack("<i", 20240520).ljust(1024, b"\0") + TOKENS.tobytes(),
+    "fineweb.bin": struct.pack("<3i", 20240520, 1, len(TOKENS)).ljust(1024, b"\0")
+    + TOKENS.tobytes(),
     "tokens.npy": bytes_of(lambda file: np.save(file, TOKENS)),
     "tokens.npz": bytes_of(lambda file: np.savez(file, ids=TOKENS)),
 }
@@ -55,7 +55,7 @@ NAMES = {
     "chunk_000003.pt": "a chunk of tokens",
     "model.safetensors": "a file of model weights",
     "train.bin": "a binary file",
-    "fineweb.bin": "a binary file",
+    "fineweb.bin": "a file of tokens in llm.c's format",
     "tokens.npy": "a NumPy array",
     "tokens.npz": "a NumPy archive of ids",
 }
@@ -79,7 +79,6 @@ TAKERS = {
     "train train.init_from=FILE": lambda path: find_weights(str(path)),
     "train --resume FILE": lambda path: resume_from(path.parent.parent / "run", str(path)),
     "generate FILE": find_run,
-    "import FILE": find_chunks,
     "prepare --tokenizer FILE": lambda path: load_tokenizer(path),
 }
 
@@ -119,56 +118,95 @@ def test_a_directory_of_chunks_is_recognised_wherever_it_is_named(tmp_path):
             f"`flatout import {tmp_path / 'chunks'} --out data/chunks --tokenizer FILE`"
             in caught.value.fix
         )
-    assert find_chunks(tmp_path / "chunks")
+    assert find_tokens(tmp_path / "chunks")
+
+
+TOKEN_FILES = ["train.bin", "fineweb.bin", "tokens.npy", "tokens.npz"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["train.bin", "fineweb.bin", "tokens.npy", "tokens.npz"])
-def test_the_suggested_command_makes_chunks_of_tokens(tmp_path, name):
+@pytest.mark.parametrize("name", TOKEN_FILES)
+def test_the_suggested_command_imports_the_tokens(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(FILES[name])
-    command = recognise(tmp_path / name).fix.split("`")[1]
-    python = command.replace("python -c", f"{sys.executable} -c").replace(
-        "mkdir chunks", f"cd {tmp_path} && mkdir chunks"
-    )
-    subprocess.run(["bash", "-c", python], check=True)
-    byte = make_tokenizer("byte", lambda _: ())
-    assert (
-        np.concatenate(
-            [read_chunk(path, byte) for path in find_chunks(tmp_path / "chunks")]
-        ).tolist()
-        == TOKENS.tolist()
-    )
+    command = recognise(Path(name)).fix.split("`")[1]
+    _, *words = shlex.split(command.replace("FILE", "byte"))
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert not stopped.value.code
+    split = Dataset.open(words[words.index("--out") + 1]).split("train")
+    assert split.read_tokens(0, split.num_tokens).tolist() == TOKENS[:900].tolist()
 
 
-def in_python(command, folder, monkeypatch):
-    """Execute the Python code of a suggested command, and return the tokens that it writes."""
-    *_, code, path = shlex.split(command)
-    monkeypatch.setattr(sys, "argv", ["-c", path])
-    monkeypatch.chdir(folder)
-    (folder / "chunks").mkdir()
-    exec(code, {})
-    return np.concatenate(
-        [torch.load(chunk).numpy() for chunk in sorted((folder / "chunks").iterdir())]
-    )
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_import_reads_every_token_file_and_refuses_weights(tmp_path, name):
+    (tmp_path / name).write_bytes(FILES[name])
+    if name == "model.safetensors":
+        with pytest.raises(FlatoutError, match="a file of model weights, not tokens"):
+            find_tokens(tmp_path / name)
+    else:
+        assert find_tokens(tmp_path / name).files == [tmp_path / name]
 
 
-@pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
-def test_both_formats_of_llm_c_are_read_without_their_header(tmp_path, monkeypatch, magic, dtype):
-    tokens = TOKENS.astype(dtype) + (0 if dtype == "uint16" else 100_000)
-    (tmp_path / "fineweb.bin").write_bytes(
-        struct.pack("<256i", magic, 1, len(tokens), *[0] * 253) + tokens.tobytes()
-    )
-    fix = recognise(tmp_path / "fineweb.bin").fix
-    assert "If it contains tokens in llm.c's format, write them" in fix
-    assert in_python(fix.split("`")[1], tmp_path, monkeypatch).tolist() == tokens.tolist()
+def test_both_files_of_nano_gpt_are_imported_together(tmp_path):
+    for name in ("train.bin", "val.bin"):
+        (tmp_path / name).write_bytes(FILES["train.bin"])
+    assert f"`flatout import {tmp_path} --out" in recognise(tmp_path / "val.bin").fix
 
 
-def test_the_command_for_a_bare_binary_file_states_its_assumption(tmp_path):
-    (tmp_path / "train.bin").write_bytes(FILES["train.bin"])
-    assert (
-        "assumes uint16; if the tokenizer has more than 65,536 tokens, replace 'uint16' with "
-        "'uint32'" in recognise(tmp_path / "train.bin").fix
-    )
+def test_both_files_of_a_megatron_dataset_are_recognised(tmp_path):
+    (tmp_path / "corpus.bin").write_bytes(TOKENS.tobytes())
+    (tmp_path / "corpus.idx").write_bytes(b"MMIDIDX\0\0" + bytes(25))
+    assert recognise(tmp_path / "corpus.bin").name == "the data of a Megatron dataset"
+    assert recognise(tmp_path / "corpus.idx").name == "the index of a Megatron dataset"
+    with pytest.raises(FlatoutError, match="a directory with corpus") as caught:
+        find_files(str(tmp_path))
+    assert "`flatout import" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("index", "name"),
+    [
+        ('{"shards": [{"column_encodings": ["bytes"]}]}', "a directory of MDS shards"),
+        ('{"chunks": [{"chunk_bytes": 1}]}', "a directory of litdata"),
+    ],
+)
+@pytest.mark.parametrize("inside", ["", "train"])
+def test_a_directory_of_token_shards_is_recognised(tmp_path, index, name, inside):
+    folder = tmp_path / "tokens" / inside
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_text(index)
+    (folder / "shard.00000.mds").write_bytes(b"\1\0\0\0")
+    known = recognise(tmp_path / "tokens")
+    assert known.name == name
+    assert f"`flatout import {tmp_path / 'tokens'} --out data/tokens" in known.fix
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int64"])
+def test_ids_are_recognised_in_a_file_of_any_name(tmp_path, dtype):
+    ids = np.random.default_rng(0).integers(0, 50_257, 5000).astype(dtype)
+    (tmp_path / "tokens.dat").write_bytes(ids.tobytes())
+    with pytest.raises(FlatoutError, match="a binary file that looks like tokens") as caught:
+        find_files(str(tmp_path / "tokens.dat"))
+    assert "--tokenizer FILE --format raw`" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        np.random.default_rng(0).bytes(5000),
+        bytes(5000),
+        np.random.default_rng(0).standard_normal(1000).tobytes(),
+        ("Plain text, " * 99).encode("utf-16-le"),
+        ("Текст по-русски, " * 99).encode("utf-16-le"),
+        ("Plain text, " * 99).encode("utf-16"),
+        ("Plain text, " * 99).encode("utf-32"),
+    ],
+    ids=["random", "zeros", "floats", "utf-16", "cyrillic", "with a mark", "utf-32"],
+)
+def test_other_binary_files_do_not_look_like_tokens(tmp_path, content):
+    (tmp_path / "a.dat").write_bytes(content)
+    assert recognise(tmp_path / "a.dat") is None
 
 
 HOSTILE = [
@@ -181,17 +219,13 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_the_name_of_an_array_does_not_enter_the_command(tmp_path, monkeypatch, name):
-    folder = tmp_path / "there"
-    folder.mkdir()
-    with zipfile.ZipFile(folder / "a.npz", "w") as archive:
+def test_the_name_of_an_array_does_not_enter_the_command(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("about.txt", "no array")
         archive.writestr(f"{name}.npy", FILES["tokens.npy"])
-    known = recognise(folder / "a.npz")
+    known = recognise(tmp_path / "a.npz")
     assert known.name.isprintable()
     assert "touch" not in known.fix
-    assert in_python(known.fix.split("`")[1], folder, monkeypatch).tolist() == TOKENS.tolist()
-    assert sorted(path.name for path in folder.iterdir()) == ["a.npz", "chunks"]
 
 
 @pytest.mark.parametrize("name", ["best_model.pt", "train.bin", "tokens.npz", "chunk_000003.pt"])

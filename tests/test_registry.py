@@ -17,6 +17,7 @@ from flatout.registry import (
     RECIPES,
     SOURCES,
     SPEEDUPS,
+    TOKEN_FORMATS,
     Folder,
     YamlFolder,
     load_reference,
@@ -236,7 +237,9 @@ def test_the_error_names_a_missing_import_inside_a_users_file(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    "folder", [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS], ids=lambda f: f.folder
+    "folder",
+    [COMMANDS, MODELS, OPTIMIZERS, SOURCES, SPEEDUPS, TOKEN_FORMATS],
+    ids=lambda f: f.folder,
 )
 def test_every_built_in_entry_loads_and_has_a_description(folder):
     assert folder.names()

@@ -1,4 +1,4 @@
-"""Import tokens that another pipeline wrote: a directory of chunk_NNNNNN.pt files."""
+"""Import tokens that another program wrote."""
 
 from __future__ import annotations
 
@@ -6,30 +6,60 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.commands import Argument, Command, EndOfText, Option, Pattern, Result
-from flatout.data.prepare.import_chunks import Documents, find_chunks
-from flatout.data.prepare.import_chunks import import_chunks as write_chunks
+from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.files import expanded
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+from flatout.token_formats import Documents
+from flatout.token_formats.find import find_tokens
 
-Chunks = Annotated[
-    Path | str, Argument("Directory of chunk_NNNNNN.pt files, one 1-D int64 tensor each.")
+TokenFiles = Annotated[
+    Path | str,
+    Argument(
+        "Token files, or their directory: train.bin and val.bin, .npy, .npz, Megatron's .bin with "
+        ".idx, litdata, MDS, llm.c, or chunk_NNNNNN.pt."
+    ),
 ]
 Out = Annotated[
     Path | str,
     Option("Directory to write; it must be absent, empty, or contain this same dataset."),
 ]
 TokenizerName = Annotated[
-    str | Path,
+    str | Path | None,
     Option(
         "The tokenizer that made the tokens: a tokenizer.json, a .tiktoken file, a Hugging Face "
-        "repository, or byte."
+        "repository, byte, or ids:N for N ids without text. Not needed beside nanoGPT's meta.pkl "
+        "with characters."
     ),
 ]
 DocumentEnds = Annotated[
-    Documents, Option("Where documents end: at an end-of-text token, or at the end of each chunk.")
+    Documents | None,
+    Option(
+        "Where documents end: at an end-of-text token, where the format stores it (Megatron, "
+        "litdata, MDS), or at the end of each chunk or file. By default where the format stores "
+        "it, or else at end-of-text tokens."
+    ),
 ]
-Split = Annotated[str, Option("'tail F': use the fraction F at the end for validation.")]
+Split = Annotated[
+    str | None,
+    Option(
+        "'tail F': use the fraction F at the end for validation; 'tail 0.1' by default, unless "
+        "there are validation files."
+    ),
+]
+Validation = Annotated[Path | str | None, Option("Token files for validation.")]
+FormatName = Annotated[
+    str | None,
+    Option("The format, if the names of the files do not show it; `flatout list token-formats`."),
+]
+Dtype = Annotated[
+    str | None,
+    Option("The type of tokens in files without a header, such as uint16; guessed by default."),
+]
+FieldName = Annotated[
+    str | None,
+    Option("The array, key or column with the tokens; input_ids, tokens or the only one."),
+]
 
 
 class ImportResult(Result):
@@ -52,38 +82,44 @@ class ImportResult(Result):
         """Return the path, the time and the counts."""
         verb = f"written in {self.seconds:.1f} s" if self.tokens_per_s else "already exists"
         counts = f"{self.tokens:,} tokens of {self.documents:,} documents"
-        return f"{self.path}  {verb}\n  {counts}, from {self.chunks:,} chunks"
+        return f"{self.path}  {verb}\n  {counts}, from {self.chunks:,} files"
 
 
 def import_chunks(
-    chunks: Chunks,
+    tokens: TokenFiles,
     out: Out,
-    tokenizer: TokenizerName,
+    tokenizer: TokenizerName = None,
     pattern: Pattern = None,
     end_of_text: EndOfText = None,
-    documents: DocumentEnds = "end-of-text",
-    split: Split = "tail 0.1",
+    documents: DocumentEnds = None,
+    split: Split = None,
+    val: Validation = None,
+    format: FormatName = None,
+    dtype: Dtype = None,
+    field: FieldName = None,
     *,
     progress: Progress = SILENT,
 ) -> ImportResult:
-    """Import tokens that another pipeline wrote: a directory of chunk_NNNNNN.pt files.
+    """Import tokens that another program wrote.
 
-    A metadata.json beside them is copied into the manifest; the numbers of chunks and tokens and
-    the vocabulary size that it states must be correct.
+    `train` and `val` in the names of files or subdirectories keep that split. What a metadata.json
+    beside chunks states must be correct. No pickle is loaded.
 
-    Raises: DataError naming the chunk that is missing or unusable.
+    Raises: DataError naming the file that is missing or unusable.
     """
     out = expanded(out)
-    made = write_chunks(
-        expanded(chunks),
-        out,
-        tokenizer=str(tokenizer),
+    options = ImportOptions(
+        tokenizer=None if tokenizer is None else str(tokenizer),
         pattern=pattern,
         end_of_text=end_of_text,
         documents=documents,
         split=split,
-        progress=progress,
+        val=None if val is None else expanded(val),
+        format=format,
+        dtype=dtype,
+        field=field,
     )
+    made = import_tokens(expanded(tokens), out, options, progress=progress)
     return ImportResult(
         path=str(out),
         chunks=made.manifest.source["chunks"],
@@ -94,19 +130,18 @@ def import_chunks(
     )
 
 
-def check(chunks: Path, out: Path) -> None:
-    """Check that no chunk is missing.
+def check(tokens: Path, out: Path, val: Path | None = None, format: str | None = None) -> None:
+    """Check that there are token files, and that none is missing.
 
     Raises: DataError naming the missing ones.
     """
     require_local(out, "--out ")
-    find_chunks(expanded(chunks))
+    find_tokens(expanded(tokens), None if val is None else expanded(val), format)
 
 
 COMMAND = Command(
     call=import_chunks,
-    example="flatout import old/chunks --out data/old --tokenizer tokenizer.json",
+    example="flatout import old/nanogpt --out data/old --tokenizer tokenizer.json",
     check=check,
-    needs_torch=True,
     writes_files=True,
 )

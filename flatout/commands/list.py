@@ -24,6 +24,7 @@ from flatout.registry import (
     OPTIMIZERS,
     RECIPES,
     SOURCES,
+    TOKEN_FORMATS,
     TOKENIZERS,
     Folder,
     YamlFolder,
@@ -39,6 +40,7 @@ FOLDERS: dict[str, Folder | YamlFolder] = {
     "optimizers": OPTIMIZERS,
     "recipes": RECIPES,
     "sources": SOURCES,
+    "token-formats": TOKEN_FORMATS,
 }
 
 
@@ -100,7 +102,7 @@ def list_entries(
         str,
         Argument(
             "architectures, datasets, loggers, machines, models, optimizers, recipes, sources, "
-            "speedups or tokenizers."
+            "speedups, token-formats or tokenizers."
         ),
     ],
     recipe: Annotated[

@@ -48,8 +48,8 @@ Out = Annotated[
 TokenizerName = Annotated[
     str | Path,
     Option(
-        "char, byte, train:N, a tokenizer.json or .tiktoken file, or a Hugging Face repository, "
-        "ORG/NAME[@REVISION]."
+        "char, byte, train:N, a tokenizer.json or .tiktoken file, a Hugging Face repository, "
+        "ORG/NAME[@REVISION], or ids:N for numbers."
     ),
 ]
 TextField = Annotated[

@@ -42,6 +42,33 @@ def raw_tokens(world: World) -> None:
     world.write("train.bin", bytes(range(256)) * 8)
 
 
+def mapped_index(world: World, *, sequences: int = 2) -> None:
+    """Write a dataset of Megatron, whose index states a number of sequences."""
+    import struct
+
+    world.write("old.bin", bytes(range(8)))
+    world.write(
+        "old.idx",
+        b"MMIDIDX\0\0"
+        + struct.pack("<QBQQ", 1, 8, sequences, 3)
+        + struct.pack("<2i2q3q", 2, 2, 0, 4, 0, 1, 2),
+    )
+
+
+def litdata(world: World) -> None:
+    """Write an index of litdata without the chunk that it lists."""
+    chunk = {"filename": "chunk-0-0.bin", "chunk_size": 1, "chunk_bytes": 20, "dim": 1}
+    config = {"data_format": ["no_header_tensor:18"], "compression": None}
+    world.write("lit/index.json", json.dumps({"chunks": [chunk], "config": config}))
+
+
+def pickled_array(world: World) -> None:
+    """Write an array of Python objects."""
+    import numpy as np
+
+    np.save(world.path / "tokens.npy", np.array([{}, None]), allow_pickle=True)
+
+
 def second_dataset(world: World) -> None:
     assert run_command("prepare book.txt --out data/more --tokenizer byte", world.path).code == 0
 
@@ -62,12 +89,110 @@ CASES = [
         ("a local path",),
         lambda w: tensor(w, [1]),
     ),
-    Case("chunks that do not exist", IMPORT, ("chunks", "not a directory"), ("chunk_NNNNNN.pt",)),
+    Case("tokens that do not exist", IMPORT, ("no file or directory chunks",), ("train.bin",)),
     Case(
-        "a directory without chunks",
+        "a directory without tokens",
         "import data --out data/new --tokenizer byte",
-        ("data", "chunk_NNNNNN.pt"),
+        ("data", "no token files"),
         ("Name the directory",),
+    ),
+    Case(
+        "text instead of tokens",
+        "import book.txt --out data/new --tokenizer byte",
+        ("book.txt", "not a token file"),
+        ("`flatout prepare book.txt",),
+    ),
+    Case(
+        "a token file with half a token",
+        "import train.bin --out data/new --tokenizer byte",
+        ("train.bin", "2,049 bytes", "uint16"),
+        ("truncated", "--dtype"),
+        lambda w: w.write("train.bin", bytes(range(256)) * 8 + b"\0"),
+    ),
+    Case(
+        "raw tokens of another tokenizer",
+        "import train.bin --out data/new --tokenizer byte",
+        ("train.bin, token 1", "outside the vocabulary"),
+        ("--tokenizer",),
+        raw_tokens,
+        progress="train.bin is read as uint16",
+    ),
+    Case(
+        "tokens without the name of their tokenizer",
+        "import train.bin --out data/new",
+        ("train.bin", "not known which tokenizer"),
+        ("--tokenizer FILE", "ids:N"),
+        raw_tokens,
+    ),
+    Case(
+        "an unknown type of tokens",
+        "import train.bin --out data/new --tokenizer byte --dtype float16",
+        ("'float16'",),
+        ("uint16",),
+        raw_tokens,
+    ),
+    Case(
+        "an unknown format of tokens",
+        "import train.bin --out data/new --tokenizer byte --format megatorn",
+        ("'megatorn'",),
+        ("'megatron'",),
+        raw_tokens,
+    ),
+    Case(
+        "a number of ids that is not one",
+        "import train.bin --out data/new --tokenizer ids:many",
+        ("ids:many",),
+        ("ids:50257",),
+        raw_tokens,
+    ),
+    Case(
+        "a split of tokens that have one",
+        "import . --out data/new --tokenizer byte --split 'tail 0.5'",
+        ("val.bin", "'tail 0.5'"),
+        ("Leave --split out",),
+        lambda w: (w.write("train.bin", b"\1\0" * 9), w.write("val.bin", b"\1\0" * 9)),
+    ),
+    Case(
+        "an array that needs a pickle",
+        "import tokens.npy --out data/new --tokenizer byte",
+        ("tokens.npy", "Python objects"),
+        ("never read",),
+        pickled_array,
+    ),
+    Case(
+        "a Megatron index that is truncated",
+        "import old --out data/new --tokenizer byte",
+        ("old.idx", "truncated or damaged"),
+        ("Copy",),
+        lambda w: mapped_index(w, sequences=9),
+    ),
+    Case(
+        "a Megatron index of another program",
+        "import old.bin --out data/new --tokenizer byte",
+        ("old.idx", "not an index of Megatron"),
+        ("move the .idx file away",),
+        lambda w: (mapped_index(w), w.write("old.idx", b"something else")),
+    ),
+    Case(
+        "a Megatron index without its data",
+        "import old.idx --out data/new --tokenizer byte",
+        ("old.bin", "does not exist"),
+        ("Copy both files",),
+        lambda w: (mapped_index(w), (w.path / "old.bin").unlink()),
+    ),
+    Case(
+        "litdata without its chunks",
+        "import lit --out data/new --tokenizer byte",
+        ("chunk-0-0.bin", "does not contain"),
+        ("Copy the missing files",),
+        litdata,
+    ),
+    Case(
+        "litdata instead of text",
+        f"prepare lit {NEW}",
+        ("lit is a directory of litdata",),
+        ("`flatout import lit --out data/lit --tokenizer FILE`",),
+        litdata,
     ),
     Case(
         "weights of another program for `inspect`",
@@ -94,7 +219,7 @@ CASES = [
         "raw tokens instead of text",
         f"prepare train.bin {NEW}",
         ("train.bin is a binary file",),
-        ("torch.save", "`flatout import"),
+        ("`flatout import train.bin --out data/train --tokenizer FILE`",),
         raw_tokens,
     ),
     Case(
@@ -126,7 +251,7 @@ CASES = [
     Case(
         "a chunk of floating-point numbers",
         IMPORT,
-        ("chunk_000000.pt", "float32", "int64"),
+        ("chunk_000000.pt", "float32", "integers"),
         ("torch.save",),
         lambda w: tensor(w, [1.0], "float32"),
     ),

@@ -26,7 +26,7 @@ def test_chunks_become_a_dataset(folder):
     result = import_chunks(folder, folder.parent / "set", "byte")
     assert (result.chunks, result.tokens, result.documents) == (5, 300, 100)
     assert result.tokens_per_s > 0
-    assert "300 tokens of 100 documents, from 5 chunks" in result.summary()
+    assert "300 tokens of 100 documents, from 5 files" in result.summary()
     assert "already exists" in import_chunks(folder, folder.parent / "set", "byte").summary()
 
 

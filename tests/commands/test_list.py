@@ -41,6 +41,7 @@ def test_tokenizers_are_listed_as_prepare_accepts_them():
         "byte",
         "char",
         "tokenizer.json, ORG/NAME",
+        "ids:N",
     ]
 
 

@@ -30,6 +30,7 @@ HOUSE = (
     "roof",
     "parallel",
     "sources",
+    "token_formats",
     "data",
     "ops",
     "models",
@@ -60,8 +61,7 @@ PREPARE = (
     "writer",
     "pipeline",
     "upload",
-    "chunks",
-    "import_chunks",
+    "import_tokens",
 )
 """The stages of data/prepare in order; each imports only from those before it."""
 

@@ -102,9 +102,10 @@ def test_quick_commands_import_no_torch(root, arguments):
     assert heavy(modules_after(code, root)) == []
 
 
-def test_prepare_and_inspect_import_no_torch(root, tmp_path):
-    text = tmp_path / "book.txt"
+def test_prepare_import_and_inspect_import_no_torch(root, tmp_path):
+    text, tokens = tmp_path / "book.txt", tmp_path / "tokens.bin"
     text.write_text("A sentence of a book. " * 200, encoding="utf-8")
+    tokens.write_bytes(bytes([7, 0, 0, 1]) * 200)
     for arguments in (
         [
             "prepare",
@@ -117,6 +118,7 @@ def test_prepare_and_inspect_import_no_torch(root, tmp_path):
             "1",
         ],
         ["inspect", str(tmp_path / "data")],
+        ["import", str(tokens), "--out", str(tmp_path / "old"), "--tokenizer", "byte"],
     ):
         assert (
             heavy(

@@ -1,4 +1,4 @@
 """From text to packed shards: request, plan, workers that pack ranges, join.
 
-`pipeline.py`, `upload.py`, `import_chunks.py` and `writer.py` are the entry points.
+`pipeline.py`, `upload.py`, `import_tokens.py` and `writer.py` are the entry points.
 """

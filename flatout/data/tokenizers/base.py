@@ -97,6 +97,8 @@ class Tokenizer(ABC):
 
     Otherwise the bound depends on the content of the tokenizer file.
     """
+    has_text: ClassVar[bool] = True
+    """Whether ids stand for text, so that the bytes of a text can be counted."""
     splits_all_text = False
     """Whether its pattern must match all of a text, so that decoding restores the text exactly.
 

@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.prepare.import_chunks import find_chunks, import_chunks
+from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.data.store.shards import Dataset
 from flatout.data.store.verify import verify_dataset
 from flatout.data.tokenizers import load_tokenizer
 from flatout.data.tokenizers.bpe import train_bpe
 from flatout.errors import DataError
+from flatout.token_formats.chunks.find import find_chunks
 
 EOT = 256  # of the byte tokenizer
 RNG = np.random.default_rng(0)
@@ -26,7 +27,7 @@ def chunks(tmp_path):
         for number, tokens in by_number.items():
             torch.save(
                 tokens
-                if isinstance(tokens, torch.Tensor)
+                if isinstance(tokens, torch.Tensor | dict)
                 else torch.tensor(np.asarray(tokens), dtype=torch.int64),
                 path(folder, number),
             )
@@ -42,7 +43,8 @@ def path(folder, number):
 
 
 def bring_in(folder, **options):
-    return import_chunks(folder, folder.parent / "out", **{"tokenizer": "byte", **options})
+    options = ImportOptions(**{"tokenizer": "byte", **options})
+    return import_tokens(folder, folder.parent / "out", options)
 
 
 def of_split(folder, name):
@@ -220,8 +222,8 @@ class Evil:
 @pytest.mark.parametrize(
     ("content", "wanted"),
     [
-        (torch.tensor([1, 2], dtype=torch.int32), "contains a tensor of int32, not of int64"),
-        (torch.tensor([1.0]), "contains a tensor of float32"),
+        (torch.tensor([1.0]), "contains a tensor of float32, not of integers"),
+        (torch.tensor([True]), "contains a tensor of bool, not of integers"),
         (torch.zeros(3, 4, dtype=torch.int64), r"of shape \(3, 4\), not of one dimension"),
         (torch.tensor(4), r"of shape \(\), not of one dimension"),
         (
@@ -229,7 +231,12 @@ class Evil:
             "token 2: the id 257 is outside the vocabulary of .*, whose ids are below 257",
         ),
         (torch.tensor([1, -1, 2]), "token 1: the id -1 is outside the vocabulary"),
-        ({"tokens": torch.tensor([1])}, "contains a dict, not a tensor"),
+        ({"tokens": [1]}, "contains a dict, not a tensor"),
+        ({"tokens": torch.tensor([1.0])}, "contains a tensor of float32"),
+        (
+            {"a": torch.tensor([1]), "b": torch.tensor([2])},
+            "has 2 keys, and it is not clear which contains the tokens",
+        ),
         (
             Evil(),
             r"contains more than a tensor: it names \w+\.print, and code in a file is never run",
@@ -303,7 +310,38 @@ def test_too_few_tokens_for_two_splits_are_refused(chunks):
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"has no chunk_NNNNNN\.pt files"):
+    with pytest.raises(DataError, match="has no token files"):
         bring_in(tmp_path)
-    with pytest.raises(DataError, match="is not a directory"):
+    with pytest.raises(DataError, match="There is no file or directory"):
         bring_in(tmp_path / "absent")
+
+
+DTYPES = ["uint8", "int8", "uint16", "int16", "int32", "uint32", "int64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_of_any_integers_and_dicts_are_imported(chunks, dtype):
+    tokens = np.arange(100).astype(dtype)
+    saved = torch.from_numpy(tokens)
+    mask = torch.ones(100)
+    folder = chunks({0: saved, 1: {"input_ids": saved, "attention_mask": mask}})
+    bring_in(folder, split="tail 0.5")
+    assert of_split(folder, "train")[0] == of_split(folder, "val")[0] == tokens.tolist()
+
+
+def test_the_key_of_a_dict_can_be_named(chunks):
+    pair = {"a": torch.arange(50), "b": torch.arange(50) + 100}
+    folder = chunks({0: pair})
+    with pytest.raises(DataError, match="has no key 'c'") as caught:
+        bring_in(folder, field="c")
+    assert "--field: 'a', 'b'" in caught.value.fix
+    bring_in(folder, field="b")
+    assert of_split(folder, "train")[0] == list(range(100, 145))
+    with pytest.raises(DataError, match="field is 'b', and 'a' is requested"):
+        bring_in(folder, field="a")
+
+
+def test_a_file_of_torch_is_imported_alone(tmp_path):
+    torch.save(torch.arange(200), tmp_path / "tokens.pt")
+    bring_in(tmp_path / "tokens.pt")
+    assert of_split(tmp_path / "tokens.pt", "train")[0] == list(range(180))

@@ -1,4 +1,4 @@
-"""Load the tensor in a torch.save file, in memory bounded by the file's size."""
+"""Load the tensor in a torch.save file, or in a dict in it, in memory bounded by its size."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from flatout.errors import DataError
+from flatout.files import Array
+from flatout.token_formats import Reading, tokens_field
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +29,33 @@ allocate any amount of memory.
 """
 
 
-def load_tensor(path: Path) -> torch.Tensor:
+def load_tokens(path: Path, reading: Reading) -> Array:
+    """Return the tokens in a file of torch.save: a tensor, or a dict of tensors with a usual key.
+
+    Shapes:  returns (T,), integers.
+    Raises: DataError as load_tensor, and when the tensor is not a row of integers.
+    """
+    found = load_tensor(path, reading)
+    fix = (
+        "A chunk is one 1-D tensor of int64 or other integers: write it again with "
+        "torch.save(tokens, path)."
+    )
+    dtype = str(found.dtype).removeprefix("torch.")
+    if found.is_floating_point() or found.is_complex() or dtype == "bool":
+        raise DataError(f"{path} contains a tensor of {dtype}, not of integers.", fix=fix)
+    if found.dim() != 1:
+        raise DataError(
+            f"{path} contains a tensor of shape {tuple(found.shape)}, not of one dimension.",
+            fix=fix,
+        )
+    tokens: Array = found.numpy()
+    return tokens
+
+
+def load_tensor(path: Path, reading: Reading | None = None) -> torch.Tensor:
     """Return the tensor in a file of torch.save, without running any code in the file.
+
+    With `reading`, the file may also contain a dict of tensors.
 
     Shapes:  returns what was saved, any shape.
     Raises: DataError when the file cannot be read, contains anything but a tensor, or contains a
@@ -36,18 +63,13 @@ def load_tensor(path: Path) -> torch.Tensor:
     """
     import torch
 
-    if not path.is_file():
-        raise _error(f"{path} is not a regular file.")
-    try:
-        _check(path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except DataError:
-        raise
-    except Exception as error:  # torch's unpickler raises errors of any kind for a damaged file
-        text = str(error).strip().partition("\n")[0].rstrip(".")
-        # torch's message about weights_only tells users how to run the file's code
-        reason = "" if "weights_only" in str(error) else f": {text or type(error).__name__}"
-        raise _error(f"{path} cannot be read as a tensor{reason}.") from error
+    found = _load(path)
+    if isinstance(found, dict) and reading is not None:
+        tensors = {
+            str(key): value for key, value in found.items() if isinstance(value, torch.Tensor)
+        }
+        if tensors:
+            found = tensors[tokens_field(list(tensors), reading, path, "key")]
     if not isinstance(found, torch.Tensor):
         raise _error(f"{path} contains a {type(found).__name__}, not a tensor.")
     if found.layout is not torch.strided or found.device.type != "cpu":
@@ -63,6 +85,27 @@ def load_tensor(path: Path) -> torch.Tensor:
             fix="Save tokens.clone(), which stores every element.",
         )
     return found
+
+
+def _load(path: Path) -> object:
+    """Return what a file contains.
+
+    Raises: DataError when it cannot be read, or names anything but tensors.
+    """
+    import torch
+
+    if not path.is_file():
+        raise _error(f"{path} is not a regular file.")
+    try:
+        _check(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except DataError:
+        raise
+    except Exception as error:  # torch's unpickler raises errors of any kind for a damaged file
+        text = str(error).strip().partition("\n")[0].rstrip(".")
+        # torch's message about weights_only tells users how to run the file's code
+        reason = "" if "weights_only" in str(error) else f": {text or type(error).__name__}"
+        raise _error(f"{path} cannot be read as a tensor{reason}.") from error
 
 
 def _error(what: str) -> DataError:

@@ -7,9 +7,10 @@ import zipfile
 import pytest
 import torch
 
-from flatout.data.prepare.chunks.torch_file import load_tensor
-from flatout.data.prepare.import_chunks import METADATA, find_chunks, import_chunks
+from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.errors import DataError
+from flatout.token_formats.chunks.find import METADATA, find_chunks
+from flatout.token_formats.chunks.torch_file import load_tensor
 
 TOKENS = torch.arange(40)
 
@@ -125,7 +126,7 @@ def test_special_files_are_refused_without_waiting(tmp_path, kind):
     with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
         load_tensor(path)
     with pytest.raises(DataError, match=r"chunk_000000\.pt is not a regular file"):
-        import_chunks(tmp_path, tmp_path / "out", tokenizer="byte")
+        import_tokens(tmp_path, tmp_path / "out", ImportOptions("byte"))
     assert find_chunks(tmp_path) == [path]
 
 
@@ -133,4 +134,4 @@ def test_special_files_as_metadata_are_refused_without_waiting(tmp_path):
     saved(tmp_path / "chunk_000000.pt")
     os.mkfifo(tmp_path / METADATA)
     with pytest.raises(DataError, match=r"metadata\.json is not a regular file"):
-        import_chunks(tmp_path, tmp_path / "out", tokenizer="byte")
+        import_tokens(tmp_path, tmp_path / "out", ImportOptions("byte"))

@@ -1,1 +1,0 @@
-"""Chunks of tokens that another pipeline saved: finding them, their metadata, reading tensors."""

@@ -1,0 +1,354 @@
+"""Import tokens that another program wrote, in any of the formats of `token_formats`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flatout.data.prepare.pipeline import Prepared
+from flatout.data.prepare.request.options import NAMED, parse_rule
+from flatout.data.prepare.request.request import existing_dataset
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.tokenizers import Tokenizer, existing_tokenizer, kind_named
+from flatout.data.tokenizers.char import CharTokenizer
+from flatout.errors import DataError
+from flatout.files import Array, expanded
+from flatout.json_io import JsonObject
+from flatout.progress import SILENT, Progress, Task
+from flatout.token_formats import Documents, Piece, Reading, Tokens
+from flatout.token_formats.find import Found, find_tokens
+from flatout.token_formats.meta_pickle import META, characters_in
+
+DEFAULT_SPLIT = "tail 0.1"
+BLOCK_TOKENS = 1 << 20
+"""Tokens that are checked and written at a time."""
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """How to read the tokens, and how to divide them."""
+
+    tokenizer: str | None = None
+    """The tokenizer that made them; nanoGPT's meta.pkl may replace it."""
+    pattern: str | None = None
+    """Regular expression that splits text, for an unknown .tiktoken file."""
+    end_of_text: str | None = None
+    """End-of-text token of a tokenizer.json that has none of the usual names."""
+    documents: Documents | None = None
+    """Where documents end; None is the format's own rule."""
+    split: str | None = None
+    """Split rule; None is DEFAULT_SPLIT, unless there are validation tokens."""
+    val: Path | None = None
+    """Validation tokens."""
+    format: str | None = None
+    """The format; found out by default."""
+    dtype: str | None = None
+    """The type of tokens in files without a header."""
+    field: str | None = None
+    """The array, key or column that contains the tokens."""
+
+
+def import_tokens(
+    path: Path, out: Path, options: ImportOptions, *, progress: Progress = SILENT
+) -> Prepared:
+    """Write the tokens of a file or directory to the dataset `out`, piece by piece.
+
+    Tokens are stored unchanged. A directory that already contains this dataset is left unchanged.
+
+    Memory: one piece: a few million tokens, one chunk, or one compressed shard.
+    Raises: DataError naming the file that is missing or unusable, or the token that is outside the
+            vocabulary.
+    """
+    started = time.perf_counter()
+    path, out = expanded(path), expanded(out)
+    fraction = _tail_fraction(options.split or DEFAULT_SPLIT)
+    found = find_tokens(path, options.val and expanded(options.val), options.format)
+    _check_split(options, found)
+    known = _tokenizer(path, options, progress)
+    documents = _documents(options.documents, found)
+    reading = Reading(known.vocab_size, options.dtype, options.field)
+    train, val = (
+        [one.format.open(one.path, reading) for one in split] for split in (found.train, found.val)
+    )
+    before = _stats(found.files)
+    source = _describe(path, options, found, before) | {
+        "tokenizer": known.digest(),
+        "documents": documents,
+        "split": NAMED if val else f"tail {fraction}",
+        "metadata": train[0].metadata,
+    }
+    optional: JsonObject = {"val": None, "val_fingerprint": None, "dtype": None, "field": None}
+    manifest = existing_dataset(out, optional | source, progress)
+    existed = manifest is not None
+    if manifest is None:
+        _say_guesses(found, [*train, *val], progress)
+        with DatasetWriter(out, vocab_size=known.vocab_size) as writer:
+            written = _Written(writer, known, documents)
+            written.write(train, val, fraction, progress)
+            written.check(path)
+            if documents == "end-of-text" and not written.num_ends:
+                progress.say(_no_end_of_text(known, found))
+            _check_unchanged(path, found.files, before)
+            with progress.task("Writing to the disk"):
+                rule = NAMED if val else f"tail {fraction:g}"
+                manifest = writer.finish(tokenizer=known, source=source, split_rule=rule)
+    return Prepared(out, manifest, time.perf_counter() - started, existed)
+
+
+def _check_split(options: ImportOptions, found: Found) -> None:
+    """Check that validation tokens are not both given and taken from the training tokens.
+
+    Raises: DataError.
+    """
+    if found.val and options.split is not None:
+        raise DataError(
+            f"There are validation tokens, {found.val[0].path}, and --split {options.split!r} "
+            "takes them from the training tokens.",
+            fix="Leave --split out, or name the training tokens alone.",
+        )
+
+
+def _describe(
+    path: Path, options: ImportOptions, found: Found, stats: Sequence[tuple[int, int, int, int]]
+) -> JsonObject:
+    """Return what identifies the input, for the manifest."""
+    train = sum(len(one.files) for one in found.train)
+    described: JsonObject = {
+        "names": [str(path)],
+        "chunks": len(found.files),
+        "fingerprint": _fingerprint(found.files[:train], stats[:train]),
+    }
+    if found.val:
+        described["val"] = [str(one.path) for one in found.val]
+        described["val_fingerprint"] = _fingerprint(found.files[train:], stats[train:])
+    named = {"dtype": options.dtype, "field": options.field}
+    return described | {key: value for key, value in named.items() if value is not None}
+
+
+def _tokenizer(path: Path, options: ImportOptions, progress: Progress) -> Tokenizer:
+    """Return the tokenizer that made the tokens.
+
+    Raises: DataError when none is named and none is found, or it would have to be trained.
+    """
+    spec = options.tokenizer
+    meta = (path if path.is_dir() else path.parent) / META
+    characters = characters_in(meta) if spec in (None, CharTokenizer.kind) else None
+    if characters is not None:
+        progress.say(
+            f"The tokenizer is char, with the {len(characters)} characters in {meta}; the file is "
+            "not unpickled."
+        )
+        return CharTokenizer(characters)
+    if spec is None:
+        unread = f" {meta} lists no characters, and a pickle is never loaded." * meta.is_file()
+        raise DataError(
+            f"{path} contains tokens, and it is not known which tokenizer made them.{unread}",
+            fix="Name it: --tokenizer FILE, or openai-community/gpt2 for GPT-2's tokens, or "
+            "ids:N for N ids without text.",
+        )
+    kind = kind_named(spec)
+    if kind is not None and kind.needs_corpus:
+        raise DataError(
+            f"The input is tokens already: --tokenizer {spec} cannot be trained on them.",
+            fix="Name the tokenizer that made them: --tokenizer FILE.",
+        )
+    return existing_tokenizer(spec, options.pattern, options.end_of_text, progress=progress)
+
+
+def _documents(wanted: Documents | None, found: Found) -> Documents:
+    """Return where documents end.
+
+    Raises: DataError when the format does not store it.
+    """
+    own = found.train[0].format.documents
+    if wanted == "stored" and own != "stored":
+        raise DataError(
+            f"--documents stored: the format {found.train[0].name} does not store where documents "
+            "end.",
+            fix="Use --documents end-of-text or chunk.",
+        )
+    return wanted or own
+
+
+def _say_guesses(found: Found, opened: Sequence[Tokens], progress: Progress) -> None:
+    for note in dict.fromkeys(tokens.note for tokens in opened if tokens.note):
+        progress.say(note)
+    if found.left_out:
+        progress.say(f"Not read: {', '.join(found.left_out[:3])}, for tests.")
+
+
+class _Written:
+    """Writes the splits, and counts their tokens and end-of-text tokens."""
+
+    def __init__(self, writer: DatasetWriter, tokenizer: Tokenizer, documents: Documents) -> None:
+        self._splits = {"train": writer.train, "val": writer.val}
+        self._tokenizer = tokenizer
+        self._documents = documents
+        self._text_bytes = _TextBytes(tokenizer)
+        self.num_tokens = {"train": 0, "val": 0}
+        self.num_ends = 0
+
+    def write(
+        self,
+        train: Sequence[Tokens],
+        val: Sequence[Tokens],
+        fraction: float,
+        progress: Progress,
+    ) -> None:
+        """Write all tokens; without validation tokens, `fraction` of them, at the end, are."""
+        weight = sum(tokens.weight for tokens in train)
+        # in units of weight: of 10 chunks, 9.5 is the middle of the tenth
+        cut = math.inf if val else weight * (1 - fraction)
+        total = weight + sum(tokens.weight for tokens in val)
+        unit = train[0].unit
+        with progress.task(f"Importing {unit}", total=total, unit=unit) as task:
+            done = 0
+            for piece in _pieces(train):
+                share = min(max((cut - done) / piece.weight, 0), 1)
+                size = int(share * len(piece.tokens))
+                self._append("train", piece, 0, size, task)
+                self._append("val", piece, size, len(piece.tokens), task)
+                done += piece.weight
+            for piece in _pieces(val):
+                self._append("val", piece, 0, len(piece.tokens), task)
+
+    def _append(self, split: str, piece: Piece, start: int, stop: int, task: Task) -> None:
+        """Write the tokens start..stop of a piece, block by block."""
+        for first in range(start, stop, BLOCK_TOKENS):
+            last = min(first + BLOCK_TOKENS, stop)
+            tokens = np.asarray(piece.tokens[first:last])
+            _require_known(tokens, piece, first, self._tokenizer)
+            ends = self._ends(tokens, piece, first, last)
+            self._splits[split].append(tokens, ends, text_bytes=self._text_bytes.of(tokens))
+            self.num_ends += len(ends)
+            task.advance(piece.weight * len(tokens) / len(piece.tokens))
+        self.num_tokens[split] += stop - start
+
+    def _ends(self, tokens: Array, piece: Piece, first: int, last: int) -> Array:
+        """Return the positions in a block after each document's last token."""
+        if self._documents == "end-of-text":
+            return np.flatnonzero(tokens == self._tokenizer.eot_id) + 1
+        if self._documents == "stored" and piece.ends is not None:
+            low, high = np.searchsorted(piece.ends, (first, last), side="right")
+            return piece.ends[low:high] - first
+        ends_file = piece.is_last and last == len(piece.tokens)
+        return np.array([len(tokens)] if ends_file else [], np.int64)
+
+    def check(self, path: Path) -> None:
+        """Check that both splits have tokens.
+
+        Raises: DataError.
+        """
+        train, val = self.num_tokens["train"], self.num_tokens["val"]
+        if not train or not val:
+            total = train + val
+            raise DataError(
+                f"{path} contains {total} {'token' if total == 1 else 'tokens'}, and none is for "
+                f"{'training' if val else 'validation'}.",
+                fix="Set --split 'tail 0.5', or import more.",
+            )
+
+
+def _pieces(opened: Sequence[Tokens]) -> Iterator[Piece]:
+    """Yield the pieces of some inputs, and check what the inputs say about their number of tokens.
+
+    Raises: DataError.
+    """
+    for tokens in opened:
+        total = 0
+        for piece in tokens.pieces():
+            yield piece
+            total += len(piece.tokens)
+        if tokens.check_total is not None:
+            tokens.check_total(total)
+
+
+def _require_known(tokens: Array, piece: Piece, first: int, tokenizer: Tokenizer) -> None:
+    """Check that every token is in the vocabulary.
+
+    Shapes:  tokens (T,), integers.
+    Raises: DataError naming the first that is not.
+    """
+    if int(tokens.min()) >= 0 and int(tokens.max()) < tokenizer.vocab_size:
+        return
+    index = int(np.flatnonzero((tokens < 0) | (tokens >= tokenizer.vocab_size))[0])
+    raise DataError(
+        f"{piece.name}, token {piece.first + first + index}: the id {int(tokens[index])} is "
+        f"outside the vocabulary of {tokenizer.name}, whose ids are below {tokenizer.vocab_size}.",
+        fix="Name the tokenizer that made the tokens with --tokenizer.",
+    )
+
+
+def _no_end_of_text(tokenizer: Tokenizer, found: Found) -> str:
+    several = len(found.files) > 1
+    return (
+        f"No {'chunk' if found.train[0].name == 'chunks' else 'file'} contains the end-of-text "
+        f"token (id {tokenizer.eot_id}), so each split is a single document."
+        + " With --documents chunk, each chunk is a document."
+        * several
+    )
+
+
+class _TextBytes:
+    """Counts the UTF-8 bytes that tokens decode to, if each token decodes to its own bytes.
+
+    For other tokenizers the count is unknown, reported as 0.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._bytes_of = np.array(
+            [len(tokenizer.decode_bytes([index])) for index in range(tokenizer.vocab_size)]
+        )
+        self._bytes_of[tokenizer.eot_id] = 0
+        self._known: bool | None = None if tokenizer.has_text else False
+
+    def of(self, tokens: Array) -> int:
+        """Return the bytes of some tokens; the first call decodes them to verify the count."""
+        if self._known is None:
+            text = tokens[tokens != self._tokenizer.eot_id]
+            decoded = self._tokenizer.decode_bytes(text.tolist())
+            self._known = len(decoded) == int(self._bytes_of[text].sum())
+        return int(self._bytes_of[tokens].sum()) if self._known else 0
+
+
+def _tail_fraction(split: str) -> float:
+    kind, fraction = parse_rule(split)
+    if kind != "tail":
+        raise DataError(
+            f"Tokens cannot be split by {split!r}: `hash` needs a document's text.",
+            fix="Set --split 'tail 0.1'.",
+        )
+    return fraction
+
+
+def _stats(files: Sequence[Path]) -> list[tuple[int, int, int, int]]:
+    """Return each file's size, mtime, ctime and inode: a rewrite changes at least one."""
+    return [
+        (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        for found in map(Path.stat, files)
+    ]
+
+
+def _check_unchanged(
+    folder: Path, files: Sequence[Path], before: list[tuple[int, int, int, int]]
+) -> None:
+    if _stats(files) != before:
+        raise DataError(
+            f"{folder}: a token file was changed during the import.",
+            fix="Run the same command again once nothing writes there.",
+        )
+
+
+def _fingerprint(files: Sequence[Path], stats: Sequence[tuple[int, int, int, int]]) -> str:
+    """Return a digest of the names, sizes and modification times of some files."""
+    digest = hashlib.sha256()
+    for path, (size, mtime_ns, *_) in zip(files, stats, strict=True):
+        digest.update(f"{path.name} {size} {mtime_ns}\n".encode())
+    return digest.hexdigest()
