@@ -23,6 +23,7 @@ from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
 from flatout.hardware import Machine
 from flatout.models.language_model import LanguageModel, model_of
+from flatout.models.lora import with_adapters
 from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
@@ -93,7 +94,7 @@ def _model(
         4 * model_class.num_parameters(model_config),
         memory_bytes(machine, config.train.device, mesh.local_world_size),
     )
-    core = model_class(model_config, ops_of(recipe)).to(mesh.device)
+    core = with_adapters(model_class(model_config, ops_of(recipe)), config.lora).to(mesh.device)
     shard = Transform("shard", functools.partial(wrap, gathers=recipe.gather_dtype))
     model = core
     for transform in [*recipe.ordered_transforms(), shard]:

@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from flatout.assembly.memory_trace import Live, Part, bytes_of, trace
-from flatout.config.sections import OptimConfig
+from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.errors import HardwareError
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
+from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
 from flatout.parallel.mesh import Mesh
@@ -71,6 +72,8 @@ class Workload:
     """Muon's orthogonalisation; None for optimizers that have none."""
     adamw_copies: int = 0
     """Temporary copies of its largest parameter that AdamW's step makes."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters; with them, all other weights have no gradients and no optimizer state."""
     on_gpu: bool = True
     """Whether it runs on a GPU, where some ops work in larger pieces."""
 
@@ -99,7 +102,7 @@ class MemoryEstimate:
     weights: int
     """Parameters and buffers of this process."""
     gradients: int
-    """One gradient per parameter of this process."""
+    """One gradient per trained parameter of this process."""
     optimizer: int
     """Optimizer state."""
     activations: int
@@ -129,7 +132,10 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
     traced = _trace(replace(workload, num_shards=1, whole_gradients=False), rows, gradients_exist)
     model = traced.model
     own = sum(_shard_bytes(parameter, shards) for parameter in model.parameters())
-    gradients = bytes_of(model.parameters()) if workload.whole_gradients else own
+    trained = _trained(model)
+    gradients = sum(_shard_bytes(parameter, shards) for parameter in trained)
+    if workload.whole_gradients:
+        gradients = bytes_of(trained)
     activations = traced.inputs + sum(part.kept for part in [traced.embedding, *traced.blocks])
     logits = max(traced.head.forward, traced.head.backward)
     in_block = max((part.backward - part.kept for part in traced.blocks), default=0)
@@ -197,6 +203,7 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
     with FakeTensorMode() as mode:
         mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
+        model = with_adapters(model, workload.lora)
         for transform in workload.transforms:
             model = transform(model, None)
         return _trace_model(model, workload, rows, gradients_exist=gradients_exist)
@@ -216,7 +223,7 @@ def _trace_model(
     del hidden_BTD
 
     def traced(call: Callable[[Any], Tensor], *, is_first: bool = False) -> Part:
-        for parameter in model.parameters():
+        for parameter in _trained(model):
             # Autograd adds both gradients of a tied weight before it touches an existing one.
             exists = gradients_exist and id(parameter) not in tied
             parameter.grad = _like(parameter) if exists else None
@@ -295,7 +302,7 @@ def _optimizer_peak(model: LanguageModel, workload: Workload) -> int:
     AdamW's need is stated; other optimizers take two steps, of which the first creates the state.
     An optimizer that reads values, as `.item()` does, counts as one that needs nothing.
     """
-    parameters = list(model.parameters())
+    parameters = _trained(model)
     largest = max((parameter.numel() for parameter in parameters), default=0)
     adamw = 4 * workload.adamw_copies * largest
     if workload.optim.kind == "adamw" or workload.newton_schulz is None:
@@ -341,9 +348,15 @@ def _optimizer_bytes(model: LanguageModel, workload: Workload) -> int:
     kinds = model.parameter_kinds()
     total = 0
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         count = _shard_bytes(parameter, workload.num_shards) // parameter.element_size()
         total += 4 * count if kinds[name] in workload.with_momentum else workload.moments(count)
     return total
+
+
+def _trained(model: LanguageModel) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:

@@ -81,7 +81,8 @@ def trace(
         del left
         kept, forward = live.now, live.peak
         live.restart_peak()
-        end.backward()
+        if end.requires_grad:  # not after an embedding that is frozen
+            end.backward()
         del end
     return Part(kept, forward, live.peak, live.now)
 

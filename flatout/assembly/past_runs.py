@@ -89,6 +89,8 @@ def shape_of(config: RunConfig) -> str:
     """Return the digest of what decides a run's arithmetic, given a resolved configuration."""
     parts = [config.model.model_dump(mode="json"), config.data.seq_len, config.optim.kind]
     parts += [config.data.document_mask, config.train.precision]
+    if config.lora.rank is not None:
+        parts.append(config.lora.model_dump(mode="json"))
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -67,6 +67,12 @@ def resolve(
         config, machine, device=config.train.device, minutes=minutes, measured=measured
     )
     recipe = assemble(decisions)
+    if config.lora.base_dtype == "bf16" and recipe.precision.autocast != "bfloat16":
+        raise ConfigError(
+            "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, and this run has "
+            f"{recipe.precision.name} products of fp32 weights.",
+            fix="Set lora.base_dtype=fp32; a GPU has such matmuls, with the speedup bf16.",
+        )
     config = _resolve_length(config, requested, dataset, recipe)
     on = {decision.name for decision in decisions if decision.on}
     batch: dict[str, int] = {}
@@ -176,6 +182,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         gradients_stay="zero_grad" in recipe.filled_by
         or config.parallel.replicate not in ("auto", 1),
         optim=config.optim,
+        lora=config.lora,
         # The compiled iterations need no more memory, and no compiler runs without values.
         newton_schulz=batched if newton_schulz is compiled else newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,

@@ -113,6 +113,8 @@ class Run:
     best_val_loss: float | None = None
     best_step: int | None = None
     resumed_from: str | None = None
+    base: JsonObject | None = None
+    """The weights that the adapters of a LoRA run belong to: see checkpoint/base.py."""
 
     @property
     def last_step(self) -> int:

@@ -302,7 +302,7 @@ class _Reading:
     def _valid(self, values: JsonObject) -> JsonObject:
         """Return the values that are valid, alone and together."""
         kept: JsonObject = {}
-        last = ("schedule.min_lr", "train.patience")
+        last = ("schedule.min_lr", "train.patience", "lora.alpha", "lora.dropout", "lora.targets")
         for key in sorted(values, key=lambda key: key in last):
             try:
                 validate(nested({**kept, key: values[key]}))

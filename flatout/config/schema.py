@@ -24,6 +24,7 @@ from flatout.config.sections import (
     CheckpointConfig,
     DataConfig,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -83,6 +84,8 @@ class RunConfig(Section):
     """The learning rate schedule."""
     train: TrainConfig = TrainConfig()
     """Length, device and precision."""
+    lora: LoraConfig = LoraConfig()
+    """Low-rank adapters."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
     log: LogConfig = LogConfig()
@@ -116,6 +119,18 @@ class RunConfig(Section):
                     f"{' and '.join(stated)} cannot be set together.",
                     fix=f"Keep one of {', '.join(sorted(group))}.",
                 )
+        if self.lora.rank is not None and self.optim.kind == "muon":
+            raise ConfigError(
+                "optim.kind=muon orthogonalises the updates of whole weights, and lora.rank trains "
+                "factors of updates.",
+                fix="Set optim.kind=adamw.",
+            )
+        if self.lora.base_dtype != "fp32" and self.parallel.shard > 1:
+            raise ConfigError(
+                f"lora.base_dtype={self.lora.base_dtype} stores weights in two dtypes, and "
+                f"parallel.shard={self.parallel.shard} expects a single one.",
+                fix="Set lora.base_dtype=fp32, or parallel.shard=1.",
+            )
         return self
 
     def value(self, key: str) -> Any:
@@ -126,8 +141,13 @@ class RunConfig(Section):
         return value
 
     def to_dict(self) -> JsonObject:
-        """Return the config as plain values for YAML and JSON."""
-        return self.model_dump(mode="json")
+        """Return the config as plain values for YAML and JSON.
+
+        Without adapters there is no section `lora`, so that files and names of runs are those of
+        versions that had none.
+        """
+        left_out = {"lora"} if self.lora.rank is None else None
+        return self.model_dump(mode="json", exclude=left_out)
 
     def references(self) -> frozenset[str]:
         """Return every `package.module:attribute` that using this config imports."""

@@ -196,6 +196,52 @@ class TrainConfig(Section):
         return self
 
 
+class LoraConfig(Section):
+    """Low-rank adapters: the weights of train.init_from are frozen, and small matrices beside its
+    linear layers are trained.
+    """
+
+    rank: int | None = Field(None, ge=1)
+    """Rank of the adapters, such as 8; None trains all weights. Needs train.init_from."""
+    alpha: float | None = Field(None, gt=0)
+    """The output of an adapter is multiplied by alpha / rank; None means a factor of 1."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of components dropped from the input of the adapters."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Layers with adapters: some of q, k, v, o (attention), gate, up, down (MLP), or another linear
+    layer of the blocks by its name; all-linear means every one."""
+    base_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the frozen matrices of the blocks. bf16 halves their memory and rounds them; it
+    needs matmuls in bf16 by autocast (the speedup bf16)."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapters' output."""
+        return (self.alpha or self.rank or 1) / (self.rank or 1)
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _as_list(cls, targets: Any) -> Any:
+        return (
+            [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
+        )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not self.targets:
+            raise ConfigError(
+                "lora.targets=[] names no layer.", fix="Set lora.targets=all-linear, or [q,v]."
+            )
+        fields = type(self).model_fields
+        stated = [name for name in fields if getattr(self, name) != fields[name].default]
+        if stated and self.rank is None:
+            raise ConfigError(
+                f"lora.{stated[0]} has no effect without lora.rank.",
+                fix=f"Set lora.rank=8, or leave lora.{stated[0]} out.",
+            )
+        return self
+
+
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""
 

@@ -47,6 +47,11 @@ BETAS = (0.9, 0.95)
 BOARD = ["tensorboard"]
 """The default of log.to."""
 SELECTIVE = "selective-"
+ONE_LAYER = "lora.targets lists the layers, such as [q, v]."
+OUTPUT = {"lm_head", "embed_out", "embed_tokens", "wte"}
+"""Layers outside the blocks, which have no adapters."""
+USUAL_RANK = 8
+"""The rank of adapters that a config asks for without one: peft's default."""
 UNITS: dict[str, Unit] = {
     "clip": lambda value, key, known: {key: value or 0},
     "beta1": lambda value, key, known: {key: [value, known.get(key, BETAS)[1]]},
@@ -55,6 +60,8 @@ UNITS: dict[str, Unit] = {
     "fp16": lambda value, key, known: {} if is_off(value) else {key: "fp16"},
     "cpu": lambda value, key, known: {} if is_off(value) else {key: "cpu"},
     "flag": lambda value, key, known: {key: not is_off(value)},
+    "all_linear": lambda value, key, known: {} if is_off(value) else {f"~{key}": ["all-linear"]},
+    "one_layer": lambda value, key, known: {} if is_off(value) else ONE_LAYER,
     "rmsnorm": lambda value, key, known: {key: "layernorm" if is_off(value) else "rmsnorm"},
     "positions": lambda value, key, known: {key: value, "~data.seq_len": value},
     "hten": lambda value, key, known: {key: [1]} if is_off(value) else {f"~{key}": [1, 2, 4, 8]},
@@ -347,3 +354,25 @@ def weights(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
         return {key: f"hf:openai-community/{text}"}
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and not text.endswith(".pt")
     return {key: f"hf:{text}" if is_on_hub else text}
+
+
+@unit
+def adapter(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return a rank, which another key may state; QLoRA and other methods do not exist here."""
+    if is_off(value):
+        return {}
+    if str(value).lower() in {"lora", "true", "yes", "on"}:
+        return {f"~{key}": USUAL_RANK}
+    return f"There is no {value}: adapters are plain LoRA beside weights in fp32 or bf16."
+
+
+@unit
+def targets(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return the names of the layers; those of the output weight have no adapter."""
+    if is_off(value):
+        return {}
+    given = value if isinstance(value, list) else str(value).split(",")
+    names = [str(name).strip().rpartition(".")[2] for name in given]
+    meant = ", ".join(value_for(key, name) or name for name in names if name not in OUTPUT)
+    found = list(dict.fromkeys(meant.split(", "))) if meant else []
+    return {key: found} if found else "Only linear layers of the blocks have adapters."

@@ -22,7 +22,7 @@ from flatout.models.language_model import LanguageModel, model_of
 from flatout.progress import SILENT, Progress
 from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.merged import read_merged
 from flatout.training.run_dir.data_location import exists, relocated
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
@@ -79,6 +79,8 @@ def load_run(
 ) -> LoadedRun:
     """Return a run's model with the weights of a checkpoint (`best`, `last` or a step).
 
+    The adapters of a LoRA run are merged into the weights.
+
     The model uses those of the run's speedups that work on this machine, and is never compiled.
     `precision="fp32"` also skips speedups that lower the precision; `"trained"` keeps them, so that
     `flatout.evaluate` reproduces the run's own loss. `trust_code` allows the custom code named in
@@ -100,7 +102,7 @@ def load_run(
         model_class, model_config = model_of(config)
         model = model_class(model_config, ops_of(recipe))
         try:
-            model.load_state_dict(read_weights(path))
+            model.load_state_dict(read_merged(path))
         except RuntimeError as error:
             # torch lists every tensor under a heading; the first one is enough
             first = str(error).partition("\n")[2].partition("\n")[0].strip() or str(error)

@@ -59,11 +59,13 @@ class EmbeddingModel(LanguageModel):
         """Return the training FLOPs per token of the products with hidden matrices and the head.
 
         Each weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
-        tied head. The embedding look-up is not a product.
+        tied head. A frozen weight needs no gradient and costs 4. The embedding look-up is not a
+        product.
         """
         kinds = self.parameter_kinds()
-        hidden = sum(p.numel() for name, p in self.named_parameters() if kinds[name] == "hidden")
-        return 6 * (hidden + self.token_embedding.weight.numel())
+        hidden = [p for name, p in self.named_parameters() if kinds[name] == "hidden"]
+        products = [*hidden, self.token_embedding.weight]
+        return sum((6 if p.requires_grad else 4) * p.numel() for p in products)
 
     def new_unembedding(self, *, tied: bool) -> Linear | None:
         """Return a separate output weight, or None when it is tied to the embedding."""

@@ -48,6 +48,10 @@ class Linear(nn.Linear):
         return self.ops.linear(hidden, self.weight, self.bias, activation=self.activation)
 
 
+class Factor(Linear):
+    """A linear layer whose weight the model reads, to combine it with others, and never calls."""
+
+
 class Embedding(nn.Embedding):
     """torch's embedding; the model initialises the weights."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.models.averaging import Groups, group_means, latest_states, repeated
-from flatout.models.layers import Linear
+from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
 from flatout.ops.folding import Weights, coupled, scaled
 
@@ -55,11 +55,11 @@ class Recurrence(nn.Module):
         ops: Ops,
     ) -> None:
         super().__init__()
-        linear = partial(Linear, ops=ops)
+        linear, factor = partial(Linear, ops=ops), partial(Factor, ops=ops)
         self.ops = ops
-        self.drive = linear(width, 2 * num_eigenstates, bias=bias)
+        self.drive = factor(width, 2 * num_eigenstates, bias=bias)
         self.gate = linear(width, width, bias=True)
-        self.output = linear(2 * num_eigenstates, width, bias=bias)
+        self.output = factor(2 * num_eigenstates, width, bias=bias)
         self.selection = (
             linear(width, num_eigenstates, bias=True) if eigenvalues == "selective" else None
         )

@@ -240,7 +240,10 @@ def _in_chunks(
     hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
     loss_sum: Tensor
     if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-        loss_sum = _WithGradients.apply(method, hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-untyped-call]
+        is_trained = weight_VD.requires_grad
+        loss_sum = _WithGradients.apply(  # type: ignore[no-untyped-call]
+            method, hidden_ND, weight_VD, targets_N, softcap, z_loss, is_trained
+        )
     else:
         dtype = product_dtype(hidden_ND, weight_VD)
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -253,6 +256,7 @@ def _in_chunks(
 class _Kept(Context, Protocol):
     dtype: torch.dtype
     dtypes: tuple[torch.dtype, torch.dtype]
+    is_trained: bool
 
 
 class _WithGradients(torch.autograd.Function):
@@ -267,19 +271,28 @@ class _WithGradients(torch.autograd.Function):
         targets_N: Tensor,
         softcap: float | None,
         z_loss: float,
+        is_trained: bool,
     ) -> Tensor:
-        """Return the loss; both gradients are kept for backward."""
+        """Return the loss; both gradients are kept for backward, unless the weight is frozen."""
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
+        ctx.is_trained = is_trained
         ctx.dtype = product_dtype(hidden_ND, weight_VD)
         with torch.autocast(hidden_ND.device.type, enabled=False):
             loss_sum, *gradients = method.loss_and_gradients(
-                hidden_ND.to(ctx.dtype), weight_VD.to(ctx.dtype), targets_N, softcap, z_loss
+                hidden_ND.to(ctx.dtype),
+                weight_VD.to(ctx.dtype),
+                targets_N,
+                softcap,
+                z_loss,
+                is_trained,
             )
         ctx.save_for_backward(*gradients)
         return cast(Tensor, loss_sum)
 
     @staticmethod
-    def backward(ctx: _Kept, grad: Tensor) -> tuple[None, Tensor, Tensor, None, None, None]:
+    def backward(
+        ctx: _Kept, grad: Tensor
+    ) -> tuple[None, Tensor, Tensor | None, None, None, None, None]:
         """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
 
         The gradient of the hidden states is rounded to the dtype of their product with the weight,
@@ -288,7 +301,8 @@ class _WithGradients(torch.autograd.Function):
         grad_ND, grad_VD = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         grad_ND = (at_least_fp32(grad_ND) * grad).to(ctx.dtype).to(hidden_dtype)
-        return None, grad_ND, (grad_VD * grad).to(weight_dtype), None, None, None
+        summed_VD = (grad_VD * grad).to(weight_dtype) if ctx.is_trained else None
+        return None, grad_ND, summed_VD, None, None, None, None
 
 
 def of_logits(

@@ -88,11 +88,17 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def loss_and_gradients(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    is_trained: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients to hidden states and weight.
 
-    In a compiled model the work on the logits of a chunk is compiled too; the loop is not traced.
+    A weight that is not trained costs a third less: its gradient is an empty tensor. In a compiled
+    model the work on the logits of a chunk is compiled too; the loop is not traced.
 
     Shapes:  hidden_ND (N, D) and weight_VD (V, D) of one dtype, that of the products; targets_N
              (N,).
@@ -100,8 +106,10 @@ def loss_and_gradients(
              products, in fp32 when that is float16; grad_weight_VD is accumulated in fp32.
     """
     if torch.compiler.is_compiling():
-        return _gradients_op(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-any-return]
-    return _gradients(losses_and_gradient, hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        return _gradients_op(hidden_ND, weight_VD, targets_N, softcap, z_loss, is_trained)  # type: ignore[no-any-return]
+    return _gradients(
+        losses_and_gradient, hidden_ND, weight_VD, targets_N, softcap, z_loss, is_trained
+    )
 
 
 def loss_only(
@@ -118,15 +126,25 @@ def loss_only(
 
 @torch.library.custom_op("flatout::loss_and_gradients_in_chunks", mutates_args=())
 def _gradients_op(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    is_trained: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     chunk_loss = _compiled(losses_and_gradient)
-    return _gradients(chunk_loss, hidden_ND, weight_VD, targets_N, softcap, z_loss)
+    return _gradients(chunk_loss, hidden_ND, weight_VD, targets_N, softcap, z_loss, is_trained)
 
 
 @_gradients_op.register_fake
 def gradient_shapes(
-    hidden_ND: Tensor, weight_VD: Tensor, *_: object
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    is_trained: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors with the shapes and dtypes that `loss_and_gradients` returns.
 
@@ -136,7 +154,7 @@ def gradient_shapes(
     return (
         hidden_ND.new_empty((), dtype=summed),
         _gradient_of(hidden_ND),
-        weight_VD.new_empty(weight_VD.shape, dtype=summed),
+        weight_VD.new_empty(weight_VD.shape if is_trained else (0,), dtype=summed),
     )
 
 
@@ -163,18 +181,21 @@ def _gradients(
     targets_N: Tensor,
     softcap: float | None,
     z_loss: float,
+    is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total, grad_hidden_ND, grad_weight_VD = new_sums(hidden_ND, weight_VD)
+    total, grad_hidden_ND, grad_weight_VD = new_sums(hidden_ND, weight_VD, is_trained)
     scale = SCALES.get(hidden_ND.dtype, 1.0)
     for rows, chunk_CD, targets_C in chunks(hidden_ND, targets_N, len(weight_VD), LOGITS_AT_ONCE):
         loss, grad_CV = chunk_loss(chunk_CD @ weight_VD.t(), targets_C, softcap, z_loss, scale)
         total += loss
         if scale == 1:
             torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
-            grad_weight_VD += grad_CV.t() @ chunk_CD
+            if is_trained:
+                grad_weight_VD += grad_CV.t() @ chunk_CD
         else:
             add_product(grad_hidden_ND[rows], grad_CV, weight_VD, alpha=1 / scale, beta=0)
-            add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
+            if is_trained:
+                add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
         del grad_CV  # frees its memory before the next product is computed
     return total, grad_hidden_ND, grad_weight_VD
 
@@ -193,13 +214,16 @@ def _loss(
     return total
 
 
-def new_sums(hidden_ND: Tensor, weight_VD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def new_sums(
+    hidden_ND: Tensor, weight_VD: Tensor, is_trained: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return a loss of 0, an uninitialised hidden gradient, and a weight gradient of 0.
 
     Shapes:  as `loss_and_gradients`.
     """
     summed, device = wide(weight_VD.dtype), hidden_ND.device
-    grad_weight_VD = torch.zeros(weight_VD.shape, dtype=summed, device=weight_VD.device)
+    shape = weight_VD.shape if is_trained else (0,)
+    grad_weight_VD = torch.zeros(shape, dtype=summed, device=weight_VD.device)
     return torch.zeros((), dtype=summed, device=device), _gradient_of(hidden_ND), grad_weight_VD
 
 

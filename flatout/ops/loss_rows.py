@@ -36,7 +36,12 @@ special case for odd vocabularies.
 
 
 def loss_and_gradients(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    is_trained: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed loss and its gradients to hidden states and weight.
 
@@ -44,8 +49,8 @@ def loss_and_gradients(
     Returns: as `flatout.ops.loss_chunks.loss_and_gradients`.
     """
     if torch.compiler.is_compiling():
-        return _gradients_op(hidden_ND, weight_VD, targets_N, softcap, z_loss)  # type: ignore[no-any-return]
-    return _gradients(hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        return _gradients_op(hidden_ND, weight_VD, targets_N, softcap, z_loss, is_trained)  # type: ignore[no-any-return]
+    return _gradients(hidden_ND, weight_VD, targets_N, softcap, z_loss, is_trained)
 
 
 def loss_only(
@@ -61,9 +66,14 @@ def loss_only(
 
 
 def _gradients(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    is_trained: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    total, grad_hidden_ND, grad_weight_VD = loss_chunks.new_sums(hidden_ND, weight_VD)
+    total, grad_hidden_ND, grad_weight_VD = loss_chunks.new_sums(hidden_ND, weight_VD, is_trained)
     scale = loss_chunks.SCALES.get(hidden_ND.dtype, 1.0)
     buffer_CV = _buffer(hidden_ND, len(weight_VD))
     for rows, chunk_CD, targets_C in loss_chunks.chunks(
@@ -72,7 +82,8 @@ def _gradients(
         grad_CV = torch.mm(chunk_CD, weight_VD.t(), out=buffer_CV[: len(chunk_CD)])
         total += overwrite(grad_CV, targets_C, softcap, z_loss, scale).sum()
         loss_chunks.add_product(grad_hidden_ND[rows], grad_CV, weight_VD, alpha=1 / scale, beta=0)
-        loss_chunks.add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
+        if is_trained:
+            loss_chunks.add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
     return total, grad_hidden_ND, grad_weight_VD
 
 

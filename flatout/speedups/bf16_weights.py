@@ -24,6 +24,11 @@ def _split(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:
+    if config.lora.rank is not None:
+        return (
+            "LoRA does not update the weights: lora.base_dtype=bf16 stores them in bf16 alone, in "
+            "half of the memory."
+        )
     if config.parallel.shard > 1:
         return (
             "parallel.shard expects weights of a single dtype: leave bf16-weights out, or set "

@@ -1,10 +1,12 @@
-"""`train.init_from`: a new run that takes only the weights of a run, or of another program."""
+"""`train.init_from`: a new run takes the weights of a run or of another program, or adapts them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flatout.architectures.hub import PREFIX
 from flatout.architectures.source import ForeignWeights, find_model, is_foreign
@@ -15,17 +17,25 @@ from flatout.data.tokenizers.hub import is_repository
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import JsonObject, read_model
 from flatout.models.language_model import model_of
+from flatout.models.lora import adapters_of, scale_of, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
+from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, location
-from flatout.training.checkpoint.read_write import WEIGHTS, stored_shapes
-from flatout.training.checkpoint.weights import weights_and_aliases
+from flatout.training.checkpoint.base import Base, base_of, digest_of, find_base
+from flatout.training.checkpoint.foreign import load_foreign
+from flatout.training.checkpoint.merged import MergedWeights, fill_merged, shapes_of
+from flatout.training.checkpoint.read_write import load_weights
+from flatout.training.checkpoint.weights import initial_weights, plain_name
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import require_as_trained
 from flatout.training.run_dir.data_location import require_tokenizer, require_tokenizer_of
 from flatout.training.run_dir.lookup import RUNS, find_checkpoint, find_run
 from flatout.trust import references_in
+
+if TYPE_CHECKING:
+    from flatout.assembly.run import Run
 
 MOST_NAMED = 3
 SET_KEYS = "Set the model keys to the values of that run."
@@ -66,10 +76,9 @@ def _resolve_foreign(
     """Check the model that `train.init_from` imports, and return the config with its path."""
     found = find_model(config.train.init_from or "", progress=progress)
     model_class, model_config = model_of(config)
-    weights = weights_and_aliases(model_class.on_meta(model_config, ops))[0]
-    ForeignWeights(found, model_config).require_fit(
-        {key.removeprefix(WEIGHTS): tuple(tensor.shape) for key, tensor in weights.items()}
-    )
+    model = model_class.on_meta(model_config, ops)
+    ForeignWeights(found, model_config).require_fit(shapes_of(model))
+    with_adapters(model, config.lora)
     folder = found.path if found.path.is_dir() else found.path.parent
     require_tokenizer_of(folder, members_of(dataset)[0].dataset, progress=progress)
     for key, theirs in found.keys.items():
@@ -113,17 +122,72 @@ def run_of(checkpoint: Path) -> Path | None:
     return run_folder if run_folder and (run_folder / layout.CONFIG).exists() else None
 
 
+def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILENT) -> None:
+    """Load the weights that a newly built run starts from, if there are any. Every rank calls it.
+
+    These are those of train.init_from, unless the run resumes from `checkpoint`. A LoRA run needs
+    the weights beside its adapters at every start; the checkpoint names them.
+    Raises: CheckpointError when the weights are missing, damaged or have changed, or `checkpoint`
+            is one of another kind of run.
+    """
+    source = together(run.mesh, lambda: _source(run, checkpoint), READING)
+    if source is None:
+        return
+    if is_foreign(str(source)):
+        load_foreign(run, ForeignWeights(find_model(str(source)), run.core.config), progress)
+        return
+    if run.base is None and base_of(source) is None:
+        load_weights(run, source, check=catalog.check_size, progress=progress)
+        return
+    with progress.task(f"Loading the weights of {source.name}"):
+        together(run.mesh, partial(fill_merged, initial_weights(run.core), source), READING)
+
+
+def _source(run: Run, checkpoint: Path | None) -> Path | None:
+    """Return the checkpoint whose weights to load first, and set `run.base` of a LoRA run."""
+    adapters, init_from = adapters_of(run.core), run.config.train.init_from
+    known = base_of(checkpoint) if checkpoint is not None else None
+    if checkpoint is not None and (known is None) is bool(adapters):
+        raise _another_kind(checkpoint, run.config.lora.rank)
+    if known is not None and checkpoint is not None:
+        source: Path | None = find_base(checkpoint, known)
+    else:
+        source = Path(init_from) if checkpoint is None and init_from is not None else None
+    if adapters and source is not None:
+        rows = {plain_name(name): adapter.rows for name, adapter in adapters.items()}
+        path, digest = str(source.resolve()), digest_of(source)
+        run.base = Base(path, digest, scale_of(run.core), rows).to_dict()
+    return source
+
+
+def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:
+    """Return the error for a checkpoint of adapters in a run without, or the other way round."""
+    start = f"start from its weights: train.init_from={checkpoint} instead of --resume."
+    if rank is None:
+        return CheckpointError(
+            f"{checkpoint} contains LoRA adapters, and this run trains whole weights.",
+            fix=f"Set the keys of lora as in its run, or {start}",
+        )
+    return CheckpointError(
+        f"{checkpoint} contains whole weights, and this run trains LoRA adapters "
+        f"(lora.rank={rank}).",
+        fix=f"Leave lora.rank out, or {start}",
+    )
+
+
 def require_fit(
     config: RunConfig, checkpoint: Path, run_folder: Path | None, ops: Ops, progress: Progress
 ) -> None:
     """Check that the checkpoint has this model's tensors and was trained with the same model keys.
 
+    With LoRA, check also that the model has the layers of lora.targets.
+
     Raises: ConfigError with the first differences, and the `model.` overrides to paste.
     """
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, ops)
-    here = {name: tuple(tensor.shape) for name, tensor in weights_and_aliases(model)[0].items()}
-    shapes = list(_shapes_that_differ(stored_shapes(checkpoint), here))
+    there = MergedWeights(checkpoint, catalog.check_size).shapes
+    shapes = list(_shapes_that_differ(there, shapes_of(model)))
     source = layout.read_config(run_folder) if run_folder else None
     if run_folder and source:
         require_as_trained(run_folder / layout.CONFIG, source)
@@ -138,6 +202,7 @@ def require_fit(
             f"The weights of {checkpoint} belong to another model: {listed}.",
             fix=_overrides({key: keys[key] for key in (wrong or keys)}),
         )
+    with_adapters(model, config.lora)
     for key, value in keys.items():
         progress.say(
             f"{key} is {value} in the run that the weights come from, and {config.value(key)} here."
@@ -155,14 +220,13 @@ def _overrides(keys: JsonObject) -> str:
 def _shapes_that_differ(
     there: Mapping[str, tuple[int, ...]], here: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
-    for key in sorted({*there, *here}):
-        name = key.removeprefix("model/")
-        if key not in there:
+    for name in sorted({*there, *here}):
+        if name not in there:
             yield f"it has no {name}"
-        elif key not in here:
+        elif name not in here:
             yield f"it has {name}, which this model lacks"
-        elif there[key] != here[key]:
-            yield f"{name} is {list(there[key])} there and {list(here[key])} here"
+        elif there[name] != here[name]:
+            yield f"{name} is {list(there[name])} there and {list(here[name])} here"
 
 
 def _keys_that_differ(source: RunConfig, config: RunConfig) -> JsonObject:

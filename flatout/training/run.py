@@ -11,7 +11,6 @@ from typing import NoReturn
 import psutil
 import torch
 
-from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.assembly.build import build
 from flatout.assembly.measured import advice, gpu_name
 from flatout.assembly.preflight import check_paths, open_dataset
@@ -29,10 +28,11 @@ from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.foreign import load_foreign
-from flatout.training.checkpoint.read_write import load, load_weights
+from flatout.training.checkpoint.read_write import load
+from flatout.training.checkpoint.weights import weights_of
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
 from flatout.training.finish import finish
+from flatout.training.init_from import load_initial
 from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
@@ -177,16 +177,12 @@ def restore(run: Run, plan: RunPlan, progress: Progress) -> list[str]:
 
     Raises: CheckpointError when it does not fit, before anything is written.
     """
-    check, init_from = catalog.check_size, run.config.train.init_from
-    if plan.checkpoint is not None:
-        run.resumed_from = str(plan.checkpoint)
-        environment = environment_of(run)
-        return load(run, plan.checkpoint, environment=environment, check=check, progress=progress)
-    if init_from is not None and is_foreign(init_from):
-        load_foreign(run, ForeignWeights(find_model(init_from), run.core.config), progress)
-    elif init_from is not None:
-        load_weights(run, Path(init_from), check=check, progress=progress)
-    return []
+    load_initial(run, plan.checkpoint, progress=progress)
+    if plan.checkpoint is None:
+        return []
+    run.resumed_from = str(plan.checkpoint)
+    environment, check = environment_of(run), catalog.check_size
+    return load(run, plan.checkpoint, environment=environment, check=check, progress=progress)
 
 
 def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
@@ -197,7 +193,8 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
     """
     folder, config = run.folder, run.config.checkpoint
     with writing_run(folder):
-        needed_bytes = DISK_BYTES_PER_PARAMETER * num_parameters(run) * (config.keep + 2)
+        num_saved = sum(tensor.numel() for tensor in weights_of(run).values())
+        needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * (config.keep + 2)
         layout.require_free_disk(folder, needed_bytes, directory=config.dir)
         if plan.longer is not None:
             plan.longer.store(folder, progress=progress)
@@ -284,6 +281,13 @@ def _log_start(
         peak_source=run.peak.source if run.peak else None,
         environment=environment_of(run),
     )
+    if run.base is not None:
+        trained, whole = sum(p.numel() for p in run.trained()), num_parameters(run)
+        log.event("lora", base=run.base["path"], digest=run.base["digest"], trained=trained)
+        log.progress.say(
+            f"LoRA: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%}); the "
+            f"others stay as in {run.base['path']}."
+        )
     if plan.longer is not None:
         log.event("longer", steps_before=plan.longer.steps_before, steps=run.last_step)
     for decision in run.decisions:

@@ -111,6 +111,12 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
             "the other only its weights.",
             fix="Use one of the two.",
         )
+    if config.lora.rank is not None and config.train.init_from is None and checkpoint is None:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank} trains adapters of existing weights, and "
+            "train.init_from names none.",
+            fix="Set train.init_from=RUN, or leave lora.rank out.",
+        )
     require_steps_left(request.folder, config, checkpoint)
     ops = ops_of(assemble(decisions))
     config = resolve_init_from(config, dataset, ops, progress=request.progress)

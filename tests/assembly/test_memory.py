@@ -11,7 +11,9 @@ from flatout.assembly.memory import GIB, Workload, estimate, rows_that_fit
 from flatout.assembly.memory_trace import Live
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
+from flatout.config.sections import LoraConfig
 from flatout.errors import HardwareError
+from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, scan, variants
 from flatout.registry import MODELS, SPEEDUPS
@@ -196,6 +198,39 @@ def test_weights_gradients_and_optimizer_are_exact(shape):
         estimate(replace(work, with_momentum=frozenset({"hidden"})), 2).optimizer
         == found.optimizer - hidden
     )
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q", "v")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_frozen_weights_have_no_gradients_and_no_optimizer_state(shape, targets):
+    lora = LoraConfig(rank=4, targets=targets)
+    work = replace(workload(**SHAPES[shape]), lora=lora)
+    model, tokens_BT, targets_BT = real(work, 2)
+    with_adapters(model, lora)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with Live() as live:
+        model(tokens_BT, targets_BT)[0].backward()
+    found = estimate(work, 2)
+    assert found.gradients == sum(parameter.grad.nbytes for parameter in trained)
+    assert found.optimizer == 2 * found.gradients
+    tables = {buffer.data_ptr(): buffer.nbytes for buffer in model.buffers()}
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert found.weights == weights + sum(tables.values())
+    inputs = tokens_BT.nbytes + targets_BT.nbytes
+    peak = live.peak + inputs
+    assert peak <= 1.01 * (found.total - found.fixed)  # the first block needs a little less
+    assert found.total - found.fixed < 1.1 * peak
+
+
+def test_a_bf16_base_takes_half_of_the_memory_of_its_matrices():
+    def weights(base_dtype):
+        lora = LoraConfig(rank=4, base_dtype=base_dtype)
+        return estimate(replace(workload(autocast=torch.bfloat16), lora=lora), 2).weights
+
+    model = real(workload(), 1)[0]
+    kinds = model.parameter_kinds()
+    hidden = sum(p.nbytes for name, p in model.named_parameters() if kinds[name] == "hidden")
+    assert weights("fp32") - weights("bf16") == hidden / 2
 
 
 def test_shards_split_weights_gradients_and_optimizer():

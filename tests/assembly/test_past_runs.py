@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flatout.assembly import past_runs
 from flatout.assembly.past_runs import PastRun, alike, keep, read
+from flatout.config.schema import load_config
 
 RUN = PastRun(
     by="train",
@@ -53,6 +54,13 @@ def test_two_names_that_share_a_file_do_not_share_runs(tmp_path):
 def test_a_cache_that_cannot_be_written_is_left_alone(tmp_path):
     (tmp_path / "past-runs").write_text("a file")
     keep("A GPU", RUN, tmp_path)
+
+
+def test_a_run_with_adapters_has_another_shape():
+    whole = load_config()
+    lora = load_config(None, ["lora.rank=4"])
+    assert past_runs.shape_of(whole) != past_runs.shape_of(lora)
+    assert past_runs.shape_of(lora) != past_runs.shape_of(load_config(None, ["lora.rank=8"]))
 
 
 def test_runs_of_one_shape_have_the_same_speedups_in_any_order():

@@ -12,6 +12,7 @@ from pathlib import Path
 import cases_chat
 import cases_exporting
 import cases_folders
+import cases_lora
 import cases_machine
 import cases_models
 import cases_names
@@ -35,6 +36,7 @@ TOPICS = (
     cases_folders,
     cases_exporting,
     cases_machine,
+    cases_lora,
     cases_words,
     cases_chat,
     cases_models,

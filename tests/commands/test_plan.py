@@ -56,6 +56,17 @@ def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
     assert found.smallest_machine is None
 
 
+def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
+    words = [*ON_CPU, "model.vocab_size=101"]
+    whole, lora = plan(recipe, words), plan(recipe, [*words, "lora.rank=2"])
+    adapters = lora.params_by_part["adapters"]
+    assert lora.params == whole.params + adapters
+    assert lora.memory["optimizer"] * 2**30 == 8 * adapters
+    assert lora.memory["gradients_in_all"] * 2**30 == 4 * adapters
+    assert lora.memory["allocated"] < whole.memory["allocated"]
+    assert 2 / 3 < lora.flops_per_token / whole.flops_per_token < 1
+
+
 def test_the_parts_of_the_memory_add_up(recipe):
     memory = plan(recipe, [*ON_CPU, "model.vocab_size=101"]).memory
     parts = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")

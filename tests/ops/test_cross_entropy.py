@@ -58,6 +58,19 @@ def with_gradients(function, hidden, weight, targets, **extras):
     return loss_sum.detach(), num_valid, hidden.grad, weight.grad
 
 
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_frozen_weight_has_no_gradient_and_changes_no_other(name):
+    hidden, weight, targets = random_inputs(**CASES["some ignored"])
+    loss_sum, _, wanted, _ = with_gradients(VARIANTS[name], hidden, weight, targets)
+    hidden.requires_grad_()
+    found, _ = VARIANTS[name](hidden, weight, targets)
+    found.backward()
+    assert weight.grad is None
+    assert torch.equal(found, loss_sum)
+    assert torch.equal(hidden.grad, wanted)
+
+
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_reference_matches_its_docstring(case, extras):

@@ -177,4 +177,6 @@ def test_the_memory_estimate_counts_no_rounded_copy(kind, build_run, tiny_config
 def test_sharded_weights_are_refused_with_a_fix(tiny_config):
     refused = speedup_named(SPLIT).why_not(None, tiny_config(parallel__shard=2))
     assert "parallel.shard=1" in refused
+    frozen = speedup_named(SPLIT).why_not(None, tiny_config(lora__rank=2))
+    assert "lora.base_dtype=bf16" in frozen
     assert speedup_named(SPLIT).why_not(None, tiny_config()) is None

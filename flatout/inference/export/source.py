@@ -18,8 +18,9 @@ from flatout.models.language_model import LanguageModel, LanguageModelConfig, mo
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import tensors
+from flatout.training.checkpoint.base import WEIGHTS
 from flatout.training.checkpoint.catalog import tokenizer_of
-from flatout.training.checkpoint.read_write import WEIGHTS, stored_weights
+from flatout.training.checkpoint.read_write import stored_weights
 from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_and_aliases
 from flatout.training.run_dir.layout import trusted_config

@@ -29,6 +29,7 @@ from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, HardwareError
 from flatout.measure.plan.target import Target, find_data, target_of
 from flatout.models.language_model import Flops, LanguageModel, model_of
+from flatout.models.lora import INSIDE, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.roof import Peak
@@ -98,7 +99,7 @@ def make_plan(
         config, decisions = resolve_for(target, requested, dataset, cache)
     peak = peak_of(target, decisions)
     model_class, model_config = model_of(config)
-    model = model_class.on_meta(model_config, Ops.plain())
+    model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     flops = model.flops_per_token(config.data.seq_len)
     workload = workload_of(config, assemble(decisions))
     notes = [note] if note else []
@@ -199,12 +200,14 @@ def _memory(
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:
     """Return the parameters of the embedding, of each child of the blocks, of the head, the rest.
 
-    A tied head counts as the embedding.
+    Adapters (LoRA) are a part of their own. A tied head counts as the embedding.
     """
     kinds, found = model.parameter_kinds(), Counter[str]()
     for name, parameter in model.named_parameters():
         words, kind = name.split("."), kinds[name]
-        if words[0] == "blocks" and len(words) > 3:
+        if INSIDE in name:
+            part = "adapters"
+        elif words[0] == "blocks" and len(words) > 3:
             part = f"blocks.{words[2]}"
         else:
             part = kind if kind in ("embedding", "head") else "other"

@@ -9,9 +9,9 @@ import torch
 from flatout.architectures.source import ForeignWeights
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint.read_write import WEIGHTS
+from flatout.training.checkpoint.base import WEIGHTS
 from flatout.training.checkpoint.tensors import local_part, offset_of
-from flatout.training.checkpoint.weights import weights_of
+from flatout.training.checkpoint.weights import initial_weights
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -23,7 +23,7 @@ def load_foreign(run: Run, weights: ForeignWeights, progress: Progress = SILENT)
     Memory: one tensor at a time, besides the model.
     Raises: CheckpointError when a tensor cannot be read or has another shape.
     """
-    targets = weights_of(run)
+    targets = initial_weights(run.core)
     size = sum(target.numel() for target in targets.values())
     with progress.task(f"Loading {weights.path.name}", total=size) as task, torch.no_grad():
         for key, target in targets.items():

@@ -27,6 +27,7 @@ from flatout.json_io import JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress, Task
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
+from flatout.training.checkpoint.base import WEIGHTS
 from flatout.training.checkpoint.catalog import Check, FileFacts
 from flatout.training.checkpoint.job import Saving, at_once
 from flatout.training.checkpoint.state import STATE, VERSION, StateItem
@@ -35,9 +36,6 @@ from flatout.training.checkpoint.weights import weights_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-
-WEIGHTS = "model/"
-"""Prefix of the weights' names in an index."""
 
 
 def save(run: Run, *, environment: JsonObject | None = None, progress: Progress = SILENT) -> Path:
@@ -90,16 +88,17 @@ def load(
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Return every weight, unsharded, by its name in the model's state_dict.
+    """Return every stored weight, unsharded, by its name in the model's state_dict.
 
-    Any number of ranks may have written them.
+    Any number of ranks may have written them. A LoRA checkpoint stores adapters alone; `merged.py`
+    adds them to their base.
 
     Shapes: as in the model.
     Raises: CheckpointError when a file is missing or damaged.
     """
-    index, aliases, manifest = _read_index(checkpoint, catalog.check_file)
+    index, aliases, manifest = read_index(checkpoint, catalog.check_file)
     targets = {name: tensors.empty(entry) for name, entry in _weights_in(index).items()}
-    _check(checkpoint, manifest, tensors.files_needed(targets, index), catalog.check_file)
+    check_files(checkpoint, manifest, tensors.files_needed(targets, index), catalog.check_file)
     tensors.fill(targets, index, checkpoint)
     weights = targets | {alias: targets[name] for alias, name in aliases.items()}
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
@@ -117,9 +116,9 @@ def load_weights(
     targets = weights_of(run)
 
     def open_files(task: Task) -> dict[str, Entry]:
-        index, _, manifest = _read_index(checkpoint, check)
+        index, _, manifest = read_index(checkpoint, check)
         tensors.check_fits(targets, index, prefix=WEIGHTS, source=checkpoint)
-        _check(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
+        check_files(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
         return index
 
     with progress.task(f"Loading the weights of {checkpoint.name}") as task:
@@ -127,24 +126,16 @@ def load_weights(
         tensors.fill(targets, index, checkpoint, task)
 
 
-def stored_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight in a checkpoint, by its name in the index.
-
-    Raises: CheckpointError when its index is missing or damaged.
-    """
-    return {name: entry.shape for name, entry in stored_weights(checkpoint).items()}
-
-
 def stored_weights(checkpoint: Path) -> dict[str, Entry]:
     """Return the entry of every weight in a checkpoint, by its name in the index.
 
     Raises: CheckpointError when its index is missing or damaged.
     """
-    return _weights_in(_read_index(checkpoint, catalog.check_file)[0])
+    return _weights_in(read_index(checkpoint, catalog.check_file)[0])
 
 
 def weights_sha256(checkpoint: Path) -> str:
-    """Return a digest of all weights; it does not depend on how many ranks wrote them."""
+    """Return a digest of all stored weights; it does not depend on how many ranks wrote them."""
     digest = hashlib.sha256()
     for name, tensor in sorted(read_weights(checkpoint).items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -156,12 +147,15 @@ def _weights_in(index: Mapping[str, Entry]) -> dict[str, Entry]:
     return {name: entry for name, entry in index.items() if name.startswith(WEIGHTS)}
 
 
-def _read_index(
+def read_index(
     checkpoint: Path, check: Check
 ) -> tuple[dict[str, Entry], dict[str, str], dict[str, FileFacts]]:
-    """Return the entries of the tensors, the aliases, and the manifest's files."""
+    """Return the entries of the tensors, the aliases, and the manifest's files.
+
+    Raises: CheckpointError when a file is missing or damaged.
+    """
     manifest = catalog.read_manifest(checkpoint).files
-    _check(checkpoint, manifest, {catalog.INDEX}, check)
+    check_files(checkpoint, manifest, {catalog.INDEX}, check)
     document = read_json(checkpoint / catalog.INDEX)
     with parsing(checkpoint / catalog.INDEX):
         index = {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}
@@ -170,13 +164,17 @@ def _read_index(
         return index, document["aliases"], manifest
 
 
-def _check(
+def check_files(
     checkpoint: Path,
     manifest: Mapping[str, FileFacts],
     names: set[str],
     check: Check,
     task: Task | None = None,
 ) -> None:
+    """Check files of a checkpoint against its manifest.
+
+    Raises: CheckpointError naming the first one that is missing or damaged.
+    """
     for name in sorted(names):
         path = checkpoint / name
         problem = check(path, manifest[name]) if name in manifest else catalog.not_listed(path)
@@ -193,8 +191,8 @@ def _open(
 
     Returns: the index, the state, the items to restore, the tensors to fill.
     """
-    index, _, manifest = _read_index(checkpoint, check)
-    _check(checkpoint, manifest, {catalog.STATE}, check, task)
+    index, _, manifest = read_index(checkpoint, check)
+    check_files(checkpoint, manifest, {catalog.STATE}, check, task)
     state = read_json(checkpoint / catalog.STATE)
     with parsing(checkpoint / catalog.STATE):
         version = int(state["version"])
@@ -220,7 +218,7 @@ def _open(
                 wanted = item.targets(run, index, state["values"][item.name])
             tensors.check_fits(wanted, index, prefix=item.prefix, source=checkpoint)
             targets |= wanted
-    _check(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
+    check_files(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
     return index, state, items, targets
 
 

@@ -45,6 +45,8 @@ class Snapshot:
     """The JSON values: all of them on the main rank, only the per-rank ones on the others."""
     aliases: Mapping[str, str]
     environment: JsonObject
+    base: JsonObject | None = None
+    """The base of the adapters of a LoRA run."""
 
     @property
     def final(self) -> Path:
@@ -92,6 +94,7 @@ def take(run: Run, environment: JsonObject) -> Snapshot:
         },
         aliases=weights_and_aliases(run.core)[1],
         environment=dict(environment),
+        base=run.base,
     )
 
 
@@ -149,6 +152,7 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
         {
             "tensors": {name: entry.to_dict() for name, entry in index.items()},
             "aliases": snapshot.aliases,
+            **({"base": snapshot.base} if snapshot.base else {}),
         },
     )
     _write(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from flatout.errors import CheckpointError
+from flatout.models.lora import adapters_of, frozen_parameters
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -30,13 +32,38 @@ def parameter_names(run: Run) -> dict[Tensor, str]:
 def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return every parameter and saved buffer once, and the other names of shared ones.
 
-    A tied head, for example, has two names.
+    A tied head, for example, has two names. With LoRA, the frozen weights are left out: a
+    checkpoint contains the adapters and says which weights they belong to.
 
     Shapes: as in the model.
     """
+    return _without(core, frozen_parameters(core))
+
+
+def weights_of(run: Run) -> dict[str, Tensor]:
+    """Return every parameter and saved buffer of a run's model once; with LoRA, as above.
+
+    Shapes: as in the model.
+    """
+    return weights_and_aliases(run.core)[0]
+
+
+def initial_weights(core: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that `train.init_from` sets: all but the adapters of LoRA.
+
+    Shapes: as in the model.
+    """
+    adapters = adapters_of(core).values()
+    return _without(core, {one for adapter in adapters for one in adapter.parameters()})[0]
+
+
+def _without(
+    core: nn.Module, left_out: Collection[Tensor]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     weights: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
+    ignored = {id(tensor) for tensor in left_out}
     for name, tensor in core.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
@@ -44,17 +71,11 @@ def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
                 fix="Make it a buffer.",
             )
         key = f"model/{plain_name(name)}"
+        if id(tensor) in ignored:
+            continue
         if id(tensor) in first_name:
             aliases[key] = first_name[id(tensor)]
         else:
             first_name[id(tensor)] = key
             weights[key] = tensor
     return weights, aliases
-
-
-def weights_of(run: Run) -> dict[str, Tensor]:
-    """Return every parameter and saved buffer of a run's model once.
-
-    Shapes: as in the model.
-    """
-    return weights_and_aliases(run.core)[0]

@@ -1,0 +1,226 @@
+"""Low-rank adapters (LoRA) beside the linear layers of the blocks, whose weights are frozen.
+
+An adapter adds B A x times a scale to the product W x. Only A and B are trained. B starts at zero,
+so that a new model computes exactly what its base does.
+
+Letters: I width in, O width out, P rows of a part of a weight, R rank, or the sum over parts.
+
+Source: Hu et al. 2021, arXiv:2106.09685.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from flatout.config.sections import LoraConfig
+from flatout.errors import ConfigError
+from flatout.models.language_model import LanguageModel, ParameterKind
+from flatout.models.layers import Linear, dropped
+from flatout.ops import at_least_fp32
+from flatout.registry import nearest
+from flatout.words import value_for
+
+PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "output": ("o",)}
+"""Names of the parts of a layer, each of which gets its own adapter; other layers are one part with
+the layer's name.
+"""
+EVERY = "all-linear"
+"""The target that stands for all of them."""
+INSIDE = ".adapters."
+"""What separates the name of a layer from that of its adapter."""
+Rows = tuple[int, int]
+"""The first row of a weight that a part has, and the one after its last."""
+M = TypeVar("M", bound=LanguageModel)
+
+
+class Adapter(nn.Module):
+    """Two thin matrices for some rows of a weight: A narrows the input to the rank, B widens it."""
+
+    def __init__(self, weight_OI: Tensor, rows: Rows, config: LoraConfig) -> None:
+        super().__init__()
+        self.rows = rows
+        self.scale = config.scale
+        start, end = rows
+        rank, width_in = config.rank or 0, weight_OI.shape[1]
+        self.lora_A = nn.Parameter(weight_OI.new_empty(rank, width_in, dtype=torch.float32))
+        self.lora_B = nn.Parameter(weight_OI.new_zeros(end - start, rank, dtype=torch.float32))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as in a new nn.Linear
+
+
+class LoraLinear(Linear):
+    """A frozen linear layer with adapters, in its place; the name of its weight stays."""
+
+    def __init__(self, layer: Linear, parts: Mapping[str, Rows], config: LoraConfig) -> None:
+        nn.Module.__init__(self)  # Linear's own would allocate another weight
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.ops, self.activation = layer.ops, layer.activation
+        self.weight, self.bias = layer.weight, layer.bias
+        if config.base_dtype == "bf16":
+            self.weight = nn.Parameter(layer.weight.detach().bfloat16(), requires_grad=False)
+        self.scale = config.scale
+        self.dropout = config.dropout
+        self.parts = dict(parts)
+        self.adapters = nn.ModuleDict(
+            {name: Adapter(layer.weight.detach(), rows, config) for name, rows in parts.items()}
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the layer's product plus that of the adapters, through the activation if any.
+
+        Shapes:  hidden (..., I).
+        Returns: (..., O).
+        """
+        is_autocast = torch.is_autocast_enabled(hidden.device.type)
+        weight = self.weight if is_autocast else at_least_fp32(self.weight)
+        if not self.adapters:
+            return self.ops.linear(hidden, weight, self.bias, activation=self.activation)
+        product = self._added(self.ops.linear(hidden, weight, self.bias), hidden, is_autocast)
+        return product if self.activation is None else self.activation(product)
+
+    def _added(self, product: Tensor, hidden: Tensor, is_autocast: bool) -> Tensor:
+        """Return the product plus that of the adapters, which are stacked: two products in all."""
+        narrow_RI = torch.cat([self.adapters[name].lora_A for name in self.parts])  # type: ignore[misc]
+        widen_OR: Tensor = torch.block_diag(*self._blocks())  # type: ignore[no-untyped-call]
+        if not is_autocast:
+            hidden, product = hidden.to(narrow_RI.dtype), product.to(narrow_RI.dtype)
+        hidden = dropped(hidden, self.dropout, self.training)
+        narrowed = self.scale * functional.linear(hidden, narrow_RI)
+        whole = torch.addmm(product.flatten(0, -2), narrowed.flatten(0, -2), widen_OR.t())
+        return whole.view(product.shape)
+
+    def _blocks(self) -> Iterator[Tensor]:
+        """Yield each lora_B in the order of its rows, and empty matrices for rows without one."""
+        done = 0
+        for name, (start, end) in self.parts.items():
+            widen: Tensor = self.adapters[name].lora_B  # type: ignore[assignment]
+            yield widen.new_zeros(start - done, 0)
+            yield widen
+            done = end
+        yield widen.new_zeros(self.out_features - done, 0)
+
+
+def with_adapters(model: M, config: LoraConfig) -> M:
+    """Freeze a model and add the adapters that `config` describes, in place.
+
+    Without a rank the model is returned unchanged.
+    Raises: ConfigError when the model has no such layer.
+    """
+    if config.rank is None:
+        return model
+    layers = adaptable(model)
+    targets = _checked_targets(config.targets, layers)
+    model.requires_grad_(False)
+    for name, parts in layers.items():
+        chosen = {part: rows for part, rows in parts.items() if part in targets}
+        parent, _, own = name.rpartition(".")
+        layer = model.get_submodule(name)
+        assert isinstance(layer, Linear)
+        setattr(model.get_submodule(parent), own, LoraLinear(layer, chosen, config))
+    kinds_of_base = model.parameter_kinds
+    added: dict[str, ParameterKind] = {
+        f"{name}.{matrix}": "hidden"
+        for name in adapters_of(model)
+        for matrix in ("lora_A", "lora_B")
+    }
+    # A custom model lists its parameters by name, and these are not among them.
+    model.parameter_kinds = lambda: kinds_of_base() | added  # type: ignore[method-assign]
+    return model
+
+
+def adaptable(model: LanguageModel) -> dict[str, dict[str, Rows]]:
+    """Return the linear layers of the blocks by name, each with the rows of its parts.
+
+    Layers of a subclass are left out: the model may read their weights without calling them.
+    """
+    stacked = model.stacked_rows()
+    found: dict[str, dict[str, Rows]] = {}
+    for inside, layer in model.blocks.named_modules():
+        if type(layer) is Linear:
+            name, own = f"blocks.{inside}", inside.rpartition(".")[2]
+            counts = stacked.get(f"{name}.weight", (layer.out_features,))
+            parts = PARTS.get(own, (own,))
+            if len(parts) != len(counts):
+                parts, counts = (own,), (layer.out_features,)
+            ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+            found[name] = {
+                part: (end - count, end)
+                for part, count, end in zip(parts, counts, ends, strict=True)
+            }
+    return found
+
+
+def _checked_targets(targets: Sequence[str], layers: Mapping[str, Mapping[str, Rows]]) -> set[str]:
+    """Return the parts that `lora.targets` names.
+
+    Raises: ConfigError for an unknown one, with the nearest name or what another tool means by it.
+    """
+    known = list(dict.fromkeys(part for parts in layers.values() for part in parts))
+    if not known:
+        raise ConfigError(
+            "The blocks of this model have no linear layers that can be adapted.",
+            fix="Leave lora.rank out, or build them from flatout.models.layers.Linear.",
+        )
+    for target in targets:
+        if target != EVERY and target not in known:
+            guess = value_for("lora.targets", target) or nearest(target, [*known, EVERY])
+            listed = ", ".join(known)
+            raise ConfigError(
+                f"lora.targets names {target!r}; the linear layers of this model are {listed}.",
+                fix=f"Did you mean {guess!r}?" if guess else f"Set lora.targets={EVERY}.",
+            )
+    return set(known) if EVERY in targets else set(targets)
+
+
+def adapters_of(model: nn.Module) -> dict[str, Adapter]:
+    """Return the adapters of a model by name, such as `blocks.0.attention.qkv.adapters.q`."""
+    return {name: each for name, each in model.named_modules() if isinstance(each, Adapter)}
+
+
+def frozen_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters of the base; none when the model has no adapters."""
+    if not adapters_of(model):
+        return set()
+    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
+
+
+def scale_of(model: nn.Module) -> float:
+    """Return the factor of the adapters' output, which is the same in all layers."""
+    return next(each.scale for each in adapters_of(model).values())
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one adapter adds to some rows of a weight: scale times `widen` times `narrow`."""
+
+    rows: Rows
+    narrow: Tensor
+    """The adapter's lora_A (R, I)."""
+    widen: Tensor
+    """The adapter's lora_B (P, R)."""
+    scale: float
+
+
+def merge(name: str, weight: Tensor, deltas: Mapping[str, Sequence[Delta]]) -> Tensor:
+    """Return the weight `name` of a base with what `deltas` adds to it.
+
+    Weights without adapters are returned themselves. Calling it for one tensor after another keeps
+    the memory at that of the largest.
+
+    Shapes:  weight any; with adapters (O, I).
+    Returns: the same shape and dtype.
+    Cost:    2 O I R FLOP.
+    """
+    if name not in deltas:
+        return weight
+    merged = at_least_fp32(weight).clone()
+    for delta in deltas[name]:
+        start, end = delta.rows
+        merged[start:end].addmm_(delta.scale * delta.widen.to(merged), delta.narrow.to(merged))
+    return merged.to(weight.dtype)

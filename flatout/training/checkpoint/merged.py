@@ -1,0 +1,132 @@
+"""The weights that a checkpoint stands for, one at a time; LoRA adapters are merged into them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from flatout.architectures.source import ForeignWeights, find_model, is_foreign
+from flatout.json_io import parsing
+from flatout.models.lora import INSIDE, Delta, merge
+from flatout.ops import Ops
+from flatout.registry import MODELS
+from flatout.training.checkpoint import catalog, tensors
+from flatout.training.checkpoint.base import WEIGHTS, Base, base_of, find_base
+from flatout.training.checkpoint.catalog import Check
+from flatout.training.checkpoint.read_write import check_files, read_index, read_weights
+from flatout.training.checkpoint.weights import weights_and_aliases
+
+
+class _ImportedWeights:
+    """Reads the weights of another program's model by flatout's names, as `MergedWeights` does."""
+
+    def __init__(self, path: Path) -> None:
+        found = find_model(str(path))
+        model_class = MODELS.get(found.keys["kind"])
+        own = {key: value for key, value in found.keys.items() if key != "kind"}
+        config = model_class.check(own, seq_len=1)
+        self.shapes = shapes_of(model_class.on_meta(config, Ops.plain()))
+        self.aliases: dict[str, str] = {}
+        self.read = ForeignWeights(found, config).read
+
+
+class MergedWeights:
+    """Reads the weights of a checkpoint by their names in the model's state_dict.
+
+    The weights of a LoRA checkpoint are those of its base plus its adapters. `read` needs memory
+    for one tensor, and the adapters are kept, so that a model of any size can be copied.
+    Raises: CheckpointError when a file is missing or damaged, or the base is missing or has
+            changed. `check=catalog.check_size` trusts the content of files of the right size.
+    """
+
+    def __init__(self, checkpoint: Path, check: Check = catalog.check_file) -> None:
+        self.checkpoint = checkpoint
+        index, aliases, manifest = read_index(checkpoint, check)
+        stored = {name: entry for name, entry in index.items() if name.startswith(WEIGHTS)}
+        files = {piece.file for entry in stored.values() for piece in entry.slices}
+        check_files(checkpoint, manifest, files, check)
+        self._index = {name.removeprefix(WEIGHTS): entry for name, entry in stored.items()}
+        self._aliases = {
+            alias.removeprefix(WEIGHTS): name.removeprefix(WEIGHTS)
+            for alias, name in aliases.items()
+        }
+        self._base: MergedWeights | _ImportedWeights | None = None
+        self._deltas: Mapping[str, list[Delta]] = {}
+        base = base_of(checkpoint)
+        if base is not None:
+            path = find_base(checkpoint, base)
+            is_imported = is_foreign(str(path))
+            self._base = _ImportedWeights(path) if is_imported else MergedWeights(path, check)
+            with parsing(checkpoint / catalog.INDEX):
+                self._deltas = _deltas(base, read_weights(checkpoint))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight; shared ones count once."""
+        own = {name: entry.shape for name, entry in self._index.items() if INSIDE not in name}
+        return (self._base.shapes if self._base else {}) | own
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The other names of shared weights, such as that of a tied head."""
+        return (self._base.aliases if self._base else {}) | self._aliases
+
+    def read(self, name: str) -> Tensor:
+        """Return one weight, unsharded, on the CPU.
+
+        Shapes:  as in `shapes`.
+        """
+        if self._base is None or name in self._index:
+            entry = self._index[name]
+            weight = tensors.empty(entry)
+            key = WEIGHTS + name
+            tensors.fill({key: weight}, {key: entry}, self.checkpoint)
+        else:
+            weight = self._base.read(name)
+        return merge(name, weight, self._deltas)
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of a model, as `MergedWeights.shapes`."""
+    weights = weights_and_aliases(model)[0].items()
+    return {name.removeprefix(WEIGHTS): tuple(tensor.shape) for name, tensor in weights}
+
+
+def read_merged(checkpoint: Path) -> dict[str, Tensor]:
+    """Return every weight, unsharded, by its name in the model's state_dict.
+
+    Shapes: as in the model.
+    Raises: CheckpointError as `MergedWeights`.
+    """
+    weights = MergedWeights(checkpoint)
+    found = {name: weights.read(name) for name in weights.shapes}
+    return found | {alias: found[name] for alias, name in weights.aliases.items()}
+
+
+def fill_merged(targets: Mapping[str, Tensor], checkpoint: Path) -> None:
+    """Copy the weights of a checkpoint into this rank's parts of `targets`, in place.
+
+    Shapes: targets of any shape, equal to the stored ones; their dtype may differ.
+    Raises: CheckpointError as `MergedWeights`.
+    """
+    weights = MergedWeights(checkpoint)
+    with torch.no_grad():
+        for name, target in targets.items():
+            part, start = tensors.local_part(target), tensors.offset_of(target)
+            box = tuple(
+                slice(first, first + size) for first, size in zip(start, part.shape, strict=True)
+            )
+            part.copy_(weights.read(name.removeprefix(WEIGHTS))[box])
+
+
+def _deltas(base: Base, adapters: Mapping[str, Tensor]) -> dict[str, list[Delta]]:
+    """Return what the adapters add, by the name of the weight."""
+    found: dict[str, list[Delta]] = {}
+    for name, rows in base.rows.items():
+        pair = (adapters[f"{name}.lora_A"], adapters[f"{name}.lora_B"])
+        weight = f"{name.partition(INSIDE)[0]}.weight"
+        found.setdefault(weight, []).append(Delta(rows, *pair, base.scale))
+    return found

@@ -1,0 +1,72 @@
+"""Adapters (LoRA)."""
+
+import shutil
+
+from case import Case, World, run_command
+
+
+def without_base(world: World) -> None:
+    """Train adapters, and delete the weights that they belong to."""
+    line = "train my.yaml lora.rank=2 train.init_from=runs/first --run-dir runs/adapters"
+    assert run_command(line, world.path).code == 0
+    shutil.rmtree(world.path / "runs/first/checkpoints")
+
+
+CASES = [
+    Case(
+        "a rank of 0",
+        "train my.yaml lora.rank=0 train.init_from=runs/first",
+        ("lora.rank=0", "at least 1"),
+        ("leave it out",),
+    ),
+    Case(
+        "no weights to adapt",
+        "train my.yaml lora.rank=4",
+        ("lora.rank=4", "train.init_from names none"),
+        ("Set train.init_from=RUN",),
+    ),
+    Case(
+        "a layer by another tool's name",
+        "train my.yaml lora.rank=4 lora.targets=[q_proj] train.init_from=runs/first",
+        ("lora.targets names 'q_proj'", "q, k, v, o, up, down"),
+        ("Did you mean 'q'?",),
+    ),
+    Case(
+        "other keys without a rank",
+        "train my.yaml lora.alpha=16 train.init_from=runs/first",
+        ("lora.alpha has no effect without lora.rank",),
+        ("Set lora.rank=8",),
+    ),
+    Case(
+        "Muon",
+        "train my.yaml lora.rank=4 optim.kind=muon train.init_from=runs/first",
+        ("optim.kind=muon",),
+        ("optim.kind=adamw",),
+    ),
+    Case(
+        "a base in bf16 without matmuls in bf16",
+        "train my.yaml lora.rank=4 lora.base_dtype=bf16 train.init_from=runs/first",
+        ("lora.base_dtype=bf16", "fp32 products"),
+        ("lora.base_dtype=fp32",),
+    ),
+    Case(
+        "adapters whose base was deleted",
+        "generate runs/adapters",
+        ("runs/adapters/checkpoints/step-2", "runs/first/checkpoints/step-2", "do not exist"),
+        ("Restore them there",),
+        without_base,
+    ),
+    Case(
+        "a checkpoint of whole weights to resume from",
+        "train my.yaml lora.rank=4 train.steps=4 --resume runs/first --run-dir runs/adapters",
+        ("contains whole weights", "lora.rank=4"),
+        ("train.init_from=",),
+        may_change=("runs/adapters",),
+    ),
+    Case(
+        "QLoRA",
+        "train my.yaml load_in_4bit=true",
+        ("'load_in_4bit'",),
+        ("there is no QLoRA", "lora.base_dtype=bf16"),
+    ),
+]

@@ -1,0 +1,89 @@
+"""The section `lora`: values, contradictions, files of runs without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.config.convert import convert
+from flatout.config.schema import RunConfig, load_config, validate
+from flatout.errors import ConfigError
+
+
+def test_targets_are_a_list_or_names_with_commas():
+    config = load_config(None, ["lora.rank=4", "lora.targets=q,v"])
+    assert config.lora.targets == ("q", "v")
+    assert load_config(None, ["lora.rank=4", "lora.targets=[q, v]"]).lora == config.lora
+    assert RunConfig().lora.targets == ("all-linear",)
+
+
+@pytest.mark.parametrize(("alpha", "scale"), [(None, 1.0), (16, 4.0)])
+def test_the_scale_is_alpha_over_rank(alpha, scale):
+    config = load_config().with_values({"lora.rank": 4, "lora.alpha": alpha})
+    assert config.lora.scale == scale
+
+
+def test_a_config_without_adapters_has_no_section():
+    """Files and names of runs are those of versions that had no such section."""
+    assert "lora" not in RunConfig().to_dict()
+    config = load_config(None, ["lora.rank=4", "lora.targets=q,v", "lora.dropout=0.1"])
+    assert validate(config.to_dict()) == config
+    assert config.digest() != RunConfig().digest()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message", "fix"),
+    [
+        (["lora.rank=0"], "lora.rank=0 is not valid: it must be at least 1", "leave it out"),
+        (["lora.alpha=16"], "lora.alpha has no effect without lora.rank", "lora.rank=8"),
+        (["lora.rank=4", "lora.targets=[]"], "names no layer", "all-linear"),
+        (["lora.rank=4", "lora.dropout=1"], "less than 1", "lora.dropout"),
+        (["lora.rank=4", "optim.kind=muon"], "optim.kind=muon", "optim.kind=adamw"),
+        (
+            ["lora.rank=4", "lora.base_dtype=bf16", "parallel.shard=2"],
+            "parallel.shard=2",
+            "lora.base_dtype=fp32",
+        ),
+    ],
+)
+def test_contradictions_are_refused(overrides, message, fix):
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, overrides)
+    assert message in refused.value.what
+    assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("document", "values"),
+    [
+        ({"lora_alpha": 16, "lora_r": 8}, {"lora.rank": 8, "lora.alpha": 16}),
+        ({"adapter": "lora", "lora_dropout": 0.05}, {"lora.rank": 8, "lora.dropout": 0.05}),
+        (
+            {"lora_r": 4, "target_modules": ["q_proj", "model.layers.0.v_proj", "lm_head"]},
+            {"lora.rank": 4, "lora.targets": ["q", "v"]},
+        ),
+        (
+            {"lora_r": 4, "lora_target_modules": "c_attn, c_proj"},
+            {"lora.rank": 4, "lora.targets": ["q", "k", "v", "o", "down"]},
+        ),
+        (
+            {"lora_r": 4, "lora_target_linear": True},
+            {"lora.rank": 4, "lora.targets": ["all-linear"]},
+        ),
+    ],
+)
+def test_keys_of_other_tools_are_converted(document, values):
+    assert convert(document, []).values == values
+
+
+@pytest.mark.parametrize("document", [{"adapter": "qlora"}, {"load_in_4bit": True}])
+def test_qlora_is_said_to_be_missing(document):
+    found = convert(document, [])
+    assert found.values == {}
+    assert [item.outcome for item in found.items] == ["missing"]
+
+
+def test_a_quantised_base_is_answered_with_what_there_is():
+    with pytest.raises(ConfigError, match="load_in_4bit") as refused:
+        load_config(None, ["load_in_4bit=true"])
+    assert "no QLoRA" in refused.value.fix
+    assert "lora.base_dtype=bf16" in refused.value.fix

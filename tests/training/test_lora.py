@@ -1,0 +1,244 @@
+"""Runs that train adapters: what changes, what is saved, resuming, merged weights, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from flatout.commands.eval import evaluate
+from flatout.commands.generate import generate
+from flatout.config.schema import load_config
+from flatout.errors import CheckpointError, ConfigError, Stopped
+from flatout.files import folder_bytes
+from flatout.inference.load import load_run
+from flatout.models.lora import adapters_of, with_adapters
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.base import base_of
+from flatout.training.checkpoint.merged import MergedWeights, read_merged
+from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.run import run_training
+
+pytestmark = pytest.mark.slow
+
+LORA = {"lora__rank": 2, "lora__alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def source(tiny_set, tiny, tmp_path_factory):
+    """Return a run of six steps."""
+    folder = tmp_path_factory.mktemp("lora") / "source"
+    run_training(load_config().with_values({**tiny, "data.path": str(tiny_set)}), folder)
+    return folder
+
+
+@pytest.fixture
+def lora_config(tiny_config, source):
+    """Return a function that makes the configuration of a LoRA run."""
+    return lambda **changes: tiny_config(**{"train__init_from": str(source)} | LORA | changes)
+
+
+def last(folder):
+    return catalog.latest(folder)
+
+
+def equal(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_checkpoint_has_the_adapters_alone(lora_config, source, tmp_path, events, messages):
+    run_training(lora_config(checkpoint__keep=9), tmp_path / "run", progress=messages)
+    checkpoint = last(tmp_path / "run")
+    stored = read_weights(checkpoint)
+    assert stored
+    assert all(".adapters." in name for name in stored)
+    assert folder_bytes(checkpoint) < folder_bytes(last(source)) / 2
+    base = base_of(checkpoint)
+    assert base.path == str(last(source).resolve())
+    assert base.scale == 4.0
+    assert base_of(last(source)) is None
+    (event,) = events(tmp_path / "run", "lora")
+    assert event["trained"] == sum(tensor.numel() for tensor in stored.values())
+    assert any(line.startswith("LoRA: ") for line in messages.lines)
+
+
+def test_training_starts_at_the_base_and_changes_adapters_alone(
+    lora_config, source, tmp_path, records
+):
+    run_training(lora_config(checkpoint__keep=9, train__eval_every=1), tmp_path / "run")
+    first, final = (catalog.checkpoint_path(tmp_path / "run", step) for step in (0, 6))
+    base = read_weights(last(source))
+    assert equal(read_merged(first), base)
+    merged = read_merged(final)
+    changed = {name for name in merged if not torch.equal(merged[name], base[name])}
+    matrices = ("qkv.weight", "output.weight", "up.weight", "down.weight")
+    assert changed == {name for name in merged if name.endswith(matrices)}
+    losses = [record["val/loss"] for record in records(tmp_path / "run") if "val/loss" in record]
+    assert losses[-1] < evaluate(source).val_loss
+
+
+def test_a_resumed_run_is_the_same(lora_config, tmp_path, stop_at):
+    config = lora_config(lora__dropout=0.1)
+    whole = run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "parts", observers=[stop_at(3)])
+    assert run_training(config, tmp_path / "parts")["weights_sha256"] == whole["weights_sha256"]
+    for name in ("whole", "parts"):
+        assert base_of(last(tmp_path / name)) == base_of(last(tmp_path / "whole"))
+
+
+def test_merged_weights_compute_the_same_loss_and_text(lora_config, tmp_path):
+    summary = run_training(lora_config(), tmp_path / "run")
+    found = evaluate(tmp_path / "run", checkpoint="last")
+    assert found.val_loss == pytest.approx(summary["val_loss"], rel=1e-6)
+    loaded = load_run(tmp_path / "run", "last", device="cpu")
+    assert adapters_of(loaded.model) == {}
+    config = lora_config()
+    unmerged = with_adapters(type(loaded.model)(loaded.model.config, loaded.model.ops), config.lora)
+    base = base_of(last(tmp_path / "run"))
+    weights = read_weights(last(tmp_path / "run")) | read_merged(Path(base.path))
+    unmerged.load_state_dict(weights)
+    tokens_BT = torch.arange(12)[None] + 60
+    with torch.no_grad():
+        wanted, got = (model.eval().logits(tokens_BT) for model in (unmerged, loaded.model))
+    assert (wanted - got).abs().max() < 1e-6 * wanted.abs().max()
+    assert generate(tmp_path / "run", prompt="the ", max_tokens=4).samples
+
+
+def test_weights_are_read_one_at_a_time(lora_config, source, tmp_path):
+    run_training(lora_config(), tmp_path / "run")
+    weights = MergedWeights(last(tmp_path / "run"))
+    whole = read_weights(last(source))
+    assert weights.shapes == {name: tuple(tensor.shape) for name, tensor in whole.items()}
+    name = "blocks.0.attention.qkv.weight"
+    assert not torch.equal(weights.read(name), whole[name])
+    assert torch.equal(weights.read("final_norm.weight"), whole["final_norm.weight"])
+
+
+@pytest.mark.parametrize("speedup", ["compile", "checkpointing"])
+def test_compiled_and_checkpointed_runs_have_the_same_losses(
+    lora_config, tmp_path, records, speedup
+):
+    for name, speedups in (("plain", "none"), ("fast", [speedup])):
+        run_training(lora_config(speedups=speedups), tmp_path / name)
+    plain, fast = (
+        [record["train/loss"] for record in records(tmp_path / name) if "train/loss" in record]
+        for name in ("plain", "fast")
+    )
+    assert fast == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("overrides", [(), ("parallel.shard=2",)], ids=["ddp", "fully-shard"])
+def test_two_processes_have_the_losses_of_one_and_its_checkpoints(
+    lora_config, tmp_path, records, overrides
+):
+    config = lora_config(batch__rows_per_device=2)
+    run_training(config, tmp_path / "one")
+    (tmp_path / "lora.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = ["-m", "flatout", "train", str(tmp_path / "lora.yaml"), *overrides]
+    done = subprocess.run(
+        [sys.executable, *launcher, *words, "--run-dir", str(tmp_path / "two"), "--json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = (
+        [record["train/loss"] for record in records(tmp_path / name) if "train/loss" in record]
+        for name in ("one", "two")
+    )
+    assert two == pytest.approx(one, rel=1e-5)
+    mine, theirs = (read_merged(last(tmp_path / name)) for name in ("one", "two"))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_lora_run_is_a_base_too(lora_config, tiny_config, tmp_path):
+    run_training(lora_config(), tmp_path / "first")
+    first = read_merged(last(tmp_path / "first"))
+    again = lora_config(train__init_from=str(tmp_path / "first"), lora__targets=["q"])
+    run_training(again, tmp_path / "second")
+    assert equal(read_merged(catalog.checkpoint_path(tmp_path / "second", 0)), first)
+    whole = tiny_config(train__init_from=str(tmp_path / "first"), checkpoint__keep=9)
+    run_training(whole, tmp_path / "third")
+    assert equal(read_weights(catalog.checkpoint_path(tmp_path / "third", 0)), first)
+
+
+def test_another_run_continues_with_the_adapters(lora_config, tiny_config, tmp_path):
+    run_training(lora_config(), tmp_path / "first")
+    longer = tiny_config(**LORA, train__steps=8)
+    summary = run_training(longer, tmp_path / "second", resume=str(tmp_path / "first"))
+    assert (summary["steps"], summary["resumed_from"]) == (8, str(last(tmp_path / "first")))
+    base = base_of(last(tmp_path / "second"))
+    assert base == base_of(last(tmp_path / "first"))
+
+
+def test_a_run_without_a_base_is_refused(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"lora\.rank=2 .*train\.init_from names none") as refused:
+        run_training(tiny_config(**LORA), tmp_path / "run")
+    assert "train.init_from=RUN" in refused.value.fix
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapters"])
+def test_a_checkpoint_of_another_kind_is_refused(lora_config, tiny_config, source, tmp_path, kind):
+    if kind == "whole":
+        config, resume = tiny_config(**LORA, train__steps=8), source
+    else:
+        run_training(lora_config(), tmp_path / "lora")
+        config, resume = tiny_config(train__steps=8), tmp_path / "lora"
+    with pytest.raises(CheckpointError, match=f"contains {kind}|contains LoRA {kind}") as refused:
+        run_training(config, tmp_path / "run", resume=str(resume))
+    assert f"train.init_from={last(resume)}" in refused.value.fix
+
+
+@pytest.fixture
+def copied(lora_config, source, tmp_path):
+    """Return a LoRA run beside a copy of its base."""
+    shutil.copytree(source, tmp_path / "here" / "base")
+    config = lora_config(train__init_from=str(tmp_path / "here" / "base"))
+    run_training(config, tmp_path / "here" / "lora")
+    return tmp_path / "here" / "lora"
+
+
+def test_a_missing_base_is_an_error(copied):
+    shutil.rmtree(copied.parent / "base")
+    with pytest.raises(CheckpointError, match=r"LoRA adapters, .*base/.* do not exist") as missing:
+        evaluate(copied)
+    assert "Restore them there" in missing.value.fix
+
+
+def test_a_changed_base_is_an_error(copied):
+    manifest = last(copied.parent / "base") / catalog.MANIFEST
+    document = json.loads(manifest.read_text())
+    file = next(name for name in document["files"] if name.startswith("model-"))
+    document["files"][file]["sha256"] = "0" * 64
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="have changed since the LoRA adapters") as changed:
+        generate(copied)
+    assert "Restore them from a copy" in changed.value.fix
+
+
+def test_a_base_with_damaged_weights_is_an_error(copied):
+    weights = next(last(copied.parent / "base").glob("model-*"))
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        load_run(copied)
+
+
+def test_a_base_that_moved_with_its_run_is_found(copied, tmp_path):
+    before = evaluate(copied).val_loss
+    copied.parent.rename(tmp_path / "there")
+    assert evaluate(tmp_path / "there" / "lora").val_loss == before
