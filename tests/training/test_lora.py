@@ -18,6 +18,7 @@ from flatout.commands.generate import generate
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.files import folder_bytes
+from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
 from flatout.models.lora import adapters_of, with_adapters
 from flatout.training.checkpoint import catalog
@@ -120,6 +121,15 @@ def test_weights_are_read_one_at_a_time(lora_config, source, tmp_path):
     name = "blocks.0.attention.qkv.weight"
     assert not torch.equal(weights.read(name), whole[name])
     assert torch.equal(weights.read("final_norm.weight"), whole["final_norm.weight"])
+
+
+def test_an_export_has_the_merged_weights(lora_config, tmp_path):
+    run_training(lora_config(), tmp_path / "run")
+    source = open_source(tmp_path / "run", "last")
+    merged = read_merged(last(tmp_path / "run"))
+    assert source.entries.keys() == merged.keys()
+    assert equal({name: source.read(name) for name in source.entries}, merged)
+    assert {source.dtype_of(name) for name in merged} == {torch.float32}
 
 
 @pytest.mark.parametrize("speedup", ["compile", "checkpointing"])

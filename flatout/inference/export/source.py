@@ -18,8 +18,9 @@ from flatout.models.language_model import LanguageModel, LanguageModelConfig, mo
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import tensors
-from flatout.training.checkpoint.base import WEIGHTS
+from flatout.training.checkpoint.base import WEIGHTS, base_of
 from flatout.training.checkpoint.catalog import tokenizer_of
+from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import stored_weights
 from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_and_aliases
@@ -48,15 +49,19 @@ class Source:
     """The dtype and shape of every weight, once, by its name in the model's state_dict."""
     dtype: torch.dtype | None
     """The type to convert weights to; None keeps that of the checkpoint."""
+    merged: MergedWeights | None = None
+    """Reads the weights of a LoRA run, with its adapters."""
 
     def read(self, name: str) -> Tensor:
-        """Return one weight as stored, unsharded.
+        """Return one weight as stored, unsharded; that of a LoRA run with its adapters.
 
         The files are open only meanwhile: pages of a mapped file count as memory in use.
 
         Shapes:  as in the model.
         Raises:  CheckpointError when its file cannot be read.
         """
+        if self.merged is not None:
+            return self.merged.read(name)
         entry = self.entries[name]
         key = f"{WEIGHTS}{name}"
         weight = tensors.empty(entry)
@@ -120,6 +125,9 @@ def open_source(
     path = find_checkpoint(folder, checkpoint, progress=progress)
     model_class, model_config = model_of(config)
     entries = {name.removeprefix(WEIGHTS): entry for name, entry in stored_weights(path).items()}
+    merged = MergedWeights(path) if base_of(path) is not None else None
+    if merged is not None:
+        entries = {name: Entry("float32", shape, ()) for name, shape in merged.shapes.items()}
     wanted = weights_and_aliases(model_class.on_meta(model_config, Ops.plain()))[0]
     shapes = {name.removeprefix(WEIGHTS): tuple(one.shape) for name, one in wanted.items()}
     stored = {name: entry.shape for name, entry in entries.items()}
@@ -138,4 +146,5 @@ def open_source(
         tokenizer=load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path)),
         entries=entries,
         dtype=DTYPES[dtype] if dtype else None,
+        merged=merged,
     )
