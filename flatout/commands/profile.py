@@ -8,9 +8,13 @@ from typing import Annotated
 from flatout.cache import CACHE
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
 from flatout.config.schema import load_config
+from flatout.errors import UsageError
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
+
+MOST_STEPS = 100
+"""The profiler keeps every operation of every step in memory."""
 
 
 class ProfileResult(Result):
@@ -84,6 +88,7 @@ def profile(
     from flatout.measure.profile.results import TRACE
     from flatout.measure.profile.run import Wanted
 
+    _check_steps(steps)
     require_local(out or "", "--out ")
     found, folder = run_profile(
         load_config(recipe, overrides or ()),
@@ -110,6 +115,7 @@ def profile(
 def check(
     recipe: str,
     overrides: list[str] | None,
+    steps: int = 3,
     out: Path | None = None,
     progress: Progress = SILENT,
 ) -> None:
@@ -117,8 +123,17 @@ def check(
 
     Raises: UsageError.
     """
+    _check_steps(steps)
     require_local(out or "", "--out ")
     train.check(recipe, overrides, progress=progress)
+
+
+def _check_steps(steps: int) -> None:
+    if steps > MOST_STEPS:
+        raise UsageError(
+            f"--steps {steps}: the operations of that many steps may not fit in memory.",
+            fix=f"Profile at most {MOST_STEPS} steps; a few show the same.",
+        )
 
 
 COMMAND = Command(

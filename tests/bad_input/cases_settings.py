@@ -47,6 +47,12 @@ CASES = [
         ("Leave --price-per-hour out",),
     ),
     Case(
+        "a profile of thousands of steps",
+        "profile my.yaml --steps 2000",
+        ("--steps 2000", "may not fit in memory"),
+        ("Profile at most 100 steps",),
+    ),
+    Case(
         "a profile of no steps",
         "profile my.yaml --steps 0",
         ("'--steps'", "x>=1"),
