@@ -278,6 +278,7 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "assembly/recipe.py",
         "commands/runs.py",
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
+        "training/metrics/loggers.py",  # after training/run_plan.py has checked
         "training/run_dir/layout.py",
         "training/init_from.py",
         "training/run_dir/resume.py",
