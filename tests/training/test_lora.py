@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from flatout.commands.eval import evaluate
+from flatout.commands.export import export
 from flatout.commands.generate import generate
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, Stopped
@@ -191,6 +192,23 @@ def test_another_run_continues_with_the_adapters(lora_config, tiny_config, tmp_p
     assert (summary["steps"], summary["resumed_from"]) == (8, str(last(tmp_path / "first")))
     base = base_of(last(tmp_path / "second"))
     assert base == base_of(last(tmp_path / "first"))
+
+
+def test_an_imported_model_is_a_base_too(lora_config, source, tmp_path, stop_at):
+    export(str(source), to="huggingface", out=tmp_path / "model", checkpoint="best")
+    config = lora_config(train__init_from=str(tmp_path / "model"))
+    whole = run_training(config, tmp_path / "whole")
+    base = base_of(last(tmp_path / "whole"))
+    assert base.path == str((tmp_path / "model").resolve())
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "parts", observers=[stop_at(3)])
+    assert run_training(config, tmp_path / "parts")["weights_sha256"] == whole["weights_sha256"]
+    found = evaluate(tmp_path / "whole", checkpoint="last")
+    assert found.val_loss == pytest.approx(whole["val_loss"], rel=1e-6)
+    weights = next((tmp_path / "model").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes() + b" ")
+    with pytest.raises(CheckpointError, match="have changed since the LoRA adapters"):
+        evaluate(tmp_path / "whole")
 
 
 def test_a_run_without_a_base_is_refused(tiny_config, tmp_path):
