@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -20,6 +21,19 @@ ERRORS = {
     "v2": (404, "RevisionNotFound"),
 }
 """How the hub answers for these repositories and revisions."""
+
+
+@contextmanager
+def served(handler):
+    """Serve requests on a free port of this machine."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    server.address = f"http://127.0.0.1:{server.server_address[1]}"
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
 
 
 @pytest.fixture
@@ -68,16 +82,10 @@ def hub(tmp_path):
         def log_message(self, *arguments):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    server.asked = asked
-    server.address = f"http://127.0.0.1:{server.server_address[1]}"
-    server.folder = folder
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with served(Handler) as server:
+        server.asked = asked
+        server.folder = folder
+        yield server
 
 
 @pytest.mark.parametrize("name", ["hf:org/small", "hf:org/small@v1", f"hf:org/small@{COMMIT}"])
