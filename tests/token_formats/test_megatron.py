@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flatout.errors import DataError
+from flatout.token_formats import megatron
 from flatout.token_formats.megatron import MAPPED, OLD
 
 RNG = np.random.default_rng(0)
@@ -100,7 +101,7 @@ def test_many_groups_of_sequences_equal_one(tmp_path, imported, monkeypatch):
     documents = sorted({0, 500, *RNG.integers(0, 500, 200).tolist()})
     prefix = write_mapped(tmp_path / "a", sequences, documents)
     whole = imported(prefix, out="whole")
-    monkeypatch.setattr("flatout.token_formats.megatron.GROUP", 7)
+    monkeypatch.setattr(megatron, "GROUP", 7)
     assert imported(prefix, out="groups").train_ends == whole.train_ends
     ends = np.unique(np.cumsum([0, *map(len, sequences)])[documents])
     assert whole.train_ends[:-1] == [end for end in ends if 0 < end < len(whole.train)]

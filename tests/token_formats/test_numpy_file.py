@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flatout.errors import DataError
+from flatout.token_formats import numpy_file
 
 RNG = np.random.default_rng(0)
 
@@ -23,7 +24,7 @@ def test_arrays_of_any_integers_are_imported(tmp_path, imported, kind, dtype):
 
 
 def test_a_compressed_array_is_read_in_blocks(tmp_path, imported, monkeypatch):
-    monkeypatch.setattr("flatout.token_formats.numpy_file.READ_TOKENS", 7)
+    monkeypatch.setattr(numpy_file, "READ_TOKENS", 7)
     tokens = RNG.integers(0, 257, 1000)
     np.savez_compressed(tmp_path / "tokens.npz", ids=tokens)
     made = imported(tmp_path / "tokens.npz")

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
+from flatout.data.prepare import import_tokens
 from flatout.errors import DataError
 from flatout.token_formats.raw import guess_dtype, takes
 
@@ -78,7 +79,7 @@ def test_validation_tokens_can_be_named(tmp_path, imported):
 
 
 def test_many_blocks_are_written_in_order(tmp_path, imported, monkeypatch):
-    monkeypatch.setattr("flatout.data.prepare.import_tokens.BLOCK_TOKENS", 7)
+    monkeypatch.setattr(import_tokens, "BLOCK_TOKENS", 7)
     whole = tokens()
     whole[[6, 7, 13, 500]] = EOT
     whole.astype(np.uint16).tofile(tmp_path / "tokens.bin")
