@@ -150,9 +150,15 @@ def export(run: str, way: str, out: str) -> dict:
 
 
 def peak_bytes() -> int:
-    """Return the largest resident memory that this process has had."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """Return the largest resident memory that this process has had.
+
+    On Linux, ru_maxrss includes that of the process that started this one.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(lines["VmHWM"].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def copied(run: Path, out: Path) -> dict:
