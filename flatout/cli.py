@@ -18,7 +18,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -201,11 +201,16 @@ def _parse_and_call(name: str, words: list[str]) -> int:
     if not write_output(lambda: parsed.append(parse(name, words))):  # it prints the help
         return 1
     values = parsed[0] if parsed else None
-    return 0 if values is None else _call(COMMANDS.get(name), values)
+    return 0 if values is None else _call(COMMANDS.get(name), values, [name, *words])
 
 
-def _call(command: Command, values: dict[str, Any]) -> int:
-    """Call the command with the terminal's progress, print its result, return its exit code."""
+def _call(command: Command, values: dict[str, Any], words: list[str]) -> int:
+    """Call the command with the terminal's progress, print its result, return its exit code.
+
+    `words` are the command line, for a command that runs as several processes.
+    """
+    from flatout.hardware import usable_cores
+    from flatout.launch import launch, program
     from flatout.terminal import Terminal
 
     as_json, verbose = values.pop("json"), values.pop("verbose", False)
@@ -214,10 +219,11 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     progress: Progress = terminal if is_main else SILENT
     try:
         if command.check is not None:
-            known = values | {"progress": progress}
-            command.check(
-                **{name: known[name] for name in inspect.signature(command.check).parameters}
-            )
+            _with_parameters(command.check, values | {"progress": progress})
+        if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+            count = _with_parameters(command.processes, values)
+            if count > 1:
+                return launch(program(words), count, os.environ, usable_cores())
         if command.needs_torch:
             with progress.task("Loading torch"):
                 importlib.import_module("torch")
@@ -229,6 +235,11 @@ def _call(command: Command, values: dict[str, Any]) -> int:
     if is_main and not write_output(lambda: _show(result, as_json)) and not command.writes_files:
         return result.exit_code or 1
     return result.exit_code
+
+
+def _with_parameters(function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    """Call a function with those of the values that it has parameters for."""
+    return function(**{name: values[name] for name in inspect.signature(function).parameters})
 
 
 def _python_parameters(

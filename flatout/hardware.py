@@ -207,13 +207,15 @@ def cgroup_limits(
 
 
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
-    """Return (device, reason) for `auto`, `cpu`, `cuda` or `cuda:N`.
+    """Return (device, reason) for `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; `auto` is never `mps`.
 
     Raises: HardwareError for another name, or when a GPU is requested and cannot be used.
     """
     if wanted == "cpu":
         return "cpu", "requested"
     check_device_name(wanted)
+    if wanted == "mps":
+        return _pick_mps()
     obstacle = _cuda_obstacle(machine)
     on_cpu = f"train.device=auto would run on the CPU ({machine.cpu_name}, {machine.cores} cores)"
     if obstacle is not None:
@@ -236,19 +238,31 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
     return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"requested: {name}")
 
 
+def _pick_mps() -> tuple[str, str]:
+    import torch
+
+    if not torch.backends.mps.is_available():
+        raise HardwareError(
+            "train.device=mps cannot be used: it is the GPU of a Mac with macOS 14 or newer, and "
+            "torch finds none.",
+            fix="Leave train.device out.",
+        )
+    return "mps", "requested: the GPU of a Mac, on which flatout has never been run"
+
+
 def check_device_name(wanted: str) -> None:
-    """Check that `wanted` is auto, cpu, cuda or cuda:N.
+    """Check that `wanted` is auto, cpu, cuda, cuda:N or mps.
 
     Raises: HardwareError with the nearest name.
     """
-    if wanted not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", wanted):
+    if wanted not in ("auto", "cpu", "mps") and not re.fullmatch(r"cuda(:\d+)?", wanted):
         guess = (
             "cuda" if wanted.lower().startswith("gpu") else nearest(wanted, ["auto", "cpu", "cuda"])
         )
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise HardwareError(
             f"train.device={wanted!r} is not a device.",
-            fix=f"{hint}Known: auto, cpu, cuda, cuda:N.",
+            fix=f"{hint}Known: auto, cpu, cuda, cuda:N, mps.",
         )
 
 
@@ -261,7 +275,7 @@ def fingerprint(device: str = "cpu") -> dict[str, str | int]:
         "threads": torch.get_num_threads(),
         "cpu_name": _cpu_name(),
         "cpu_instructions": torch.backends.cpu.get_cpu_capability(),
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
     }
     if device.startswith("cuda"):
         version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]

@@ -31,13 +31,13 @@ def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
     """Return the peak rate from the data sheet of a known GPU, or else measured here.
 
     None, unknown, remains for fp8 on an unknown GPU, which no plain matrix product can measure, and
-    for a dtype that the data sheet of a machine elsewhere does not list.
+    for a dtype that the data sheet of a machine elsewhere does not list. MPS is not measured.
     """
     row = _row_of_device(machine, device) if device.startswith("cuda") else None
     if row is not None and dtype in row.peak_tflops:
         figure = row.peak_tflops[dtype]
         return Peak(figure.value, f"data sheet: {figure.source}")
-    if dtype not in DTYPES or not machine.is_here:
+    if dtype not in DTYPES or not machine.is_here or device == "mps":
         return None
     tflops, size = measure(device, dtype)
     return Peak(tflops, f"measured here, matmul {size}³, {dtype}")

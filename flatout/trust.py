@@ -2,8 +2,8 @@
 
 A run's config.yaml can name objects to import, `package.module:attribute`, and a run directory can
 come from anywhere. A user trusts a run by naming the same references when training it, or with
---trust-code. Trust is stored outside the run directory, in MEMORY, one file per run directory: its
-real path, the digest of its config.yaml, the references, and the digest of the code in the
+--trust-code. Trust is stored outside the run directory, in `memory()`, one file per run directory:
+its real path, the digest of its config.yaml, the references, and the digest of the code in the
 directory. A copied, replaced or edited run directory is not trusted.
 """
 
@@ -19,11 +19,9 @@ from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.errors import UntrustedCode
 
-MEMORY = CACHE / "trusted"
-"""Directory with one file per trusted run directory; only the user has access."""
 REFERENCES = (
     ("model", "kind"),
     ("optim", "kind"),
@@ -40,6 +38,11 @@ CONFIG = "config.yaml"
 FORMAT_VERSION = 1
 MOST_BYTES = 1 << 20
 """`remember` writes no file longer than this."""
+
+
+def memory() -> Path:
+    """Return the directory with one file per trusted run directory; only the user has access."""
+    return default_cache().expanduser() / "trusted"
 
 
 def references_in(document: Mapping[str, Any]) -> frozenset[str]:
@@ -204,7 +207,7 @@ def _digest_of_code(run_folder: Path) -> str:
 
 def _path(run_folder: Path) -> Path:
     name = hashlib.sha256(os.fsencode(os.path.realpath(run_folder))).hexdigest()[:32]
-    return MEMORY.expanduser() / f"{name}.json"
+    return memory() / f"{name}.json"
 
 
 def _read(run_folder: Path) -> dict[str, Any] | None:

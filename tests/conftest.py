@@ -51,6 +51,7 @@ def pytest_configure(config):
         os.environ.setdefault(name, str(home / folder))
     own = tempfile.TemporaryDirectory(prefix="flatout-home-")
     os.environ["HOME"] = own.name
+    os.environ.pop("FLATOUT_CACHE", None)
     config.add_cleanup(lambda: os.environ.update(HOME=str(home)))
     config.add_cleanup(own.cleanup)
 

@@ -229,6 +229,17 @@ def test_with_a_gpu_auto_is_cuda(monkeypatch):
         hardware.pick_device("cuda:2", WITH_GPU)
 
 
+def test_mps_is_used_only_on_request_and_named_as_untried(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(HardwareError, match=r"train\.device=mps cannot be used.*a Mac"):
+        hardware.pick_device("mps", WITHOUT)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    device, reason = hardware.pick_device("mps", WITHOUT)
+    assert device == "mps"
+    assert "never been run" in reason
+    assert hardware.pick_device("auto", WITHOUT)[0] == "cpu"
+
+
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [("cdua", "Did you mean 'cuda'"), ("cuda:x", "Known: auto"), ("tpu:3", "Known: auto")],

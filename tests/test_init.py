@@ -53,6 +53,41 @@ def test_the_version_is_that_of_the_package():
     )
 
 
+WINDOWS = """
+import os, signal, sys
+for name in ("fcntl", "resource", "termios", "tty", "pwd", "grp"):
+    sys.modules[name] = None
+for module, names in (
+    (os, "O_NOFOLLOW O_NONBLOCK O_CLOEXEC getuid killpg sched_getaffinity mkfifo sysconf"),
+    (signal, "SIGHUP SIGXCPU SIGKILL SIGUSR1 SIGUSR2"),
+):
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+"""Removes what Python on Windows lacks."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("use", "code", "said"),
+    [
+        ("import flatout; print(flatout.__version__)", 0, ""),
+        ("from flatout import cli; cli.main(['--help'])", 0, ""),
+        ("from flatout import cli; cli.main(['train', 'demo'])", 2, "Fix: On Windows, install WSL"),
+        ("from flatout import train", 1, "HardwareError: flatout needs Linux or macOS"),
+        ("import flatout; flatout.watch", 1, "HardwareError: flatout needs Linux or macOS"),
+    ],
+    ids=["version", "help", "command", "function", "watch"],
+)
+def test_windows_is_answered_with_a_sentence(use, code, said):
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS + use], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr.splitlines()[-1] if said else not done.stderr
+
+
 def test_import_loads_no_slow_package():
     program = (
         "import sys, flatout; dir(flatout); print(sorted({'torch', 'rich', 'click', 'pydantic', "

@@ -15,7 +15,9 @@ import yaml
 from flatout.config.messages import all_keys, unknown_key
 from flatout.config.schema import RunConfig, load_config
 from flatout.config.units import LATE, UNITS
+from flatout.config.units import SCHEDULES as SCHEDULE_NAMES
 from flatout.errors import ConfigError, DataError
+from flatout.optimizers.schedule import SCHEDULES
 from flatout.parser import build, parse
 from flatout.registry import (
     DATASETS,
@@ -222,8 +224,8 @@ def test_a_key_of_training_given_to_prepare_is_answered():
 
 
 def test_a_name_is_suggested_only_if_it_exists():
-    assert name_for("schedule", "linear", ["cosine"]) is None
-    assert name_for("schedule", "linear", ["cosine", "wsd"]) == "wsd"
+    assert name_for("schedule", "trapezoidal", ["cosine"]) is None
+    assert name_for("schedule", "trapezoidal", ["cosine", "wsd"]) == "wsd"
 
 
 def test_all_counterparts_exist():
@@ -234,6 +236,7 @@ def test_all_counterparts_exist():
     assert {word.option for word in words("prepare")} - options - {"", "SOURCE"} == set()
     units = {word.unit.partition(" ")[0] for word in words("keys")} - {""}
     assert units == set(UNITS) >= LATE
+    assert {*SCHEDULE_NAMES} == {*SCHEDULES}
     document = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     entries = {
         "recipe": RECIPES.names(),
@@ -241,7 +244,7 @@ def test_all_counterparts_exist():
         "optimizer": OPTIMIZERS.names(),
         "model": MODELS.names(),
         "speedup": [*SPEEDUPS.names(), "auto", "none"],
-        "schedule": ["cosine", "wsd", "constant"],
+        "schedule": list(SCHEDULES),
     }
     for noun, existing in entries.items():
         assert set(document["names"][noun].values()) - set(existing) == set()

@@ -17,7 +17,13 @@ def all_speedups() -> list[Speedup]:
 
 
 def default_of(speedup: Speedup, device: str) -> On | Off | None:
-    """Return the default that a speedup's file states for `cpu` or `cuda`, or None."""
+    """Return the default that a speedup's file states for `cpu` or `cuda`, or None.
+
+    On MPS, for which no file states one, a speedup is on if it is on for CPUs and for GPUs.
+    """
+    if device == "mps":
+        known = [speedup.auto.get("cpu"), speedup.auto.get("cuda")]
+        return On() if all(isinstance(default, On) for default in known) else None
     return speedup.auto.get("cuda" if device.startswith("cuda") else "cpu")
 
 

@@ -91,7 +91,7 @@ def hardware_name(machine: Machine, device: str) -> str | None:
     """Return the GPU of a run on `device`, or the CPU with its cores; None for an absent GPU."""
     if device.startswith("cuda"):
         return gpu_name(machine, device)
-    return f"{machine.cpu_name}, {machine.cores} cores"
+    return f"{machine.cpu_name}, {machine.cores} cores" + (", MPS" if device == "mps" else "")
 
 
 def read(hardware: str, cache: Path) -> MeasuredHere | None:

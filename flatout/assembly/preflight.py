@@ -64,11 +64,11 @@ def check_loggers(config: LogConfig) -> None:
 
 
 def check_paths(config: RunConfig) -> None:
-    """Check that the paths a run starts from and saves to are local.
+    """Check that the paths a run starts from, saves to and caches in are local.
 
     Raises: ConfigError.
     """
-    for key in ("checkpoint.dir", "train.init_from"):
+    for key in ("checkpoint.dir", "train.init_from", "data.cache"):
         require_local(config.value(key) or "", f"{key}=", error=ConfigError)
 
 

@@ -74,6 +74,7 @@ def resolve(
             fix="Set lora.base_dtype=fp32; a GPU has such matmuls, with the speedup bf16.",
         )
     config = _resolve_length(config, requested, dataset, recipe)
+    config = with_evaluations_in_steps(config, dataset, recipe)
     on = {decision.name for decision in decisions if decision.on}
     batch: dict[str, int] = {}
     if config.batch.rows_per_device == "auto":
@@ -136,6 +137,20 @@ def steps_stated(
     if requested.tokens:
         epochs = requested.tokens / steps.tokens_per_epoch
     return max(math.ceil(epochs * steps.steps_per_epoch), 1)
+
+
+def with_evaluations_in_steps(
+    config: RunConfig, dataset: AnyDataset | None, recipe: Recipe | None = None
+) -> RunConfig:
+    """Return the configuration with `train.eval_every` in place of `train.eval_every_epochs`.
+
+    Without a dataset, which says how long an epoch is, it stays as it is.
+    """
+    epochs = config.train.eval_every_epochs
+    if epochs is None or dataset is None:
+        return config
+    every = steps_stated(config, TrainConfig(epochs=epochs), dataset, recipe)
+    return config.with_values({"train.eval_every": every})
 
 
 def expected_minutes(config: RunConfig, tflops: float) -> float | None:

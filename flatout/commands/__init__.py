@@ -106,6 +106,11 @@ class Command:
 
     It receives those of the command's values (and `progress`) that match its parameters.
     """
+    processes: Callable[..., int] | None = None
+    """Returns how many processes of this machine run the call; the command line starts them.
+
+    It is called after `check`, and receives values in the same way.
+    """
     needs_torch: bool = False
     """Whether the call imports torch, which takes seconds and is shown as progress."""
     writes_files: bool = False

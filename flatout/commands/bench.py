@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
@@ -97,7 +97,7 @@ def bench(
         repeats=repeats,
         sweep=sweep,
         out=None if out is None else Path(out),
-        cache=CACHE,
+        cache=default_cache(),
         progress=progress,
     )
     total = report.total_speedup

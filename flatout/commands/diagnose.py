@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.assembly import preflight
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option, Overrides, Result
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, in_shell
@@ -112,7 +112,7 @@ def diagnose(
     if fix:
         require_writable(_destination(config, out))
     measured = diagnose_recipe(
-        config, seconds=seconds, cache=CACHE, callbacks=callbacks, progress=progress
+        config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
     )
     tried: list[FixOutcome] = []
     written: Path | None = None

@@ -9,7 +9,7 @@ from typing import Annotated
 from flatout.assembly.auto import all_speedups, is_measured, longest_wait
 from flatout.assembly.measured import gains_here
 from flatout.assembly.selection import select
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option, Result
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import ASSUMED_MFU, Machine, probe
@@ -143,7 +143,7 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     minutes, length = (
         _expected_length(config, machine, progress) if device.startswith("cuda") else (None, None)
     )
-    gains = gains_here(machine, device, CACHE)
+    gains = gains_here(machine, device, default_cache())
     items = []
     for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
         speedup, gain = speedups[decision.name], gains.get(decision.name)

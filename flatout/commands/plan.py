@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from flatout.assembly import preflight
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, Result
 from flatout.config.schema import load_config
 from flatout.json_io import JsonObject
@@ -115,7 +115,9 @@ def plan(
     from flatout.measure.plan.plan import make_plan
     from flatout.measure.plan.result import fields_of
 
-    made = make_plan(load_config(recipe, overrides or ()), machine, cache=CACHE, progress=progress)
+    made = make_plan(
+        load_config(recipe, overrides or ()), machine, cache=default_cache(), progress=progress
+    )
     return PlanResult(**fields_of(made, price_per_hour, progress=progress))
 
 

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flatout.cache import CACHE
 from flatout.commands import Argument, Command, EndOfText, Option, Pattern, Result
 from flatout.data.prepare.pipeline import (
     Options,
@@ -27,6 +26,7 @@ from flatout.data.store.manifest import Manifest
 from flatout.errors import UsageError
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.recognised import require_local
 from flatout.transfer.urls import is_url
 
 Paths = list[str] | list[Path] | str | Path
@@ -118,6 +118,15 @@ EngineName = Annotated[
 ]
 
 
+Cache = Annotated[
+    Path | str | None,
+    Option(
+        "Directory for downloads and for uploads in preparation; FLATOUT_CACHE or ~/.cache/flatout "
+        "by default."
+    ),
+]
+
+
 class PrepareResult(Result):
     """The dataset that `prepare` wrote."""
 
@@ -168,8 +177,8 @@ def prepare(
     join: Join = False,
     engine: EngineName = "local",
     chat: Chat = None,
+    cache: Cache = None,
     *,
-    cache: Path | str = CACHE,
     progress: Progress = SILENT,
 ) -> PrepareResult:
     """Tokenise text once and pack it into a dataset, local or at a URL, that training reads."""
@@ -181,8 +190,9 @@ def prepare(
     )
     # fmt: on
     file = None if from_file is None else str(from_file)
-    shared: JsonObject = {"from_file": file, "cache": Path(cache), "progress": progress}
+    shared: JsonObject = {"from_file": file, "cache": cache and Path(cache), "progress": progress}
     _check_work_sharing(part, join, engine, str(out))
+    require_local(cache or "", "--cache ")
     names = _names(sources)
     if join:
         return _result(join_parts(names, Path(out), options, **shared))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
 from flatout.config.schema import load_config
 from flatout.errors import UsageError
@@ -94,7 +94,7 @@ def profile(
         load_config(recipe, overrides or ()),
         wanted=Wanted(steps, skip),
         out=None if out is None else Path(out),
-        cache=CACHE,
+        cache=default_cache(),
         progress=progress,
     )
     fields = found.model_dump(mode="json")

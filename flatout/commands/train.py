@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import ValidationError
 
 from flatout.assembly import preflight
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, TrustCode
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
+from flatout.hardware import probe
 from flatout.json_io import JsonObject
+from flatout.launch import num_processes
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.training.metrics.observers import Observer
@@ -148,6 +150,15 @@ def check(
     preflight.check(load_config(recipe, overrides or (), trust_code=trust_code), progress=progress)
 
 
+def processes(recipe: str, overrides: list[str] | None, trust_code: bool = False) -> int:
+    """Return the number of processes that `train.devices` asks for.
+
+    Raises: UsageError.
+    """
+    wanted = load_config(recipe, overrides or (), trust_code=trust_code).train
+    return num_processes(wanted.devices, wanted.device, probe()) if wanted.devices else 1
+
+
 def require_local_run(run: Path | str | None, resume: str) -> None:
     """Check that a run is written to, and resumed from, paths on this machine.
 
@@ -181,7 +192,7 @@ def train_config(
         trust_code=trust_code,
         observers=observers,
         sample=sample_text,
-        cache=CACHE,
+        cache=default_cache(),
         progress=progress,
     )
     fields = {
@@ -217,6 +228,7 @@ COMMAND = Command(
     train,
     example="flatout train shakespeare-char data.path=data/s --json",
     check=check,
+    processes=processes,
     needs_torch=True,
     writes_files=True,
 )

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
 from flatout.config.schema import load_config
 from flatout.errors import in_shell
@@ -108,7 +108,7 @@ def tune(
         minutes=minutes,
         only=parse_only(only),
         statistical=statistical,
-        cache=CACHE,
+        cache=default_cache(),
         progress=progress,
     )
     found = tuning.model_dump(mode="json")

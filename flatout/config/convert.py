@@ -34,6 +34,7 @@ PREFERRED = (
     "train.steps",
     "train.tokens",
     "train.epochs",
+    "train.eval_every_epochs",
     "checkpoint.every_epochs",
     "checkpoint.every_minutes",
     "checkpoint.every_steps",

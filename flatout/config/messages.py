@@ -39,7 +39,8 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
     )
     field = field_at(section, key.removeprefix(prefix))
-    help_text = f" {key}: {field.description}" if field and field.description else ""
+    described = " ".join((field.description or "").split()) if field else ""
+    help_text = f" {key}: {described}" if described else ""
     default = _default(field)
     meant = value_for(key, first["input"])
     change = (

@@ -42,6 +42,7 @@ FORMAT_VERSION = 1
 ALTERNATIVES = (
     {"data.path", "data.mix"},
     {"train.steps", "train.tokens", "train.epochs"},
+    {"train.eval_every", "train.eval_every_epochs"},
     {"checkpoint.every_steps", "checkpoint.every_minutes", "checkpoint.every_epochs"},
 )
 """Groups of alternative keys: setting one in a later layer clears the others."""
@@ -50,6 +51,10 @@ MAPPINGS = {"data.mix"}
 """Keys whose value is a mapping, which a later layer replaces as a whole."""
 
 LATER_KEYS = (
+    "data.cache",
+    "train.devices",
+    "train.eval_every_epochs",
+    "checkpoint.best",
     "log.to",
     "log.project",
     "log.run_name",
@@ -113,7 +118,7 @@ class RunConfig(Section):
                 fix=f"Set schedule.min_lr={self.optim.lr / 10:g}.",
             )
         for group in ALTERNATIVES:
-            stated = sorted(key for key in group if self.value(key) is not None)
+            stated = sorted(key for key in group if self.value(key) not in (None, 0))
             if len(stated) > 1:
                 raise ConfigError(
                     f"{' and '.join(stated)} cannot be set together.",

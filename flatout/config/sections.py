@@ -58,6 +58,9 @@ class DataConfig(Section):
     the run the proportion is exact to less than one sequence; weights are rounded to multiples of
     1/65,536, which is the smallest share. Each dataset has its own epochs and its own score, and
     the validation loss is the mean of the scores with these weights."""
+    cache: str | None = None
+    """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
+    or else ~/.cache/flatout."""
     seq_len: int = Field(256, ge=1)
     """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
@@ -132,7 +135,7 @@ class ScheduleConfig(Section):
     """The learning rate as a function of the optimizer step."""
 
     kind: str = "cosine"
-    """cosine, wsd (warm-up, stable, decay) or constant."""
+    """cosine, linear, wsd (warm-up, stable, decay) or constant."""
     warmup: int | float = Field(0.02, ge=0)
     """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
     decay: float = Field(0.2, gt=0, le=1)
@@ -166,11 +169,16 @@ class TrainConfig(Section):
     """Use only deterministic operations, and refuse others. On a GPU this is slower, but the only
     way to make two runs, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
+    """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untried."""
+    devices: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    """Devices of this machine to train on: `flatout train` starts a process for each. A number, or
+    all GPUs; on a CPU, a number of processes. None means one, or as many as torchrun starts."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Precision of the matmuls; weights and optimizer state stay fp32."""
     eval_every: int = Field(0, ge=0)
     """Steps between evaluations; 0 evaluates once, at the end."""
+    eval_every_epochs: float | None = Field(None, gt=0)
+    """Epochs between evaluations, in place of eval_every; rounded up to whole steps."""
     eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
     """Validation tokens per evaluation during the run; the final one always uses all."""
     patience: int = Field(0, ge=0)
@@ -187,11 +195,11 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _patience_counts_evaluations(self) -> Self:
-        if self.patience and not self.eval_every:
+        if self.patience and not (self.eval_every or self.eval_every_epochs):
             raise ConfigError(
                 f"train.patience={self.patience} counts evaluations during the run, but "
                 f"train.eval_every=0 means that there are none.",
-                fix="Set train.eval_every to a number of steps, or leave train.patience out.",
+                fix="Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
             )
         return self
 
@@ -253,6 +261,9 @@ class CheckpointConfig(Section):
     """Epochs between saves."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep; the best one is kept in addition."""
+    best: bool = True
+    """Save at each evaluation with a lower loss than all before it. With false, only the intervals
+    above and the end of the run save, and the best step may have no checkpoint."""
     dir: str | None = None
     """Directory for checkpoints; None means RUN/checkpoints."""
 

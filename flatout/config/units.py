@@ -16,7 +16,7 @@ from flatout.registry import DATASETS, LOGGERS, MODELS, OPTIMIZERS
 from flatout.words import name_for, value_for
 
 Unit = Callable[[Any, str, Mapping[str, Any]], "JsonObject | str"]
-SCHEDULES = ("cosine", "wsd", "constant")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
 CHOICES = {
     "model.norm": ("layernorm", "rmsnorm"),
@@ -25,16 +25,13 @@ CHOICES = {
 }
 OFF = {"none", "no", "off", "false", "disabled", "eager", "for-loop", "foreach", "0"}
 """Values, as text, that turn a feature off."""
-EVAL_IN_EPOCHS = (
-    "It counts epochs, and evaluations are counted in steps: set train.eval_every to the steps of "
-    "{epochs:g} epochs."
-)
 LATE = {
     "sequences",
     "batches",
     "of_lr",
     "of_width",
     "of_head",
+    "schedule",
     "eval_interval",
     "save_interval",
     "hten",
@@ -67,7 +64,7 @@ UNITS: dict[str, Unit] = {
     "hten": lambda value, key, known: {key: [1]} if is_off(value) else {f"~{key}": [1, 2, 4, 8]},
     "save_strategy": lambda value, key, known: {key: 1} if value == "epoch" else {},
     "saves_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
-    "evals_per_epoch": lambda value, key, known: EVAL_IN_EPOCHS.format(epochs=1 / value),
+    "evals_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
     "to_wandb": lambda value, key, known: {} if is_off(value) else {key: ["tensorboard", "wandb"]},
     "to_mlflow": lambda value, key, known: (
         {} if is_off(value) else {key: ["tensorboard", "mlflow"]}
@@ -81,11 +78,7 @@ UNITS: dict[str, Unit] = {
         {} if is_off(value) else {"speedups": f"+{SELECTIVE * (value == 'selective')}{name}"}
     ),
     "eval_strategy": lambda value, key, known: (
-        EVAL_IN_EPOCHS.format(epochs=1)
-        if value == "epoch"
-        else {"~train.eval_every": 0}
-        if is_off(value)
-        else {}
+        {key: 1} if value == "epoch" else {"~train.eval_every": 0} if is_off(value) else {}
     ),
 }
 """Units of one expression; `auto`, `unless` and `asked` edit the speedups."""
@@ -195,12 +188,12 @@ def optimizer(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | st
 
 @unit
 def schedule(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return the schedule; a straight line is wsd that decays from the start."""
+    """Return the schedule; a line that starts late, by another key, is wsd."""
     name = str(value).lower()
     kind = name if name in SCHEDULES else name_for("schedule", name, SCHEDULES)
     if kind is None:
         return f"There is no schedule {name}; flatout has {', '.join(SCHEDULES)}."
-    return {key: kind} | ({"~schedule.decay": 1.0} if name == "linear" else {})
+    return {key: "wsd" if kind == "linear" and known.get("schedule.decay", 1) < 1 else kind}
 
 
 @unit
@@ -233,9 +226,17 @@ def device(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     name = {"gpu": "cuda"}.get(str(value).lower(), str(value).lower())
     return (
         {key: name}
-        if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name)
-        else f"There is no device {name}: auto, cpu, cuda or cuda:N."
+        if re.fullmatch(r"auto|cpu|cuda(:\d+)?|mps", name)
+        else f"There is no device {name}: auto, cpu, cuda, cuda:N or mps."
     )
+
+
+@unit
+def devices(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return the number of devices; -1 is all of them, and one is the default."""
+    if value in (-1, "-1"):
+        return {key: "all"}
+    return {key: value} if isinstance(value, int) and value > 1 else {}
 
 
 def in_epochs(value: Any, known: Mapping[str, Any]) -> bool:
@@ -246,9 +247,9 @@ def in_epochs(value: Any, known: Mapping[str, Any]) -> bool:
 
 @unit
 def eval_interval(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return steps between evaluations; epochs stay epochs."""
+    """Return steps between evaluations, or epochs if it counts these."""
     if in_epochs(value, known):
-        return EVAL_IN_EPOCHS.format(epochs=value)
+        return {"train.eval_every_epochs": value}
     return steps(value, key, known)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from flatout.assembly.preflight import check_sampling
 from flatout.inference.text import DecodedText, StoppedText
 from flatout.models.language_model import LanguageModel
+from flatout.ops.float64 import float64_device, in_float64
 from flatout.training.evaluation import evaluating
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def sample(
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop)
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    generator = torch.Generator(float64_device(next(model.parameters()).device)).manual_seed(seed)
     choose = partial(
         draw_token,
         vocab_size=tokenizer.vocab_size,
@@ -155,7 +156,7 @@ def draw_token(
 
     Shapes:  logits_V (V,).
     """
-    logits_V = logits_V[:vocab_size].double()
+    logits_V = in_float64(logits_V[:vocab_size])
     if temperature == 0 or top_k == 1:
         return int(logits_V.argmax())
     shares_V = ((logits_V - logits_V.max()) / temperature).softmax(-1)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flatout.ops.float64 import float64_device
+
 
 class Rotary(nn.Module):
     """Rotates pairs of a head's components by an angle proportional to the position.
@@ -51,14 +53,16 @@ class Rotary(nn.Module):
 
         The first table repeats each cosine, the second each sine with its first half negated.
         """
-        exponent = torch.arange(0, self.num_rotated, 2, device=device, dtype=torch.float64)
+        exact = float64_device(device)
+        exponent = torch.arange(0, self.num_rotated, 2, device=exact, dtype=torch.float64)
         exponent = exponent / self.num_rotated
         frequency = self.scaling(self.base**-exponent)
         frequency = functional.pad(frequency, (0, (self.head_dim - self.num_rotated) // 2))
-        position = torch.arange(self.max_seq_len, device=device, dtype=torch.float64)
+        position = torch.arange(self.max_seq_len, device=exact, dtype=torch.float64)
         angle = position[:, None] * frequency
         cos, sin = angle.cos(), angle.sin()
-        return torch.cat((cos, cos), dim=-1).float(), torch.cat((-sin, sin), dim=-1).float()
+        tables = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return tables[0].float().to(device), tables[1].float().to(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

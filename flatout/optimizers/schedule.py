@@ -1,7 +1,7 @@
 """The learning rate as a pure function of the optimizer step, with no state to save.
 
-Steps count from 0 to total_steps - 1. After a linear warm-up the rate is at its peak; `cosine` and
-`wsd` reach `min_lr` at the last step. A run of one step trains at the peak.
+Steps count from 0 to total_steps - 1. After a linear warm-up the rate is at its peak; `cosine`,
+`linear` and `wsd` reach `min_lr` at the last step. A run of one step trains at the peak.
 """
 
 from __future__ import annotations
@@ -45,6 +45,11 @@ def cosine(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * step / last))
 
 
+def linear(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
+    """Return a straight line from the peak at 0 to `floor` at `last`."""
+    return floor + (1 - floor) * ((last - step) / last)
+
+
 def wsd(config: ScheduleConfig, floor: float, step: int, last: int) -> float:
     """Return the peak, then a straight line to `floor` over the last `decay` of the steps.
 
@@ -61,6 +66,7 @@ def constant(config: ScheduleConfig, floor: float, step: int, last: int) -> floa
 
 SCHEDULES: dict[str, Callable[[ScheduleConfig, float, int, int], float]] = {
     "cosine": cosine,
+    "linear": linear,
     "wsd": wsd,
     "constant": constant,
 }

@@ -112,12 +112,14 @@ def replicas(config: ParallelConfig, world_size: int) -> int:
         if config.replicate == "auto"
         else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
     )
-    launch = f"with `torchrun --nproc-per-node {replicate * config.shard} -m flatout ...`"
+    processes = replicate * config.shard
+    launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
     fix = (
-        f"Start {launch}, or remove parallel.replicate and parallel.shard."
+        f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
+        "parallel.shard."
         if world_size == 1
         else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
         f"start {launch}."
     )
-    processes = "process" if world_size == 1 else "processes"
-    raise ConfigError(f"{stated} does not fit {world_size} {processes}.", fix=fix)
+    noun = "process" if world_size == 1 else "processes"
+    raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)

@@ -1,4 +1,4 @@
-"""Connects the processes of a run by torchrun's environment variables.
+"""Connects the processes of a run by torchrun's environment variables, which `launch` also sets.
 
 Without these variables there is one process and no group.
 """
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from flatout.errors import ConfigError, RunFailed
+from flatout.launch import LAUNCHER
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
@@ -104,7 +105,7 @@ def connect(device: str) -> Ranks:
     if device != "cuda":
         raise ConfigError(
             f"train.device={device} names one GPU, but there are {ranks.world_size} processes.",
-            fix="Set train.device=cuda.",
+            fix="Set train.device=cuda, or train.device=cpu.",
         )
     if ranks.local_rank >= torch.cuda.device_count():
         raise ConfigError(
@@ -119,10 +120,13 @@ def connect(device: str) -> Ranks:
 
 
 def launcher() -> int | None:
-    """Return the id of the torchrun process that started this one, or None.
+    """Return the id of the process that started this rank, torchrun or `flatout train`, or None.
 
     Other launchers may end before their processes.
     """
+    own = os.environ.get(LAUNCHER, "")
+    if own.isdigit():
+        return int(own)
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 

@@ -20,6 +20,7 @@ from flatout.data.store.mix import Member, members_of
 from flatout.json_io import JsonObject
 from flatout.ops import Ops
 from flatout.ops.attention import most_documents
+from flatout.ops.float64 import float64_device
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 
@@ -174,7 +175,8 @@ class Evaluator:
             most_documents=most_documents(self.ops.attention),
             reader=self.reader,
         )
-        loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+        exact = float64_device(mesh.device)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=exact)
         num_valid = torch.zeros((), dtype=torch.int64, device=mesh.device)
         total = min(max_tokens or split.num_tokens, split.num_tokens)
         title = "Evaluating" if member.share == 1 else f"Evaluating {member.name}"
@@ -185,7 +187,7 @@ class Evaluator:
                     raise EvaluationDropped
                 with self.precision.context(mesh.device.type):
                     loss, valid = self.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
-                loss_sum += loss
+                loss_sum += loss.to(exact)
                 num_valid += valid
                 done.advance(rows * data.seq_len * mesh.world_size)
         loss_sum, num_valid = mesh.sum(loss_sum, num_valid)
@@ -194,7 +196,7 @@ class Evaluator:
             member.name,
             member.dataset.origin,
             member.share,
-            loss=float(loss_sum / num_valid.clamp(min=1)),
+            loss=float(loss_sum) / max(int(num_valid), 1),
             tokens=int(num_valid),
             text_bytes=split.text_bytes if is_whole else 0,
         )

@@ -79,6 +79,9 @@ def eval_tokens(run: Run) -> int | None:
 def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluation | None:
     """Evaluate, write the record, and save if the loss is the best so far.
 
+    With `checkpoint.best=false` only the last step is saved, so that its checkpoint says whether it
+    is the best.
+
     Returns: None when there is no validation text.
     Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
             unaffected. EvaluationDropped, as `score`.
@@ -90,7 +93,8 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
     require_finite("validation loss", evaluation.loss, run.step)
     if run.best_val_loss is None or evaluation.loss < run.best_val_loss:
         run.best_val_loss, run.best_step = evaluation.loss, run.step
-        save(run, log)
+        if run.config.checkpoint.best or run.step == run.last_step:
+            save(run, log)
     return evaluation
 
 

@@ -17,13 +17,15 @@ from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
+from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
-from flatout.errors import FlatoutError, Stopped
+from flatout.errors import ConfigError, FlatoutError, Stopped
 from flatout.files import writing_run
 from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import JsonObject
+from flatout.launch import num_processes
 from flatout.parallel.mesh import make_mesh
-from flatout.parallel.rendezvous import connect, disconnect, launcher
+from flatout.parallel.rendezvous import connect, disconnect, launcher, stated_ranks
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
@@ -72,12 +74,17 @@ def run_training(
     check_paths(config)
     machine = probe()
     device, device_reason = pick_device(config.train.device, machine)
+    require_devices(config.train, machine)
+    if device == "mps":
+        require_mps_model(config, progress)
     torch.use_deterministic_algorithms(config.train.deterministic)  # NCCL reads it on connecting
     ranks = connect(device)
     with ExitStack() as stack:
         stack.callback(disconnect)
         if device == "cpu" and ranks.world_size == 1:  # several ranks would see each other's load
             warn_of_busy_cores(machine, progress)
+        if device == "cuda" and ranks.world_size == 1 and config.train.devices is None:
+            say_idle_gpus(progress)
         if ranks.rank == 0:
             stack.enter_context(hold_lock(folder, progress=progress))
         dataset = open_dataset(config, progress=progress)
@@ -115,6 +122,51 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
             suggest_bench(run, plan, request)
         with writing_run(run.folder):
             return execute(run, request, plan, differences, known)
+
+
+def require_devices(train: TrainConfig, machine: Machine) -> None:
+    """Check that this machine runs as many processes of the run as `train.devices` asks for.
+
+    Raises: ConfigError; HardwareError, as `num_processes`.
+    """
+    wanted, ranks = num_processes(train.devices, train.device, machine), stated_ranks()
+    if train.devices is None or wanted == ranks.local_world_size:
+        return
+    if ranks.world_size == 1:
+        raise ConfigError(
+            f"train.devices={train.devices} needs {wanted} processes, and this is one.",
+            fix="Run `flatout train` in a shell without torchrun: it starts them. Or leave "
+            "train.devices out.",
+        )
+    raise ConfigError(
+        f"train.devices={train.devices} asks for {wanted} processes on this machine, and "
+        f"{ranks.local_world_size} were started.",
+        fix="Leave train.devices out, or start without torchrun.",
+    )
+
+
+def require_mps_model(config: RunConfig, progress: Progress) -> None:
+    """Say that MPS is untried, and check that the model does without float64.
+
+    Raises: ConfigError for the eigenstate model.
+    """
+    if config.model.kind == "eigenstate":
+        raise ConfigError(
+            "model.kind=eigenstate computes its eigenvalues in float64, which train.device=mps "
+            "does not have.",
+            fix="Set train.device=cpu, or model.kind=transformer.",
+        )
+    progress.say(
+        "flatout has never been run on MPS: compare the first losses with those of "
+        "train.device=cpu. A resumed run with dropout draws other random numbers."
+    )
+
+
+def say_idle_gpus(progress: Progress) -> None:
+    """Say how to use the other GPUs, if there are any."""
+    count = torch.cuda.device_count()
+    if count > 1:
+        progress.say(f"This run uses 1 of {count} GPUs; train.devices=all uses all of them.")
 
 
 def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:

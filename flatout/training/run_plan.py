@@ -9,11 +9,16 @@ import torch
 
 from flatout.assembly.measured import gains_here
 from flatout.assembly.parts import Decision
-from flatout.assembly.resolve import for_world_size, ops_of, resolve
+from flatout.assembly.resolve import (
+    for_world_size,
+    ops_of,
+    resolve,
+    with_evaluations_in_steps,
+)
 from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import members_of
-from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, in_shell
+from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
 from flatout.files import PART, writing_run
 from flatout.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
@@ -47,7 +52,8 @@ class RunPlan:
 def agree_on_plan(request: RunRequest) -> RunPlan:
     """Return the main rank's plan on every rank: clocks and measurements differ between ranks.
 
-    Raises: on the main rank, as `plan_run`; on the others, RunFailed when planning failed.
+    Raises: on the main rank, as `plan_run`; on the others, UsageError when planning failed,
+            which the command line shows later than the main rank's error.
     """
     if request.ranks.world_size == 1:
         return plan_run(request)
@@ -59,7 +65,7 @@ def agree_on_plan(request: RunRequest) -> RunPlan:
         # even if the main rank failed: the others would wait forever
         torch.distributed.broadcast_object_list(box, src=0)
     if box[0] is None:
-        raise RunFailed("The main process could not start the run.", fix="See its own message.")
+        raise UsageError("The main process could not start the run.", fix="See its own message.")
     return box[0]
 
 
@@ -132,6 +138,8 @@ def _plan_stored(
     """
     folder, progress = request.folder, request.progress
     summary, requested = layout.read_summary(folder), layout.read_requested(folder)
+    recipe = assemble(stored_decisions(config, request.machine))
+    config = with_evaluations_in_steps(config, request.dataset, recipe)
     longer = lengthen(request, config, resume, checkpoint)
     if longer is not None:
         config, checkpoint = longer.config, longer.checkpoint
@@ -164,7 +172,7 @@ def how_to_train_on(
     """Return how to train a finished run further; None when it has steps and patience left."""
     train, step = config.train, catalog.step_of(checkpoint)
     if step >= (train.steps or 0):
-        if config.schedule.kind == "cosine":
+        if config.schedule.kind in {"cosine", "linear"}:
             other = f"--resume {in_shell(folder)} --run-dir DIR"
             return f"start another run: {other}, with a larger train.steps"
         return f"set train.steps to more than {train.steps}"

@@ -31,7 +31,8 @@ class SaveSchedule:
 
     def due(self, run: Run) -> bool:
         """Return whether to save after this step; the last and best steps are saved elsewhere."""
-        if run.step >= run.last_step or run.best_step == run.step:
+        saves_best = run.config.checkpoint.best
+        if run.step >= run.last_step or (saves_best and run.best_step == run.step):
             return False
         if self._steps:
             return run.step % self._steps == 0

@@ -104,11 +104,13 @@ class StopRequests:
         return self.requested(run)
 
     def _launcher_ended(self) -> bool:
-        """Return whether the launcher has ended: a killed torchrun leaves its processes running."""
+        """Return whether the launcher has ended: when it is killed, its processes stay."""
         if self._launcher is None or os.getppid() == self._launcher:
             return False
         if self._say is not None:
-            self._say(f"torchrun, process {self._launcher}, has ended: the run saves and stops.")
+            self._say(
+                f"The launcher, process {self._launcher}, has ended: the run saves and stops."
+            )
             self._say = None
         return True
 

@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.assembly.auto import all_speedups, decide, is_measured, longest_wait
+from flatout.assembly.auto import (
+    all_speedups,
+    decide,
+    default_of,
+    is_measured,
+    longest_wait,
+)
 from flatout.assembly.measured import Gain
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 from flatout.assembly.selection import assemble, select
@@ -59,6 +65,14 @@ def test_every_default_has_a_reason_and_names_existing_speedups():
             else:
                 assert default.because
             assert default.from_minutes or not one.compiles, "compiling takes minutes"
+
+
+def test_mps_has_the_speedups_that_are_on_everywhere():
+    on = {one.name for one in all_speedups() if isinstance(default_of(one, "mps"), On)}
+    assert {"pretokenised", "prefetch", "micro-batch", "fused-attention", "no-sync-logging"} <= on
+    assert not on & {"compile", "bf16", "bf16-products", "onednn", "kept-memory", "triton-scan"}
+    measured = {is_measured(one, load_config(), CPU, "mps") for one in all_speedups()}
+    assert True not in measured
 
 
 def test_no_default_for_gpus_is_measured():

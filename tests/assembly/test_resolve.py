@@ -148,6 +148,7 @@ def test_length_buckets_convert_epochs_and_tokens_to_the_steps_that_read_them(
     assert reader.tokens_per_epoch < 512 * reader.num_steps, "some of it is padding"
     wanted = math.ceil(share * reader.num_steps)
     assert resolved(**changes, train__steps=None, train__epochs=share).train.steps == wanted
+    assert resolved(**changes, train__eval_every_epochs=share).train.eval_every == wanted
     assert (
         resolved(
             **changes, train__steps=None, train__tokens=int(share * reader.tokens_per_epoch)

@@ -2,6 +2,14 @@
 
 from case import Case
 
+UNDER_TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 CASES = [
     Case(
         "a GPU recipe on a machine without one",
@@ -10,13 +18,20 @@ CASES = [
         ("train.device=auto would run on the CPU (a CPU, 2 cores)",),
     ),
     Case(
+        "the GPU of a Mac on another machine",
+        "train my.yaml train.device=mps",
+        ("train.device=mps", "a Mac"),
+        ("Leave train.device out",),
+        lambda w: w.patch.setattr("torch.backends.mps.is_available", lambda: False),
+    ),
+    Case(
         "a GPU that does not exist",
         "train my.yaml train.device=cuda:7",
         ("cuda:7",),
         ("train.device=auto",),
     ),
     Case(
-        "a sharded run without torchrun",
+        "a sharded run in one process",
         "train my.yaml parallel.shard=2",
         ("parallel.shard=2", "1 process"),
         ("torchrun --nproc-per-node 2",),
@@ -27,6 +42,33 @@ CASES = [
         ("WORLD_SIZE",),
         ("torchrun",),
         lambda w: w.patch.setenv("RANK", "0"),
+    ),
+    Case(
+        "more processes than torchrun started",
+        "train my.yaml train.devices=3",
+        ("train.devices=3", "2 were started"),
+        ("Leave train.devices out",),
+        lambda w: [w.patch.setenv(*one) for one in UNDER_TORCHRUN.items()],
+    ),
+    Case(
+        "several processes on one GPU",
+        "train my.yaml train.device=cuda:0 train.devices=2",
+        ("train.device=cuda:0", "train.devices=2"),
+        ("train.device=cuda",),
+    ),
+    Case(
+        "a cache directory that depends on the current one",
+        "train my.yaml",
+        ("FLATOUT_CACHE=cache", "current directory"),
+        ("full path",),
+        lambda w: w.patch.setenv("FLATOUT_CACHE", "cache"),
+    ),
+    Case(
+        "a file as the cache directory",
+        "prepare rows.jsonl --out data/new --tokenizer byte",
+        ("FLATOUT_CACHE=", "book.txt", "is a file"),
+        ("Name a directory",),
+        lambda w: w.patch.setenv("FLATOUT_CACHE", str(w.path / "book.txt")),
     ),
     Case(
         "a speedup that needs a GPU",

@@ -108,6 +108,30 @@ CASES = [
         lambda w: w.write("long.yaml", "train: {steps: 5, epochs: 1}\n"),
     ),
     Case(
+        "a cache at a URL",
+        "train my.yaml data.cache=s3://bucket/cache",
+        ("data.cache=s3://bucket/cache", "URL"),
+        ("local path",),
+    ),
+    Case(
+        "downloads to a URL",
+        "prepare rows.jsonl --out data/new --cache s3://bucket/cache",
+        ("--cache s3://bucket/cache", "URL"),
+        ("local path",),
+    ),
+    Case(
+        "a number of devices that is a word",
+        "train my.yaml train.devices=two",
+        ("train.devices", "'two'"),
+        ("all",),
+    ),
+    Case(
+        "two intervals between evaluations",
+        "train my.yaml train.eval_every=5 train.eval_every_epochs=1",
+        ("train.eval_every", "train.eval_every_epochs"),
+        ("Keep one",),
+    ),
+    Case(
         "a final learning rate above the peak",
         "train my.yaml schedule.min_lr=1",
         ("schedule.min_lr=1", "optim.lr=0.001"),

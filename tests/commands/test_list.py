@@ -87,7 +87,7 @@ def test_a_long_recipe_shows_the_speedups_of_its_run(monkeypatch):
 def test_the_rate_of_a_present_gpu_decides(monkeypatch, tmp_path, steps, on, reason):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
-    monkeypatch.setattr(list_command, "CACHE", tmp_path)
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f"train: {{steps: {steps}, device: cuda}}\nmodel: {{vocab_size: 50304}}\n")
     listed = list_entries("speedups", str(recipe))
@@ -112,7 +112,7 @@ def test_an_unknown_length_is_not_guessed(monkeypatch, tmp_path, train):
 def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_path):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
-    monkeypatch.setattr(list_command, "CACHE", tmp_path)
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
     before = {item["name"]: item for item in list_entries("speedups").items}
     rows = {speedup.name for speedup in all_speedups() if "cuda" in speedup.auto}
     assert rows <= {name for name, item in before.items() if item["measured"] is False}
@@ -146,7 +146,7 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
 def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path):
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
-    monkeypatch.setattr(list_command, "CACHE", tmp_path)
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
     foreseen = [
         replace(speedup, predicted="2%: half of 4%") if speedup.name == "bf16" else speedup
         for speedup in all_speedups()

@@ -8,8 +8,6 @@ import math
 import pytest
 
 from flatout import hardware
-from flatout.commands import plan as plan_command
-from flatout.commands import train as train_command
 from flatout.commands.plan import check, plan
 from flatout.commands.train import train_config
 from flatout.errors import ConfigError
@@ -65,6 +63,12 @@ def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
     assert lora.memory["gradients_in_all"] * 2**30 == 4 * adapters
     assert lora.memory["allocated"] < whole.memory["allocated"]
     assert 2 / 3 < lora.flops_per_token / whole.flops_per_token < 1
+
+
+def test_the_devices_of_a_recipe_are_planned_for(recipe):
+    overrides = [*ON_CPU, "model.vocab_size=101"]
+    assert plan(recipe, [*overrides, "train.devices=2"]).world_size == 2
+    assert plan(recipe, [*overrides, "train.devices=all"]).world_size == 1
 
 
 def test_the_parts_of_the_memory_add_up(recipe):
@@ -176,8 +180,7 @@ def test_each_change_that_fits_does_fit(recipe):
 
 
 def test_a_run_here_corrects_the_next_plan(recipe, tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_command, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(train_command, "CACHE", tmp_path / "cache")
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     config = tiny_config(train__steps=20)
     done = train_config(config, run=tmp_path / "run")
     path = tmp_path / "same.yaml"

@@ -270,7 +270,7 @@ def test_sections_of_a_litgpt_config_are_read():
 
 @pytest.mark.parametrize(
     ("epochs", "interval", "saves"),
-    [(50, {"train.eval_every": None}, {"checkpoint.every_epochs": 5}),
+    [(50, {"train.eval_every": None, "train.eval_every_epochs": 5}, {"checkpoint.every_epochs": 5}),
      (1, {"train.eval_every": 1000}, {"checkpoint.every_steps": 1000})],
 )  # fmt: skip
 def test_intervals_of_a_run_in_epochs_stay_epochs(epochs, interval, saves):

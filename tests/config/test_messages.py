@@ -78,6 +78,13 @@ def test_the_message_states_the_valid_values(override, message):
     assert error_of(override).what == message
 
 
+def test_help_of_several_lines_is_one_line():
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["train.devices=two"])
+    assert caught.value.fix.endswith("None means one, or as many as torchrun starts.")
+    assert "\\n" not in caught.value.fix
+
+
 def test_the_fix_contains_the_default_and_the_help():
     assert error_of("data.prefetch=0").fix == (
         "Change it, or leave it at its default, 4. data.prefetch: Optimizer steps that the "

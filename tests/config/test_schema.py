@@ -141,8 +141,8 @@ def test_a_later_layer_replaces_alternative_keys(recipe, group):
     section, _, name = first.partition(".")
     config = load_config(recipe(f"{section}:\n  {name}: 2\n"), [f"{second}=3"])
     assert config.value(second) == 3
-    assert config.value(first) is None
-    assert RunConfig().with_values({first: 4}).with_values({second: 5}).value(first) is None
+    assert not config.value(first)
+    assert not RunConfig().with_values({first: 4}).with_values({second: 5}).value(first)
 
 
 @pytest.mark.parametrize("group", NUMBERS, ids=lambda group: sorted(group)[0])
@@ -205,7 +205,14 @@ def test_an_invalid_mix_is_rejected_with_an_example(mix):
 
 def test_patience_without_evaluations_is_rejected():
     assert "train.eval_every=0 means that there are none" in error_of("train.patience=2").what
-    assert load_config(None, ["train.patience=2", "train.eval_every=10"]).train.patience == 2
+    for every in ("train.eval_every=10", "train.eval_every_epochs=0.5"):
+        assert load_config(None, ["train.patience=2", every]).train.patience == 2
+
+
+def test_evaluations_that_are_off_leave_room_for_epochs(recipe):
+    path = recipe("train: {eval_every: 0, eval_every_epochs: 2}\n")
+    assert load_config(path).train.eval_every_epochs == 2
+    assert load_config(path, ["train.eval_every=0"]).train.eval_every_epochs is None
 
 
 def test_an_unset_key_clears_no_alternatives(recipe):

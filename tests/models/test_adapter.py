@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from flatout import trust
 from flatout.assembly.selection import select
 from flatout.commands.eval import evaluate
 from flatout.config.schema import load_config, validate
@@ -43,7 +42,7 @@ def my_gpt(tmp_path, monkeypatch):
         )
         (tmp_path / name).write_text(block[1], encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(trust, "MEMORY", tmp_path / "trusted")
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "my_gpt", raising=False)
     yield MODELS.get("my_gpt:MODEL")
     sys.modules.pop("my_gpt", None)

@@ -35,7 +35,7 @@ def test_every_schedule_stays_within_its_bounds(kind, warmup, min_lr, total):
     assert values[peak_step] == 1.0
 
 
-@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd"])
 @pytest.mark.parametrize("total", [2, 3, 10, 1001])
 @pytest.mark.parametrize("min_lr", [0.0, 1e-5, PEAK])
 def test_the_last_step_has_exactly_min_lr(kind, total, min_lr):
@@ -46,7 +46,12 @@ def test_the_last_step_has_exactly_min_lr(kind, total, min_lr):
 def test_the_rate_does_not_jump(kind):
     total = 1000
     values = factors(total, kind=kind, warmup=100, decay=0.2)
-    steepest = {"cosine": 3.15 / 2 / 899, "wsd": 1 / 180, "constant": 0.0}[kind]
+    steepest = {
+        "cosine": 3.15 / 2 / 899,
+        "linear": 1 / 899,
+        "wsd": 1 / 180,
+        "constant": 0.0,
+    }[kind]
     jumps = [abs(a - b) for a, b in itertools.pairwise(values)]
     assert max(jumps) <= max(1 / 101, steepest) * 1.001
 
@@ -68,6 +73,28 @@ def test_a_warm_up_longer_than_the_run_is_shortened():
 
 def test_cosine_is_halfway_down_in_the_middle():
     assert factors(101, warmup=0, min_lr=PEAK / 10)[50] == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize("total", [2, 3, 97])
+def test_linear_equals_a_loop_that_adds_and_subtracts(total):
+    warmup, min_lr = total // 4, PEAK / 5
+    rate, rates = 0.0, []
+    for _ in range(warmup + 1):
+        rate += PEAK / (warmup + 1)
+        rates.append(rate)
+    falling = total - len(rates)
+    for _ in range(falling):
+        rate -= (PEAK - min_lr) / falling
+        rates.append(rate)
+    found = factors(total, kind="linear", warmup=warmup, min_lr=min_lr)
+    assert [PEAK * factor for factor in found] == pytest.approx(rates)
+
+
+def test_linear_is_wsd_that_decays_from_the_start():
+    keys = {"warmup": 10, "min_lr": PEAK / 10}
+    assert factors(101, kind="linear", **keys) == pytest.approx(
+        factors(101, kind="wsd", decay=1.0, **keys)
+    )
 
 
 def test_wsd_is_constant_then_linear():

@@ -171,8 +171,11 @@ def test_a_process_alone_reports_that_it_waits_and_gives_up(environment, monkeyp
     assert not dist.is_initialized()
 
 
-def test_torchrun_is_recognised_as_the_launcher(environment, monkeypatch):
+def test_the_launcher_is_recognised(environment, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("FLATOUT_LAUNCHER", raising=False)
     assert launcher() is None
     environment(TORCHELASTIC_RUN_ID="none")
     assert launcher() == os.getppid()
+    environment(FLATOUT_LAUNCHER="4711")
+    assert launcher() == 4711

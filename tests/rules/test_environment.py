@@ -1,4 +1,4 @@
-"""Only two files read environment variables, so that no other code depends on the shell."""
+"""Only three files read environment variables, so that no other code depends on the shell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-ALLOWED = {"flatout/parallel/rendezvous.py", "flatout/cli.py"}
+ALLOWED = {"flatout/parallel/rendezvous.py", "flatout/cli.py", "flatout/cache.py"}
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
@@ -31,7 +31,7 @@ def reads_environment(source) -> list[str]:
 
 
 @pytest.mark.slow
-def test_only_two_files_read_the_environment(package, no_violations):
+def test_only_three_files_read_the_environment(package, no_violations):
     no_violations(
         [
             line

@@ -28,6 +28,7 @@ HOUSE = (
     "config",
     "hardware",
     "roof",
+    "launch",
     "parallel",
     "sources",
     "token_formats",

@@ -71,6 +71,15 @@ def test_commands_after_an_edited_config_quote_the_path(edited):
         require_as_trained(edited, config())
 
 
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [("cosine", "another run"), ("linear", "another run"), ("constant", "set train.steps to more")],
+)
+def test_a_rate_that_depends_on_the_length_needs_another_run(kind, advice):
+    finished = config(f"schedule.kind={kind}")
+    assert advice in how_to_train_on(Path("runs/a"), finished, STEP, {})
+
+
 def test_commands_for_finished_and_longer_runs_quote_the_path():
     more = how_to_train_on(Path(AWKWARD_NAME), config(), STEP, {})
     assert words(more.partition(", with")[0], "--resume") == [

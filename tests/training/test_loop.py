@@ -19,6 +19,7 @@ from flatout.training.evaluation import Evaluation, SplitScore
 from flatout.training.loop import out_of_patience
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code, read_summary
+from flatout.training.run_dir.lookup import find_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -63,6 +64,31 @@ def val_steps(folder):
 def test_patience_runs_out_that_many_evaluations_after_the_best(step, best_step, over):
     assert out_of_patience(TrainConfig(patience=2, eval_every=2), step, best_step) is over
     assert not out_of_patience(TrainConfig(patience=0, eval_every=2), step, best_step)
+
+
+def test_without_best_checkpoints_only_intervals_and_the_end_are_saved(patient, tmp_path, events):
+    interval = {"checkpoint__every_steps": 8, "checkpoint__keep": 9, "train__patience": 0}
+    saved = {}
+    for best in (True, False):
+        folder = tmp_path / str(best)
+        summary = run_training(patient(checkpoint__best=best, **interval), folder)
+        assert (summary["best_step"], summary["best_val_loss"]) == (20, 0.5)
+        saved[best] = catalog.steps(folder)
+        assert catalog.best(folder).name == "step-20"
+    assert saved == {True: [2, 4, 8, 12, 16, 20], False: [8, 16, 20]}
+
+
+def test_an_interval_is_saved_at_the_best_step_too(patient, tmp_path):
+    interval = {"checkpoint__every_steps": 4, "checkpoint__keep": 9}
+    run_training(patient(checkpoint__best=False, **interval), tmp_path / "run")
+    assert catalog.steps(tmp_path / "run") == [4, 8]
+
+
+def test_a_best_step_without_a_checkpoint_means_the_last_one(patient, tmp_path):
+    config = patient(train__steps=10, train__patience=0, checkpoint__best=False)
+    summary = run_training(config, tmp_path / "run")
+    assert summary["best_step"] == 4
+    assert find_checkpoint(tmp_path / "run").name == "step-10"
 
 
 def test_a_run_that_ends_early_is_finished(patient, tmp_path, events):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from flatout.assembly.resolve import epoch_tokens
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
-from flatout.errors import DataError, RunFailed, Stopped
+from flatout.errors import ConfigError, DataError, RunFailed, Stopped
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.training import loop
@@ -20,7 +25,7 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_exit_code, read_summary
+from flatout.training.run_dir.layout import read_config, read_exit_code, read_summary
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +90,85 @@ def test_a_run_writes_all_files_and_figures(tiny_config, tmp_path, records, even
     speedups = events(folder, "speedup")
     assert {event["name"] for event in speedups} >= {"prefetch", "compile"}
     assert all(event["reason"] for event in speedups)
+
+
+def test_evaluations_by_epochs_are_written_down_in_steps(tiny_config, tmp_path, records, stop_at):
+    folder, config = tmp_path / "run", tiny_config(train__steps=9, checkpoint__keep=9)
+    per_epoch = epoch_tokens(Dataset.open(config.data.path), config.data.seq_len) / 128
+    config = config.with_values({"train.eval_every_epochs": 2.5 / per_epoch})
+    with pytest.raises(Stopped):
+        run_training(config, folder, observers=[stop_at(4)])
+    assert read_config(folder).train.eval_every == 3
+    assert read_config(folder).train.eval_every_epochs is None
+    run_training(config, folder)
+    assert [r["step"] for r in records(folder) if "val/loss" in r] == [3, 6, 9]
+    twice = config.with_values({"train.eval_every_epochs": 1.5 / per_epoch, "train.steps": 10})
+    longer = tmp_path / "longer"
+    run_training(twice, longer, resume=str(folder / "checkpoints" / "step-4"))
+    assert [r["step"] for r in records(longer) if "val/loss" in r] == [6, 8, 10]
+
+
+def test_one_process_cannot_have_several_devices(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"train\.devices=2 needs 2 processes, and this is one"):
+        run_training(tiny_config(train__devices=2), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    run_training(tiny_config(train__devices="all", train__steps=1), tmp_path / "all")
+
+
+def test_idle_gpus_are_mentioned(monkeypatch):
+    lines = []
+    for count in (1, 2):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        training.say_idle_gpus(SimpleNamespace(say=lines.append))
+    assert lines == ["This run uses 1 of 2 GPUs; train.devices=all uses all of them."]
+
+
+WITHOUT_LINUX = """
+import os, sys
+from pathlib import Path
+for name in ("sched_getaffinity", "sched_setaffinity", "memfd_create", "posix_fallocate"):
+    if hasattr(os, name):
+        delattr(os, name)
+read_text = Path.read_text
+def without_proc(path, *arguments, **options):
+    if str(path).startswith(("/proc/", "/sys/")):
+        raise FileNotFoundError(2, "No such file or directory", str(path))
+    return read_text(path, *arguments, **options)
+Path.read_text = without_proc
+import flatout
+book = Path("book.txt")
+book.write_text("It was a dark and stormy night; the rain fell in torrents. " * 60)
+data = flatout.prepare([book], out="data/book", tokenizer="byte", duplicates="drop")
+result = flatout.train("my.yaml", run="runs/first")
+assert flatout.train("my.yaml", run="runs/first", resume="auto").steps == result.steps
+print(result.steps, result.val_loss > 0)
+"""
+"""Removes what macOS lacks, prepares and trains."""
+
+
+def test_a_run_needs_nothing_that_only_linux_has(tmp_path, tiny):
+    settings = {**tiny, "data.path": "data/book", "train.steps": 2, "log.every": 1}
+    recipe = load_config().with_values(settings).to_dict()
+    (tmp_path / "my.yaml").write_text(json.dumps(recipe))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LINUX],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["2", "True"], done.stderr
+    first = json.loads((tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()[0])
+    assert "mem/process_gib" not in first
+
+
+def test_mps_is_said_to_be_untried_and_refused_for_the_eigenstate_model():
+    lines = []
+    progress = SimpleNamespace(say=lines.append)
+    training.require_mps_model(load_config(None), progress)
+    assert "never been run on MPS" in lines[0]
+    with pytest.raises(ConfigError, match=r"float64, which train\.device=mps does not"):
+        training.require_mps_model(load_config(None, ["model.kind=eigenstate"]), progress)
 
 
 def test_padding_counts_neither_as_tokens_nor_as_samples(tiny_config, tmp_path, records):

@@ -102,7 +102,7 @@ def test_changed_data_is_reported_and_another_tokenizer_refused(
 
 
 def test_more_shards_than_processes_are_refused_with_the_command(tiny_config, tmp_path):
-    message = r"parallel\.shard=2 does not fit 1 process.*torchrun --nproc-per-node 2"
+    message = r"parallel\.shard=2 does not fit 1 process.*train\.devices=2, .*--nproc-per-node 2"
     with pytest.raises(ConfigError, match=message):
         run_training(tiny_config(parallel__shard=2), tmp_path / "run")
     assert not (tmp_path / "run" / "config.yaml").exists()

@@ -1,20 +1,26 @@
-"""Two processes started by torchrun have the losses of one, with DDP and with fully_shard."""
+"""Two processes have the losses of one, with DDP and with fully_shard, however they start."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import yaml
 from safetensors.torch import load_file
 
 from flatout.config.schema import load_config
 from flatout.speedups.async_checkpoints.host_copy import bytes_of
+from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_exit_code
 
 pytestmark = pytest.mark.slow
 
@@ -154,6 +160,93 @@ def test_a_run_of_two_with_deferred_sync_resumes_on_one(recipe, tmp_path):
         str(tmp_path / "run" / "checkpoints" / "step-4"),
     )
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+def own_launch(recipe, folder, *overrides):
+    """Start a run with `train.devices=2`."""
+    command = [sys.executable, "-m", "flatout", "train", str(recipe), "train.devices=2"]
+    return subprocess.Popen(
+        [*command, *overrides, "--run-dir", str(folder), "--json"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def endless(recipe, tmp_path):
+    """Start an endless run of two processes, and return it, its directory and both processes."""
+    folder = tmp_path / "endless"
+    launcher = own_launch(
+        recipe, folder, "train.steps=1000000", "train.eval_every=0", "log.every=1"
+    )
+    ranks = []
+    try:
+        records = folder / "metrics.jsonl"
+        while launcher.poll() is None and not (records.exists() and records.stat().st_size):
+            time.sleep(0.05)
+        ranks = sorted(
+            psutil.Process(launcher.pid).children(), key=lambda one: one.environ()["RANK"]
+        )
+        yield launcher, folder, ranks
+    finally:
+        for process in (launcher, *ranks):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.communicate()
+
+
+def test_train_devices_starts_the_processes(recipe, tmp_path, events):
+    launcher = own_launch(recipe, tmp_path / "own")
+    out, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 0, err
+    (line,) = [line for line in out.splitlines() if line.strip()]
+    two = json.loads(line)
+    theirs = torchrun(recipe, tmp_path / "torchrun")
+    assert two["weights_sha256"] == theirs["weights_sha256"]
+    assert losses(tmp_path / "own") == losses(tmp_path / "torchrun")
+    (start,) = events(tmp_path / "own", "start")
+    assert start["world_size"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_saves_and_stops_the_run(endless, number):
+    launcher, folder, ranks = endless
+    launcher.send_signal(number)
+    out, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 75, err
+    assert json.loads(out.splitlines()[-1])["exit_code"] == 75
+    assert not any(map(psutil.pid_exists, [rank.pid for rank in ranks]))
+    assert catalog.latest(folder) is not None
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(endless):
+    launcher, _, ranks = endless
+    ranks[1].kill()
+    out, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 1, err
+    assert "Rank 1 was killed by SIGKILL" in err
+    assert "Rank 1" in json.loads(out.splitlines()[-1])["error"]
+    assert not any(map(psutil.pid_exists, [rank.pid for rank in ranks]))
+
+
+def test_a_killed_launcher_lets_the_run_save_and_stop(endless):
+    launcher, folder, ranks = endless
+    launcher.kill()
+    launcher.wait()
+    psutil.wait_procs(ranks, timeout=120)
+    assert catalog.latest(folder) is not None
+    assert read_exit_code(folder) == 75
+    assert "The launcher, process" in launcher.stderr.read()
+
+
+def test_a_setting_that_is_refused_is_reported_once(recipe, tmp_path):
+    launcher = own_launch(recipe, tmp_path / "run", "batch.tokens_per_step=100")
+    out, err = launcher.communicate(timeout=240)
+    assert launcher.returncode == 2
+    assert err.count("batch.tokens_per_step=100 does not fit") == 1
+    assert json.loads(out)["exit_code"] == 2
 
 
 def test_a_run_that_cannot_start_ends_on_every_rank(recipe, tmp_path):

@@ -145,5 +145,5 @@ def test_a_killed_launcher_is_a_request_to_stop(monkeypatch):
     assert stop.requested(RUN)
     assert stop.requested_within_step(RUN, 2)
     assert len(messages) == 1
-    assert messages[0].startswith("torchrun, process ")
+    assert messages[0].startswith("The launcher, process ")
     assert not StopRequests().requested(RUN), "without a launcher, the parent process may end first"

@@ -23,7 +23,7 @@ def test_trust_is_given_once_and_stored_outside_the_run(gift, home):
     assert gift.ran
     assert {path for path in gift.folder.rglob("*") if "__pycache__" not in path.parts} == before
     load_run("gift")
-    (kept,) = trust.MEMORY.expanduser().iterdir()
+    (kept,) = trust.memory().iterdir()
     assert kept.is_relative_to(home)
     assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
@@ -94,7 +94,7 @@ DAMAGED = {
 def test_a_damaged_trust_file_is_ignored_and_replaced(gift, how):
     references = {"runs.gift.weights:Model"}
     trust.require_trusted(gift.folder, references, trust_code=True)
-    (kept,) = trust.MEMORY.expanduser().iterdir()
+    (kept,) = trust.memory().iterdir()
     kept.write_bytes(DAMAGED[how] if isinstance(DAMAGED[how], bytes) else DAMAGED[how].encode())
     with pytest.raises(UntrustedCode):
         trust.require_trusted(gift.folder, references)
@@ -115,7 +115,7 @@ def test_a_damaged_trust_file_is_ignored_and_replaced(gift, how):
 def test_a_trust_file_that_others_may_write_is_ignored(gift, problem, tmp_path):
     references = {"runs.gift.weights:Model"}
     trust.require_trusted(gift.folder, references, trust_code=True)
-    memory = trust.MEMORY.expanduser()
+    memory = trust.memory()
     (kept,) = memory.iterdir()
     if problem == "a file that others may write":
         kept.chmod(0o666)
@@ -144,10 +144,19 @@ def test_concurrent_writers_leave_one_valid_file(gift):
     references = [{"a.b:C", f"a.b:D{number}"} for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(lambda some: trust.remember(gift.folder, some), references * 4))
-    (kept,) = trust.MEMORY.expanduser().iterdir()
+    (kept,) = trust.memory().iterdir()
     assert set(json.loads(kept.read_text())["references"]) in references
     trust.require_trusted(gift.folder, {"a.b:C"})
 
 
 def test_trust_files_are_in_the_cache(home):
-    assert trust.MEMORY.expanduser() == home / ".cache" / "flatout" / "trusted"
+    assert trust.memory() == home / ".cache" / "flatout" / "trusted"
+
+
+def test_trust_files_follow_the_cache_directory(gift, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "elsewhere"))
+    trust.require_trusted(gift.folder, {"a.b:C"}, trust_code=True)
+    assert len(list((tmp_path / "elsewhere" / "trusted").iterdir())) == 1
+    monkeypatch.delenv("FLATOUT_CACHE")
+    with pytest.raises(UntrustedCode):
+        trust.require_trusted(gift.folder, {"a.b:C"})

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from pydantic import ValidationError
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.data.prepare.pipeline import (
     Engine,
     Options,
@@ -70,7 +70,7 @@ def prepare_upload(
     from_file: str | None = None,
     workers: int | None = None,
     engine: Engine = local,
-    cache: Path = CACHE,
+    cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Prepared:
     """Prepare a dataset and send it to a URL; the manifest appears once it is complete.
@@ -84,7 +84,7 @@ def prepare_upload(
     started = time.perf_counter()
     check_workers(workers)
     remote = RemoteFolder(dataset_url(url))
-    cache_dir = cache_dir_of(remote.url, cache)
+    cache_dir = cache_dir_of(remote.url, cache or default_cache())
     folder = cache_dir / "work" / cache_dir.name.rpartition("-")[0]
     with locked(cache_dir, partial(_refuse, remote.url)):
         uploaded, claim = _state_of(remote)

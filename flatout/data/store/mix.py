@@ -54,14 +54,22 @@ class MixedDataset:
         self._splits: dict[str, MixedSplit] = {}
 
     @classmethod
-    def open(cls, mix: Mapping[str, float], *, progress: Progress = SILENT) -> Self:
+    def open(
+        cls,
+        mix: Mapping[str, float],
+        *,
+        cache: Path | None = None,
+        progress: Progress = SILENT,
+    ) -> Self:
         """Open the directories or URLs of a mix, each with its weight.
+
+        `cache` is the directory of copies of remote datasets; None means the user's cache.
 
         Raises: ConfigError when a dataset is named twice or its share is too small; DataError when
                 one is not a dataset, or two have different tokenizers.
         """
         turns = whole_turns(mix)
-        datasets = [open_dataset(path_or_url, progress=progress) for path_or_url in mix]
+        datasets = [open_dataset(one, cache=cache, progress=progress) for one in mix]
         for number, dataset in enumerate(datasets):
             _require_same_tokenizer(datasets[0], dataset)
             if dataset.path.resolve() in {other.path.resolve() for other in datasets[:number]}:
@@ -195,10 +203,11 @@ def open_data(data: DataConfig, *, progress: Progress = SILENT) -> AnyDataset:
     Raises: ConfigError when neither is set; DataError when there is no dataset, or it cannot be
             fetched.
     """
+    cache = None if data.cache is None else Path(data.cache)
     if data.mix is not None:
-        return MixedDataset.open(data.mix, progress=progress)
+        return MixedDataset.open(data.mix, cache=cache, progress=progress)
     if data.path is not None:
-        return open_dataset(data.path, progress=progress)
+        return open_dataset(data.path, cache=cache, progress=progress)
     raise ConfigError(
         "data.path is not set: there is nothing to train on.",
         fix="Prepare text with `flatout prepare FILE --out data/mine`, "

@@ -1,7 +1,7 @@
 """Fetches a dataset at a URL such as s3://bucket/data once into the cache, and checks every block.
 
-The cache keeps a URL's files in `~/.cache/flatout/stored/NAME-DIGEST/`: one copy for each version
-of the dataset that was read, named by its manifest's digest. A copy with a manifest is complete.
+The cache keeps a URL's files in its directory `stored/NAME-DIGEST/`: one copy for each version of
+the dataset that was read, named by its manifest's digest. A copy with a manifest is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.cache import CACHE
+from flatout.cache import VARIABLE, default_cache
 from flatout.data.store.integrity import file_problems
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from flatout.data.store.shards import Dataset
@@ -34,16 +34,19 @@ ATTEMPTS_WITH_COPY = 1
 
 
 def open_dataset(
-    path_or_url: str | Path, *, cache: Path = CACHE, progress: Progress = SILENT
+    path_or_url: str | Path, *, cache: Path | None = None, progress: Progress = SILENT
 ) -> Dataset:
     """Open a dataset in a directory or at a URL; a remote dataset is fetched unless it is cached.
+
+    `cache` is the directory of copies; None means the user's cache.
 
     Raises: DataError when there is none, it is incomplete, or it cannot be fetched; MissingPackage.
     """
     if not is_url(str(path_or_url)):
         return Dataset.open(path_or_url)
     url = dataset_url(str(path_or_url))
-    return Dataset.open(fetch_dataset(url, cache=cache, progress=progress), origin=url)
+    copy = fetch_dataset(url, cache=cache or default_cache(), progress=progress)
+    return Dataset.open(copy, origin=url)
 
 
 def absolute_path_or_url(path_or_url: str) -> str:
@@ -122,7 +125,7 @@ def explaining_cache_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def fetch_dataset(url: str, *, cache: Path = CACHE, progress: Progress = SILENT) -> Path:
+def fetch_dataset(url: str, *, cache: Path, progress: Progress = SILENT) -> Path:
     """Return a local copy of the dataset's current version; one process at a time fetches it.
 
     When the store cannot be reached, report it and return the copy that was read last.
@@ -216,8 +219,8 @@ def _fetch(url: str, copy: Path, manifest: Manifest, content: bytes, progress: P
             raise DataError(
                 f"Fetching {url} needs {readable_size(size)}, "
                 f"but only {readable_size(free)} are free in {copy}.",
-                fix="Free some space there, or make ~/.cache/flatout a link to a directory "
-                "on a larger disk.",
+                fix="Free some space there, or name a directory on a larger disk with data.cache, "
+                f"or with the environment variable {VARIABLE} for every command.",
             )
         jobs = [
             partial(

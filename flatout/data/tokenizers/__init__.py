@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.data.tokenizers.base import (
     FORMAT,
     FORMAT_VERSION,
@@ -52,7 +52,7 @@ def make_tokenizer(
     train_on: BoundedSample | None = None,
     pattern: str | None = None,
     end_of_text: str | None = None,
-    cache: Path | None = CACHE,
+    cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Tokenizer:
     """Return the tokenizer that `spec` names, with the fastest engine that gives its ids.
@@ -208,7 +208,7 @@ def load_tokenizer(
     file = TokenizerFile(name, data, pattern=pattern)
     tokenizer: Tokenizer = TOKENIZERS.get(kind).from_file(file)
     if not tokenizer.proven:
-        require_usable(tokenizer.text.encode(), name, cache=CACHE)
+        require_usable(tokenizer.text.encode(), name, cache=default_cache())
     return tokenizer
 
 
@@ -228,7 +228,7 @@ def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = N
         raise DataError(f"{name} is not a tokenizer.", fix=_FILES)
     kind, description = _kind_of(document)
     if kind is not None and not kind.is_proven(description):
-        require_usable(data, name, cache=CACHE)
+        require_usable(data, name, cache=default_cache())
     if document.get("format") == FORMAT:
         return _restored(document, name)
     file = TokenizerFile(name, data, document, end_of_text=end_of_text)

@@ -35,8 +35,6 @@ class Prepared:
     """What is known before the first step."""
 
     evidence: Evidence
-    asked: RunConfig
-    """The configuration as requested."""
     resolved: Resolved | None = None
     """The run; None when it cannot start."""
     warmup_steps: int = 0
@@ -75,18 +73,17 @@ def prepare(spec: MeasureSpec) -> Prepared:
         )
     except DataError as error:
         missing = DataFacts(missing=error.what, missing_fix=error.fix)
-        return Prepared(known.model_copy(update={"data": missing}), asked)
+        return Prepared(known.model_copy(update={"data": missing}))
     except MissingPackage as error:
-        return Prepared(known.model_copy(update={"failure": failure_of(error, 0)}), asked)
+        return Prepared(known.model_copy(update={"failure": failure_of(error, 0)}))
     except HardwareError as error:
         # once the device is known, only the memory can be refused
         kind = "out-of-memory" if chosen else "error"
         failure = Failure(kind=kind, message=error.what, fix=error.fix, step=0)
-        return Prepared(known.model_copy(update={"failure": failure}), asked)
+        return Prepared(known.model_copy(update={"failure": failure}))
     resolved = Resolved(config, decisions, machine, dataset)
     return Prepared(
         _known(known, resolved),
-        asked,
         resolved,
         warmup_steps(config.schedule, config.train.steps or 1),
     )

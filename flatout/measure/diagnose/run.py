@@ -111,7 +111,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
                 windows.close()
             gpu = gpu_facts(resolved.machine, config.train.device)
             log.write_pending()
-            periodic = periodic_work(run, log, windows, prepared.asked, before)
+            periodic = periodic_work(run, log, windows, resolved.config, before)
             peak_gib = log.peak_gib()
         found = before.model_copy(update={"gpu": gpu or before.gpu})
         return evidence_of_steps(found, run, windows, periodic, figures, peak_gib)

@@ -35,7 +35,7 @@ class Periodic:
 
 
 def periodic_work(
-    run: Run, log: Log, windows: Windows, asked: RunConfig, known: Evidence
+    run: Run, log: Log, windows: Windows, planned: RunConfig, known: Evidence
 ) -> Periodic:
     """Save and evaluate once, and divide their times by the steps between them in the real run."""
     blocked_s = evaluation_s = checkpoint_s = None
@@ -46,9 +46,9 @@ def periodic_work(
     except (FlatoutError, OSError) as error:
         windows.notes.append(f"A save could not be measured: {error}")
     if blocked_s is not None:
-        checkpoint_s = blocked_s / _steps_between_saves(run, asked, windows.step_s)
-    if asked.train.eval_every:
-        evaluation_s = _evaluation(run, log, asked, known.data.val_tokens or 0)
+        checkpoint_s = blocked_s / _steps_between_saves(run, planned, windows.step_s)
+    if planned.train.eval_every:
+        evaluation_s = _evaluation(run, log, planned, known.data.val_tokens or 0)
     return Periodic(checkpoint_s, blocked_s, evaluation_s, sampler.sites(1).get("save", ()))
 
 
@@ -66,8 +66,8 @@ def _save(run: Run) -> float:
     return blocked_s
 
 
-def _steps_between_saves(run: Run, asked: RunConfig, step_s: float) -> float:
-    config = asked.checkpoint
+def _steps_between_saves(run: Run, planned: RunConfig, step_s: float) -> float:
+    config = planned.checkpoint
     if config.every_steps:
         return float(config.every_steps)
     if config.every_epochs:
@@ -76,16 +76,18 @@ def _steps_between_saves(run: Run, asked: RunConfig, step_s: float) -> float:
     return max(60 * minutes / step_s, 1.0)
 
 
-def _evaluation(run: Run, log: Log, asked: RunConfig, tokens: int) -> float | None:
+def _evaluation(run: Run, log: Log, planned: RunConfig, tokens: int) -> float | None:
     """Return the seconds of evaluation per step, from a part of the validation split."""
-    wanted = tokens if asked.train.eval_tokens == "all" else min(asked.train.eval_tokens, tokens)
+    wanted = (
+        tokens if planned.train.eval_tokens == "all" else min(planned.train.eval_tokens, tokens)
+    )
     few = SCORED_ROWS * run.rows_per_device * run.config.data.seq_len
     start_s = time.perf_counter()
     found = score(run, max_tokens=min(few, wanted), progress=log.progress)
     if found is None:
         return None
     seconds = time.perf_counter() - start_s
-    return seconds * wanted / max(found.tokens, 1) / asked.train.eval_every
+    return seconds * wanted / max(found.tokens, 1) / planned.train.eval_every
 
 
 def evidence_of_steps(

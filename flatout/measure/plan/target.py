@@ -53,7 +53,10 @@ def target_of(config: RunConfig, machine: str | None) -> Target:
     device = config.train.device
     if device == "auto":
         device, _ = pick_device(device, here)
-    return Target(here, device, replicas * parallel.shard)
+    devices = config.train.devices or 1
+    if devices == "all":
+        devices = len(here.gpus) if device.startswith("cuda") else 1
+    return Target(here, device, max(replicas * parallel.shard, devices))
 
 
 def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None, str | None]:

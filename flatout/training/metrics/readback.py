@@ -28,7 +28,9 @@ class DelayedReadback:
             return
         import torch
 
-        stacked = torch.stack([value.double() for value in values.values()])
+        from flatout.ops.float64 import in_float64
+
+        stacked = torch.stack([in_float64(value) for value in values.values()])
         copied = None
         if stacked.is_cuda:
             host = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True)

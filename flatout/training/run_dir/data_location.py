@@ -66,6 +66,8 @@ def absolute(mix: dict[str, float]) -> dict[str, float]:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Return the configuration with absolute data paths, for use from any working directory."""
+    if config.data.cache is not None:
+        config = config.with_values({"data.cache": absolute_path_or_url(config.data.cache)})
     if config.data.mix is not None:
         return config.with_values({"data.mix": absolute(config.data.mix)})
     return config.with_values({"data.path": absolute_path_or_url(config.data.path or "")})

@@ -46,9 +46,12 @@ from flatout.training.run_dir.config_seal import COPY, require_as_trained, write
 
 FREE_KEYS = (
     "log.",
+    "data.cache",
     "checkpoint.every_",
     "checkpoint.keep",
+    "checkpoint.best",
     "parallel.",
+    "train.devices",
     "train.eval_every",
     "train.eval_tokens",
     "train.patience",

@@ -111,7 +111,7 @@ def find_checkpoint(
 ) -> Path:
     """Return the checkpoint that `best`, `last` or a step names.
 
-    `best` is the last one if no validation loss is known.
+    `best` is the last one if no validation loss is known, or the best step was not saved.
     Raises: CheckpointError when it does not exist or is incomplete; ConfigError when `checkpoint`
             is none of these.
     """

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,6 +67,27 @@ def test_a_remote_dataset_is_fetched_once_and_reads_like_its_folder(
     assert again.path == dataset.path
     assert store.asked == ["get /bucket/set/manifest.json"]
     assert said.lines == []
+
+
+def test_a_config_and_the_environment_choose_the_directory_of_copies(
+    uploaded, store, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "all"))
+    everywhere = cache_dir_of(URL, tmp_path / "all")
+    assert open_dataset(URL).path.parent == everywhere
+    assert open_data(DataConfig(path=URL)).path.parent == everywhere
+    own = str(tmp_path / "own")
+    assert open_data(DataConfig(path=URL, cache=own)).path.parent == cache_dir_of(URL, Path(own))
+    store.asked.clear()
+    (member,) = members_of(open_data(DataConfig(mix={URL: 1}, cache=own)))
+    assert member.dataset.path.parent == cache_dir_of(URL, Path(own))
+    assert store.asked == ["get /bucket/set/manifest.json"]
+
+
+def test_a_directory_of_copies_that_is_a_file_is_refused(uploaded, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"Cannot write .*file"):
+        open_data(DataConfig(path=URL, cache=str(tmp_path / "file")))
 
 
 def test_a_local_folder_is_opened_in_place(uploaded, store):

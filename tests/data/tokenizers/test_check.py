@@ -44,7 +44,7 @@ def tokenizers_are_trusted():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizers, "CACHE", tmp_path / "cache")
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

@@ -22,10 +22,20 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
     assert layout.run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
 
 
+def test_keys_that_an_earlier_version_did_not_have_leave_names_as_they_were():
+    assert layout.run_name(RunConfig()) == "run-da9c8697"
+    shakespeare = load_config("shakespeare-char", ["data.path=data/book"])
+    assert layout.run_name(shakespeare) == "shakespeare-char-1600b074"
+
+
 @pytest.mark.parametrize(
     "override",
     [
         "log.every=3",
+        "train.eval_every_epochs=2",
+        "checkpoint.best=false",
+        "data.cache=/x",
+        "train.devices=2",
         "checkpoint.every_steps=7",
         "checkpoint.dir=/x",
         "parallel.shard=2",

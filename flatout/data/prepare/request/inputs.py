@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.conversation.rendering import Renderer
 from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.names import STANDARD_INPUT, SourceReader, source_tasks
@@ -55,7 +55,7 @@ def open_corpus(
     options: Options | None = None,
     *,
     from_file: str | None = None,
-    cache: Path = CACHE,
+    cache: Path | None = None,
     spool: Path | None = None,
     progress: Progress = SILENT,
     chat: Renderer | None = None,
@@ -71,7 +71,7 @@ def open_corpus(
     options = options or Options()
     cards = [name for name in names if name in DATASETS.names()]
     _check_names(names, options.val, cards, from_file)
-    reader = SourceReader(options, from_file, cache, spool, progress, chat)
+    reader = SourceReader(options, from_file, cache or default_cache(), spool, progress, chat)
     train = [reader.card(name) if name in cards else reader.text(name) for name in names]
     val = [reader.text(name) for name in options.val]
     opened = list(zip([*names, *options.val], [*train, *val], strict=True))

@@ -7,10 +7,10 @@ import inspect
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.conversation.rendering import Renderer
 from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.options import Options
@@ -37,7 +37,7 @@ class SourceReader:
     options: Options
     from_file: str | None = None
     """A local copy of the card's file, used instead of downloading it."""
-    cache: Path = CACHE
+    cache: Path = field(default_factory=default_cache)
     spool: Path | None = None
     """Directory for standard input; None uses the system's temporary directory."""
     progress: Progress = SILENT

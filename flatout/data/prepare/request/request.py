@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from flatout.cache import CACHE
+from flatout.cache import default_cache
 from flatout.conversation.rendering import Renderer
 from flatout.data.prepare.request.cards import load_card
 from flatout.data.prepare.request.chat import chat_renderer
@@ -34,7 +34,8 @@ class Access(TypedDict, total=False):
 
     from_file: str | None
     """A local copy of the dataset card's file, used instead of downloading it."""
-    cache: Path
+    cache: Path | None
+    """Directory for downloads; None means the user's cache."""
     progress: Progress
 
 
@@ -80,7 +81,7 @@ def open_request(
         corpus,
         options,
         describe(corpus, options) | _described(chat),
-        access.get("cache", CACHE),
+        access.get("cache") or default_cache(),
         access.get("progress", SILENT),
     )
 

@@ -153,6 +153,13 @@ def test_a_cached_file_gives_the_same_dataset(cards, tmp_path):
     assert cached.fingerprint == given.fingerprint
 
 
+def test_downloads_are_found_in_the_cache_that_the_environment_names(cards, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "play").mkdir(parents=True)
+    (tmp_path / "cache" / "play" / "input.txt").write_text(TEXT)
+    assert texts(open_corpus(["play"])) == [TEXT]
+
+
 def test_from_needs_exactly_one_card(cards, tmp_path):
     (tmp_path / "mine.txt").write_text(TEXT)
     for sources in (["synthetic"], [str(tmp_path / "mine.txt")], ["play", "play"]):
