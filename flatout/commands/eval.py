@@ -146,7 +146,7 @@ Fewshot = Annotated[
     Option("With --tasks: examples in front of each question, if not the task's own.", min=0),
 ]
 TaskDir = Annotated[
-    Path | None, Option("With --tasks: a directory with task files (YAML) of your own.")
+    Path | str | None, Option("With --tasks: a directory with task files (YAML) of your own.")
 ]
 
 
@@ -192,7 +192,12 @@ def evaluate(
     )
     if names:
         return on_tasks(
-            loaded, names, limit=limit, num_fewshot=num_fewshot, folder=task_dir, progress=progress
+            loaded,
+            names,
+            limit=limit,
+            num_fewshot=num_fewshot,
+            folder=Path(task_dir) if task_dir else None,
+            progress=progress,
         )
     evaluation = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return EvalResult(

@@ -102,7 +102,7 @@ def import_chunks(
 ) -> ImportResult:
     """Import tokens that another program wrote.
 
-    `train` and `val` in the names of files or subdirectories keep that split. What a metadata.json
+    Files and subdirectories with train or val in their names keep that split. What a metadata.json
     beside chunks states must be correct. No pickle is loaded.
 
     Raises: DataError naming the file that is missing or unusable.

@@ -219,7 +219,9 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(shape, targets)
     inputs = tokens_BT.nbytes + targets_BT.nbytes
     peak = live.peak + inputs
     assert peak <= 1.01 * (found.total - found.fixed)  # the first block needs a little less
-    assert found.total - found.fixed < 1.1 * peak
+    first = found.activations // len(model.blocks) if shape == "gpt_neox" else 0
+    # Beside attention, the first block's MLP depends on no adapter and keeps nothing.
+    assert found.total - found.fixed - first < 1.1 * peak
 
 
 def test_a_bf16_base_takes_half_of_the_memory_of_its_matrices():

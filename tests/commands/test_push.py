@@ -1,7 +1,7 @@
 """`flatout push`: a run on the hub."""
 
 import pytest
-from hub_server import running_hub
+from loopback_hub import running_hub
 
 from flatout.commands.push import check, push
 from flatout.errors import CheckpointError, ConfigError, MissingPackage

@@ -3,7 +3,7 @@
 import socket
 
 import pytest
-from hub_server import running_hub
+from loopback_hub import running_hub
 
 from flatout.errors import ConfigError, RunFailed
 from flatout.inference.export.push import push_folder
