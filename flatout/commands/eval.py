@@ -191,13 +191,9 @@ def evaluate(
         progress=progress,
     )
     if names:
+        folder = Path(task_dir) if task_dir else None
         return on_tasks(
-            loaded,
-            names,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            folder=Path(task_dir) if task_dir else None,
-            progress=progress,
+            loaded, names, limit=limit, num_fewshot=num_fewshot, folder=folder, progress=progress
         )
     evaluation = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return EvalResult(

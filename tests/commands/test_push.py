@@ -10,8 +10,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 def test_a_run_is_uploaded_and_nothing_stays_behind(tiny_run, monkeypatch):
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True, raising=False)
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
     before = {path.name for path in tiny_run.iterdir()}
     with running_hub() as hub:

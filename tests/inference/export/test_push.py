@@ -8,14 +8,14 @@ from loopback_hub import running_hub
 from flatout.errors import ConfigError, RunFailed
 from flatout.inference.export.push import push_folder
 
-huggingface_hub = pytest.importorskip("huggingface_hub")
+constants = pytest.importorskip("huggingface_hub.constants")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 @pytest.fixture(autouse=True)
 def plain_http(monkeypatch):
     """Upload by plain HTTP, with a token."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
 
 
