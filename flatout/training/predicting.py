@@ -1,4 +1,4 @@
-"""Predict a run before it starts, and record at its end what it took."""
+"""Predict a run's memory and time before it starts, and record the measured ones at its end."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Imported:
 
 
 class Heard:
-    """A progress that keeps what is said."""
+    """A progress that records its messages."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
