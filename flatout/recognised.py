@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import re
@@ -38,6 +39,7 @@ NOT_TOKENS = (
 """How binary files of other kinds start."""
 _MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 """Start of an index of Megatron."""
+_WIDE_ENCODINGS = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
 _MOST_IDS = 1 << 20
 """Ids of the largest vocabularies in use, about; larger numbers are not taken for tokens."""
 _MOST_SHORT_IDS = 60_000
@@ -305,19 +307,27 @@ def _import_command(path: Path) -> str:
 def _looks_like_tokens(head: bytes) -> bool:
     """Return whether bytes look like ids, of two, four or eight bytes each.
 
-    UTF-16 without a byte order mark looks alike, except that all of it can be printed.
+    UTF-16 and UTF-32 without a byte order mark look alike, except that all of it can be printed.
     """
     if b"\0" not in head or head.startswith((*NOT_TOKENS, b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe")):
         return False
     whole = head[: len(head) // 8 * 8]
-    text = whole.decode("utf-16-le", errors="replace")
-    if all(character.isprintable() or character in "\t\r\n" for character in text):
+    if any(_is_printable(whole, encoding) for encoding in _WIDE_ENCODINGS):
         return False
     for code, most in (("Q", _MOST_IDS), ("I", _MOST_IDS), ("H", _MOST_SHORT_IDS)):
         ids = struct.unpack(f"<{len(whole) // struct.calcsize('<' + code)}{code}", whole)
         if len(set(ids)) >= _LEAST_IDS and max(ids) < most:
             return True
     return False
+
+
+def _is_printable(head: bytes, encoding: str) -> bool:
+    """Return whether bytes are printable text; a character cut at the end does not count."""
+    try:
+        text = codecs.getincrementaldecoder(encoding)().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return all(character.isprintable() or character in "\t\r\n" for character in text)
 
 
 def is_text(head: bytes) -> bool:

@@ -201,8 +201,15 @@ def test_ids_are_recognised_in_a_file_of_any_name(tmp_path, dtype):
         ("Текст по-русски, " * 99).encode("utf-16-le"),
         ("Plain text, " * 99).encode("utf-16"),
         ("Plain text, " * 99).encode("utf-32"),
+        *(
+            ("Plain 日本 text, café é, " * 99).encode(code)
+            for code in ("utf-16-be", "utf-32-le", "utf-32-be")
+        ),
     ],
-    ids=["random", "zeros", "floats", "utf-16", "cyrillic", "with a mark", "utf-32"],
+    ids=[
+        *("random", "zeros", "floats", "utf-16", "cyrillic", "with a mark", "with a longer mark"),
+        *("utf-16-be", "utf-32-le", "utf-32-be"),
+    ],
 )
 def test_other_binary_files_do_not_look_like_tokens(tmp_path, content):
     (tmp_path / "a.dat").write_bytes(content)
