@@ -1,4 +1,4 @@
-"""Processes killed while they save: a few by default, many more with the marker `faults`."""
+"""Processes killed while they save: a few beside the loop by default, many with `faults`."""
 
 import os
 import subprocess
@@ -29,14 +29,12 @@ def saver(*arguments):
     return done.stdout
 
 
-@WAYS
-def test_kills_at_random_moments_lose_nothing(tmp_path, way):
-    assert "6 kills" in saver(tmp_path, way, "random", 6, 0)
+def test_kills_at_random_moments_lose_nothing(tmp_path):
+    assert "6 kills" in saver(tmp_path, "beside", "random", 6, 0)
 
 
-@WAYS
-def test_kills_between_any_two_file_operations_lose_nothing(tmp_path, way):
-    assert "killed at" in saver(tmp_path, way, "every", 11, 3)
+def test_kills_between_any_two_file_operations_lose_nothing(tmp_path):
+    assert "killed at" in saver(tmp_path, "beside", "every", 11, 3)
 
 
 @WAYS

@@ -31,9 +31,15 @@ SIZE = {
 
 
 @pytest.fixture
-def measured(tiny_config, tmp_path, monkeypatch):
-    """Return the names of the findings, and the evidence, of a run in this process."""
+def measured(tiny_config, tmp_path, monkeypatch, request):
+    """Return the names of the findings, and the evidence, of a run in this process.
+
+    Objects of earlier tests are hidden from the collector, which they would slow down.
+    """
     monkeypatch.setattr(diagnose_run.os, "_exit", lambda code: None)
+    gc.collect()
+    gc.freeze()
+    request.addfinalizer(gc.unfreeze)
 
     def measure(**changes):
         config = tiny_config().with_values(
