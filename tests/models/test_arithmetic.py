@@ -1,6 +1,5 @@
 """Every model with other matrix products, autocast, bf16 weights and torch.compile."""
 
-
 import pytest
 import torch
 from model_shapes import PLAIN, SMALL, every_model, make_model, random_tokens
