@@ -31,7 +31,7 @@ SIZE = {
 
 
 @pytest.fixture
-def measured(tiny_config, tmp_path, monkeypatch, request):
+def measured(tiny_config, tmp_path, monkeypatch):
     """Return the names of the findings, and the evidence, of a run in this process.
 
     Objects of earlier tests are hidden from the collector, which they would slow down.
@@ -39,7 +39,6 @@ def measured(tiny_config, tmp_path, monkeypatch, request):
     monkeypatch.setattr(diagnose_run.os, "_exit", lambda code: None)
     gc.collect()
     gc.freeze()
-    request.addfinalizer(gc.unfreeze)
 
     def measure(**changes):
         config = tiny_config().with_values(
@@ -54,7 +53,8 @@ def measured(tiny_config, tmp_path, monkeypatch, request):
         names = {finding.name for finding in diagnosis_of(evidence).findings}
         return names - MACHINE, evidence
 
-    return measure
+    yield measure
+    gc.unfreeze()
 
 
 def test_a_healthy_run_has_no_findings_and_phases_that_fill_the_step(measured):
@@ -162,10 +162,12 @@ def test_reads_and_empty_cache_are_named_by_count_on_a_cpu(measured):
 
 
 def test_a_collector_storm_is_named_with_its_call(measured):
+    examined = [[] for _ in range(300_000)]  # by every collection
     names, evidence = measured(model__kind=f"{__name__}:Collects")
     assert names == {"garbage-collection"}
     assert evidence.site("gc").text == "gc.collect()"
     assert evidence.counts.full_collections == pytest.approx(1, abs=0.2)
+    assert examined
 
 
 def test_a_slow_save_is_named(measured, monkeypatch):
