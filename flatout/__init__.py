@@ -18,6 +18,7 @@ from flatout.errors import require_posix
 if TYPE_CHECKING:
     from flatout.commands.bench import bench
     from flatout.commands.chat import chat
+    from flatout.commands.checkpoints import checkpoints
     from flatout.commands.convert import convert_config as convert
     from flatout.commands.demo import demo
     from flatout.commands.diagnose import diagnose
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "bench",
     "chat",
+    "checkpoints",
     "convert",
     "demo",
     "diagnose",
@@ -103,6 +105,7 @@ _HOMES = {
     "Watch": "flatout.measure.watch.watch",
     "bench": "flatout.commands.bench",
     "chat": "flatout.commands.chat",
+    "checkpoints": "flatout.commands.checkpoints",
     "convert": "flatout.commands.convert:convert_config",
     "demo": "flatout.commands.demo",
     "diagnose": "flatout.commands.diagnose",

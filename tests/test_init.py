@@ -161,6 +161,7 @@ def test_wrong_paths_are_refused_in_either_form(form, tmp_path):
     "name",
     [
         "bench",
+        "checkpoints",
         "demo",
         "evaluate",
         "import_chunks",

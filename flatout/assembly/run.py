@@ -50,10 +50,18 @@ class StateSaver(Protocol):
         """Allocate the memory for saves, before training starts; return its bytes."""
 
     def save(
-        self, run: Run, *, environment: JsonObject, keep: int, progress: Progress = SILENT
+        self,
+        run: Run,
+        *,
+        environment: JsonObject,
+        keep: int | None,
+        keep_every: int | None = None,
+        info: JsonObject | None = None,
+        progress: Progress = SILENT,
     ) -> None:
-        """Write the state or start writing it; keep the newest `keep` checkpoints and the best.
+        """Write the state or start writing it, then delete what `retention.prune` does not keep.
 
+        `info` is stored beside the state: see checkpoint/info.py.
         Raises: RunFailed, CheckpointError.
         """
 

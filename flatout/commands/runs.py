@@ -15,7 +15,7 @@ from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import folder_bytes
 from flatout.json_io import JsonObject, Stored, read_lines
 from flatout.recognised import require_local
-from flatout.terminal.figures import aligned, amount
+from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, location
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.state import run_state
@@ -141,15 +141,6 @@ def _settings_text(item: RunItem) -> str:
     )
 
 
-def _age(seconds: float) -> str:
-    """Return an age in its largest unit."""
-    units = ((86_400, "d"), (3600, "h"), (60, "min"))
-    return next(
-        (f"{seconds // length:.0f} {unit}" for length, unit in units if seconds >= length),
-        f"{seconds:.0f} s",
-    )
-
-
 def _item(path: Path, settings: JsonObject) -> RunItem:
     try:
         config = layout.read_config(path)
@@ -201,7 +192,7 @@ def _last_written(path: Path) -> float:
 def _row(item: RunItem) -> tuple[str, ...]:
     step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
     losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
-    return (item.state, step, *losses, amount(item.bytes, "bytes"), _age(item.age_s))
+    return (item.state, step, *losses, amount(item.bytes, "bytes"), age(item.age_s))
 
 
 COMMAND = Command(runs, example="flatout runs")

@@ -55,6 +55,7 @@ LATER_KEYS = (
     "train.devices",
     "train.eval_every_epochs",
     "checkpoint.best",
+    "checkpoint.keep_every",
     "log.to",
     "log.project",
     "log.run_name",

@@ -259,8 +259,11 @@ class CheckpointConfig(Section):
     """Minutes between saves."""
     every_epochs: float | None = Field(None, gt=0)
     """Epochs between saves."""
-    keep: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep; the best one is kept in addition."""
+    keep: Annotated[int, Field(ge=1)] | Literal["all"] = 2
+    """Number of newest checkpoints to keep, or all; the best one is kept in addition. Incomplete
+    ones do not count, so the last complete one is never deleted."""
+    keep_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints that stay for good: the run also saves at each multiple."""
     best: bool = True
     """Save at each evaluation with a lower loss than all before it. With false, only the intervals
     above and the end of the run save, and the best step may have no checkpoint."""

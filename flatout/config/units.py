@@ -57,6 +57,7 @@ UNITS: dict[str, Unit] = {
     "fp16": lambda value, key, known: {} if is_off(value) else {key: "fp16"},
     "cpu": lambda value, key, known: {} if is_off(value) else {key: "cpu"},
     "flag": lambda value, key, known: {key: not is_off(value)},
+    "kept": lambda value, key, known: {key: "all" if times(value, 1) < 1 else value},
     "all_linear": lambda value, key, known: {} if is_off(value) else {f"~{key}": ["all-linear"]},
     "one_layer": lambda value, key, known: {} if is_off(value) else ONE_LAYER,
     "rmsnorm": lambda value, key, known: {key: "layernorm" if is_off(value) else "rmsnorm"},

@@ -37,6 +37,15 @@ def amount(number: float, unit: str = "") -> str:
     return f"{short} {unit}".rstrip()
 
 
+def age(seconds: float) -> str:
+    """Return an age in its largest unit: 8 s, 5 min, 23 h, 3 d."""
+    units = ((86_400, "d"), (3600, "h"), (60, "min"))
+    return next(
+        (f"{seconds // length:.0f} {unit}" for length, unit in units if seconds >= length),
+        f"{seconds:.0f} s",
+    )
+
+
 def printable(text: str) -> str:
     """Return text without the control characters that move the cursor or change the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -31,6 +31,7 @@ from flatout.registry import RECIPES
 from flatout.training.agreement import require_shared
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import load
+from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.weights import weights_of
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
 from flatout.training.finish import finish
@@ -49,9 +50,6 @@ from flatout.training.run_plan import RunPlan, agree_on_plan
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
 from flatout.training.signals import StopRequests
 from flatout.training.warmup import warm_up
-
-DISK_BYTES_PER_PARAMETER = 12
-"""fp32 weights and AdamW's two moments."""
 
 
 def run_training(
@@ -246,7 +244,7 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
     folder, config = run.folder, run.config.checkpoint
     with writing_run(folder):
         num_saved = sum(tensor.numel() for tensor in weights_of(run).values())
-        needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * (config.keep + 2)
+        needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most_at_once(config, run.last_step)
         layout.require_free_disk(folder, needed_bytes, directory=config.dir)
         if plan.longer is not None:
             plan.longer.store(folder, progress=progress)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import platform
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+
+import torch
 
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
 from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.info import CheckpointInfo
+from flatout.training.checkpoint.retention import is_kept_for_good, newest_to_keep
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.data_location import data_digest, digest
 
@@ -18,7 +26,10 @@ DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
 
 class SaveSchedule:
-    """Decides when to save: every N steps or epochs, or every N minutes on the main rank."""
+    """Decides when to save: every N steps or epochs, or every N minutes on the main rank.
+
+    The checkpoints that `checkpoint.keep_every` keeps for good are saved in addition.
+    """
 
     def __init__(self, run: Run, log: Log) -> None:
         config = run.config.checkpoint
@@ -34,6 +45,8 @@ class SaveSchedule:
         saves_best = run.config.checkpoint.best
         if run.step >= run.last_step or (saves_best and run.best_step == run.step):
             return False
+        if is_kept_for_good(run.step, run.config.checkpoint.keep_every):
+            return True
         if self._steps:
             return run.step % self._steps == 0
         if run.step % run.config.log.every:
@@ -53,7 +66,7 @@ def reserve(run: Run, log: Log) -> None:
 
 
 def save(run: Run, log: Log) -> None:
-    """Save the run's state and delete the checkpoints that `checkpoint.keep` no longer covers.
+    """Save the run's state and delete the checkpoints that the configuration does not keep.
 
     Raises: RunFailed, before anything is written, when the last step's figures are not finite: the
             weights are unusable.
@@ -61,9 +74,40 @@ def save(run: Run, log: Log) -> None:
     log.require_finite_step()
     log.write_pending()  # so that a run killed after this save has every record up to its step
     log.keep_clock()
-    keep = run.config.checkpoint.keep
-    run.saver.save(run, environment=environment_of(run), keep=keep, progress=log.progress)
+    config = run.config.checkpoint
+    run.saver.save(
+        run,
+        environment=environment_of(run),
+        keep=newest_to_keep(config),
+        keep_every=config.keep_every,
+        info=info_of(run, log).model_dump(mode="json"),
+        progress=log.progress,
+    )
     log_saves(run, log)
+
+
+def info_of(run: Run, log: Log) -> CheckpointInfo:
+    """Return what a checkpoint of the current step states about itself.
+
+    The caller has waited for the last step, so that reading its loss does not wait.
+    """
+    loss = None if log.last_result is None else float(log.last_result.loss)
+    evaluated, evaluation = log.last_evaluation or (None, None)
+    return CheckpointInfo(
+        step=run.step,
+        tokens=run.tokens,
+        train_loss=loss if loss is not None and math.isfinite(loss) else None,
+        val_loss=evaluation.loss if evaluation and evaluated == run.step else None,
+        tokens_per_s=log.rates[-1].tokens_per_s if log.rates else None,
+        elapsed_s=round(run.elapsed_s, 3),
+        saved_at=time.time(),
+        config_digest=run.config.digest(),
+        host=socket.gethostname(),
+        world_size=run.mesh.world_size,
+        flatout=str(import_module("flatout").__version__),
+        torch=torch.__version__,
+        python=platform.python_version(),
+    )
 
 
 def log_saves(run: Run, log: Log) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import cases_chat
+import cases_checkpoints
 import cases_exporting
 import cases_folders
 import cases_lora
@@ -34,6 +35,7 @@ TOPICS = (
     cases_sources,
     cases_tokens,
     cases_folders,
+    cases_checkpoints,
     cases_exporting,
     cases_machine,
     cases_lora,

@@ -24,7 +24,7 @@ from flatout.measure.instruments.machine_facts import gpu_facts, host_facts
 from flatout.measure.trials.resolving import Resolved
 from flatout.models.language_model import model_of
 from flatout.optimizers.schedule import warmup_steps
-from flatout.training.run import DISK_BYTES_PER_PARAMETER
+from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "workspace")
 """Parts of an estimate; not all of them exist at once."""
@@ -96,9 +96,9 @@ def _known(known: Evidence, resolved: Resolved) -> Evidence:
     workload = workload_of(config, recipe)
     model_class, model_config = model_of(config)
     parameters = model_class.num_parameters(model_config)
-    needed = DISK_BYTES_PER_PARAMETER * parameters * (config.checkpoint.keep + 2)
     tokens_per_step = config.batch.tokens_per_step or 0
     steps = config.train.steps or 0
+    needed = DISK_BYTES_PER_PARAMETER * parameters * most_at_once(config.checkpoint, steps)
     return known.model_copy(
         update={
             "config": config,

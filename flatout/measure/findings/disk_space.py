@@ -13,7 +13,11 @@ def look(evidence: Evidence) -> Finding | None:
         return None
     fixes = [Fix(text="Free space, or set checkpoint.dir to a larger disk.")]
     if evidence.config is not None:
-        fixes.append(Fix(text="Keep fewer: checkpoint.keep=1.", overrides={"checkpoint.keep": 1}))
+        overrides: dict[str, int | None] = {"checkpoint.keep": 1}
+        if evidence.config.checkpoint.keep_every is not None:
+            overrides["checkpoint.keep_every"] = None
+        text = " ".join(f"{key}={value or 'null'}" for key, value in overrides.items())
+        fixes.append(Fix(text=f"Keep fewer: {text}.", overrides=overrides))
     return Finding(
         verdict=f"The checkpoints need {needed:.1f} GiB, and the disk has {free:.1f} GiB free.",
         harm="fails",

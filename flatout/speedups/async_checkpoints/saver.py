@@ -12,9 +12,9 @@ from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 from flatout.speedups.async_checkpoints.host_copy import HostCopy, bytes_of
 from flatout.training.agreement import Vote
-from flatout.training.checkpoint.catalog import prune
 from flatout.training.checkpoint.job import Job, Saving, Work, at_once, do
 from flatout.training.checkpoint.read_write import set_aside_line
+from flatout.training.checkpoint.retention import prune
 from flatout.training.checkpoint.snapshot import Snapshot, tensors_to_save
 
 if TYPE_CHECKING:
@@ -68,9 +68,16 @@ class BackgroundSaver:
         return num_bytes
 
     def save(
-        self, run: Run, *, environment: JsonObject, keep: int, progress: Progress = SILENT
+        self,
+        run: Run,
+        *,
+        environment: JsonObject,
+        keep: int | None,
+        keep_every: int | None = None,
+        info: JsonObject | None = None,
+        progress: Progress = SILENT,
     ) -> None:
-        """Copy the state and start writing it; once complete, delete checkpoints beyond `keep`.
+        """Copy the state and start writing it; once complete, delete what `prune` does not keep.
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save` does, and for the previous save.
         """
@@ -94,9 +101,10 @@ class BackgroundSaver:
         self._saving = Saving(
             run,
             environment,
+            info=info,
             start=self._start,
             copied=copied,
-            afterwards=lambda: prune(run.folder, keep, best_step),
+            afterwards=lambda: prune(run.folder, keep, best_step, keep_every),
         )
         self.newest_step = run.step
         self._blocked_s += time.perf_counter() - self._began_s

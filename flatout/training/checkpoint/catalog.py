@@ -1,8 +1,9 @@
 """The checkpoints of a run: which exist, and which are complete. No torch, so that listing is fast.
 
 A checkpoint is a directory `step-N`. Directories being written or deleted have `.tmp-` in their
-names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint. The
-functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
+names, those from an abandoned branch of the run have `.aside-`; neither counts as a checkpoint.
+The functions take the run directory, and find its checkpoints in `location.checkpoints_folder`.
+Which ones are deleted is in retention.py.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Manifest(BaseModel):
     """The step at which it was saved: N of `step-N`."""
     files: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], FileFacts]
     """Every other file of the checkpoint."""
+
+
+class NewerVersion(CheckpointError):
+    """A checkpoint was written by a newer version of flatout."""
 
 
 Check = Callable[[Path, FileFacts], str | None]
@@ -98,7 +103,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     document = read_json(path)
     version = document.get("format_version") if isinstance(document, dict) else None
     if isinstance(version, int) and version > FORMAT_VERSION:
-        raise CheckpointError(
+        raise NewerVersion(
             f"{checkpoint} has format_version {version}; this flatout reads up to "
             f"{FORMAT_VERSION}.",
             fix="Install a newer flatout.",
@@ -131,40 +136,6 @@ def tokenizer_of(checkpoint: Path) -> str | None:
     return digest if digest is None else str(digest)
 
 
-def verify(checkpoint: Path, *, progress: Progress = SILENT) -> list[str]:
-    """Return what is wrong with a checkpoint, one sentence per file; [] when it is complete."""
-    try:
-        files = read_manifest(checkpoint).files
-    except CheckpointError as error:
-        return [error.what]
-    problems = []
-    total = sum(facts.bytes for facts in files.values())
-    with progress.task(f"Checking {checkpoint.name}", total=total, unit="bytes") as task:
-        for name, facts in files.items():
-            if problem := check_file(checkpoint / name, facts):
-                problems.append(problem)
-            task.advance(facts.bytes)
-    return problems or [
-        not_listed(checkpoint / name) for name in sorted(_required_files(checkpoint) - set(files))
-    ]
-
-
-def not_listed(path: Path) -> str:
-    """Return the problem of a file that the manifest lacks."""
-    return f"{path} is not in the manifest."
-
-
-def _required_files(checkpoint: Path) -> set[str]:
-    """Return the files needed to read a checkpoint, including those that its index names."""
-    path = checkpoint / INDEX
-    required = {INDEX, STATE}
-    if path.is_file():
-        with parsing(path):
-            for entry in read_json(path)["tensors"].values():
-                required.update(piece["file"] for piece in entry["slices"])
-    return required
-
-
 def check_size(path: Path, facts: FileFacts) -> str | None:
     """Return what is wrong with one file of a checkpoint, judged by its size, or None."""
     if not path.is_file():
@@ -181,6 +152,49 @@ def check_file(path: Path, facts: FileFacts) -> str | None:
     if problem is None and sha256(path) != facts.sha256:
         return f"{path} is damaged: its content does not match the manifest's SHA-256."
     return problem
+
+
+def verify(
+    checkpoint: Path, *, check: Check = check_file, progress: Progress = SILENT
+) -> list[str]:
+    """Return what is wrong with a checkpoint, one sentence per file; [] when it is complete.
+
+    `check=check_size` does not read the weights.
+    """
+    try:
+        files = read_manifest(checkpoint).files
+    except CheckpointError as error:
+        return [error.what]
+    problems = []
+    total = sum(facts.bytes for facts in files.values())
+    with progress.task(f"Checking {checkpoint.name}", total=total, unit="bytes") as task:
+        for name, facts in files.items():
+            if problem := check(checkpoint / name, facts):
+                problems.append(problem)
+            task.advance(facts.bytes)
+    if problems:
+        return problems
+    try:
+        missing = _required_files(checkpoint) - set(files)
+    except CheckpointError as error:
+        return [error.what]
+    return [not_listed(checkpoint / name) for name in sorted(missing)]
+
+
+def not_listed(path: Path) -> str:
+    """Return the problem of a file that the manifest lacks."""
+    return f"{path} is not in the manifest."
+
+
+def _required_files(checkpoint: Path) -> set[str]:
+    """Return the files needed to read a checkpoint, including those that its index names."""
+    path = checkpoint / INDEX
+    required = {INDEX, STATE}
+    if path.is_file():
+        with parsing(path):
+            for entry in read_json(path)["tensors"].values():
+                required.update(piece["file"] for piece in entry["slices"])
+    return required
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -217,21 +231,36 @@ def latest(
     Raises: CheckpointError when there are checkpoints and none is complete: a run never starts
             over unless the user decides so.
     """
-    problems: list[str] = []
+    problems: dict[Path, str] = {}
     for step in sorted({*steps(run_folder)} - {*exclude}, reverse=True):
         path = checkpoint_path(run_folder, step)
         found = verify(path, progress=progress)
         if not found:
             return path
         progress.say(f"Checkpoint {path.name} cannot be used: {found[0]}")
-        problems.append(found[0])
+        problems[path] = found[0]
     if problems:
+        newest, problem = next(iter(problems.items()))
+        _refuse_newer_version(newest)
         raise CheckpointError(
-            f"No checkpoint of {run_folder} is complete. {problems[0]}",
+            f"No checkpoint of {run_folder} is complete. {problem}",
             fix="Restore that file from a copy, or delete the checkpoints in "
             f"{checkpoints_folder(run_folder)} to start over.",
         )
     return None
+
+
+def _refuse_newer_version(checkpoint: Path) -> None:
+    """Check that a checkpoint was not written by a newer version: restoring it would not help.
+
+    Raises: NewerVersion.
+    """
+    try:
+        read_manifest(checkpoint)
+    except NewerVersion:
+        raise
+    except CheckpointError:
+        pass  # it is damaged, which the caller reports
 
 
 def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
@@ -240,27 +269,21 @@ def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
     None when no loss is known, or that checkpoint is missing or incomplete.
     """
     newest = latest(run_folder, progress=progress)
-    if newest is None:
+    step = None if newest is None else best_step_of(newest)
+    if step is None:
         return None
-    with parsing(newest / STATE):
-        best_step = read_json(newest / STATE)["values"].get("best", {}).get("step")
-    if not isinstance(best_step, int):
-        return None
-    path = checkpoint_path(run_folder, best_step)
+    path = checkpoint_path(run_folder, step)
     return path if path.is_dir() and not verify(path, progress=progress) else None
 
 
-def prune(run_folder: Path, keep: int, best_step: int | None = None) -> list[int]:
-    """Delete all but the newest `keep` checkpoints and the best one; return the deleted steps.
+def best_step_of(checkpoint: Path) -> int | None:
+    """Return the step with the lowest validation loss when a checkpoint was written, or None.
 
-    Each one is renamed before it is deleted, so that a kill never leaves a partial checkpoint.
+    Raises: CheckpointError when the state cannot be read.
     """
-    kept = {*steps(run_folder)[-keep:], best_step}
-    deleted = [step for step in steps(run_folder) if step not in kept]
-    for step in deleted:
-        path = checkpoint_path(run_folder, step)
-        shutil.rmtree(path.rename(_renamed(path, "tmp-delete")))
-    return deleted
+    with parsing(checkpoint / STATE):
+        step = read_json(checkpoint / STATE)["values"].get("best", {}).get("step")
+    return step if isinstance(step, int) else None
 
 
 def remove_leftovers(run_folder: Path) -> list[str]:
@@ -288,12 +311,12 @@ def set_aside(run_folder: Path, *, after: int) -> list[Path]:
     count, but nothing is deleted.
     """
     later = [checkpoint_path(run_folder, step) for step in steps(run_folder) if step > after]
-    return [path.rename(_renamed(path, "aside")) for path in later]
+    return [path.rename(renamed(path, "aside")) for path in later]
 
 
 def publish(temporary: Path, final: Path) -> None:
     """Rename a complete checkpoint to its final name, replacing an earlier one of that name."""
-    old = _renamed(final, "tmp-old")
+    old = renamed(final, "tmp-old")
     replaces = final.exists()
     if replaces:
         final.rename(old)
@@ -303,5 +326,6 @@ def publish(temporary: Path, final: Path) -> None:
         shutil.rmtree(old)
 
 
-def _renamed(path: Path, kind: str) -> Path:
+def renamed(path: Path, kind: str) -> Path:
+    """Return a new name for a checkpoint, under which it is none: `step-N.KIND-RANDOM`."""
     return path.with_name(f"{path.name}.{kind}-{secrets.token_hex(4)}")

@@ -63,6 +63,7 @@ class Saving:
         run: Run,
         environment: JsonObject,
         *,
+        info: JsonObject | None = None,
         start: Callable[[Work], Job],
         copied: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot,
         afterwards: Callable[[], object] = nothing,
@@ -95,7 +96,7 @@ class Saving:
 
         try:
             together(run.mesh, make if run.mesh.is_main else nothing, WRITING)
-            snapshot = together(run.mesh, lambda: copied(take(run, environment)), WRITING)
+            snapshot = together(run.mesh, lambda: copied(take(run, environment, info)), WRITING)
         except BaseException:
             self._remove()
             raise

@@ -5,6 +5,7 @@ checkpoints/step-N/
 ├── optimizer-RRRRR.safetensors   rank R's slices of the optimizers' tensors
 ├── index.json                    dtype, shape and slices of every tensor
 ├── state.json                    the other items of state.STATE, some per rank; the environment
+├── info.json                     what is known about it, for lists: see info.py
 └── manifest.json                 size and SHA-256 of every file, written last; then the directory
                                   is renamed to its final name
 
@@ -38,16 +39,22 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 
-def save(run: Run, *, environment: JsonObject | None = None, progress: Progress = SILENT) -> Path:
+def save(
+    run: Run,
+    *,
+    environment: JsonObject | None = None,
+    info: JsonObject | None = None,
+    progress: Progress = SILENT,
+) -> Path:
     """Write the run's state as `step-N`, where N is `run.step`, and return that path.
 
     Every rank calls it. A kill at any moment leaves earlier checkpoints untouched. `environment`
-    (`hardware.fingerprint()`) is stored, so that `load` can report changes. Checkpoints of
-    later steps, from an abandoned branch of the run, are set aside.
+    (`hardware.fingerprint()`) is stored, so that `load` can report changes, and `info` for lists of
+    checkpoints. Checkpoints of later steps, from an abandoned branch of the run, are set aside.
     Raises: RunFailed, on every rank, when a file cannot be written.
     """
     with progress.task(f"Saving step {run.step}"):
-        saving = Saving(run, environment or {}, start=at_once)
+        saving = Saving(run, environment or {}, info=info, start=at_once)
         while not saving.advance():
             pass
     for path in saving.aside:

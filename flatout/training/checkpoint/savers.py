@@ -12,8 +12,8 @@ from flatout.assembly.run import Saved
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.training.agreement import WRITING, together
-from flatout.training.checkpoint.catalog import prune
 from flatout.training.checkpoint.read_write import save
+from flatout.training.checkpoint.retention import prune
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -32,17 +32,26 @@ class InTheLoop:
         return 0
 
     def save(
-        self, run: Run, *, environment: JsonObject, keep: int, progress: Progress = SILENT
+        self,
+        run: Run,
+        *,
+        environment: JsonObject,
+        keep: int | None,
+        keep_every: int | None = None,
+        info: JsonObject | None = None,
+        progress: Progress = SILENT,
     ) -> None:
-        """Write the state, and delete all checkpoints but the newest `keep` and the best.
+        """Write the state, and delete the checkpoints that `prune` does not keep.
 
         Raises: RunFailed, CheckpointError, as `checkpoint.save`.
         """
         began_s = time.perf_counter()
-        path = save(run, environment=environment, progress=progress)
+        path = save(run, environment=environment, info=info, progress=progress)
         together(
             run.mesh,
-            lambda: prune(run.folder, keep, run.best_step) if run.mesh.is_main else None,
+            lambda: (
+                prune(run.folder, keep, run.best_step, keep_every) if run.mesh.is_main else None
+            ),
             WRITING,
         )
         seconds = time.perf_counter() - began_s

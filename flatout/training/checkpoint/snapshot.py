@@ -18,6 +18,7 @@ from flatout.files import sha256, sync
 from flatout.json_io import JsonObject, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
+from flatout.training.checkpoint.info import INFO
 from flatout.training.checkpoint.state import STATE, VERSION, StateItem
 from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_and_aliases
@@ -47,6 +48,8 @@ class Snapshot:
     environment: JsonObject
     base: JsonObject | None = None
     """The base of the adapters of a LoRA run."""
+    info: JsonObject | None = None
+    """The content of info.json; None when there is none."""
 
     @property
     def final(self) -> Path:
@@ -59,7 +62,7 @@ class Snapshot:
         return [tensor for tensors in self.tensors.values() for tensor in tensors.values()]
 
 
-def take(run: Run, environment: JsonObject) -> Snapshot:
+def take(run: Run, environment: JsonObject, info: JsonObject | None = None) -> Snapshot:
     """Return this rank's share of the current state; its tensors share the run's memory.
 
     Raises: CheckpointError when the state contains something that a checkpoint cannot store.
@@ -95,6 +98,7 @@ def take(run: Run, environment: JsonObject) -> Snapshot:
         aliases=weights_and_aliases(run.core)[1],
         environment=dict(environment),
         base=run.base,
+        info=info,
     )
 
 
@@ -172,7 +176,11 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
     for path in paths:
         path.unlink()
     files = {name: of_file for share in shares for name, of_file in share["files"].items()}
-    files |= {name: facts(temporary / name) for name in (catalog.INDEX, catalog.STATE)}
+    own = [catalog.INDEX, catalog.STATE]
+    if snapshot.info is not None:
+        _write(temporary / INFO, snapshot.info)
+        own.append(INFO)
+    files |= {name: facts(temporary / name) for name in own}
     _write(
         temporary / catalog.MANIFEST,
         {"format_version": catalog.FORMAT_VERSION, "step": snapshot.step, "files": files},

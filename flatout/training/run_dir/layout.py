@@ -254,11 +254,13 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
         disk = disk.parent
     free = shutil.disk_usage(disk).free
     if free < needed_bytes:
-        fix = "Free space there, or lower checkpoint.keep"
+        fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
         raise HardwareError(
             f"The checkpoints of this run need {_size(needed_bytes)} more; the disk of {disk} has "
             f"{_size(free)} free.",
-            fix=f"{fix}." if existing else f"{fix}, or set checkpoint.dir to a larger disk.",
+            fix=f"Free space there, or {fewer}."
+            if existing
+            else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",
         )
 
 

@@ -5,6 +5,7 @@ from fakes import fake_checkpoint
 
 from flatout.errors import CheckpointError
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.retention import prune
 
 
 def make(run, step, *, best=None):
@@ -44,6 +45,22 @@ def test_verify_names_every_damaged_file(tmp_path):
     assert "missing" in problems[1]
 
 
+def test_verify_says_what_is_wrong_with_an_index(tmp_path):
+    """Sizes alone do not show it."""
+    path = make(tmp_path, 3)
+    (path / "index.json").write_bytes(b"?" * (path / "index.json").stat().st_size)
+    (problem,) = catalog.verify(path, check=catalog.check_size)
+    assert "index.json is damaged" in problem
+
+
+def test_a_run_of_a_newer_version_says_so(tmp_path):
+    path = make(tmp_path, 3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format_version": 9}))
+    with pytest.raises(CheckpointError, match=r"format_version 9.*Install a newer flatout"):
+        catalog.latest(tmp_path)
+
+
 def test_best_is_read_from_the_newest_checkpoint(tmp_path):
     assert catalog.best(tmp_path) is None
     make(tmp_path, 5)
@@ -58,21 +75,8 @@ def test_best_is_none_when_it_is_deleted_or_damaged(tmp_path):
     make(tmp_path, 10, best=5)
     (first / "model-00000.safetensors").write_bytes(b"")
     assert catalog.best(tmp_path) is None
-    catalog.prune(tmp_path, keep=1)
+    prune(tmp_path, keep=1)
     assert catalog.best(tmp_path) is None
-
-
-@pytest.mark.parametrize(
-    ("keep", "best", "left"),
-    [(1, None, [4]), (2, None, [3, 4]), (1, 1, [1, 4]), (2, 4, [3, 4]), (9, None, [1, 2, 3, 4])],
-)
-def test_prune_deletes_all_but_the_newest_and_the_best(tmp_path, keep, best, left):
-    for step in (1, 2, 3, 4):
-        make(tmp_path, step)
-    deleted = catalog.prune(tmp_path, keep, best)
-    assert catalog.steps(tmp_path) == left
-    assert sorted(deleted + left) == [1, 2, 3, 4]
-    assert len(list((tmp_path / "checkpoints").iterdir())) == len(left)
 
 
 def test_set_aside_deletes_nothing(tmp_path):

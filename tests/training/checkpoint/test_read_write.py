@@ -13,6 +13,7 @@ from flatout import json_io
 from flatout.errors import CheckpointError, RunFailed
 from flatout.training.checkpoint import catalog, read_write, snapshot
 from flatout.training.checkpoint.catalog import checkpoint_path
+from flatout.training.checkpoint.retention import prune
 
 
 def saved(tmp_path, *, steps=5, name="run", **kwargs):
@@ -383,6 +384,6 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path):
     run = build(tmp_path / "run")
     for run.step in (1, 2, 3, 4, 5):
         read_write.save(run)
-    assert catalog.prune(tmp_path / "run", keep=2, best_step=2) == [1, 3]
+    assert prune(tmp_path / "run", keep=2, best_step=2) == [1, 3]
     assert catalog.steps(tmp_path / "run") == [2, 4, 5]
     assert not checkpoint_path(tmp_path / "run", 1).exists()

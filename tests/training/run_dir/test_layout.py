@@ -115,7 +115,7 @@ def test_existing_checkpoints_count_as_free_space(tmp_path, monkeypatch):
     with pytest.raises(
         HardwareError,
         match=r"need 1\.5 MiB more; .* has 600\.0 KiB free"
-        r".*Fix: Free space there, or lower checkpoint\.keep\.$",
+        r".*Fix: Free space there, or keep fewer checkpoints \(checkpoint\.keep, ",
     ):
         layout.require_free_disk(tmp_path, size + 1536 * 1024)
     step.rename(tmp_path / "checkpoints" / "step-5.aside-a")

@@ -1,0 +1,263 @@
+"""List the checkpoints of a run: step, loss, size, age, and whether each is valid."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from flatout.commands import Command, Option, Result, RunName
+from flatout.errors import CheckpointError, ConfigError, in_shell
+from flatout.files import folder_bytes, writing_run
+from flatout.json_io import JsonObject, Stored, read_lines
+from flatout.progress import SILENT, Progress
+from flatout.terminal.figures import age, aligned, amount
+from flatout.training.checkpoint import catalog, retention
+from flatout.training.checkpoint.info import CheckpointInfo, read_info
+from flatout.training.checkpoint.location import require_own_folder
+from flatout.training.run_dir import layout, lookup
+from flatout.training.run_dir.lock import hold_lock, is_locked
+
+LOSSES = ("train/loss", "val/loss")
+
+
+class CheckpointItem(Stored):
+    """One checkpoint."""
+
+    path: str
+    """Its directory."""
+    step: int
+    """Optimizer steps before it."""
+    valid: bool
+    """Whether all of its files are there and match its manifest."""
+    problems: list[str]
+    """Why it is not valid: one sentence per file."""
+    best: bool
+    """Whether it has the lowest validation loss of the run."""
+    train_loss: float | None
+    """Training loss at this step, in nats per token."""
+    val_loss: float | None
+    """Validation loss at this step, in nats per token."""
+    bytes: int
+    """Its size."""
+    age_s: float
+    """Seconds since it was saved."""
+    info: CheckpointInfo | None
+    """What it states about itself; null if an earlier version wrote it."""
+
+
+class AsideItem(Stored):
+    """A checkpoint that was set aside: the run went back to an earlier step."""
+
+    path: str
+    """Its directory."""
+    bytes: int
+    """Its size."""
+    age_s: float
+    """Seconds since it was saved."""
+
+
+class CheckpointsResult(Result):
+    """The checkpoints of a run, by step."""
+
+    run: str
+    """The run directory."""
+    items: list[CheckpointItem]
+    """One object per checkpoint."""
+    aside: list[AsideItem]
+    """Checkpoints that were set aside; they do not count, and take space."""
+    removed: list[str]
+    """The directories that this command deleted."""
+
+    def summary(self) -> str:
+        """Return a table of the checkpoints, then those set aside, and what was deleted."""
+        lines = [f"Deleted {path}" for path in self.removed]
+        if self.items:
+            total = amount(sum(item.bytes for item in self.items), "bytes")
+            count = len(self.items)
+            lines.append(f"{self.run}: {count} checkpoint{'s' * (count > 1)}, {total}")
+            head = ("step", "loss", "val loss", "size", "age", "state")
+            lines += aligned([head, *map(_row, self.items)], left=0)
+            lines += [item.problems[0] for item in self.items if item.problems]
+        else:
+            lines.append(
+                f"{self.run} has no checkpoint yet: `flatout train` saves every ten minutes, or as "
+                "checkpoint.every_steps says, and at the end."
+            )
+        if self.aside:
+            lines.append("Set aside, because the run went back to an earlier step:")
+            rows = [
+                (f"  {Path(item.path).name}", amount(item.bytes, "bytes"), age(item.age_s))
+                for item in self.aside
+            ]
+            lines += aligned(rows)
+            lines.append(f"`flatout checkpoints {in_shell(self.run)} --remove-aside` deletes them.")
+        return "\n".join(lines)
+
+
+def checkpoints(
+    run: RunName = None,
+    quick: Annotated[
+        bool, Option("Compare the sizes of files only; otherwise each is read in full.")
+    ] = False,
+    keep: Annotated[
+        int | None,
+        Option(
+            "Delete all but the newest N valid checkpoints, the best one, and those that "
+            "checkpoint.keep_every keeps.",
+            min=1,
+        ),
+    ] = None,
+    remove_aside: Annotated[
+        bool,
+        Option("Delete the checkpoints that were set aside when the run went back to a step."),
+    ] = False,
+    *,
+    progress: Progress = SILENT,
+) -> CheckpointsResult:
+    """List the checkpoints of a run: step, loss, size, age, and whether each is valid.
+
+    Nothing is deleted without --keep or --remove-aside, and never the last valid checkpoint.
+
+    Raises: CheckpointError when there is no such run, or it is running and something is to be
+            deleted; ConfigError when `keep` is below 1.
+    """
+    if keep is not None and keep < 1:
+        raise ConfigError(
+            f"--keep {keep} would keep no checkpoint.", fix="Give a number from 1, or leave it out."
+        )
+    folder = lookup.run_or_newest(run, progress=progress)
+    items = _items(folder, catalog.check_size if quick else catalog.check_file, progress)
+    removed: list[str] = []
+    if keep is not None or remove_aside:
+        removed = _remove(folder, items, keep, remove_aside=remove_aside, progress=progress)
+    return CheckpointsResult(
+        run=str(folder),
+        items=[item for item in items if item.path not in removed],
+        aside=[
+            AsideItem(path=str(path), bytes=folder_bytes(path), age_s=_age_s(path, None))
+            for path in retention.aside_paths(folder)
+        ],
+        removed=removed,
+    )
+
+
+def _items(folder: Path, check: catalog.Check, progress: Progress) -> list[CheckpointItem]:
+    """Return the checkpoints of a run; those that a running process deletes meanwhile are left out.
+
+    A loss that a checkpoint does not state is that of the record of its step in metrics.jsonl.
+    """
+    steps = catalog.steps(folder)
+    losses: dict[int, JsonObject] = {step: {} for step in steps}
+    for record in read_lines(folder / layout.METRICS) if steps else ():
+        step = record.get("step")
+        if isinstance(step, int) and step in losses:
+            losses[step] |= {key: record[key] for key in LOSSES if key in record}
+    found = []
+    for step in steps:
+        path = catalog.checkpoint_path(folder, step)
+        try:
+            problems = catalog.verify(path, check=check, progress=progress)
+        except OSError as error:
+            problems = [f"{error.filename or path} cannot be read: {error.strerror}."]
+        if path.exists():
+            found.append(_item(path, step, problems, losses[step]))
+    best = next((_best_step(item) for item in reversed(found) if item.valid), None)
+    return [item.model_copy(update={"best": item.step == best}) for item in found]
+
+
+def _item(
+    path: Path, step: int, problems: list[str], losses: Mapping[str, object]
+) -> CheckpointItem:
+    info = None if problems else read_info(path)
+    train_loss = info.train_loss if info and info.train_loss is not None else losses.get(LOSSES[0])
+    val_loss = info.val_loss if info and info.val_loss is not None else losses.get(LOSSES[1])
+    return CheckpointItem(
+        path=str(path),
+        step=step,
+        valid=not problems,
+        problems=problems,
+        best=False,
+        train_loss=_finite(train_loss),
+        val_loss=_finite(val_loss),
+        bytes=folder_bytes(path),
+        age_s=_age_s(path, info),
+        info=info,
+    )
+
+
+def _best_step(newest: CheckpointItem) -> int | None:
+    try:
+        return catalog.best_step_of(Path(newest.path))
+    except CheckpointError:
+        return None
+
+
+def _finite(value: object) -> float | None:
+    """Return a number of metrics.jsonl; None for anything else."""
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+
+
+def _age_s(path: Path, info: CheckpointInfo | None) -> float:
+    """Return the seconds since a checkpoint was saved, by its own statement or its last change."""
+    if info is not None:
+        return round(max(time.time() - info.saved_at, 0.0), 1)
+    manifest = path / catalog.MANIFEST
+    written = next((one.stat().st_mtime for one in (manifest, path) if one.exists()), time.time())
+    return round(max(time.time() - written, 0.0), 1)
+
+
+def _remove(
+    folder: Path,
+    items: list[CheckpointItem],
+    keep: int | None,
+    *,
+    remove_aside: bool,
+    progress: Progress,
+) -> list[str]:
+    """Delete checkpoints, and return their paths.
+
+    Raises: CheckpointError when a process trains in the run directory.
+    """
+    if is_locked(folder):
+        raise CheckpointError(
+            f"{folder} is in use: its checkpoints change while it trains.",
+            fix="Wait until it has finished, or stop it; the same command resumes it. "
+            "checkpoint.keep says which ones a run keeps by itself.",
+        )
+    require_own_folder(folder)
+    removed = []
+    with hold_lock(folder, progress=progress), writing_run(folder):
+        if keep is not None:
+            config = layout.read_config(folder)
+            best = next((item.step for item in items if item.best), None)
+            valid = {Path(item.path) for item in items if item.valid}
+            deleted = retention.prune(
+                folder,
+                keep,
+                best,
+                config.checkpoint.keep_every if config else None,
+                is_complete=valid.__contains__,
+            )
+            removed += [str(catalog.checkpoint_path(folder, step)) for step in deleted]
+        for path in retention.aside_paths(folder) if remove_aside else ():
+            retention.delete_aside(path)
+            removed.append(str(path))
+    return removed
+
+
+def _row(item: CheckpointItem) -> tuple[str, ...]:
+    losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
+    state = "valid" if item.valid else "not valid"
+    return (
+        f"{item.step:,}",
+        *losses,
+        amount(item.bytes, "bytes"),
+        age(item.age_s),
+        f"{state}, best" if item.best else state,
+    )
+
+
+COMMAND = Command(checkpoints, example="flatout checkpoints runs/demo")

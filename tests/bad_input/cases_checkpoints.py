@@ -1,0 +1,72 @@
+"""Checkpoints that cannot be listed, kept, deleted or read."""
+
+import shutil
+
+from case import Case
+from cases_folders import replace_text, run_in_use
+
+CASES = [
+    Case(
+        "the checkpoints of a run that does not exist",
+        "checkpoints runs/firts",
+        ("no run directory runs/firts",),
+        ("Did you mean runs/first?",),
+    ),
+    Case(
+        "a file instead of a run, for `checkpoints`",
+        "checkpoints book.txt",
+        ("book.txt",),
+        ("flatout prepare",),
+    ),
+    Case(
+        "a checkpoint instead of its run",
+        "checkpoints runs/first/checkpoints/step-2",
+        ("is a checkpoint of the run runs/first",),
+        ("Name runs/first",),
+    ),
+    Case(
+        "a URL as the run of `checkpoints`",
+        "checkpoints s3://bucket/run",
+        ("s3://bucket/run is a URL",),
+        ("a local path",),
+    ),
+    Case(
+        "no run with a checkpoint",
+        "checkpoints",
+        ("No run under runs/ has a checkpoint",),
+        ("flatout demo",),
+        lambda w: shutil.rmtree(w.path / "runs/first/checkpoints"),
+    ),
+    Case(
+        "deleting every checkpoint",
+        "checkpoints runs/first --keep 0",
+        ("--keep", "0"),
+        ("--help",),
+    ),
+    Case(
+        "deleting checkpoints of a run that trains",
+        "checkpoints runs/first --keep 1",
+        ("runs/first is in use",),
+        ("Wait until it has finished", "checkpoint.keep"),
+        run_in_use,
+    ),
+    Case(
+        "a run that is to keep no checkpoint",
+        "train my.yaml checkpoint.keep=0",
+        ("checkpoint.keep",),
+        ("1", "all"),
+    ),
+    Case(
+        "a checkpoint of a newer version of flatout",
+        "generate runs/first",
+        ("step-2 has format_version 9",),
+        ("Install a newer flatout",),
+        lambda w: replace_text(
+            w,
+            "runs/first/checkpoints/step-2/manifest.json",
+            '"format_version": 1',
+            '"format_version": 9',
+        ),
+        progress="Checkpoint step-2 cannot be used",
+    ),
+]
