@@ -15,8 +15,8 @@ CASES = [
     Case(
         "a file instead of a run, for `checkpoints`",
         "checkpoints book.txt",
-        ("book.txt",),
-        ("flatout prepare",),
+        ("book.txt is a file, not a run directory",),
+        ("flatout runs",),
     ),
     Case(
         "a checkpoint instead of its run",
@@ -53,8 +53,8 @@ CASES = [
     Case(
         "a run that is to keep no checkpoint",
         "train my.yaml checkpoint.keep=0",
-        ("checkpoint.keep",),
-        ("1", "all"),
+        ("checkpoint.keep=0", "at least 1 or 'all'"),
+        ("default, 2",),
     ),
     Case(
         "a checkpoint of a newer version of flatout",

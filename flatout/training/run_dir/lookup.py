@@ -43,6 +43,10 @@ def find_run(run: str | Path) -> Path:
             f"{str(run) or 'An empty name'} is not a run directory: it has no config.yaml.",
             fix="`flatout runs` lists the runs; `flatout demo` makes one.",
         )
+    if Path(run).is_file():
+        raise CheckpointError(
+            f"{run} is a file, not a run directory.", fix="`flatout runs` lists the runs."
+        )
     known = run_names()
     guess = nearest(Path(run).name, known)
     hint = f"Did you mean {in_shell(RUNS / guess)}? " if guess else ""

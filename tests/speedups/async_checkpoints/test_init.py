@@ -16,6 +16,7 @@ from flatout.speedups.async_checkpoints import saver
 from flatout.speedups.async_checkpoints.host_copy import HostCopy
 from flatout.training import loop
 from flatout.training.checkpoint import catalog, job
+from flatout.training.checkpoint.info import INFO
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_events, read_exit_code
@@ -67,7 +68,7 @@ def losses(folder):
 
 
 def digests(folder):
-    """Digest of every file but the manifest and the state, which contain elapsed time."""
+    """Digest of every file; the state and the info without what varies, no manifest."""
     found = {}
     for step in catalog.steps(folder):
         path = catalog.checkpoint_path(folder, step)
@@ -75,11 +76,14 @@ def digests(folder):
         found |= {
             (step, p.name): hashlib.sha256(p.read_bytes()).hexdigest()
             for p in path.iterdir()
-            if p.name not in (catalog.STATE, catalog.MANIFEST)
+            if p.name not in (catalog.STATE, catalog.MANIFEST, INFO)
         }
         state = json.loads((path / catalog.STATE).read_text())
         del state["values"]["elapsed_s"]
         found[step, catalog.STATE] = state
+        info = json.loads((path / INFO).read_text())
+        varies = {"elapsed_s", "saved_at", "tokens_per_s", "config_digest"}
+        found[step, INFO] = {key: value for key, value in info.items() if key not in varies}
     return found
 
 
