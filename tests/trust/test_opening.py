@@ -276,6 +276,7 @@ def test_all_readers_of_a_stored_configuration_are_known():
     assert found == {
         "registry.py",
         "assembly/recipe.py",
+        "commands/checkpoints.py",
         "commands/runs.py",
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
         "training/metrics/loggers.py",  # after training/run_plan.py has checked
