@@ -2,7 +2,7 @@
 
 Standard output carries results only; progress and errors go to standard error. With `--json` the
 last line of standard output is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong usage, 75
-stopped and saved, 130 or 143 interrupted before anything was saved.
+stopped and saved, 130, 138 or 143 (128 + signal) interrupted before anything was saved.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from flatout.errors import (
     FlatoutError,
     Interrupted,
     RunFailed,
+    Terminated,
     UntrustedCode,
     UsageError,
     on_one_line,
     require_posix,
+    signal_of,
     without_secrets,
 )
 from flatout.progress import SILENT, Progress
@@ -83,7 +85,7 @@ def execute(words: list[str]) -> int:
     """Run the program and return its exit code; a `FlatoutError` is printed without traceback."""
     as_json = "--json" in words
     try:
-        with _sigterm_interrupts():
+        with _signals_interrupt():
             return _run(words)
     except UntrustedCode as error:
         return _fail(_with_flag(error, *words), as_json)
@@ -93,11 +95,13 @@ def execute(words: list[str]) -> int:
         if error.errno != errno.ENAMETOOLONG:
             raise
         return _fail(_too_long(str(error.filename or "A name")), as_json)
-    except KeyboardInterrupt:
-        return _fail(_interrupted("Interrupted.", signal.SIGINT), as_json)
+    except KeyboardInterrupt as interruption:
+        return _fail(_interrupted(interruption), as_json)
 
 
-def _interrupted(what: str, number: int) -> Interrupted:
+def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
+    what = "Terminated." if isinstance(interruption, Terminated) else "Interrupted."
+    number = signal_of(interruption)
     return Interrupted(what, fix="Run the same command again.", signal_number=number)
 
 
@@ -125,20 +129,23 @@ def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Let SIGTERM unwind the program as Ctrl+C does, so that partial files are removed.
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGUSR1 unwind the program as Ctrl+C does, so that partial files are removed.
 
     A run installs its own handlers.
     """
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise _interrupted("Terminated.", signal.SIGTERM)
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    names = ("SIGTERM", "SIGUSR1")  # Windows, which `require_posix` refuses, lacks the second
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(words: list[str]) -> int:

@@ -14,7 +14,7 @@ FlatoutError
 ├── RunFailed             exit 1: the run failed
 │   └── OutOfMemory       the device or the host has too little memory
 ├── Stopped               exit 75: stopped and saved; run the same command again
-└── Interrupted           exit 130 or 143: stopped before anything could be saved
+└── Interrupted           exit 128 + signal: stopped before anything could be saved
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import copyreg
 import importlib
 import re
 import shlex
+import signal
 from typing import Any
 
 _SCHEME = re.compile(r"(?i)(?<![a-z0-9+.-])([a-z][a-z0-9+.-]*:(?://+|/(?=[^/\s]*:[^/\s]*@)))")
@@ -153,6 +154,26 @@ class Interrupted(FlatoutError):
     def __init__(self, what: str, *, fix: str, signal_number: int) -> None:
         super().__init__(what, fix=fix)
         self.exit_code = 128 + signal_number
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1 interrupts the program, as Ctrl+C does with KeyboardInterrupt.
+
+    Not an Exception: code that handles errors must not take it for one.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__()
+        self.signal_number = signal_number
+
+
+def signal_of(interruption: BaseException) -> int:
+    """Return the number of the signal that raised an exception; SIGINT unless it has its own."""
+    if isinstance(interruption, Interrupted):
+        return interruption.exit_code - 128
+    if isinstance(interruption, Terminated):
+        return interruption.signal_number
+    return signal.SIGINT
 
 
 def require_posix() -> None:

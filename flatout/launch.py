@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import FrameType
 
 from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed, Stopped
@@ -26,6 +27,10 @@ KILL_AFTER_S = 10.0
 """Seconds after the first failure until the other processes are killed: they may be waiting for the
 failed one in an operation that no signal interrupts.
 """
+SAME_REQUEST_S = 1.0
+"""A SIGINT within this time repeats the first one: terminal and launcher may both send it."""
+QUIT_AFTER_S = 3.0
+"""Seconds after a second SIGINT until the processes are killed."""
 
 
 def num_processes(devices: int | str | None, device: str, machine: Machine) -> int:
@@ -70,7 +75,7 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
     When one of them fails, the others are ended. Threads are limited to the rank's share of the
     `cores`, unless OMP_NUM_THREADS is set.
     Raises: RunFailed when a process other than the main one failed, or one was killed; Interrupted
-            when a signal arrived before all had started.
+            when a signal ended them before they could save.
     """
     shared = {
         "OMP_NUM_THREADS": str(max(1, cores // count)),
@@ -85,12 +90,8 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
     with _signals_passed_on(ranks) as received:
         try:
             for rank in range(count):
-                if received:
-                    raise Interrupted(
-                        "Interrupted before all processes had started.",
-                        fix="Run the same command again.",
-                        signal_number=received[0],
-                    )
+                if received.numbers:
+                    raise _interrupted(received.numbers[0])
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 ranks.append(_start(command, {**shared, **own}, is_main=rank == 0))
             return _wait(ranks, received)
@@ -113,16 +114,40 @@ def _start(
     )
 
 
+@dataclass
+class _Received:
+    """The signals that arrived."""
+
+    numbers: list[int] = field(default_factory=list)
+    first_sigint_s: float | None = None
+    quit_at_s: float = float("inf")
+    """When to kill the processes, after a second SIGINT."""
+
+    def note(self, number: int) -> None:
+        now_s = time.monotonic()
+        self.numbers.append(number)
+        if number == signal.SIGINT:
+            if self.first_sigint_s is None:
+                self.first_sigint_s = now_s
+            elif now_s - self.first_sigint_s >= SAME_REQUEST_S:
+                self.quit_at_s = min(self.quit_at_s, now_s + QUIT_AFTER_S)
+
+    def ended(self, code: int) -> bool:
+        """Return whether a process with this exit code was ended by one of the signals."""
+        quits = code == -signal.SIGKILL and self.quit_at_s < float("inf")
+        return quits or any(code in (-number, 128 + number) for number in self.numbers)
+
+
 @contextlib.contextmanager
-def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Pass signals on to the processes, as torchrun does; yield the list of those received."""
-    received: list[int] = []
+def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Received]:
+    """Pass signals on to the processes, as torchrun does; yield those received."""
+    received = _Received()
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
-        received.append(number)
+        received.note(number)
         _signal_all(ranks, number)
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     before = {number: signal.signal(number, pass_on) for number in numbers}
     try:
         yield received
@@ -131,7 +156,7 @@ def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[lis
             signal.signal(number, handler)
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
     """Wait for every process, and return the run's exit code; after a failure, end the rest."""
     failed: int | None = None
     kill_at_s = float("inf")
@@ -141,18 +166,41 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: Sequence[int]) -> 
             failed = _first_failed(ranks)
             if failed is not None:
                 kill_at_s = time.monotonic() + KILL_AFTER_S
-                if not received:
+                if not received.numbers:
                     _signal_all(ranks, signal.SIGTERM)
-        elif time.monotonic() > kill_at_s:
+        if time.monotonic() > min(kill_at_s, received.quit_at_s):
             for process in ranks:
                 _kill(process)
     failed = _first_failed(ranks) if failed is None else failed
     if failed is None:
         return max(process.returncode for process in ranks)
-    code = ranks[failed].returncode
-    if code > 0 and (failed == 0 or received):
+    return _exit_code([process.returncode for process in ranks], failed, received)
+
+
+def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
+    """Return the exit code of a run whose rank `failed` did not end well.
+
+    Raises: as `launch`.
+    """
+    main_code = codes[0]
+    if received.ended(main_code):
+        if main_code > 0:  # it has said so
+            return main_code
+        raise _interrupted(received.numbers[-1] if main_code == -signal.SIGKILL else -main_code)
+    if _is_orderly(main_code) and received.ended(codes[failed]):
+        return main_code  # the run was saved, and another rank was ended after that
+    code = codes[failed]
+    if code > 0 and (failed == 0 or received.numbers):
         return code
     raise _failure(failed, code)
+
+
+def _interrupted(number: int) -> Interrupted:
+    return Interrupted(
+        "Interrupted before the run could save.",
+        fix="Run the same command again.",
+        signal_number=number,
+    )
 
 
 def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:

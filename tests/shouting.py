@@ -1,5 +1,6 @@
 """A fake command for the tests of the command line."""
 
+import contextlib
 import signal
 from typing import Annotated
 
@@ -39,8 +40,9 @@ def shout(
         write("streamed\n")
     if words[0] == "interrupt":
         raise KeyboardInterrupt
-    if words[0] == "terminate":
-        signal.raise_signal(signal.SIGTERM)
+    if words[0] in {"terminate", "usr1"}:
+        with contextlib.suppress(Exception):  # code that handles errors does not see the signal
+            signal.raise_signal(signal.SIGTERM if words[0] == "terminate" else signal.SIGUSR1)
     if words[0] == "crash":
         _ = 1 / 0
     if words[0] == "interrupted":

@@ -71,13 +71,16 @@ def test_json_is_ascii(run):
         ("interrupted", 143),
         ("interrupt", 130),
         ("terminate", 143),
+        ("usr1", 138),
     ],
 )
 def test_exit_codes(run, word, code):
     got, out, err = run("shout", word)
     assert got == code
     assert out == "streamed\n"
-    assert ("Next: " if code in (75, 130, 143) else "Fix: ") in err, "a stopped run needs no fix"
+    assert ("Next: " if code in (75, 130, 138, 143) else "Fix: ") in err, (
+        "a stopped run needs no fix"
+    )
     assert "Traceback" not in err
 
 

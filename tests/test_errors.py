@@ -70,6 +70,13 @@ def test_the_exit_code_of_an_interruption_follows_from_its_signal(signal_number,
     )
 
 
+def test_the_signal_of_an_interruption_is_known():
+    interrupted = errors.Interrupted("Stopped.", fix="Run it again.", signal_number=10)
+    raised = [KeyboardInterrupt(), errors.Terminated(15), interrupted]
+    assert list(map(errors.signal_of, raised)) == [2, 15, 10]
+    assert not isinstance(errors.Terminated(15), Exception)
+
+
 def test_the_tree_in_the_docstring_matches_the_classes():
     drawn = {}
     ancestors = []

@@ -189,6 +189,53 @@ def test_a_run_that_is_interrupted_before_it_saved_keeps_that_code(tmp_path):
     thread.join()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_that_ranks_do_not_handle_yet_interrupts_the_run(tmp_path, number):
+    text = f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w')\n{WAIT}"
+    thread = threading.Thread(target=send_when_ready, args=(tmp_path, number), daemon=True)
+    thread.start()
+    with pytest.raises(Interrupted) as caught:
+        start(text)
+    thread.join()
+    assert caught.value.exit_code == 128 + number
+
+
+def test_the_code_of_a_run_that_saved_stays_when_a_signal_ends_another_rank_later():
+    received = module._Received()
+    received.note(signal.SIGTERM)
+    assert module._exit_code([75, -15], 1, received) == 75
+    with pytest.raises(RunFailed, match="Rank 1 was killed by SIGKILL"):
+        module._exit_code([75, -9], 1, received)
+
+
+def test_a_second_sigint_kills_ranks_that_do_not_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SAME_REQUEST_S", 0.0)
+    monkeypatch.setattr(module, "QUIT_AFTER_S", 0.1)
+    monkeypatch.setattr(module, "KILL_AFTER_S", 600.0)
+    ready = f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w')"
+    text = f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{ready}\n{WAIT}"
+
+    passed_on, signal_all = threading.Event(), module._signal_all
+
+    def noted(ranks, number):
+        signal_all(ranks, number)
+        passed_on.set()
+
+    monkeypatch.setattr(module, "_signal_all", noted)
+
+    def send_twice():
+        send_when_ready(tmp_path, signal.SIGINT)
+        assert passed_on.wait(60)  # two pending signals would be one
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send_twice, daemon=True)
+    thread.start()
+    with pytest.raises(Interrupted) as caught:
+        start(text)
+    thread.join()
+    assert caught.value.exit_code == 130
+
+
 def test_a_signal_while_ranks_start_ends_those_that_have(monkeypatch):
     plain = module._start
 

@@ -83,6 +83,9 @@ class StateSaver(Protocol):
     def close(self, progress: Progress = SILENT) -> None:
         """Wait for the pending checkpoint, without communicating with other ranks."""
 
+    def abandon(self) -> None:
+        """Give up the pending checkpoint without waiting; earlier checkpoints are not affected."""
+
 
 @dataclass
 class Run:
@@ -120,6 +123,8 @@ class Run:
     elapsed_s: float = 0.0
     best_val_loss: float | None = None
     best_step: int | None = None
+    evaluation_due: bool = False
+    """Whether the evaluation after `step` is still to be done, because a stop interrupted it."""
     resumed_from: str | None = None
     base: JsonObject | None = None
     """The weights that the adapters of a LoRA run belong to: see checkpoint/base.py."""

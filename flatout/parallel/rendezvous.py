@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -133,7 +134,7 @@ def launcher() -> int | None:
 def _join(backend: str, ranks: Ranks, **options: Any) -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
-        with _progress_reported(ranks, address):
+        with _progress_reported(ranks, address), _ended_by_signals():
             store, _, _ = next(
                 rendezvous(
                     "env://",
@@ -160,6 +161,25 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
             fix=f"Start each process with a different RANK from 0 to {ranks.world_size - 1}, on "
             f"machines that can reach {address}, or use torchrun.",
         ) from error
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let the operating system end this process at a signal.
+
+    torch waits for other processes, for minutes, without returning to Python, which therefore runs
+    no handler. Nothing is lost: the run has not started.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

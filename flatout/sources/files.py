@@ -84,9 +84,13 @@ def files(
         raise DataError(f"{path}: text in Parquet is always UTF-8.", fix="Leave --encoding out.")
     per_file = max(4096, FINGERPRINT_BYTES // len(found))
     with ThreadPoolExecutor(PARALLEL_FILES) as threads:
-        cut = threads.map(lambda file: _cut(file, fields, encoding), found)
-        marked = threads.map(lambda file: _with_fingerprint(file, per_file), found)
-        first, *others = _tasks(list(zip(marked, cut, strict=True)), fields)
+        try:
+            cut = threads.map(lambda file: _cut(file, fields, encoding), found)
+            marked = threads.map(lambda file: _with_fingerprint(file, per_file), found)
+            first, *others = _tasks(list(zip(marked, cut, strict=True)), fields)
+        except BaseException:  # an interrupt does not wait for the files that are left
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     return [replace(first, arguments=(*first.arguments, _count_skipped(skipped))), *others]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from flatout.assembly.prediction import Prediction
 from flatout.assembly.run import Run
+from flatout.errors import Stopped
 from flatout.json_io import JsonObject
 from flatout.roof import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
@@ -15,6 +17,7 @@ from flatout.training.loop import ends_early, eval_tokens, log_evaluation, log_s
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
 from flatout.training.saving import save_last, wait_for_saves
+from flatout.training.signals import StopRequests
 from flatout.training.step import Drop
 
 MEASURE_AGAIN_S = 10.0
@@ -51,6 +54,21 @@ def finish(
         log.event("end", **summary)
         layout.write_summary(run.folder, summary)
     return summary
+
+
+def save_and_stop(run: Run, log: Log, stop: StopRequests) -> NoReturn:
+    """Save, log how long that took after the request, and raise Stopped. Every rank calls it."""
+    stop.waits_for = "the save in progress"
+    save_last(run, log)
+    seconds = stop.since_request_s()
+    cause = None if seconds is None else stop.cause  # None: only another rank was asked
+    after = "" if seconds is None else f" {seconds:.1f} s after {cause}"
+    log.event("stop", cause=cause, saved_after_s=seconds)
+    log.close()
+    raise Stopped(
+        f"Stopped at step {run.step} of {run.last_step}, and saved{after}.",
+        fix="Run the same command again to continue.",
+    )
 
 
 def final_evaluation(run: Run, log: Log, drop: Drop | None = None) -> Evaluation | None:

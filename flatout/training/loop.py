@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from flatout.assembly.run import Run
 from flatout.config.sections import TrainConfig
-from flatout.training.evaluation import Evaluation, score
+from flatout.training.evaluation import Evaluation, EvaluationDropped, score
 from flatout.training.metrics.log import Log, require_finite
 from flatout.training.saving import SaveSchedule, log_saves, save
+from flatout.training.signals import WorkInterrupted
 from flatout.training.step import Drop, StepDropped, train_step
 
 
@@ -23,12 +25,20 @@ def fit(
     """Train to run.last_step, until patience runs out, or until a stop; return the run.
 
     `stop` is called before each step, and returns the same answer on all ranks; `drop` is called
-    between micro-batches (see `train_step`). A dropped step leaves the run unchanged and ends the
-    loop.
+    between micro-batches (see `train_step`) and between the batches of an evaluation. A dropped
+    step leaves the run unchanged and ends the loop. A dropped evaluation also ends it, and
+    `run.evaluation_due` is then True: the next process starts with it.
     """
     saves = SaveSchedule(run, log)
     with run.cudnn_benchmark(), run.gc() as collect:
-        while run.step < run.last_step and not ends_early(run) and not stop(run):
+        if run.evaluation_due:
+            _between_steps(run, log, saves, drop, sample)
+        while (
+            run.step < run.last_step
+            and not run.evaluation_due
+            and not ends_early(run)
+            and not stop(run)
+        ):
             position, batch = run.feed.position, next(run.feed)
             try:
                 with log.clock:
@@ -39,18 +49,34 @@ def fit(
             run.step += 1
             run.tokens += batch.tokens
             log.step(batch, result)  # reads back one step late, so logging never stalls
-            if due(run.config.train.eval_every, run):
-                with log.aside():
-                    log_evaluation(run, log)
-            if due(run.config.train.sample_every, run):
-                with log.aside():
-                    log_sample(run, log, sample)
-            if saves.due(run):
-                with log.aside():
-                    save(run, log)
+            _between_steps(run, log, saves, drop, sample)
             log_saves(run, log)
             collect(run.step)
     return run
+
+
+def _between_steps(
+    run: Run,
+    log: Log,
+    saves: SaveSchedule,
+    drop: Drop | None,
+    sample: Callable[[Run], str] | None,
+) -> None:
+    """Evaluate, sample and save, whichever is due; a dropped evaluation stays due."""
+    run.evaluation_due = False
+    if due(run.config.train.eval_every, run):
+        with log.aside():
+            try:
+                log_evaluation(run, log, drop=drop)
+            except EvaluationDropped:
+                run.evaluation_due = True
+                return
+    if due(run.config.train.sample_every, run):
+        with log.aside():
+            log_sample(run, log, sample)
+    if saves.due(run):
+        with log.aside():
+            save(run, log)
 
 
 def due(every: int, run: Run) -> bool:
@@ -99,6 +125,10 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
 
 
 def log_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None:
-    """Log a sample on the main rank; with sharded weights, no rank has the whole model."""
+    """Log a sample on the main rank; with sharded weights, no rank has the whole model.
+
+    A sample that a stop request interrupts is not logged.
+    """
     if sample and run.mesh.is_main and run.mesh.shard == 1:
-        log.event("sample", text=sample(run))
+        with suppress(WorkInterrupted):
+            log.event("sample", text=sample(run))

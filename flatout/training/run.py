@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 import torch
 
 from flatout.assembly.build import build
 from flatout.assembly.measured import advice, gpu_name
+from flatout.assembly.prediction import Prediction
 from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
-from flatout.errors import ConfigError, FlatoutError, Stopped
+from flatout.errors import ConfigError, FlatoutError, signal_of
 from flatout.files import writing_run
 from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import JsonObject
@@ -34,7 +33,7 @@ from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.weights import weights_of
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
-from flatout.training.finish import finish
+from flatout.training.finish import finish, save_and_stop
 from flatout.training.init_from import load_initial
 from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
@@ -48,7 +47,7 @@ from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_plan import RunPlan, agree_on_plan
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
-from flatout.training.signals import StopRequests
+from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
 
 
@@ -195,7 +194,7 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
         if isinstance(error, FlatoutError):
             code = error.exit_code
         elif isinstance(error, KeyboardInterrupt):
-            code = 128 + signal.SIGINT
+            code = 128 + signal_of(error)
         if (folder / layout.CONFIG).exists():
             layout.write_exit_code(folder, code)
             if code == 1:
@@ -293,24 +292,46 @@ def execute(
         prediction = predict(run, known)
         log.event("predicted", **prediction.to_dict())
         log.start()
-        run.feed.prime(run.last_step - run.step, progress=log.progress)
-        warm_up(run, log, eval_shapes=batch_shapes(run))
-        reserve(run, log)
-        stop.waits_for = "the micro-batch, evaluation or save in progress"
-        fit(run, log, stop.requested, drop=stop.requested_within_step, sample=request.sample)
-        if run.step < run.last_step and not ends_early(run):
-            _stop(run, log)
-        stop.waits_for = "the batch of the final evaluation"
         try:
-            summary = finish(
-                run, log, request.sample, drop=stop.requested_within_step, prediction=prediction
-            )
-        except EvaluationDropped:
-            _stop(run, log)
+            summary = _train(run, log, stop, request.sample, prediction)
+        except (WorkInterrupted, EvaluationDropped):
+            save_and_stop(run, log, stop)
         log.end(summary)
     if run.mesh.is_main and log.is_steady:
         record(run, request, known, summary, log.cached_s)
     return summary
+
+
+def _train(
+    run: Run,
+    log: Log,
+    stop: StopRequests,
+    sample: Callable[[Run], str] | None,
+    prediction: Prediction,
+) -> JsonObject:
+    """Warm up, train and finish; return the run's summary.
+
+    Raises: WorkInterrupted, EvaluationDropped when a request ends it before.
+    """
+    sample = sample and _interruptible(sample, stop)
+    run.feed.prime(run.last_step - run.step, progress=log.progress)
+    warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
+    reserve(run, log)
+    drop = stop.requested_within_step
+    stop.waits_for = "the micro-batch or save in progress"
+    fit(run, log, stop.requested, drop=drop, sample=sample)
+    if run.evaluation_due or (run.step < run.last_step and not ends_early(run)):
+        raise WorkInterrupted
+    stop.waits_for = "the batch of the final evaluation"
+    return finish(run, log, sample, drop=drop, prediction=prediction)
+
+
+def _interruptible(sample: Callable[[Run], str], stop: StopRequests) -> Callable[[Run], str]:
+    def until_stop(run: Run) -> str:
+        with stop.interruptible():
+            return sample(run)
+
+    return until_stop
 
 
 def _log_start(
@@ -360,14 +381,3 @@ def _log_mix(run: Run, dataset: MixedDataset, log: Log) -> None:
         log.progress.say(
             f"{member.name}: {share:.1%} of the sequences, read {passes:.3g} times in this run."
         )
-
-
-def _stop(run: Run, log: Log) -> NoReturn:
-    """Save and raise Stopped: the same command resumes the run."""
-    save_last(run, log)
-    log.event("stop")
-    log.close()
-    raise Stopped(
-        f"Stopped at step {run.step} of {run.last_step}, and saved.",
-        fix="Run the same command again to continue.",
-    )

@@ -139,9 +139,15 @@ def wait_for_saves(run: Run, log: Log) -> None:
 
 @contextmanager
 def closing_saver(run: Run, log: Log) -> Iterator[None]:
-    """On exit, wait for pending writes: another process may then use the run directory."""
+    """On exit, wait for pending writes: another process may then use the run directory.
+
+    A second Ctrl+C does not wait: what is being written never becomes a checkpoint.
+    """
     try:
         yield
+    except KeyboardInterrupt:
+        run.saver.abandon()
+        raise
     finally:
         run.saver.close(log.progress)
         log_saves(run, log)

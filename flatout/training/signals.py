@@ -1,4 +1,4 @@
-"""Stop on request: after SIGINT or SIGTERM, all ranks stop at the same micro-batch boundary.
+"""Stop on request: after a signal, all ranks stop at the same micro-batch boundary, and save.
 
 With several ranks, each casts a vote (`agreement.py`) at every opportunity and reads the result of
 the previous one: no rank waits, and a request takes effect one vote late. A single rank needs no
@@ -15,18 +15,19 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
+from flatout.launch import SAME_REQUEST_S
 from flatout.training.agreement import Vote
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-SAME_REQUEST_S = 1.0
-"""A SIGINT within this time repeats the first one: terminal and launcher both send it."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""SIGUSR1 is what Slurm's `--signal=USR1@300` sends before the time limit."""
 MICRO_BATCHES_BETWEEN_VOTES = {"cuda": 8}
 """Several ranks vote before every micro-batch on a CPU, before every eighth on a GPU.
 
@@ -34,8 +35,15 @@ Reading a vote waits for the work queued before it, and the host needs time to q
 """
 
 
+class WorkInterrupted(BaseException):
+    """A stop request has interrupted work whose result the run can do without.
+
+    Not an Exception: code that handles errors must not take it for one.
+    """
+
+
 class StopRequests:
-    """A context in which SIGINT and SIGTERM stop the loop; a second SIGINT interrupts at once.
+    """A context in which SIGNALS stop the loop; a second SIGINT interrupts at once.
 
     The previous handlers are restored at the end. Only the main thread may set handlers; in any
     other, this does nothing.
@@ -55,7 +63,12 @@ class StopRequests:
         self.signal_number: int | None = None
         """The first signal that this rank received."""
         self.waits_for = "the preparations of the first step"
-        """The work that must finish before a request takes effect, for the announcement."""
+        """The work that must finish before a request takes effect, for the announcement.
+
+        Empty when there is none.
+        """
+        self._requested_s: float | None = None
+        self._interrupts = False
         self._say = say
         self._launcher = launcher
         self._listener: _Listener | None = None
@@ -85,6 +98,39 @@ class StopRequests:
             signal.signal(number, handler)
         self._previous.clear()
 
+    @property
+    def cause(self) -> str:
+        """What asked this rank to stop: the name of a signal, or the end of the launcher."""
+        if self.signal_number is None:
+            return "the end of the launcher"
+        return signal.Signals(self.signal_number).name
+
+    def since_request_s(self) -> float | None:
+        """Return the seconds since this rank was asked to stop, or None if it was not.
+
+        Any thread may call it, for example one that uploads and has a limited time left.
+        """
+        return None if self._requested_s is None else self._clock() - self._requested_s
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Raise WorkInterrupted in the block as soon as a request arrives, or at once after one.
+
+        For long work that changes nothing that is saved, such as compiling. It is raised once, so
+        that cleaning up is not interrupted.
+        Raises: WorkInterrupted.
+        """
+        waits_for, self.waits_for = self.waits_for, ""
+        self._interrupts = True
+        try:
+            if self.signal_number is not None:
+                raise WorkInterrupted
+            yield
+        finally:
+            self._interrupts = False
+            if self.signal_number is None:
+                self.waits_for = waits_for
+
     def requested(self, run: Run) -> bool:
         """Return whether to stop now. All ranks call it at the same points, and get one answer."""
         requested = self.signal_number is not None or self._launcher_ended()
@@ -107,6 +153,7 @@ class StopRequests:
         """Return whether the launcher has ended: when it is killed, its processes stay."""
         if self._launcher is None or os.getppid() == self._launcher:
             return False
+        self._note_time()
         if self._say is not None:
             self._say(
                 f"The launcher, process {self._launcher}, has ended: the run saves and stops."
@@ -114,16 +161,23 @@ class StopRequests:
             self._say = None
         return True
 
+    def _note_time(self) -> None:
+        if self._requested_s is None:
+            self._requested_s = self._clock()
+
     def _announce(self, number: int) -> None:
         assert self._say is not None, "a listener exists only when there is something to call"
+        self._note_time()  # the handler runs later if the main thread is busy
+        wait = f"waits for {self.waits_for}, then " if self.waits_for else ""
         again = " Press Ctrl+C again to quit immediately, without saving."
         self._say(
-            f"{signal.Signals(number).name} received: the run waits for {self.waits_for}, "
-            f"then saves and stops.{again if number == signal.SIGINT else ''}"
+            f"{signal.Signals(number).name} received: the run {wait}saves and stops."
+            f"{again if number == signal.SIGINT else ''}"
         )
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         now = self._clock()
+        self._note_time()
         if self.signal_number is None:
             self.signal_number = number
         if number == signal.SIGINT:
@@ -131,6 +185,9 @@ class StopRequests:
                 self._first_sigint_s = now
             elif now - self._first_sigint_s >= SAME_REQUEST_S:
                 raise KeyboardInterrupt
+        if self._interrupts:
+            self._interrupts = False
+            raise WorkInterrupted
 
 
 class _Listener:

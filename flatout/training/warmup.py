@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from flatout.assembly.parts import Decision
 from flatout.assembly.run import Run
 from flatout.assembly.selection import speedup_named
 from flatout.training.metrics.log import Log
+from flatout.training.signals import StopRequests, WorkInterrupted
 
 PASSES = 2
 """Training passes per shape: CUDA graphs are recorded at the second call."""
@@ -34,7 +35,13 @@ class CompiledOptimizer(Protocol):
         """Run uncompiled from now on."""
 
 
-def warm_up(run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = ()) -> None:
+def warm_up(
+    run: Run,
+    log: Log,
+    *,
+    eval_shapes: Sequence[tuple[int, int]] = (),
+    stop: StopRequests | None = None,
+) -> None:
     """Compile now, by running training and evaluation passes in the shapes of the run.
 
     RNG, weights and gradients do not change. `eval_shapes` comes from `evaluation.batch_shapes`; if
@@ -42,14 +49,22 @@ def warm_up(run: Run, log: Log, *, eval_shapes: Sequence[tuple[int, int]] = ()) 
 
     torch.compile is lazy, so its errors appear at the first call. If it fails on any rank and the
     plain code works, the run continues uncompiled and reports it.
+    Raises: WorkInterrupted, on every rank, when `stop` was requested on one; a request interrupts
+            the compiler, unless its passes communicate with other ranks (fully_shard).
     """
     compiled = [d.name for d in run.decisions if d.on and speedup_named(d.name).compiles]
     if not compiled:
         return
     began_s = time.perf_counter()
     with log.progress.task("Compiling the model (once, often 20 to 60 s)"), _compiling():
-        failure = _try_step(run, eval_shapes)
-    if not float(run.mesh.sum(torch.tensor(float(failure is not None), device=run.mesh.device))[0]):
+        failure = _try_step(run, eval_shapes, stop)
+    stops = stop is not None and stop.signal_number is not None
+    num_failed, num_stopped = run.mesh.sum(
+        *(torch.tensor(float(x), device=run.mesh.device) for x in (failure is not None, stops))
+    )
+    if float(num_stopped):  # the signal may also have ended processes of the compiler
+        raise WorkInterrupted
+    if not float(num_failed):
         log.compiled(time.perf_counter() - began_s)
         return
     _give_up_compiling(run)
@@ -88,15 +103,21 @@ def _give_up_compiling(run: Run) -> None:
     torch._dynamo.reset()
 
 
-def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | None:
-    """Run passes on dummy tokens; return the exception that one of them raised, or None.
+def _try_step(
+    run: Run, eval_shapes: Sequence[tuple[int, int]], stop: StopRequests | None = None
+) -> Exception | None:
+    """Run passes on dummy tokens until `stop`; return the exception of one of them, or None.
 
     This calls the core without DDP's wrapper, so that a failing rank does not leave the others
     waiting for its gradients.
     """
     device = run.mesh.device
+    interruptible = stop.interruptible() if stop and run.mesh.shard == 1 else nullcontext()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with (
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            interruptible,
+        ):
             for rows, seq_len in run.feed.shapes:
                 for _ in range(PASSES):
                     _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
@@ -107,6 +128,8 @@ def _try_step(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Exception | N
             for optimizer in run.optimizers:
                 if isinstance(optimizer, CompiledOptimizer):
                     optimizer.warm_up()
+    except WorkInterrupted:
+        return None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers raise any type; the caller then tries the plain model

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
-from threading import Event, Lock
+from concurrent.futures import CancelledError, Future, as_completed, wait
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
 
 from flatout.progress import Progress
 
 MAX_PARALLEL = 8
 """Files transferred at the same time: a transfer mostly waits for a server."""
+INTERRUPTED_WAIT_S = 2.0
+"""How long an interrupted caller waits for the threads; each stops at its next block."""
 
 Advance = Callable[[int], None]
 """Reports bytes as transferred; raises CancelledError when another transfer has failed."""
@@ -43,13 +47,38 @@ def transfer_all(
                 stopped.set()
                 raise
 
-        with ThreadPoolExecutor(MAX_PARALLEL, thread_name_prefix="flatout-transfer") as pool:
-            try:
-                running = [pool.submit(run, job) for job in jobs]
-                errors = [done.exception() for done in as_completed(running)]
-            except BaseException:
-                stopped.set()
-                raise
+        running = _started(run, jobs)
+        try:
+            errors = [done.exception() for done in as_completed(running)]
+        except BaseException:
+            stopped.set()
+            wait(running, timeout=INTERRUPTED_WAIT_S)
+            raise
     for error in errors:
         if error is not None and not isinstance(error, CancelledError):
             raise error
+
+
+def _started(
+    run: Callable[[Callable[[Advance], object]], object],
+    jobs: Iterable[Callable[[Advance], object]],
+) -> list[Future[None]]:
+    """Run the jobs in daemon threads: the end of the process does not wait for a silent server."""
+    waiting = [(job, Future[None]()) for job in jobs]
+    queue = SimpleQueue[tuple[Callable[[Advance], object], Future[None]]]()
+    for item in waiting:
+        queue.put(item)
+
+    def serve() -> None:
+        with suppress(Empty):
+            while True:
+                job, done = queue.get_nowait()
+                try:
+                    run(job)
+                    done.set_result(None)
+                except BaseException as error:  # raised in the caller
+                    done.set_exception(error)
+
+    for number in range(min(MAX_PARALLEL, len(waiting))):
+        Thread(target=serve, name=f"flatout-transfer-{number}", daemon=True).start()
+    return [done for _, done in waiting]

@@ -15,6 +15,7 @@ import torch
 from flatout.errors import Stopped
 from flatout.models.transformer import Transformer
 from flatout.training.checkpoint import catalog
+from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 
@@ -97,12 +98,71 @@ def test_the_final_evaluation_is_dropped_and_repeated_by_the_next_start(
     ]
 
 
+class ArmedAt(Quiet):
+    """Notes that a step has been reached."""
+
+    def __init__(self, step):
+        self.step, self.armed = step, False
+
+    def on_tick(self, step, last_step):
+        self.armed |= step == self.step
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_an_evaluation_is_dropped_and_repeated_by_the_next_start(
+    tiny_config, tmp_path, monkeypatch, records, patience
+):
+    """Before the evaluation at step 4, patience seems to have run out at step 2."""
+    config = tiny_config(batch__rows_per_device=1, train__eval_every=2, train__patience=patience)
+    whole = run_training(config, tmp_path / "whole")
+    assert whole["best_step"] == 6
+    at, forward, scored = ArmedAt(4), Transformer.forward, []
+
+    def counted(self, *arguments):
+        if at.armed and not self.training:
+            scored.append(1)
+            if len(scored) == 2:
+                os.kill(os.getpid(), signal.SIGUSR1)
+        return forward(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transformer, "forward", counted)
+        for _ in range(2):
+            scored.clear()
+            with pytest.raises(Stopped, match=r"step 4 of 6, and saved .* s after SIGUSR1"):
+                run_training(config, tmp_path / "run", observers=[at])
+            assert len(scored) == 2
+    assert read_exit_code(tmp_path / "run") == 75
+    resumed = run_training(config, tmp_path / "run")
+    keys = ("steps", "val_loss", "best_val_loss", "best_step", "weights_sha256", "stopped_early")
+    assert [resumed[key] for key in keys] == [whole[key] for key in keys]
+
+    def losses(run):
+        return [(r["step"], r.get("train/loss"), r.get("val/loss")) for r in records(run)]
+
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_a_sample_is_interrupted_and_the_run_saves(tiny_config, tmp_path, events):
+    def endless(run):
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("the sample went on")
+
+    config = tiny_config(train__sample_every=2)
+    with pytest.raises(Stopped, match="Stopped at step 2 of 6"):
+        run_training(config, tmp_path / "run", sample=endless)
+    assert events(tmp_path / "run", "sample") == []
+    (stop,) = events(tmp_path / "run", "stop")
+    assert stop["cause"] == "SIGTERM"
+    assert stop["saved_after_s"] >= 0
+
+
 def test_the_request_is_announced(tiny_config, tmp_path, signal_in, messages):
     signal_in(3, signal.SIGINT)
     with pytest.raises(Stopped):
         run_training(tiny_config(batch__rows_per_device=1), tmp_path / "run", progress=messages)
     assert [line for line in messages.lines if "SIGINT" in line] == [
-        "SIGINT received: the run waits for the micro-batch, evaluation or save in progress, "
+        "SIGINT received: the run waits for the micro-batch or save in progress, "
         "then saves and stops. Press Ctrl+C again to quit immediately, without saving."
     ]
 

@@ -3,17 +3,19 @@
 import os
 import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 from stand_in import ALONE
 
-from flatout.training.signals import SAME_REQUEST_S, StopRequests
+from flatout.launch import SAME_REQUEST_S
+from flatout.training.signals import StopRequests, WorkInterrupted
 
 RUN = SimpleNamespace(mesh=ALONE)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_requests_a_stop_without_an_interrupt(number):
     with StopRequests() as stop:
         assert not stop.requested(RUN)
@@ -50,6 +52,39 @@ def test_repeated_sigterm_does_not_interrupt():
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
             now[0] += 10 * SAME_REQUEST_S
+        assert stop.requested(RUN)
+
+
+def test_the_time_since_the_first_request_is_known():
+    now = [100.0]
+    with StopRequests(clock=lambda: now[0]) as stop:
+        assert stop.since_request_s() is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        now[0] += 2.5
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.since_request_s() == 2.5
+        assert stop.cause == "SIGUSR1"
+
+
+def signal_twice():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)  # does not interrupt cleaning up
+
+
+def test_a_request_interrupts_work_once_and_later_work_before_it_begins():
+    with StopRequests() as stop:
+        stop.waits_for = "the micro-batch"
+        with stop.interruptible():
+            pass
+        assert stop.waits_for == "the micro-batch"
+        with pytest.raises(WorkInterrupted), stop.interruptible():
+            signal_twice()
+        with pytest.raises(WorkInterrupted), stop.interruptible():
+            pytest.fail("work began after the request")
+        os.kill(os.getpid(), signal.SIGUSR1)  # no work is in progress
         assert stop.requested(RUN)
 
 
@@ -106,6 +141,15 @@ def test_a_request_is_announced_before_the_main_thread_handles_it():
     assert not [thread for thread in threading.enumerate() if thread.name == "flatout-signals"]
 
 
+def test_the_announcement_names_no_work_that_can_be_interrupted():
+    messages, heard = [], threading.Event()
+    with StopRequests(say=lambda line: (messages.append(line), heard.set())) as stop:
+        with pytest.raises(WorkInterrupted), stop.interruptible():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard.wait(60)
+    assert messages == ["SIGUSR1 received: the run saves and stops."]
+
+
 def test_another_listener_stays_registered():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -146,4 +190,6 @@ def test_a_killed_launcher_is_a_request_to_stop(monkeypatch):
     assert stop.requested_within_step(RUN, 2)
     assert len(messages) == 1
     assert messages[0].startswith("The launcher, process ")
+    assert stop.cause == "the end of the launcher"
+    assert stop.since_request_s() >= 0
     assert not StopRequests().requested(RUN), "without a launcher, the parent process may end first"

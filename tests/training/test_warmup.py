@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +16,7 @@ from flatout.ops import newton_schulz
 from flatout.progress import SILENT
 from flatout.training import evaluation
 from flatout.training.evaluation import batch_shapes, score
+from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
@@ -74,6 +78,28 @@ def test_warming_up_changes_no_generator_gradient_or_weight(broken):
         p.grad is None and torch.equal(p, b)
         for p, b in zip(broken.core.parameters(), before, strict=True)
     )
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_stop_request_ends_the_warm_up_and_changes_nothing(broken, monkeypatch, shard):
+    """Sharded passes communicate, so that they are not interrupted."""
+    events, begun = Events(), []
+
+    def compiling(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        begun.append(1)
+        raise RuntimeError("a process of the compiler was ended by the signal too")
+
+    broken.core._compiled_call_impl = compiling
+    monkeypatch.setattr(broken, "mesh", replace(broken.mesh, shard=shard))
+    state = torch.get_rng_state()
+    with StopRequests() as stop, pytest.raises(WorkInterrupted):
+        warm_up(broken, events, stop=stop)
+    assert len(begun) == shard - 1
+    assert events.seen == [], "the failure is not the compiler's"
+    assert broken.decisions[0].on
+    assert torch.equal(torch.get_rng_state(), state)
+    assert broken.core.training
 
 
 @COMPILES

@@ -1,9 +1,12 @@
 import contextlib
+import os
+import signal
 import threading
 from concurrent.futures import CancelledError
 
 import pytest
 
+from flatout.transfer import parallel
 from flatout.transfer.parallel import MAX_PARALLEL, transfer_all
 
 
@@ -34,6 +37,23 @@ def test_jobs_run_in_parallel_and_their_bytes_add_up():
 
     transfer_all("Sending", [job] * MAX_PARALLEL, 8_000_000, progress)
     assert progress.megabytes == pytest.approx(MAX_PARALLEL)
+
+
+def test_an_interrupt_does_not_wait_for_a_silent_server(monkeypatch):
+    monkeypatch.setattr(parallel, "INTERRUPTED_WAIT_S", 0.01)
+    answers, begun = threading.Event(), []
+
+    def silent(advance):
+        begun.append(1)
+        if len(begun) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert answers.wait(60)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            transfer_all("Sending", [silent] * 2, 2, Counted())
+    finally:
+        answers.set()
 
 
 def test_the_first_failure_stops_the_other_jobs_and_is_raised():

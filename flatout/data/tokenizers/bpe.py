@@ -29,6 +29,7 @@ from flatout.data.tokenizers.base import (
 from flatout.data.tokenizers.byte_level import byte_level_alphabet
 from flatout.data.tokenizers.cut_points import confirmed_cut, known_cut
 from flatout.data.tokenizers.engines import gigatoken_of_ranks, tiktoken_of
+from flatout.data.tokenizers.interruptible import interruptibly
 from flatout.data.tokenizers.tokenizer_json import GPT2_SPLIT, byte_level_document, split_by
 from flatout.errors import DataError
 from flatout.progress import SILENT, Progress
@@ -296,7 +297,8 @@ def train_bpe(
     with progress.task(
         f"Training a tokenizer of {vocab_size:,} tokens on {size_mb:.1f} MB of text"
     ):
-        model.train_from_iterator((piece for text in corpus for piece in _pieces(text)), trainer)
+        cut = (piece for text in corpus for piece in _pieces(text))
+        interruptibly(lambda read: model.train_from_iterator(read, trainer), cut)
     byte_of = byte_level_alphabet()
     ids = model.get_vocab()
     pieces = [

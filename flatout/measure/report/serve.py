@@ -10,7 +10,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, Terminated
 from flatout.measure.report.page import render
 from flatout.measure.report.reading import RunReader
 from flatout.progress import SILENT, Progress
@@ -79,6 +79,8 @@ def serve(page: LivePage, port: int, *, progress: Progress = SILENT) -> str:
         progress.say(f"The report is at {url}, on this machine only; Ctrl+C ends.")
         try:
             server.serve_forever()
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             progress.say("The report is no longer served.")
         return url

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.config.schema import RunConfig
-from flatout.errors import ConfigError, Interrupted
+from flatout.errors import ConfigError, Interrupted, signal_of
 from flatout.measure.trials.budget import Budget
 from flatout.measure.trials.promises import DETERMINISTIC_STEPS, Measured, differ
 from flatout.measure.trials.results import INTERRUPTED, TIME_WAS_UP, Row, Trial
@@ -265,13 +264,6 @@ def in_turn(names: Sequence[str], number: int) -> list[str]:
     start = number * len(names) * 2 // 5 % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if number % 2 else order
-
-
-def signal_of(interruption: BaseException) -> int:
-    """Return the number of the signal that raised an exception."""
-    if isinstance(interruption, Interrupted):
-        return interruption.exit_code - 128
-    return signal.SIGINT
 
 
 def require_one_process(command: str) -> None:

@@ -13,7 +13,7 @@ from flatout.assembly.parts import Decision
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
-from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
+from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed, signal_of
 from flatout.measure.trials.budget import Budget
 from flatout.measure.trials.remember import remember
 from flatout.measure.trials.resolving import resolve_apart
@@ -22,7 +22,6 @@ from flatout.measure.trials.rounds import (
     RunTrial,
     interrupted,
     require_one_process,
-    signal_of,
 )
 from flatout.measure.trials.trial import run_trial
 from flatout.measure.tune.parts import PARTS

@@ -149,6 +149,12 @@ class BackgroundSaver:
         except Exception as error:  # the error that ends the run matters more
             progress.say(f"Step {saving.step} could not be saved: {error}")
 
+    def abandon(self) -> None:
+        """Give up the pending checkpoint without waiting; earlier checkpoints are not affected."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
+
     def _start(self, work: Work) -> Job:
         if not self._has_copy:
             return at_once(work)

@@ -58,6 +58,8 @@ class Saving:
     store, or the directory belongs to another run.
     """
 
+    _is_abandoned = False
+
     def __init__(
         self,
         run: Run,
@@ -87,8 +89,7 @@ class Saving:
             write_share(snapshot, self._temporary)
 
         def merge() -> None:
-            self.aside += complete(snapshot, self._temporary)
-            afterwards()
+            self._complete(snapshot, afterwards)
 
         def write_and_merge() -> None:
             write()
@@ -128,6 +129,13 @@ class Saving:
         self._job = self._start(self._remaining.pop(0))
         return False
 
+    def abandon(self) -> None:
+        """Let a thread that still writes remove the files instead of completing the checkpoint.
+
+        Returns at once; if the process ends first, the run's next start removes them.
+        """
+        self._is_abandoned = True
+
     def wait_alone(self) -> bool:
         """Wait for this rank's own work, and return whether the checkpoint is complete.
 
@@ -136,6 +144,13 @@ class Saving:
         """
         self._job.result()
         return not self._remaining
+
+    def _complete(self, snapshot: Snapshot, afterwards: Callable[[], object]) -> None:
+        if self._is_abandoned:
+            self._remove()
+            return
+        self.aside += complete(snapshot, self._temporary)
+        afterwards()
 
     def _remove(self) -> None:
         if self._mesh.is_main:

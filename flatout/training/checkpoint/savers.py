@@ -71,3 +71,6 @@ class InTheLoop:
 
     def close(self, progress: Progress = SILENT) -> None:
         """Return at once: nothing is ever pending."""
+
+    def abandon(self) -> None:
+        """Return at once: nothing is ever pending."""

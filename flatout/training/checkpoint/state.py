@@ -59,8 +59,14 @@ class StateItem:
     """Set for per-rank items: seeds the item on a rank for which none is stored."""
 
 
+def _best(run: Run) -> JsonObject:
+    value: JsonObject = {"val_loss": run.best_val_loss, "step": run.best_step}
+    return value | {"evaluation_due": True} if run.evaluation_due else value
+
+
 def _set_best(run: Run, value: JsonObject) -> None:
     run.best_val_loss, run.best_step = value["val_loss"], value["step"]
+    run.evaluation_due = value.get("evaluation_due") is True
 
 
 def _set_scaler(run: Run, value: dict[str, float]) -> None:
@@ -131,9 +137,7 @@ STATE: tuple[StateItem, ...] = (
         targets=optimizer_targets,
     ),
     *map(_attribute, ("step", "tokens", "elapsed_s")),
-    StateItem(
-        "best", lambda run: {"val_loss": run.best_val_loss, "step": run.best_step}, _set_best
-    ),
+    StateItem("best", _best, _set_best),
     StateItem(
         "scaler",
         lambda run: run.scaler and run.scaler.state_dict(),

@@ -217,10 +217,11 @@ class Log:
             guard.on_start(self._run)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._close_files()
+        quits = kind is not None and issubclass(kind, KeyboardInterrupt)
         for guard in self._guards:
-            guard.close()
+            guard.close(wait=not quits)
 
     def _close_files(self) -> None:
         if self._records:

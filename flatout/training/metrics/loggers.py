@@ -99,11 +99,13 @@ class Guard(Observer):
         self._outcome = "finished"
         self._call("on_end", summary)
 
-    def close(self) -> None:
-        """Close the logger; wait for a remote one, but not forever."""
+    def close(self, *, wait: bool = True) -> None:
+        """Close the logger; `wait` for a remote one, but not forever."""
         self._call("close", self._outcome)
         if self._thread is not None:
             self._calls.put(None)
+            if not wait:
+                return
             self._thread.join(WAIT_S[self._outcome])
             if self._thread.is_alive():
                 slow = TimeoutError(f"it did not finish within {WAIT_S[self._outcome]:.0f} s")

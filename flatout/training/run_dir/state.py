@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from flatout.training.run_dir import layout
@@ -17,6 +18,6 @@ def run_state(run_folder: Path) -> str:
         if layout.read_summary(run_folder) is not None:
             return "finished"
         return "killed" if (run_folder / layout.EVENTS).exists() else "new"
-    return {0: "finished", 75: "stopped", 130: "interrupted", 143: "interrupted"}.get(
-        code, "failed"
-    )
+    if code in {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}:
+        return "interrupted"
+    return {0: "finished", 75: "stopped"}.get(code, "failed")

@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from made_up import SLOW, MadeUp
 
-from flatout.errors import ConfigError, Interrupted, RunFailed
+from flatout.errors import ConfigError, Interrupted, RunFailed, Terminated
 from flatout.json_io import read_lines
 from flatout.measure.bench import bench as measuring
 from flatout.measure.bench.bench import run_bench
@@ -196,7 +196,12 @@ def test_a_failure_is_a_row_and_the_ladder_continues(auto_config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt, Interrupted("Terminated.", fix="Run it again.", signal_number=15)]
+    "error",
+    [
+        KeyboardInterrupt,
+        Terminated(15),
+        Interrupted("Terminated.", fix="Run it again.", signal_number=15),
+    ],
 )
 def test_an_interruption_keeps_the_trials(auto_config, tmp_path, error):
     report, place = bench(auto_config, MadeUp(stops_after=4, error=error), tmp_path)

@@ -6,18 +6,21 @@ import json
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError, RunFailed
+from flatout.progress import SILENT
 from flatout.speedups.async_checkpoints import host_copy
 from flatout.speedups.async_checkpoints.saver import BackgroundSaver
 from flatout.training.checkpoint import catalog, job, read_write, tensors
 from flatout.training.checkpoint.savers import InTheLoop
 from flatout.training.checkpoint.snapshot import take
 from flatout.training.run_dir.resume import resume_from
+from flatout.training.saving import closing_saver
 from flatout.training.step import train_step
 
 ENVIRONMENT = {"torch": "2.13"}
@@ -231,6 +234,24 @@ def test_a_run_that_fails_waits_for_the_checkpoint(tmp_path, gate):
     assert [saved.step for saved in saver.finished()] == [0]
     assert catalog.verify(catalog.checkpoint_path(run.folder, 0)) == []
     saver.close()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_checkpoint(tmp_path, gate):
+    run = build(tmp_path / "run")
+    run.saver = BackgroundSaver()
+    log = SimpleNamespace(progress=SILENT)
+
+    def quit_during_a_save():
+        with closing_saver(run, log):
+            save(run.saver, run)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quit_during_a_save()
+    (thread,) = [each for each in threading.enumerate() if each.name == "checkpoint"]
+    gate.set()
+    thread.join(60)
+    assert list((run.folder / "checkpoints").iterdir()) == [], "it never becomes a checkpoint"
 
 
 def test_a_failed_save_is_reported_when_another_error_ends_the_run(tmp_path, gate, monkeypatch):

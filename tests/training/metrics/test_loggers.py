@@ -155,6 +155,18 @@ def test_the_end_of_a_run_does_not_wait_forever(events, monkeypatch):
     logger.open.set()
 
 
+def test_who_quits_a_run_does_not_wait_for_a_remote_logger(events, monkeypatch):
+    logger = Remote()
+    guard = guard_of(logger, events)
+    guard.on_start(SimpleNamespace(step=0))
+    monkeypatch.setattr(guard._thread, "join", lambda _: pytest.fail("it was waited for"))
+    guard.close(wait=False)
+    monkeypatch.undo()
+    logger.open.set()
+    guard._thread.join(60)
+    assert logger.calls[-1] == ("close", "failed")
+
+
 def test_a_stopped_run_is_not_a_failed_one(events):
     logger = Recorder()
     whole_run(guard_of(logger, events), last_event="stop")

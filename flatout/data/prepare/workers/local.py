@@ -2,8 +2,8 @@
 
 Workers write ranges and return their records. On this machine, each worker is a fresh interpreter
 connected by a socket: it inherits no threads, locks or CUDA context, does not import the caller's
-script again, and ends when the socket closes, however the caller ends. Terminal interrupts reach
-the caller alone.
+script again, and ends when the socket closes, however the caller ends. It ignores signals that ask
+it to stop, which schedulers send to all processes of a job: the caller answers them.
 """
 
 from __future__ import annotations
@@ -113,6 +113,7 @@ QUEUED = 3
 """Ranges per worker: the one being synced, the one being packed, and the next."""
 
 _BOOT = (
+    "import signal; [signal.signal(n, signal.SIG_IGN) for n in {signals}]; "
     "import sys; sys.path[:] = {path!r}; from flatout.data.prepare.workers.local import serve; "
     "serve({descriptor})"
 )
@@ -128,7 +129,8 @@ class _Worker:
     def start(cls) -> Self:
         ours, theirs = socket.socketpair()
         with theirs:
-            boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno())
+            signals = [int(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+            boot = _BOOT.format(path=sys.path, descriptor=theirs.fileno(), signals=signals)
             process = subprocess.Popen(
                 [sys.executable, "-c", boot],
                 stdin=subprocess.DEVNULL,

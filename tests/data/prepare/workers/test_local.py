@@ -207,6 +207,18 @@ def test_workers_end_when_the_caller_is_killed(tmp_path, source, setup):
     assert not alive
 
 
+def test_workers_leave_signals_to_the_caller(source, setup):
+    """A scheduler may send them to every process of a job."""
+    with LocalWorkers(2) as workers:
+        found = workers.pack(ranges(*[(source.numbered, n, 1, 0.1) for n in range(6)]), setup)
+        records = [next(found)]
+        for worker in workers._workers:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                worker.process.send_signal(number)
+        records += found
+    assert len(records) == 6
+
+
 def test_bad_rows_and_progress_reach_the_caller(source, setup):
     skipping = Setup(Packing(setup.packing.tokenizer, ByHash(0.3), "skip"), setup.folder)
     reports = []
