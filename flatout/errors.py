@@ -12,7 +12,8 @@ FlatoutError
 │   ├── ShapeError        tensors with incompatible shapes
 │   └── MissingPackage    an optional package is not installed
 ├── RunFailed             exit 1: the run failed
-│   └── OutOfMemory       the device or the host has too little memory
+│   ├── OutOfMemory       the device or the host has too little memory
+│   └── DiskFull          the disk has no room for a checkpoint
 ├── Stopped               exit 75: stopped and saved; run the same command again
 └── Interrupted           exit 128 + signal: stopped before anything could be saved
 """
@@ -137,6 +138,10 @@ class RunFailed(FlatoutError):
 
 class OutOfMemory(RunFailed):
     """The device, or the machine, has too little memory for the run."""
+
+
+class DiskFull(RunFailed):
+    """The disk has no room for a checkpoint; those that exist stay intact."""
 
 
 class Stopped(FlatoutError):

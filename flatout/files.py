@@ -365,12 +365,8 @@ def unless_broken(error: OSError, fix: str) -> str:
 
 
 def disk_fix(error: Exception) -> str:
-    """Return the fix for a disk that refuses to read or write in a run directory.
-
-    safetensors and torch state the error number only in the text of their errors.
-    """
-    stated = re.search(r"(?:os error |\()(\d+)\)", str(error))
-    number = int(stated[1]) if stated else getattr(error, "errno", None)
+    """Return the fix for a disk that refuses to read or write in a run directory."""
+    number = _number_of(error)
     if number == errno.EIO:
         return (
             "The disk failed to read or write (see `dmesg`): check it, "
@@ -389,3 +385,14 @@ def disk_fix(error: Exception) -> str:
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter path with --run-dir DIR."
     return "Free space on that disk, then run the same command again."
+
+
+def is_full(error: Exception) -> bool:
+    """Return whether a disk refused a write because it is full, or its quota is used up."""
+    return _number_of(error) in _FULL or "No space left" in str(error)
+
+
+def _number_of(error: Exception) -> int | None:
+    """Return the error number; safetensors and torch state it only in the text of their errors."""
+    stated = re.search(r"(?:os error |\()(\d+)\)", str(error))
+    return int(stated[1]) if stated else getattr(error, "errno", None)

@@ -57,7 +57,8 @@ def build(
     core, model = _model(config, recipe, machine, mesh)
     parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
     optimizers = optimizers_of(config, core, parts)
-    reader, feed = _feed(config, recipe, mesh, dataset)
+    reader = recipe.reader(dataset.tokenizer)
+    feed = make_feed(config, recipe, mesh, dataset, reader)
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run = Run(
         config=config,
@@ -112,9 +113,10 @@ def _require_room(weights_bytes: int, free_bytes: int) -> None:
         )
 
 
-def _feed(
-    config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: AnyDataset
-) -> tuple[SequenceReader, DirectFeed | PrefetchFeed]:
+def make_feed(
+    config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: AnyDataset, reader: SequenceReader
+) -> DirectFeed | PrefetchFeed:
+    """Return a feed of the steps of a resolved configuration, at position 0."""
     plan = BatchPlan(
         seq_len=config.data.seq_len,
         rows_per_device=int(config.batch.rows_per_device),
@@ -127,8 +129,7 @@ def _feed(
         device=str(mesh.device),
         most_documents=most_documents(recipe.ops.attention),
     )
-    reader = recipe.reader(dataset.tokenizer)
-    return reader, recipe.feed(recipe.batching(dataset.split("train"), plan, reader))
+    return recipe.feed(recipe.batching(dataset.split("train"), plan, reader))
 
 
 def _seed(seed: int) -> None:

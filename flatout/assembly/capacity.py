@@ -77,10 +77,14 @@ def require_fitting(
 def fewer_rows_advice(workload: Workload, rows: int, accumulate: int, available: int) -> str | None:
     """Return the advice to use the largest smaller micro-batch that fits; None if none does."""
     batch = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * available), rows - 1)
-    if batch is None:
-        return None
+    return None if batch is None else f"Set {rows_advice(batch)}"
+
+
+def rows_advice(batch: tuple[int, int]) -> str:
+    """Return the settings of a micro-batch and its accumulation, as the end of a sentence."""
+    rows, accumulate = batch
     return (
-        f"Set batch.rows_per_device={batch[0]} batch.accumulate={batch[1]}: "
+        f"batch.rows_per_device={rows} batch.accumulate={accumulate}: "
         "the tokens per step stay the same."
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -87,6 +87,30 @@ class StateSaver(Protocol):
         """Give up the pending checkpoint without waiting; earlier checkpoints are not affected."""
 
 
+class Pulse:
+    """How much a run has done, and what it is busy with, for the watchdog; a beat takes 30 ns."""
+
+    def __init__(self) -> None:
+        self.beats = 0
+        """Micro-batches, steps and batches of evaluations; equal on all ranks that are level."""
+        self.activity = "preparing"
+
+    def beat(self) -> None:
+        """Count one more piece of work."""
+        self.beats += 1
+
+    @contextmanager
+    def during(self, activity: str) -> Iterator[None]:
+        """Name what the run is busy with inside; beginning and end count as work."""
+        before, self.activity = self.activity, activity
+        self.beat()
+        try:
+            yield
+        finally:
+            self.activity = before
+            self.beat()
+
+
 @dataclass
 class Run:
     """A run in progress: its fixed parts first, then the state that training changes and saves."""
@@ -128,6 +152,11 @@ class Run:
     resumed_from: str | None = None
     base: JsonObject | None = None
     """The weights that the adapters of a LoRA run belong to: see checkpoint/base.py."""
+    rows_are_auto: bool = False
+    """Whether flatout chose the rows of a micro-batch, and may choose fewer during the run."""
+    is_updating: bool = False
+    """Whether the step has begun to update the weights, so that it cannot be repeated."""
+    pulse: Pulse = field(default_factory=Pulse)
 
     @property
     def last_step(self) -> int:

@@ -54,6 +54,8 @@ LATER_KEYS = (
     "data.cache",
     "train.devices",
     "train.eval_every_epochs",
+    "train.watchdog_minutes",
+    "train.watchdog_stop",
     "checkpoint.best",
     "checkpoint.keep_every",
     "log.to",

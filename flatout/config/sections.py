@@ -98,9 +98,15 @@ class BatchConfig(Section):
     tokens_per_step: int | None = Field(None, ge=1)
     """Tokens per optimizer step, summed over ranks and micro-batches."""
     rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Sequences per micro-batch on each device."""
+    """Sequences per micro-batch on each device. With auto, a process that trains alone halves them
+    when a step runs out of memory, and repeats the step."""
     accumulate: int | None = Field(None, ge=1)
     """Micro-batches per optimizer step."""
+
+    @property
+    def chooses_rows(self) -> bool:
+        """Whether flatout chooses the rows of a micro-batch."""
+        return self.rows_per_device == "auto" and self.accumulate is None
 
 
 class OptimConfig(Section):
@@ -192,6 +198,23 @@ class TrainConfig(Section):
     """Steps between text samples; 0 samples once, at the end."""
     sample_prompt: str = ""
     """Prompt of the samples; empty starts a new document."""
+    watchdog_minutes: float = Field(5.0, ge=0)
+    """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
+    waits for, and writes the stacks of its threads; compiling, saving and sampling may take four
+    times as long. 0 turns this off."""
+    watchdog_stop: bool = False
+    """End such a run with exit code 75, so that a scheduler starts it again from its last
+    checkpoint."""
+
+    @model_validator(mode="after")
+    def _stop_needs_a_limit(self) -> Self:
+        if self.watchdog_stop and not self.watchdog_minutes:
+            raise ConfigError(
+                "train.watchdog_stop has no effect: train.watchdog_minutes=0 turns the watchdog "
+                "off.",
+                fix="Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
+            )
+        return self
 
     @model_validator(mode="after")
     def _patience_counts_evaluations(self) -> Self:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flatout.errors import RunFailed
-from flatout.files import disk_fix
+from flatout.errors import DiskFull, RunFailed
+from flatout.files import disk_fix, is_full
 
 if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
@@ -37,32 +37,45 @@ def together(mesh: Mesh, work: Callable[[], Result], what: str) -> Result:
 
     All ranks call it. If it fails on one rank, it fails on all, so no rank waits for one that has
     ended.
-    Raises: RunFailed when the disk returns an error or another rank failed; other errors of `work`
-            unchanged.
+    Raises: RunFailed when the disk returns an error or another rank failed, which is DiskFull, on
+            all ranks, when full disks are the only cause; other errors of `work` unchanged.
     """
     error: Exception | None = None
     try:
         result = work()
     except (OSError, SafetensorError) as cause:
-        error = RunFailed(f"A checkpoint {what} its files: {cause}.", fix=disk_fix(cause))
+        kind = DiskFull if is_full(cause) else RunFailed
+        error = kind(f"A checkpoint {what} its files: {cause}.", fix=disk_fix(cause))
         error.__cause__ = cause
     except Exception as cause:  # raised below, after the other ranks are told
         error = cause
     try:
-        (failures,) = (
-            mesh.sum(torch.tensor(float(error is not None), device=mesh.device))
-            if mesh.world_size > 1
-            else (0.0,)
-        )
-    finally:
+        others = _others(mesh, error)
+    except Exception:
         if error is not None:
-            raise error
-    if float(failures):
-        raise RunFailed(
+            raise error from None
+        raise
+    if isinstance(error, DiskFull) and others is RunFailed:
+        error = RunFailed(error.what, fix=error.fix)
+    if error is not None:
+        raise error
+    if others is not None:
+        raise others(
             "Another process of this run could not read or write a checkpoint.",
             fix="See the message of that process.",
         )
     return result
+
+
+def _others(mesh: Mesh, error: Exception | None) -> type[RunFailed] | None:
+    """Return how the ranks' work ended: None when all succeeded, DiskFull when no other failed."""
+    if mesh.world_size == 1:
+        return None
+    votes = (float(error is not None), float(isinstance(error, DiskFull)))
+    failed, full = mesh.sum(*(torch.tensor(vote, device=mesh.device) for vote in votes))
+    if not float(failed):
+        return None
+    return DiskFull if float(failed) == float(full) else RunFailed
 
 
 def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -> None:

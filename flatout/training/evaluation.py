@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -224,6 +223,11 @@ def score(
 
     Raises: EvaluationDropped when `drop`, called between batches, returns True.
     """
+
+    def between_batches(number: int) -> bool:
+        run.pulse.beat()
+        return drop is not None and drop(run, number)
+
     evaluator = Evaluator(
         run.config,
         run.model,
@@ -231,9 +235,10 @@ def score(
         run.mesh,
         run.reader,
         run.precision,
-        drop and functools.partial(drop, run),
+        between_batches,
     )
-    return evaluator.score(members_of(run.dataset), max_tokens=max_tokens, progress=progress)
+    with run.pulse.during("evaluating"):
+        return evaluator.score(members_of(run.dataset), max_tokens=max_tokens, progress=progress)
 
 
 def batch_shapes(run: Run) -> list[tuple[int, int]]:

@@ -13,10 +13,11 @@ from flatout.roof import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
 from flatout.training.evaluation import Evaluation, score
+from flatout.training.halving import that_fits
 from flatout.training.loop import ends_early, eval_tokens, log_evaluation, log_sample
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
-from flatout.training.saving import save_last, wait_for_saves
+from flatout.training.saving import save_last, unless_full, wait_for_saves
 from flatout.training.signals import StopRequests
 from flatout.training.step import Drop
 
@@ -44,7 +45,8 @@ def finish(
     with log.aside():
         save_last(run, log)  # a signal during the evaluation must not lose the last steps
         evaluation = final_evaluation(run, log, drop)
-        wait_for_saves(run, log)
+        with unless_full(run, log):  # the step itself is saved
+            wait_for_saves(run, log)
         log_sample(run, log, sample)
     log.close()
     log.keep_clock()
@@ -85,7 +87,7 @@ def final_evaluation(run: Run, log: Log, drop: Drop | None = None) -> Evaluation
         evaluation = log_evaluation(run, log, drop=drop)
         if evaluation is None or not is_partial:
             return evaluation
-    evaluation = score(run, drop=drop, progress=log.progress)
+    evaluation = that_fits(run, log, lambda: score(run, drop=drop, progress=log.progress))
     if evaluation is not None:  # not a record: the curve shows the loss on the start of the split
         log.event("evaluation", loss=evaluation.loss, tokens=evaluation.tokens)
     return evaluation

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from flatout.assembly.run import Run
 from flatout.config.sections import TrainConfig
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
+from flatout.training.halving import that_fits
 from flatout.training.metrics.log import Log, require_finite
-from flatout.training.saving import SaveSchedule, log_saves, save
+from flatout.training.saving import SaveSchedule, log_saves, save, unless_full
 from flatout.training.signals import WorkInterrupted
-from flatout.training.step import Drop, StepDropped, train_step
+from flatout.training.step import Drop, StepDropped, StepResult, train_step
+
+if TYPE_CHECKING:
+    from flatout.data.load.feed import StepBatch
 
 
 def fit(
@@ -30,7 +35,15 @@ def fit(
     `run.evaluation_due` is then True: the next process starts with it.
     """
     saves = SaveSchedule(run, log)
-    with run.cudnn_benchmark(), run.gc() as collect:
+
+    def take_step() -> tuple[StepBatch, StepResult]:
+        if run.feed.position != position:  # an attempt has failed
+            run.feed.seek(position)
+        batch = next(run.feed)
+        with log.clock:
+            return batch, train_step(run, batch, drop)  # device work only, does not wait
+
+    with run.pulse.during("training"), run.cudnn_benchmark(), run.gc() as collect:
         if run.evaluation_due:
             _between_steps(run, log, saves, drop, sample)
         while (
@@ -39,10 +52,9 @@ def fit(
             and not ends_early(run)
             and not stop(run)
         ):
-            position, batch = run.feed.position, next(run.feed)
+            position = run.feed.position
             try:
-                with log.clock:
-                    result = train_step(run, batch, drop)  # device work only, does not wait
+                batch, result = that_fits(run, log, take_step)
             except StepDropped:
                 run.feed.seek(position)
                 break
@@ -50,7 +62,8 @@ def fit(
             run.tokens += batch.tokens
             log.step(batch, result)  # reads back one step late, so logging never stalls
             _between_steps(run, log, saves, drop, sample)
-            log_saves(run, log)
+            with unless_full(run, log):
+                log_saves(run, log)
             collect(run.step)
     return run
 
@@ -75,7 +88,7 @@ def _between_steps(
         with log.aside():
             log_sample(run, log, sample)
     if saves.due(run):
-        with log.aside():
+        with log.aside(), unless_full(run, log):
             save(run, log)
 
 
@@ -112,7 +125,11 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
     Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
             unaffected. EvaluationDropped, as `score`.
     """
-    evaluation = score(run, max_tokens=eval_tokens(run), drop=drop, progress=log.progress)
+    evaluation = that_fits(
+        run,
+        log,
+        lambda: score(run, max_tokens=eval_tokens(run), drop=drop, progress=log.progress),
+    )
     if evaluation is None:
         return None
     log.evaluation(evaluation)
@@ -120,7 +137,8 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
     if run.best_val_loss is None or evaluation.loss < run.best_val_loss:
         run.best_val_loss, run.best_step = evaluation.loss, run.step
         if run.config.checkpoint.best or run.step == run.last_step:
-            save(run, log)
+            with unless_full(run, log):
+                save(run, log)
     return evaluation
 
 
@@ -130,5 +148,5 @@ def log_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None:
     A sample that a stop request interrupts is not logged.
     """
     if sample and run.mesh.is_main and run.mesh.shard == 1:
-        with suppress(WorkInterrupted):
+        with run.pulse.during("sampling"), suppress(WorkInterrupted):
             log.event("sample", text=sample(run))

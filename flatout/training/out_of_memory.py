@@ -8,21 +8,33 @@ from dataclasses import replace
 
 import torch
 
-from flatout.assembly.capacity import fewer_rows_advice
-from flatout.assembly.memory import GIB, Workload, estimate
+from flatout.assembly.capacity import capacity_of, rows_advice, smaller_batch
+from flatout.assembly.memory import GIB, MemoryEstimate, Workload, estimate
+from flatout.assembly.plain import USED_MEMORY
 from flatout.assembly.resolve import memory_bytes, workload_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
+from flatout.assembly.transforms import recompute_blocks
 from flatout.errors import OutOfMemory, RunFailed
+from flatout.models.language_model import LanguageModel
+from flatout.parallel.mesh import Mesh
 
-ON_THE_CPU = "DefaultCPUAllocator"
-"""Torch's CPU allocator, as its messages name it; it has no error type."""
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+"""Words of torch's errors without a type of their own: of the CPU's allocator, and of libraries."""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch writes after the name of an operation that has no deterministic form."""
 PEER_LEFT = ("Connection closed by peer", "Connection reset by peer")
 """Gloo's messages when another process has exited."""
 MAX_SHARE_LEFT = 0.95
 """A setting is suggested when it reduces the need to at most this share."""
+OTHERWISE = (
+    "Shorten data.seq_len, choose a smaller model, or shard it over several devices with "
+    "parallel.shard."
+)
 
 
 @contextmanager
@@ -34,9 +46,9 @@ def explained(run: Run) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise out_of_memory(run) from error
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise out_of_memory(run) from error
         if NOT_DETERMINISTIC in str(error):
             raise not_deterministic(run, str(error)) from error
         if any(words in str(error) for words in PEER_LEFT):
@@ -44,9 +56,14 @@ def explained(run: Run) -> Iterator[None]:
                 "Another process of this run has ended.",
                 fix="See its message for the cause, then run the same command again.",
             ) from error
-        if ON_THE_CPU not in str(error):
-            raise
-        raise out_of_memory(run) from error
+        raise
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error of torch or Python means that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 def not_deterministic(run: Run, message: str) -> RunFailed:
@@ -61,21 +78,97 @@ def not_deterministic(run: Run, message: str) -> RunFailed:
 
 
 def out_of_memory(run: Run) -> OutOfMemory:
-    """Return the error for a run out of memory, with leaner model settings or fewer rows as fix."""
-    workload = workload_of(run.config, assemble(run.decisions))
-    need = estimate(workload, run.rows_per_device).total
-    free = memory_bytes(run.machine, run.config.train.device, run.mesh.local_world_size)
-    device = "GPU" if run.mesh.device.type == "cuda" else "machine"
+    """Return the error for a run out of memory: what needs how much, and what needs less."""
+    recipe = assemble(run.decisions)
+    workload = workload_of(run.config, recipe)
     rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
-    advice = _leaner_keys(workload, rows) or fewer_rows_advice(workload, rows, accumulate, free)
+    free = available_bytes(run)
+    device = "GPU" if run.mesh.device.type == "cuda" else "machine"
+    where = "in the optimizer's step " if run.is_updating else ""
+    what = f"Out of memory {where}at step {run.step}: this run "
+    try:
+        need = estimate(workload, rows, accumulate)
+    except Exception:  # a custom model may need values, and the error at hand matters more
+        half = _smaller(rows, accumulate)
+        return OutOfMemory(
+            f"{what}has {rows} rows per device, and the {device} has {free / GIB:.1f} GiB for it.",
+            fix=f"Set {rows_advice(half)}" if half else OTHERWISE,
+        )
     return OutOfMemory(
-        f"Out of memory at step {run.step}: this run needs about {need / GIB:.1f} GiB "
-        f"with {run.rows_per_device} rows per device, and the {device} has "
-        f"{free / GIB:.1f} GiB free.",
-        fix=advice
-        or "Shorten data.seq_len, choose a smaller model, or shard it over several devices with "
-        "parallel.shard.",
+        f"{what}needs about {need.total / GIB:.1f} GiB with {rows} rows per device "
+        f"({parts_of(need)}), and the {device} has {free / GIB:.1f} GiB for it.",
+        fix=_fix(run, workload, need, free, recomputes="activations" in recipe.filled_by),
     )
+
+
+def parts_of(need: MemoryEstimate) -> str:
+    """Return the parts of an estimate in GiB, and the moment at which most of them exist."""
+    sizes = {
+        "weights": need.weights,
+        "optimizer state": need.optimizer,
+        "gradients": need.gradients,
+        "activations": need.activations,
+        "logits": need.logits,
+    }
+    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
+    return f"{listed}; most in {need.peak.name}"
+
+
+def available_bytes(run: Run) -> int:
+    """Return the memory that this process could have: what it has already, and what is free."""
+    device = run.config.train.device
+    capacity = capacity_of(run.machine, device, run.mesh.local_world_size)
+    if capacity is None:
+        return memory_bytes(run.machine, device, run.mesh.local_world_size)
+    on_gpu = run.mesh.device.type == "cuda"
+    return capacity.free + (torch.cuda.memory_reserved(run.mesh.device) if on_gpu else 0)
+
+
+def _fix(run: Run, workload: Workload, need: MemoryEstimate, free: int, *, recomputes: bool) -> str:
+    rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
+    if run.is_updating:  # a smaller micro-batch does not help there
+        return (
+            "Use an optimizer with less state (+adamw-8bit in speedups), shard it over several "
+            "devices with parallel.shard, or choose a smaller model. The run continues from its "
+            "last checkpoint."
+        )
+    if leaner := _leaner_keys(workload, rows):
+        return leaner
+    fixes = []
+    fitting = int(USED_MEMORY * free)
+    half = smaller_batch(workload, rows * accumulate, fitting, rows // 2)
+    half = half or _smaller(rows, accumulate)
+    if half is not None:
+        fixes.append(f"Set {rows_advice(half)}")
+    saved = 0 if recomputes else need.total - _recomputed(workload, rows, accumulate)
+    if saved > (1 - MAX_SHARE_LEFT) * need.total:
+        fixes.append(
+            f"{'Or add' if fixes else 'Add'} activation checkpointing (+checkpointing in "
+            f"speedups): about {saved / GIB:.2f} GiB less, for a third more compute."
+        )
+    return " ".join(fixes) or OTHERWISE
+
+
+def _smaller(rows: int, accumulate: int) -> tuple[int, int] | None:
+    """Return at most half the rows, and how often they accumulate; None for a single row."""
+    half = fewer_rows(rows, accumulate)
+    return (half, rows * accumulate // half) if half else None
+
+
+def fewer_rows(rows: int, accumulate: int) -> int | None:
+    """Return at most half the rows of a micro-batch, such that they divide the step; or None."""
+    share = rows * accumulate
+    return next((half for half in range(rows // 2, 0, -1) if share % half == 0), None)
+
+
+def _recomputed(workload: Workload, rows: int, accumulate: int) -> int:
+    """Return the bytes of a step that recomputes the blocks' activations."""
+    transforms = (*workload.transforms, _recompute)
+    return estimate(replace(workload, transforms=transforms), rows, accumulate).total
+
+
+def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+    return recompute_blocks(model)
 
 
 def _leaner_keys(workload: Workload, rows: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -34,6 +34,7 @@ from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most
 from flatout.training.checkpoint.weights import weights_of
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
 from flatout.training.finish import finish, save_and_stop
+from flatout.training.halving import closing_feed, that_fits
 from flatout.training.init_from import load_initial
 from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
@@ -49,6 +50,7 @@ from flatout.training.run_plan import RunPlan, agree_on_plan
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
+from flatout.training.watchdog import Watchdog
 
 
 def run_training(
@@ -112,7 +114,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """Build, restore and execute the planned run; return its summary."""
     known = forecast(request, plan)
     run = build_run(request, plan)
-    with closing(run.feed), explained(run):
+    run.rows_are_auto = plan.rows_are_auto and run.mesh.world_size == 1
+    with closing_feed(run), explained(run):
         differences = restore(run, plan, request.progress)
         if run.mesh.is_main:
             store_plan(run, plan, request.progress)
@@ -281,6 +284,7 @@ def execute(
     own = configured_observers(run.config.log) if run.mesh.is_main else []
     observers = [*request.observers, *own]
     with (
+        Watchdog(run, say=say),
         Log(run, observers, request.progress, run.config.log.to) as log,
         StopRequests(say=say, launcher=launcher()) as stop,
         closing_saver(run, log),
@@ -297,7 +301,7 @@ def execute(
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(run, log, stop)
         log.end(summary)
-    if run.mesh.is_main and log.is_steady:
+    if run.mesh.is_main and log.is_steady and run.config.batch == plan.config.batch:
         record(run, request, known, summary, log.cached_s)
     return summary
 
@@ -315,7 +319,7 @@ def _train(
     """
     sample = sample and _interruptible(sample, stop)
     run.feed.prime(run.last_step - run.step, progress=log.progress)
-    warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
+    that_fits(run, log, lambda: warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop))
     reserve(run, log)
     drop = stop.requested_within_step
     stop.waits_for = "the micro-batch or save in progress"
@@ -323,7 +327,8 @@ def _train(
     if run.evaluation_due or (run.step < run.last_step and not ends_early(run)):
         raise WorkInterrupted
     stop.waits_for = "the batch of the final evaluation"
-    return finish(run, log, sample, drop=drop, prediction=prediction)
+    with run.pulse.during("finishing"):
+        return finish(run, log, sample, drop=drop, prediction=prediction)
 
 
 def _interruptible(sample: Callable[[Run], str], stop: StopRequests) -> Callable[[Run], str]:

@@ -47,6 +47,8 @@ class RunPlan:
     """The new length, to store once the run is known to be able to continue."""
     summary: JsonObject | None = None
     """The summary of a finished run."""
+    rows_are_auto: bool = False
+    """Whether flatout chose the rows of a micro-batch."""
 
 
 def agree_on_plan(request: RunRequest) -> RunPlan:
@@ -126,7 +128,13 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
     require_steps_left(request.folder, config, checkpoint)
     ops = ops_of(assemble(decisions))
     config = resolve_init_from(config, dataset, ops, progress=request.progress)
-    return RunPlan(with_absolute_paths(config), decisions, checkpoint, requested=request.config)
+    return RunPlan(
+        with_absolute_paths(config),
+        decisions,
+        checkpoint,
+        requested=request.config,
+        rows_are_auto=request.config.batch.chooses_rows,
+    )
 
 
 def _plan_stored(
@@ -163,7 +171,8 @@ def _plan_stored(
     config = config.with_values({"train.device": request.device})
     config = for_world_size(config, request.ranks.world_size)
     decisions = stored_decisions(config, request.machine, requested=requested)
-    return RunPlan(config, decisions, checkpoint, longer=longer)
+    is_auto = (requested or config).batch.chooses_rows and request.config.batch.chooses_rows
+    return RunPlan(config, decisions, checkpoint, longer=longer, rows_are_auto=is_auto)
 
 
 def how_to_train_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -14,11 +15,15 @@ import torch
 
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
+from flatout.errors import DiskFull
 from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
+from flatout.progress import readable_size
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.info import CheckpointInfo
+from flatout.training.checkpoint.location import checkpoints_folder, existing
 from flatout.training.checkpoint.retention import is_kept_for_good, newest_to_keep
+from flatout.training.checkpoint.snapshot import tensors_to_save
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir.data_location import data_digest, digest
 
@@ -75,15 +80,45 @@ def save(run: Run, log: Log) -> None:
     log.write_pending()  # so that a run killed after this save has every record up to its step
     log.keep_clock()
     config = run.config.checkpoint
-    run.saver.save(
-        run,
-        environment=environment_of(run),
-        keep=newest_to_keep(config),
-        keep_every=config.keep_every,
-        info=info_of(run, log).model_dump(mode="json"),
-        progress=log.progress,
-    )
-    log_saves(run, log)
+    with run.pulse.during("saving"):
+        run.saver.save(
+            run,
+            environment=environment_of(run),
+            keep=newest_to_keep(config),
+            keep_every=config.keep_every,
+            info=info_of(run, log).model_dump(mode="json"),
+            progress=log.progress,
+        )
+        log_saves(run, log)
+
+
+@contextmanager
+def unless_full(run: Run, log: Log) -> Iterator[None]:
+    """Continue training when the disk has no room for a checkpoint, which all ranks learn together.
+
+    Earlier checkpoints stay, and the next interval saves again.
+    """
+    try:
+        yield
+    except DiskFull as error:
+        full = no_room(run, error)
+        newest = catalog.steps(run.folder)[-1:]
+        last = f"the newest checkpoint is that of step {newest[0]}" if newest else "there is none"
+        text = f"{full.what} Training continues; {last}."
+        log.event("save_failed", text=text)
+        if run.mesh.is_main:
+            log.progress.say(text)
+
+
+def no_room(run: Run, error: DiskFull) -> DiskFull:
+    """Return the error with what a checkpoint of this run needs, and what is free."""
+    tensors = tensors_to_save(run) or []
+    needed = run.mesh.world_size * sum(tensor.nbytes for tensor in tensors)
+    disk = existing(checkpoints_folder(run.folder))
+    free = readable_size(shutil.disk_usage(disk).free)
+    needs = f"It needs about {readable_size(needed)}, and " if needed else ""
+    what = error.what[0].lower() + error.what[1:]
+    return DiskFull(f"At step {run.step}, {what} {needs}{free} are free in {disk}.", fix=error.fix)
 
 
 def info_of(run: Run, log: Log) -> CheckpointInfo:
@@ -121,11 +156,19 @@ def log_saves(run: Run, log: Log) -> None:
 
 
 def save_last(run: Run, log: Log) -> None:
-    """Save the current step unless it is already saved, and wait for its checkpoint."""
+    """Save the current step unless it is already saved, and wait for its checkpoint.
+
+    Raises: DiskFull with what it needs and what is free; as `save`.
+    """
     path = catalog.checkpoint_path(run.folder, run.step)
-    if run.saver.newest_step != run.step and run.resumed_from != str(path):
-        save(run, log)
-    wait_for_saves(run, log)
+    with unless_full(run, log):  # of an earlier save in the background
+        wait_for_saves(run, log)
+    try:
+        if run.saver.newest_step != run.step and run.resumed_from != str(path):
+            save(run, log)
+        wait_for_saves(run, log)
+    except DiskFull as error:
+        raise no_room(run, error) from error
 
 
 def wait_for_saves(run: Run, log: Log) -> None:
@@ -133,7 +176,8 @@ def wait_for_saves(run: Run, log: Log) -> None:
 
     Raises: RunFailed, CheckpointError when it failed.
     """
-    run.saver.wait(log.progress)
+    with run.pulse.during("saving"):
+        run.saver.wait(log.progress)
     log_saves(run, log)
 
 

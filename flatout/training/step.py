@@ -53,14 +53,28 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
 
     `drop` is called before every micro-batch but the first.
     Raises: StepDropped when it returns True; gradients are cleared, and generators and buffers are
-            restored to their values before the step.
+            restored to their values before the step. After another error they are restored too if
+            the micro-batch may become smaller, unless `run.is_updating`.
     """
-    start = StepStart(run) if drop is not None and batch.num_micro_batches > 1 else None
+    droppable = drop is not None and batch.num_micro_batches > 1
+    start = StepStart(run) if droppable or run.rows_are_auto else None
+    try:
+        return _take_step(run, batch, drop, start)
+    except (RuntimeError, MemoryError):
+        if start is not None and not run.is_updating:
+            start.restore()
+        raise
+
+
+def _take_step(
+    run: Run, batch: StepBatch, drop: Drop | None, start: StepStart | None
+) -> StepResult:
     nominal = run.tokens_per_step
     loss_scale = run.scaler.scale if run.scaler else 1.0
     loss_sum = torch.zeros((), device=run.mesh.device)
     num_valid = torch.zeros((), device=run.mesh.device)
     for number, micro in enumerate(batch.micro_batches(), 1):
+        run.pulse.beat()
         if number > 1 and start is not None and drop is not None and drop(run, number):
             start.restore()
             raise StepDropped
@@ -78,12 +92,14 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
     finite = bool(torch.isfinite(grad_norm)) if run.scaler else True
     if finite:
         run.saver.before_update()
+        run.is_updating = True
         for optimizer in run.optimizers:
             optimizer.step()
     if run.scaler:
         run.scaler.update(finite)
     run.zero_grad(run.trained())
     loss = loss_sum / num_valid.clamp(min=1)
+    run.is_updating = False
     return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=not finite)
 
 

@@ -52,11 +52,12 @@ def warm_up(
     Raises: WorkInterrupted, on every rank, when `stop` was requested on one; a request interrupts
             the compiler, unless its passes communicate with other ranks (fully_shard).
     """
-    compiled = [d.name for d in run.decisions if d.on and speedup_named(d.name).compiles]
+    compiled = compiled_speedups(run)
     if not compiled:
         return
     began_s = time.perf_counter()
-    with log.progress.task("Compiling the model (once, often 20 to 60 s)"), _compiling():
+    task = log.progress.task("Compiling the model (once, often 20 to 60 s)")
+    with run.pulse.during("compiling"), task, _compiling():
         failure = _try_step(run, eval_shapes, stop)
     stops = stop is not None and stop.signal_number is not None
     num_failed, num_stopped = run.mesh.sum(
@@ -81,6 +82,11 @@ def warm_up(
     for name in compiled:
         log.event("speedup", name=name, on=False, reason=reason)
     log.progress.say(reason[0].upper() + reason[1:])
+
+
+def compiled_speedups(run: Run) -> list[str]:
+    """Return the names of the run's speedups that use torch.compile."""
+    return [d.name for d in run.decisions if d.on and speedup_named(d.name).compiles]
 
 
 @contextmanager

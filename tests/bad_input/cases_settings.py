@@ -89,6 +89,12 @@ CASES = [
         ("batch.tokens_per_step=384",),
     ),
     Case(
+        "a watchdog that is off and stops the run",
+        "train my.yaml train.watchdog_minutes=0 train.watchdog_stop=true",
+        ("train.watchdog_stop has no effect", "train.watchdog_minutes=0"),
+        ("Set train.watchdog_minutes=5",),
+    ),
+    Case(
         "a width that the heads do not divide",
         "train my.yaml model.num_heads=3",
         ("model.d_model=16", "model.num_heads=3"),

@@ -77,6 +77,8 @@ TRAINING = (
     "run_dir",
     "metrics",
     "warmup",
+    "halving",
+    "watchdog",
     "init_from",
     "request",
     "saving",

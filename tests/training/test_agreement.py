@@ -5,7 +5,7 @@ import torch
 from safetensors import SafetensorError
 from stand_in import ALONE
 
-from flatout.errors import CheckpointError, RunFailed
+from flatout.errors import CheckpointError, DiskFull, RunFailed
 from flatout.parallel.mesh import Mesh
 from flatout.parallel.rendezvous import Ranks
 from flatout.training import agreement
@@ -46,6 +46,24 @@ def test_a_failure_on_another_rank_fails_this_one():
         together(PAIR, lambda: None, WRITING)
 
 
+class Failing(Mesh):
+    """One of two ranks; the other one fails, and not because its disk is full."""
+
+    def sum(self, failed, full):
+        return failed + 1, full
+
+
+def test_a_full_disk_is_named_only_if_no_rank_fails_otherwise():
+    full = OSError(28, "No space left on device")
+    with pytest.raises(DiskFull):
+        together(PAIR, lambda: fail(full), WRITING)
+    with pytest.raises(RunFailed, match="No space left") as failed:
+        together(Failing(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(full), WRITING)
+    assert not isinstance(failed.value, DiskFull), "all ranks must decide alike"
+    with pytest.raises(DiskFull, match="Another process"):
+        together(PAIR, lambda: None, WRITING)
+
+
 class Recording(Pair):
     """Records the votes that the other rank receives."""
 
@@ -79,7 +97,7 @@ def test_a_failure_here_is_reported_to_other_ranks(error):
     with pytest.raises(type(error)) as failed:
         together(Recording(0, 2, 0, 2, 1, torch.device("cpu")), lambda: fail(error), READING)
     assert failed.value is error
-    assert SENT == [[1.0]]
+    assert SENT == [[1.0, 0.0]]
 
 
 def test_an_error_is_not_lost_when_reporting_it_fails():

@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from flatout.errors import RunFailed
+from flatout.training.checkpoint import catalog, job
+from flatout.training.metrics import records as lines
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 
@@ -41,17 +44,83 @@ def test_a_run_whose_exit_code_cannot_be_written_still_finishes(tiny_config, tmp
     [(errno.ENOSPC, "Free space"), (errno.EIO, "failed to read or write")],
     ids=["full", "broken"],
 )
-@pytest.mark.parametrize("name", ["append_line", "write_json"])
-def test_a_refused_record_or_summary_is_named_and_the_same_command_completes_the_run(
-    name, error, fix, tiny_config, tmp_path, monkeypatch
+def test_a_refused_summary_is_named_and_the_same_command_completes_the_run(
+    error, fix, tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(train__steps=2)
     with monkeypatch.context() as patch:
-        patch.setattr(layout, name, refusing(error))
+        patch.setattr(layout, "write_json", refusing(error))
         with pytest.raises(RunFailed, match="Cannot write") as failed:
             run_training(config, tmp_path / "run")
     assert fix in failed.value.fix
     assert run_training(config, tmp_path / "run")["steps"] == 2
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_lines_that_the_disk_refuses_are_written_later_and_training_continues(
+    name, tiny_config, tmp_path, monkeypatch, messages, records, events
+):
+    """The disk refuses the file from its third line to its sixth, of which it takes a part."""
+    write, tries = os.write, []
+
+    def sometimes(descriptor, data):
+        if not os.readlink(f"/proc/self/fd/{descriptor}").endswith(name):
+            return write(descriptor, data)
+        tries.append(len(data))
+        if len(tries) == 3:
+            return write(descriptor, data[:5])
+        if len(tries) in range(4, 7):
+            refusing(errno.ENOSPC)()
+        return write(descriptor, data)
+
+    run = tmp_path / "run"
+    monkeypatch.setattr(lines, "os", SimpleNamespace(**vars(os) | {"write": sometimes}))
+    assert run_training(tiny_config(), run, progress=messages)["steps"] == 6
+    assert len(tries) > 7
+    assert [record["step"] for record in records(run) if "train/loss" in record] == [*range(1, 7)]
+    assert all(len(events(run, kind)) == 1 for kind in ("start", "end", "refused"))
+    (said,) = (line for line in messages.lines if name in line)
+    assert "cannot be written (No space left on device). Training continues" in said
+
+
+def test_a_disk_that_never_accepts_the_records_costs_only_them(
+    tiny_config, tmp_path, monkeypatch, messages
+):
+    monkeypatch.setattr(
+        lines, "os", SimpleNamespace(**vars(os) | {"write": refusing(errno.ENOSPC)})
+    )
+    result = run_training(tiny_config(), tmp_path / "run", progress=messages)
+    assert result["steps"] == 6
+    assert any("metrics.jsonl lacks lines" in line for line in messages.lines)
+
+
+def test_a_line_that_a_kill_left_unfinished_stays_apart(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "sta')
+    events = lines.Lines(tmp_path / "events.jsonl")
+    events.append({"event": "resume"})
+    events.close()
+    assert (tmp_path / "events.jsonl").read_text().splitlines()[1:] == ['{"event": "resume"}']
+
+
+def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
+    tiny_config, tmp_path, monkeypatch, messages, events
+):
+    write = job.write_share
+
+    def full(snapshot, temporary):
+        if snapshot.step == 4:
+            refusing(errno.ENOSPC)()
+        write(snapshot, temporary)
+
+    monkeypatch.setattr(job, "write_share", full)
+    config = tiny_config(checkpoint__every_steps=2, checkpoint__keep=9)
+    assert run_training(config, tmp_path / "run", progress=messages)["steps"] == 6
+    assert catalog.steps(tmp_path / "run") == [2, 6]
+    (failed,) = events(tmp_path / "run", "save_failed")
+    assert failed["text"].startswith("At step 4, a checkpoint cannot write its files: [Errno 28]")
+    assert "It needs about 0." in failed["text"]
+    assert failed["text"].endswith("Training continues; the newest checkpoint is that of step 2.")
+    assert failed["text"] in messages.lines
 
 
 def test_a_full_disk_while_locking_is_named_and_leaves_nothing(tiny_config, tmp_path, monkeypatch):

@@ -71,12 +71,16 @@ def _fixes(evidence: Evidence) -> tuple[Fix, ...]:
 
 
 def smaller_micro_batch(evidence: Evidence) -> int | None:
-    """Return the most rows below the present ones that fit and divide a step, or None."""
+    """Return the most rows below the present ones that fit and divide a step, or None.
+
+    After a failure, at most half of the present ones: the estimate was too low.
+    """
     config, most = evidence.config, evidence.memory.rows_that_fit
     if config is None or config.batch.rows_per_device == "auto":
         return None
     rows = int(config.batch.rows_per_device)
-    most = min(most if most is not None else rows // 2, rows - 1)
+    has_failed = evidence.failure is not None
+    most = min(most if most is not None else rows // 2, rows // 2 if has_failed else rows - 1)
     per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
     return next((each for each in range(most, 0, -1) if per_rank % each == 0), None)
 

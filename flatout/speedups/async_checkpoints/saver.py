@@ -179,7 +179,7 @@ class BackgroundSaver:
         try:
             is_complete = saving.advance()
         except Exception:
-            self._saving = None
+            self._saving = self.newest_step = None
             raise
         self._blocked_s += time.perf_counter() - began_s
         if is_complete:

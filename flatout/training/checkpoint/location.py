@@ -52,6 +52,12 @@ def folder_in(directory: str | None, run_folder: Path) -> Path:
     return Path(directory) / run_folder.absolute().name if directory else run_folder / "checkpoints"
 
 
+def existing(folder: Path) -> Path:
+    """Return the absolute path of a directory, or of the nearest one above it that exists."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
+
+
 def claim(run_folder: Path, folder: Path) -> None:
     """Make `folder` the directory of this run's checkpoints.
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import fmean, median
+from types import MappingProxyType
 from typing import Literal
 
 from flatout.json_io import JsonObject
@@ -62,9 +63,17 @@ class Sample:
 class Alarms:
     """Watches the records of a run of `last_step` steps, and says when something gets worse."""
 
-    def __init__(self, surroundings: Surroundings, *, last_step: int) -> None:
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        *,
+        last_step: int,
+        have_gib: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """`have_gib` is the memory that there is, by the figure that creeps."""
         self._surroundings = surroundings
         self._last_step = last_step
+        self._have_gib = have_gib
         self._speed = Shift(-1, MIN_FALL)
         self._wait = Shift(1, MIN_WAIT)
         self._spike = Spike()
@@ -139,14 +148,18 @@ class Alarms:
                 continue
             rate = (change.now - change.usual) / max(step - change.since_step, 1)
             at_end = change.now + rate * max(self._last_step - step, 0)
+            have = self._have_gib.get(name, math.inf)
+            end = f"at the last step it will be {at_end:.1f} GiB"
+            if at_end > have > change.now:
+                full = step + (have - change.now) / rate
+                end = f"all {have:.1f} GiB will be in use at step {full:,.0f}"
             cause = "objects are kept from step to step"
             if self._num_events("recompiled", change.since_step):
                 cause = "the model is compiled again and again"
             text = (
                 f"{subject} grows by {1e3 * rate:.2f} GiB per 1,000 steps since step "
-                f"{change.since_step:,}, from {change.usual:.2f} to {change.now:.2f} GiB; at the "
-                f"last step it will be {at_end:.1f} GiB: "
-                f"{cause}."
+                f"{change.since_step:,}, from {change.usual:.2f} to {change.now:.2f} GiB; "
+                f"{end}: {cause}."
             )
             yield _event(kind, step, change, cause, text)
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
@@ -31,11 +32,11 @@ from flatout.training.metrics.clocks import (
 )
 from flatout.training.metrics.compile_events import CompilationWatch
 from flatout.training.metrics.device import GpuDriver, gpu_figures, memory_gib
-from flatout.training.metrics.loggers import guarded
+from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
-from flatout.training.metrics.records import Records
+from flatout.training.metrics.records import Lines, Records
 from flatout.training.metrics.surroundings import Surroundings
-from flatout.training.run_dir.layout import append_event
+from flatout.training.run_dir.layout import EVENTS
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -111,6 +112,8 @@ class Log:
         """The step and result of the last evaluation that this process recorded."""
         self._alarms = _alarms(run) if run.mesh.is_main else None
         self._records = Records(run.folder, run.step) if run.mesh.is_main else None
+        self._events = Lines(run.folder / EVENTS)
+        self._refused: set[Path] = set()
         self.train_loss = self._records.train_loss if self._records else None
         """The loss in the last record; other ranks know only the records of this process."""
 
@@ -160,7 +163,8 @@ class Log:
     def compiled(self, seconds: float) -> None:
         """Log the warm-up's compilations, which took `seconds`; later ones are recompilations."""
         found = self._compilation.poll()
-        self.compile_s, self.cached_s = seconds, found.cached_s
+        self.compile_s = (self.compile_s or 0.0) + seconds
+        self.cached_s += found.cached_s
         self.event("compiled", **asdict(found) | {"compile_s": round(seconds, 3)})
 
     def event(self, kind: str, /, **fields: Json) -> None:
@@ -170,7 +174,9 @@ class Log:
         line: JsonObject = {"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields}
         if self._alarms:
             self._alarms.note(kind, line["step"])
-        event = append_event(self._run.folder, kind, **line)
+        event = {"event": kind, "time": time.time(), **line}
+        self._events.append(event)
+        self._tell_refusal(self._events)
         for observer in self._observers:
             observer.on_event(event)
 
@@ -179,8 +185,10 @@ class Log:
         """Exclude the time spent inside from training; wait first for steps queued on a GPU."""
         self._wait_for_device()
         began_s = time.perf_counter()
-        yield
-        self._interval.aside_s += time.perf_counter() - began_s
+        try:
+            yield
+        finally:
+            self._interval.aside_s += time.perf_counter() - began_s
 
     def require_finite_step(self) -> None:
         """Wait for the last step, and check that its loss and gradient norm are finite.
@@ -218,14 +226,30 @@ class Log:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close_files()
         quits = kind is not None and issubclass(kind, KeyboardInterrupt)
-        for guard in self._guards:
-            guard.close(wait=not quits)
+        try:
+            for guard in self._guards:
+                guard.close(wait=not quits)
+        finally:
+            self._close_files()
 
     def _close_files(self) -> None:
-        if self._records:
-            self._records.close()
+        for lines in (self._records.lines, self._events) if self._records else ():
+            lines.close()
+            if lines.lacks_lines:
+                self.progress.say(f"{lines.path} lacks lines that the disk refused.")
+
+    def _tell_refusal(self, lines: Lines) -> None:
+        """Say once when the disk refuses lines, which does not stop the run."""
+        if lines.refusal is None or lines.path in self._refused:
+            return
+        self._refused.add(lines.path)
+        text = (
+            f"{lines.path} cannot be written ({reason_of(lines.refusal)}). Training continues; its "
+            "lines are written when the disk accepts them."
+        )
+        self.progress.say(text)
+        self.event("refused", text=text)
 
     def end(self, summary: JsonObject) -> None:
         """Tell the observers that the run has ended."""
@@ -335,6 +359,7 @@ class Log:
     def _write(self, record: Mapping[str, float]) -> None:
         if self._records:
             record = self._records.write(record)
+            self._tell_refusal(self._records.lines)
             for observer in self._observers:
                 observer.on_record(record)
             for alarm in self._alarms.see(record) if self._alarms else ():
@@ -344,7 +369,11 @@ class Log:
 def _alarms(run: Run) -> Alarms:
     read_gpu = GpuDriver(run.mesh.device).state
     surroundings = Surroundings(cores=run.machine.cores, read_gpu=read_gpu)
-    return Alarms(surroundings, last_step=run.last_step)
+    have_gib = {"mem/process_gib": run.machine.memory_gib}
+    if run.mesh.device.type == "cuda":
+        whole = torch.cuda.get_device_properties(run.mesh.device).total_memory
+        have_gib["mem/allocated_gib"] = whole / 2**30
+    return Alarms(surroundings, last_step=run.last_step, have_gib=have_gib)
 
 
 def require_finite(name: str, value: float, step: int) -> None:

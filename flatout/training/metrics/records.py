@@ -1,4 +1,4 @@
-"""A run's records: the lines of metrics.jsonl."""
+"""A run's records and events: the lines of metrics.jsonl and events.jsonl."""
 
 from __future__ import annotations
 
@@ -9,7 +9,66 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.files import open_own, write_text
+from flatout.json_io import JsonObject
 from flatout.training.run_dir.layout import METRICS
+
+MOST_UNWRITTEN = 2**24
+"""Bytes of lines that wait for a disk that refuses them; later ones are lost."""
+
+
+class Lines:
+    """Appends JSON lines to a file of a run directory; no error of the disk stops the run.
+
+    What the disk refuses is written before the next line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.refusal: OSError | None = None
+        """The error of the last attempt to write; None when it succeeded."""
+        self.lacks_lines = False
+        """Whether lines were lost, or were still waiting when the file was closed."""
+        self._unwritten = b""
+        self._descriptor: int | None = None
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Append one line, or keep it until the disk accepts it.
+
+        Raises: CheckpointError when the file is a link.
+        """
+        if len(self._unwritten) < MOST_UNWRITTEN:
+            self._unwritten += json.dumps(line).encode() + b"\n"
+        else:
+            self.lacks_lines = True
+        self.flush()
+
+    def flush(self) -> None:
+        """Open the file, write the lines that wait, as far as the disk accepts them."""
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
+            self.refusal = None
+        except OSError as error:
+            self.refusal = error
+
+    def close(self) -> None:
+        """Write what waits, if the disk accepts it, and close the file."""
+        if self._unwritten:
+            self.flush()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self.lacks_lines |= bool(self._unwritten)
+
+    def _open(self) -> int:
+        """Open the file; end a line that a kill left unfinished."""
+        descriptor = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            self._unwritten = b"\n" + self._unwritten
+        return descriptor
 
 
 class Records:
@@ -19,19 +78,14 @@ class Records:
         path = run_folder / METRICS
         self.train_loss = _drop_later_steps(path, step) if path.exists() else None
         """The training loss of the last record before this process; None if there is none."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        self._metrics = os.fdopen(open_own(path, flags), "a", encoding="utf-8")
+        self.lines = Lines(path)
+        self.lines.flush()
 
-    def write(self, record: Mapping[str, float]) -> dict[str, float]:
+    def write(self, record: Mapping[str, float]) -> JsonObject:
         """Write a record without its non-finite figures, which JSON cannot represent; return it."""
         record = {name: value for name, value in record.items() if math.isfinite(value)}
-        self._metrics.write(json.dumps(record) + "\n")
-        self._metrics.flush()
+        self.lines.append(record)
         return record
-
-    def close(self) -> None:
-        """Close the file."""
-        self._metrics.close()
 
 
 def _drop_later_steps(path: Path, step: int) -> float | None:

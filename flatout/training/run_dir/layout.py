@@ -16,6 +16,7 @@ RUN/
 ├── report.html       written by `flatout report`
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
+├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
 ├── owner.json        with checkpoint.dir: see checkpoint/location.py
 └── lock              locked while a process trains; names its pid and host
@@ -41,7 +42,7 @@ from flatout.files import folder_bytes, write_text
 from flatout.json_io import Json, JsonObject, append_line, read_json, read_lines, write_json
 from flatout.recognised import read_regular
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import OWNER, claim, folder_in
+from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
 from flatout.training.run_dir.config_seal import COPY, require_as_trained, write_sealed
 
 FREE_KEYS = (
@@ -57,6 +58,7 @@ FREE_KEYS = (
     "train.patience",
     "train.sample_every",
     "train.sample_prompt",
+    "train.watchdog_",
     "name",
 )
 """Prefixes of the keys that may change when a run resumes: they do not change what is computed,
@@ -77,7 +79,7 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "origin.json",
 )
 METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
-LOGGER_STATES, WANDB_FILES = "loggers", "wandb"
+LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
 WRITTEN = (
     CONFIG,
     COPY,
@@ -93,6 +95,7 @@ WRITTEN = (
     TABLE,
     LOGGER_STATES,
     WANDB_FILES,
+    WATCHDOG,
     ORIGIN,
     OWNER,
     LOCK,
@@ -247,11 +250,9 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
     Existing checkpoints count as free space. `directory` is the run's `checkpoint.dir`.
     Raises: HardwareError with both figures.
     """
-    disk = folder_in(directory, folder).absolute()
-    existing = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
-    needed_bytes -= sum(map(folder_bytes, existing))
-    while not disk.exists():
-        disk = disk.parent
+    disk = existing(folder_in(directory, folder))
+    saved = [catalog.checkpoint_path(folder, step) for step in catalog.steps(folder)]
+    needed_bytes -= sum(map(folder_bytes, saved))
     free = shutil.disk_usage(disk).free
     if free < needed_bytes:
         fewer = "keep fewer checkpoints (checkpoint.keep, checkpoint.keep_every)"
@@ -259,7 +260,7 @@ def require_free_disk(folder: Path, needed_bytes: int, *, directory: str | None 
             f"The checkpoints of this run need {_size(needed_bytes)} more; the disk of {disk} has "
             f"{_size(free)} free.",
             fix=f"Free space there, or {fewer}."
-            if existing
+            if saved
             else f"Free space there, {fewer}, or set checkpoint.dir to a larger disk.",
         )
 

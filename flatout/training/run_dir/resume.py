@@ -38,8 +38,9 @@ def config_to_resume(
 
     None when the directory contains no run, or one that has never saved: the next start is a new
     run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
-    run can be made longer depends on its data (training/longer.py). Moved data is accepted:
-    `require_tokenizer` refuses another tokenizer, and `load` reports changed tokens.
+    run can be made longer depends on its data (training/longer.py). Another micro-batch is accepted
+    if a step keeps its tokens, and moved data: `require_tokenizer` refuses another tokenizer, and
+    `load` reports changed tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
             edited config.yaml, and for keys that contradict it, such as another mix.
     """
@@ -56,7 +57,8 @@ def config_to_resume(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
     require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
-    free = (*FREE_KEYS, *LENGTH_KEYS)
+    batch = _other_micro_batch(stored, requested)
+    free = (*FREE_KEYS, *LENGTH_KEYS, *batch)
     contradictions = difference(stored, requested, free=free)
     if contradictions and first is not None:
         changed = {line.partition(": ")[0] for line in difference(first, requested, free=free)}
@@ -72,7 +74,25 @@ def config_to_resume(
         for key, value in flat(requested.to_dict()).items()
         if key.startswith(FREE_KEYS) and key != "name" and value is not None
     }
-    return stored.with_values(values | (moved or {}))
+    return stored.with_values(values | batch | (moved or {}))
+
+
+def _other_micro_batch(stored: RunConfig, requested: RunConfig) -> dict[str, int]:
+    """Return the micro-batch that `requested` states, if a step keeps its tokens; else nothing.
+
+    It changes only the last bits of sums, and the memory that a step needs.
+    """
+    rows, accumulate = requested.batch.rows_per_device, requested.batch.accumulate
+    if stored.batch.rows_per_device == "auto" or requested.batch.chooses_rows:
+        return {}
+    per_step = stored.batch.rows_per_device * (stored.batch.accumulate or 1)
+    if rows == "auto":
+        rows = per_step // (accumulate or 1)
+    elif accumulate is None and requested.batch.tokens_per_step is not None:
+        accumulate = per_step // rows
+    if rows * (accumulate or 1) != per_step:
+        return {}
+    return {"batch.rows_per_device": rows, "batch.accumulate": accumulate or 1}
 
 
 def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILENT) -> Path | None:

@@ -302,8 +302,11 @@ def test_more_troubles_that_are_out_of_memory(healthy):
     assert over.harm == "fails"
     assert over.verdict == "The run needs about 80.0 GiB, and 60.0 GiB are available."
     assert over.fixes[0].overrides["batch.rows_per_device"] == 2  # 3 does not divide 8
-    killed = diagnosis_of(healthy(failure=failed("killed"))).findings[0]
+    short = healthy(failure=failed("killed"), memory__rows_that_fit=3)
+    thirds = short.config.with_values({"batch.tokens_per_step": 192, "batch.accumulate": 3})
+    killed = diagnosis_of(short.model_copy(update={"config": thirds})).findings[0]
     assert (killed.name, killed.harm) == ("out-of-memory", "fails")
+    assert killed.fixes[0].overrides["batch.rows_per_device"] == 2  # 3, as estimated, were short
 
 
 def test_more_troubles_that_are_unstable(healthy):

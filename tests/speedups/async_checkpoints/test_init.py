@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from flatout.errors import RunFailed, Stopped
+from flatout.errors import DiskFull, Stopped
 from flatout.speedups.async_checkpoints import saver
 from flatout.speedups.async_checkpoints.host_copy import HostCopy
 from flatout.training import loop
@@ -218,7 +218,7 @@ def test_a_failing_run_completes_and_reports_the_checkpoint(tiny_config, tmp_pat
     assert [event["step"] for event in saves(tmp_path / "run")] == [2]
 
 
-def test_a_full_disk_ends_the_run_with_a_fix_and_the_next_one_resumes(
+def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time(
     tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(
@@ -234,15 +234,33 @@ def test_a_full_disk_ends_the_run_with_a_fix_and_the_next_one_resumes(
 
     with monkeypatch.context() as patch:
         patch.setattr(job, "write_share", full)
-        with pytest.raises(RunFailed, match="No space left") as failed:
+        result = run_training(config, tmp_path / "run")
+    assert {event["step"] for event in saves(tmp_path / "run")} == {4, 12}
+    (failed,) = (e for e in read_events(tmp_path / "run") if e["event"] == "save_failed")
+    assert "No space left on device" in failed["text"]
+    assert "the newest checkpoint is that of step 4" in failed["text"]
+    assert result["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_full_disk_at_the_end_fails_with_a_fix_and_the_next_start_completes_the_run(
+    tiny_config, tmp_path, monkeypatch
+):
+    config = tiny_config(train__steps=6, checkpoint__every_steps=4, speedups=BESIDE)
+    write = job.write_share
+
+    def full(snapshot, temporary):
+        if snapshot.step > 4:
+            raise OSError(28, "No space left on device")
+        write(snapshot, temporary)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "write_share", full)
+        with pytest.raises(DiskFull, match=r"No space left.* It needs about .* are free") as failed:
             run_training(config, tmp_path / "run")
     assert failed.value.fix == "Free space on that disk, then run the same command again."
     assert read_exit_code(tmp_path / "run") == 1
     assert catalog.steps(tmp_path / "run") == [4]
-    assert [event["step"] for event in saves(tmp_path / "run")] == [4]
-    resumed = run_training(config, tmp_path / "run")
-    assert resumed["resumed_from"].endswith("step-4")
-    assert resumed["weights_sha256"] == whole["weights_sha256"]
+    assert run_training(config, tmp_path / "run")["resumed_from"].endswith("step-4")
 
 
 def test_the_last_checkpoint_is_complete_before_the_final_evaluation(

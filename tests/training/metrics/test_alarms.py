@@ -222,6 +222,15 @@ def test_memory_that_grows_says_where_it_will_end(machine):
     assert "at the last step it will be 1." in begun["text"]
 
 
+def test_memory_that_will_not_suffice_says_when_it_ends(machine):
+    alarms = Alarms(machine.surroundings(), last_step=5000, have_gib={"mem/process_gib": 1.5})
+    found = []
+    for i in range(1, 181):
+        grown = 0.002 * max(i - 100, 0)
+        found += alarms.see({"step": i * EVERY, "mem/process_gib": 1.0 + grown, "wall_s": i})
+    assert "all 1.5 GiB will be in use at step 3,902" in found[0]["text"]
+
+
 def test_a_spike_of_the_loss_names_the_gradients(machine):
     def change(i, record):
         if 100 <= i < 110:

@@ -58,6 +58,48 @@ def test_a_repeated_request_does_not_contradict_what_auto_chose(tmp_path):
         config_to_resume(tmp_path, asked.with_values({"speedups": "none"}))
 
 
+TWO_OF_FOUR = {
+    "batch.tokens_per_step": 2048,
+    "batch.rows_per_device": 4,
+    "batch.accumulate": 2,
+}
+"""The resolved batch of a run with sequences of 256 tokens."""
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        ["batch.tokens_per_step=2048", "batch.rows_per_device=2"],
+        ["batch.rows_per_device=2", "batch.accumulate=4"],
+        ["batch.tokens_per_step=2048", "batch.accumulate=4"],
+    ],
+)
+def test_another_micro_batch_is_accepted_if_a_step_keeps_its_tokens(tmp_path, stated):
+    asked = load_config(None, ["batch.tokens_per_step=2048"])
+    layout.write_config(tmp_path, asked.with_values(TWO_OF_FOUR), requested=asked)
+    fake_checkpoint(tmp_path, 5)
+    batch = config_to_resume(tmp_path, load_config(None, stated)).batch
+    assert (batch.rows_per_device, batch.accumulate, batch.tokens_per_step) == (2, 4, 2048)
+    kept = config_to_resume(tmp_path, asked).batch
+    assert (kept.rows_per_device, kept.accumulate) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        ["batch.tokens_per_step=2048", "batch.rows_per_device=3"],
+        ["batch.rows_per_device=2", "batch.accumulate=2"],
+        ["batch.tokens_per_step=4096", "batch.rows_per_device=2"],
+    ],
+)
+def test_a_micro_batch_that_changes_the_step_is_refused(tmp_path, stated):
+    asked = load_config(None, ["batch.tokens_per_step=2048"])
+    layout.write_config(tmp_path, asked.with_values(TWO_OF_FOUR), requested=asked)
+    fake_checkpoint(tmp_path, 5)
+    with pytest.raises(ConfigError, match=r"batch\."):
+        config_to_resume(tmp_path, load_config(None, stated))
+
+
 def test_checkpoint_dir_cannot_change(tmp_path):
     layout.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
     fake_checkpoint(tmp_path / "one" / "run", 5, inside="")

@@ -1,0 +1,85 @@
+"""Repeat work that ran out of memory with half the micro-batch, where flatout chose its rows."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from flatout.assembly.build import make_feed
+from flatout.assembly.run import Run
+from flatout.assembly.selection import assemble
+from flatout.training.evaluation import batch_shapes
+from flatout.training.metrics.log import Log
+from flatout.training.out_of_memory import fewer_rows, is_out_of_memory
+from flatout.training.run_dir import layout
+from flatout.training.warmup import compiled_speedups, warm_up
+
+Result = TypeVar("Result")
+
+
+def that_fits(run: Run, log: Log, work: Callable[[], Result]) -> Result:
+    """Return `work()`; while it runs out of memory, halve the micro-batch and call it again.
+
+    `work` must leave the run unchanged when it fails. A step keeps its tokens: more micro-batches
+    accumulate.
+    Raises: the error of `work` when the rows are the user's, a single one is left, weights may be
+            half updated, or there are other ranks, which wait for this one inside their work.
+    """
+    while True:
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            rows = _rows_after(run, error)
+            if rows is None:
+                raise
+        # Only now has Python released the tensors of the frames in the error's traceback.
+        _use_rows(run, log, rows)
+        if compiled_speedups(run):
+            torch.compiler.reset()
+            that_fits(run, log, partial(warm_up, run, log, eval_shapes=batch_shapes(run)))
+
+
+@contextmanager
+def closing_feed(run: Run) -> Iterator[None]:
+    """On exit, close the feed that the run then has."""
+    try:
+        yield
+    finally:
+        run.feed.close()
+
+
+def _rows_after(run: Run, error: Exception) -> int | None:
+    """Return the rows to try next; None when fewer cannot help."""
+    if not run.rows_are_auto or run.is_updating or not is_out_of_memory(error):
+        return None
+    return fewer_rows(run.rows_per_device, run.config.batch.accumulate or 1)
+
+
+def _use_rows(run: Run, log: Log, rows: int) -> None:
+    """Rebuild the feed for smaller micro-batches, and record them for a resume."""
+    before, per_step = run.rows_per_device, run.rows_per_device * (run.config.batch.accumulate or 1)
+    batch = {"batch.rows_per_device": rows, "batch.accumulate": per_step // rows}
+    position = run.feed.position
+    run.feed.close()
+    run.config = run.config.with_values(batch)
+    recipe = assemble(run.decisions)
+    run.feed = make_feed(run.config, recipe, run.mesh, run.dataset, run.reader)
+    run.feed.seek(position)
+    gc.collect()
+    if run.mesh.device.type == "cuda":
+        torch.cuda.empty_cache()
+    stored = layout.read_config(run.folder)
+    if stored is not None:
+        with suppress(OSError):  # without it, a resume halves again
+            layout.write_config(run.folder, stored.with_values(batch))
+    text = (
+        f"Out of memory after step {run.step:,} with {before} rows per device: continuing with "
+        f"{rows} rows, and the same tokens per step."
+    )
+    log.event("smaller_batch", text=text, rows_before=before, rows_per_device=rows)
+    log.progress.say(text)

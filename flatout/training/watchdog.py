@@ -1,0 +1,300 @@
+"""A watchdog: it says when a run does nothing for too long, where it hangs, and on which rank.
+
+A thread compares `run.pulse.beats` at intervals, so that a step pays one addition for it. Time is
+counted in those intervals: a process that was suspended has not hung.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from flatout.errors import Stopped
+from flatout.files import open_own
+from flatout.recognised import read_regular
+from flatout.training.run_dir import layout
+
+if TYPE_CHECKING:
+    from flatout.assembly.run import Run
+
+BEATING = ("training", "evaluating")
+"""Activities whose every batch is a beat."""
+PATIENCE = 4
+"""How many times the limit all other work may take: compiling, saving, sampling."""
+TICKS = 10
+"""Looks at the pulse in the time of the limit."""
+SILENT_S = 10.0
+"""By how much a rank's report may be late; the clocks of machines differ."""
+STUCK_DISK_S = 30.0
+"""How long the end of a process waits for a report to be written."""
+PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A sign of life of one rank, which it writes to the run directory."""
+
+    rank: int
+    host: str
+    step: int
+    beats: int
+    activity: str
+    time: float
+    """Seconds since 1970."""
+
+
+class Watchdog:
+    """A context in which a thread reports when a run does nothing for `train.watchdog_minutes`.
+
+    Every rank has one, and writes the stacks of its own threads; the main rank says which is
+    behind. With `train.watchdog_stop`, the process then ends with exit code 75, without saving: the
+    loop is stuck. Steps since the last checkpoint are lost.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        say: Callable[[str], object] | None = None,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        """`say` is called from another thread; `end` ends the process with an exit code."""
+        self._run = run
+        self._say = say
+        self._end = end
+        self._limit_s = 60 * run.config.train.watchdog_minutes
+        self._stops = run.config.train.watchdog_stop
+        # The main rank ends first: the others would be taken for the cause.
+        self._grace_s = self._limit_s / TICKS * (2 if run.mesh.is_main else 5)
+        self._spare = threading.Event()
+        self._loop_id = 0
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def __enter__(self) -> Self:
+        if self._limit_s:
+            self._loop_id = threading.get_ident()
+            self._threads.append(_started("flatout-watchdog", self._watch))
+            if self._run.mesh.world_size > 1:  # a thread of its own: it may wait for a stuck disk
+                self._threads.append(_started("flatout-signs", self._give_signs))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._spare.set()
+        if not self._threads:
+            return
+        for thread in self._threads:
+            thread.join(timeout=1)
+        folder = self._run.folder / layout.WATCHDOG
+        with suppress(OSError):
+            _sign_path(folder, self._run.mesh.rank).unlink(missing_ok=True)
+        with suppress(OSError):  # it keeps the reports
+            folder.rmdir()
+
+    def _watch(self) -> None:
+        pulse, interval_s = self._run.pulse, self._limit_s / TICKS
+        seen, idle_s, is_stalled = -1, 0.0, False
+        while not self._closing.wait(interval_s):
+            if pulse.beats != seen:
+                if is_stalled:
+                    self._spare.set()
+                    line = f"Step {self._run.step + 1:,} goes on after {_time(idle_s)}."
+                    self._tell("stall_over", line, text=line)
+                seen, idle_s, is_stalled = pulse.beats, 0.0, False
+            else:
+                idle_s += interval_s
+            limit_s = self._limit_s * (1 if pulse.activity in BEATING else PATIENCE)
+            if idle_s > limit_s - interval_s / 2 and not is_stalled:
+                is_stalled = True
+                self._report(idle_s)
+            if is_stalled and self._stops and idle_s > limit_s + self._grace_s:
+                if self._run.mesh.is_main:
+                    layout.write_exit_code(self._run.folder, Stopped.exit_code)
+                self._end(Stopped.exit_code)
+                return
+
+    def _report(self, idle_s: float) -> None:
+        run = self._run
+        lines = [
+            f"No progress for {_time(idle_s)} after step {run.step:,}, while {run.pulse.activity}.",
+            *doing(run.mesh.device, self._loop_id),
+        ]
+        if self._stops:
+            self._end_later()
+            lines.append(f"The process ends in {_time(self._grace_s)}, unless it goes on.")
+        self._say_on_main(" ".join(lines))
+        verdict = self._verdict()
+        lines += [verdict] if verdict else []
+        path = run.folder / layout.WATCHDOG / f"step-{run.step}-rank-{run.mesh.rank}.txt"
+        where = f"The stacks of all threads are in {path}."
+        try:
+            write_stacks(path, [f"{_here()}, rank {run.mesh.rank}, process {os.getpid()}", *lines])
+        except OSError as error:
+            where = f"The stacks of all threads cannot be written: {error}."
+        where = f"{verdict} {where}".lstrip()
+        self._tell("stall", where, seconds=round(idle_s), text=" ".join(lines), path=str(path))
+
+    def _end_later(self) -> None:
+        """End the process even if the report waits for a disk that does not answer."""
+        self._spare.clear()
+
+        def end() -> None:
+            if not self._spare.wait(self._grace_s + STUCK_DISK_S):
+                self._end(Stopped.exit_code)
+
+        threading.Thread(target=end, name="flatout-watchdog-end", daemon=True).start()
+
+    def _tell(self, kind: str, line: str, **fields: str | float) -> None:
+        """Say a line and record an event, on the main rank."""
+        self._say_on_main(line)
+        if self._run.mesh.is_main:
+            with suppress(OSError):
+                layout.append_event(self._run.folder, kind, step=self._run.step, **fields)
+
+    def _say_on_main(self, line: str) -> None:
+        if self._say is not None and self._run.mesh.is_main:
+            self._say(line)
+
+    def _give_signs(self) -> None:
+        run = self._run
+        pulse, rank = run.pulse, run.mesh.rank
+        path = _sign_path(run.folder / layout.WATCHDOG, rank)
+        while not self._closing.wait(self._limit_s / TICKS):
+            sign = Sign(rank, _here(), run.step, pulse.beats, pulse.activity, time.time())
+            with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)
+                with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                    file.write(json.dumps(asdict(sign)).encode())
+                    file.truncate()
+
+    def _verdict(self) -> str:
+        """Return which rank is behind, as a sentence; "" for a single process."""
+        world_size = self._run.mesh.world_size
+        if world_size == 1:
+            return ""
+        signs = list(read_signs(self._run.folder / layout.WATCHDOG, world_size))
+        return waiting_for(signs, world_size, late_s=3 * self._limit_s / TICKS + SILENT_S)
+
+
+def waiting_for(signs: Sequence[Sign], world_size: int, *, late_s: float) -> str:
+    """Return a sentence that names the ranks that the others wait for.
+
+    A rank whose newest sign is older than `late_s` seconds does not run.
+    """
+    by_rank, now_s = {sign.rank: sign for sign in signs}, time.time()
+    gone = []
+    for rank in range(world_size):
+        sign = by_rank.get(rank)
+        if sign is None:
+            gone.append(f"rank {rank}, which never gave a sign of life")
+        elif now_s - sign.time > late_s:
+            since = _time(now_s - sign.time)
+            gone.append(f"rank {rank} on {sign.host}, without a sign of life for {since}")
+    if gone:
+        return f"Stopped, killed or unreachable: {'; '.join(gone)}."
+    fewest = min(sign.beats for sign in signs)
+    behind = [
+        f"rank {sign.rank} on {sign.host} (after step {sign.step:,}, while {sign.activity})"
+        for sign in signs
+        if sign.beats == fewest
+    ]
+    if len(behind) == world_size:
+        return f"All {world_size} ranks have done the same work."
+    return f"The others wait for {' and '.join(behind)}."
+
+
+def read_signs(folder: Path, world_size: int) -> Iterator[Sign]:
+    """Yield the newest sign of each rank that has given one."""
+    for rank in range(world_size):
+        with suppress(OSError, ValueError, TypeError):
+            yield Sign(**json.loads(read_regular(_sign_path(folder, rank))))
+
+
+def doing(device: torch.device, loop_id: int) -> list[str]:
+    """Return what the loop, the feed, the device and the writer of checkpoints do, as sentences.
+
+    `loop_id` identifies the thread that trains.
+    """
+    frames = sys._current_frames()
+    frame = {thread.name: frames.get(thread.ident or 0) for thread in threading.enumerate()}
+    lines = [f"The loop is in {_place(frames.get(loop_id))}."]
+    feed, writer = frame.get("flatout-feed"), frame.get("checkpoint")
+    if feed is not None:
+        own = _own_frame(feed)
+        is_ahead = own is not None and own.f_code.co_name == "_read"
+        what = "has read ahead" if is_ahead else f"is reading in {_place(feed)}"
+        lines.append(f"The feed {what}.")
+    if writer is not None:
+        lines.append(f"A checkpoint is being written, in {_place(writer)}.")
+    if device.type == "cuda":
+        lines.append(f"The GPU {_gpu_state(device)}.")
+    return lines
+
+
+def write_stacks(path: Path, lines: Sequence[str]) -> None:
+    """Write these lines and the stacks of all threads to a file of a run directory."""
+    path.parent.mkdir(exist_ok=True)
+    names = [
+        f"Thread 0x{thread.ident or 0:016x} is {thread.name}" for thread in threading.enumerate()
+    ]
+    with os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        file.write("\n".join([*lines, "", *names, "", ""]))
+        file.flush()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+
+
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame in this package."""
+    while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return frame
+
+
+def _place(frame: FrameType | None) -> str:
+    """Return where a thread is: the innermost function of this package, and what it calls."""
+    own = _own_frame(frame)
+    shown = own or frame
+    if frame is None or shown is None:
+        return "no Python code"
+    where = f"{shown.f_code.co_name} ({Path(shown.f_code.co_filename).name}:{shown.f_lineno})"
+    return where if shown is frame else f"{where}, which calls {frame.f_code.co_name}"
+
+
+def _gpu_state(device: torch.device) -> str:
+    try:
+        is_idle = torch.cuda.default_stream(device).query()
+    except RuntimeError as error:
+        return f"cannot be asked: {str(error).splitlines()[0]}"
+    return "has no work" if is_idle else "has not finished its work"
+
+
+def _started(name: str, work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _sign_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
+def _here() -> str:
+    return socket.gethostname()
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"

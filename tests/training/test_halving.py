@@ -1,0 +1,138 @@
+"""A run that runs out of memory continues from the same step with half the micro-batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.errors import OutOfMemory, Stopped
+from flatout.models.transformer import Transformer
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_config
+
+pytestmark = pytest.mark.slow
+
+AUTO = {"batch__rows_per_device": "auto", "train__eval_every": 3, "checkpoint__every_steps": 2}
+
+
+class Device:
+    """A device that runs out of memory with more than `most_rows`, from one call on."""
+
+    def __init__(self, monkeypatch):
+        self.most_rows, self.calls, self.since, self.in_training = 8, 0, 0, True
+        forward = Transformer.forward
+        device = self
+
+        def limited(self, tokens_BT, *more):
+            if device.in_training == torch.is_grad_enabled():
+                device.calls += 1
+                if device.calls > device.since and len(tokens_BT) > device.most_rows:
+                    torch.rand(3)  # as dropout does
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+            return forward(self, tokens_BT, *more)
+
+        monkeypatch.setattr(Transformer, "forward", limited)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device(monkeypatch)
+
+
+def losses(records, run):
+    return [record["train/loss"] for record in records(run) if "train/loss" in record]
+
+
+@pytest.mark.parametrize("since", [0, 3], ids=["at the start", "in the middle"])
+@pytest.mark.parametrize("speedups", ["auto,-compile", "micro-batch"], ids=["prefetch", "direct"])
+def test_the_step_is_repeated_with_rows_that_fit(
+    since, speedups, tiny_config, tmp_path, device, records, events
+):
+    config = tiny_config(**AUTO, speedups=speedups)
+    whole = run_training(config, tmp_path / "whole")
+    device.most_rows, device.calls, device.since = 2, 0, since
+    run = tmp_path / "run"
+    result = run_training(config, run)
+    assert (result["steps"], result["tokens"]) == (whole["steps"], whole["tokens"])
+    assert losses(records, run) == pytest.approx(losses(records, tmp_path / "whole"), rel=1e-4)
+    found = [
+        (e["step"], e["rows_before"], e["rows_per_device"]) for e in events(run, "smaller_batch")
+    ]
+    assert found == [(since, 8, 4), (since, 4, 2)]
+    stored = read_config(run).batch
+    assert (stored.rows_per_device, stored.accumulate, stored.tokens_per_step) == (2, 4, 128)
+
+
+def test_the_state_before_the_failed_attempt_is_restored_bit_for_bit(tiny_config, tmp_path, device):
+    """With dropout, a generator that moved in the failed attempt would change every later loss."""
+    explicit = tiny_config(model__dropout=0.2, batch__rows_per_device=4)
+    chosen = tiny_config(model__dropout=0.2, batch__rows_per_device="auto")
+    device.most_rows = 4
+    whole = run_training(explicit, tmp_path / "whole")
+    assert run_training(chosen, tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_resumed_run_keeps_the_smaller_micro_batch(
+    tiny_config, tmp_path, device, stop_at, events
+):
+    config, run = tiny_config(**AUTO), tmp_path / "run"
+    device.most_rows = 4
+    with pytest.raises(Stopped):
+        run_training(config, run, observers=[stop_at(3)])
+    assert run_training(config, run)["steps"] == 6
+    assert len(events(run, "smaller_batch")) == 1
+
+
+def test_an_evaluation_out_of_memory_is_repeated_too(tiny_config, tmp_path, device, events):
+    config = tiny_config(**AUTO)
+    whole = run_training(config, tmp_path / "whole")
+    device.most_rows, device.calls, device.in_training = 4, 0, False
+    result = run_training(config, tmp_path / "run")
+    assert result["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-4)
+    assert [event["step"] for event in events(tmp_path / "run", "smaller_batch")] == [3]
+
+
+def test_rows_that_the_user_set_are_not_changed(tiny_config, tmp_path, device, events):
+    device.most_rows = 2
+    with pytest.raises(OutOfMemory, match="Out of memory at step 0"):
+        run_training(tiny_config(), tmp_path / "run")
+    assert events(tmp_path / "run", "smaller_batch") == []
+
+
+def test_a_single_row_that_does_not_fit_is_an_error(tiny_config, tmp_path, device):
+    device.most_rows = 0
+    with pytest.raises(OutOfMemory, match="with 1 rows per device"):
+        run_training(tiny_config(**AUTO), tmp_path / "run")
+
+
+def test_a_half_updated_step_is_not_repeated(tiny_config, tmp_path, monkeypatch, events):
+    def full(self, *_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", full)
+    with pytest.raises(OutOfMemory, match=r"in the optimizer's step at step 0.*less state"):
+        run_training(tiny_config(**AUTO), tmp_path / "run")
+    assert events(tmp_path / "run", "smaller_batch") == []
+
+
+@pytest.mark.faults
+def test_a_process_with_little_memory_finds_rows_that_fit(tiny_set, tmp_path):
+    """The operating system refuses the memory: the limit is set when the run is built."""
+    script = Path(__file__).with_name("little_memory.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tiny_set), str(tmp_path / "run")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["rows"] < found["first_rows"]
+    assert found["steps"] == 2
