@@ -45,7 +45,7 @@ class CheckpointItem(Stored):
     age_s: float
     """Seconds since it was saved."""
     info: CheckpointInfo | None
-    """What it states about itself; null if an earlier version wrote it."""
+    """What it states about itself; null if an earlier version wrote it, or it is not readable."""
 
 
 class AsideItem(Stored):
@@ -171,7 +171,7 @@ def _items(folder: Path, check: catalog.Check, progress: Progress) -> list[Check
 def _item(
     path: Path, step: int, problems: list[str], losses: Mapping[str, object]
 ) -> CheckpointItem:
-    info = None if problems else read_info(path)
+    info = read_info(path)
     train_loss = info.train_loss if info and info.train_loss is not None else losses.get(LOSSES[0])
     val_loss = info.val_loss if info and info.val_loss is not None else losses.get(LOSSES[1])
     return CheckpointItem(

@@ -51,6 +51,7 @@ def test_a_damaged_one_is_not_valid_and_says_why(fox):
     assert (first.valid, second.valid, third.valid) == (False, False, True)
     assert first.problems[0].endswith("state.json is missing.")
     assert "SHA-256" in second.problems[0]
+    assert second.train_loss == second.info.train_loss
     assert "SHA-256" in checkpoints(fox).summary()
     assert checkpoints(fox, quick=True).items[1].valid
 
