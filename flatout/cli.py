@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def execute(words: list[str]) -> int:
     """Run the program and return its exit code; a `FlatoutError` is printed without traceback."""
     as_json = "--json" in words
+    if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
+        words = [words[1], words[0], *words[2:]]
     try:
         with _signals_interrupt():
             return _run(words)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.errors import UsageError, in_shell
+from flatout.errors import ConfigError, UsageError, in_shell
 
 CHUNK_NAME = re.compile(r"chunk_(\d+)\.pt")
 """Name of a token file that `flatout import` reads."""
@@ -87,6 +87,20 @@ def require_local(
         raise error(
             f"{option}{url} is a URL; only a local path can be used here.",
             fix=ADDRESS_FIX,
+        )
+
+
+def require_recipe_path(path: Path | str, option: str = "") -> None:
+    """Check that `path` can become a recipe: a local path that ends in .yaml or .yml.
+
+    `option` is the option or key that gave it, as the message shows it.
+
+    Raises: UsageError for a URL; ConfigError for another ending.
+    """
+    require_local(path, option)
+    if Path(path).suffix not in (".yaml", ".yml"):
+        raise ConfigError(
+            f"{option}{path} is not a YAML file.", fix=f"For example {option}recipe.yaml."
         )
 
 

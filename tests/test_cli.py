@@ -179,6 +179,12 @@ def test_help_of_the_program_lists_the_commands(run):
         assert "shout  Shout some words." in out
 
 
+def test_json_may_come_before_the_command(run):
+    assert run("--json", "--help") == run("--help")
+    assert run("--json", "--version") == run("--version")
+    assert run("--json", "shout", "hello") == run("shout", "hello", "--json")
+
+
 def test_help_of_a_command_has_its_options_and_an_example(run):
     code, out, _ = run("shout", "--help")
     assert code == 0

@@ -49,6 +49,22 @@ def require(document: JsonObject, key: str, values: Collection[Any]) -> None:
         )
 
 
+def usual_keys(document: JsonObject) -> JsonObject:
+    """Return the `model.` keys of a transformer whose config.json has the usual names of sizes.
+
+    Raises: ConfigError when one is missing.
+    """
+    return {
+        "kind": "transformer",
+        "vocab_size": required(document, "vocab_size"),
+        "num_layers": required(document, "num_hidden_layers"),
+        "d_model": required(document, "hidden_size"),
+        "num_heads": required(document, "num_attention_heads"),
+        "d_ff": required(document, "intermediate_size"),
+        "max_seq_len": required(document, "max_position_embeddings"),
+    }
+
+
 def rotary_keys(document: JsonObject, *, base: float = 10_000.0) -> JsonObject:
     """Return the `model.` keys of rotary positions; `base` is the family's default.
 

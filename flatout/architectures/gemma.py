@@ -8,9 +8,9 @@ from flatout.architectures import Architecture, TensorMap, llama
 from flatout.architectures.config_json import (
     first_difference,
     require,
-    required,
     rotary_document,
     rotary_keys,
+    usual_keys,
 )
 from flatout.architectures.transforms import plus_one
 from flatout.json_io import JsonObject
@@ -38,21 +38,15 @@ def keys(document: JsonObject) -> JsonObject:
     require(document, "hidden_activation", ACTIVATIONS)
     require(document, "attention_bias", (False, None))
     require(document, "use_bidirectional_attention", (False, None))
-    width, heads = required(document, "hidden_size"), required(document, "num_attention_heads")
+    sizes = usual_keys(document)
     return {
-        "kind": "transformer",
-        "vocab_size": required(document, "vocab_size"),
-        "num_layers": required(document, "num_hidden_layers"),
-        "d_model": width,
-        "num_heads": heads,
-        "num_kv_heads": document.get("num_key_value_heads") or heads,
+        **sizes,
+        "num_kv_heads": document.get("num_key_value_heads") or sizes["num_heads"],
         "head_dim": document.get("head_dim") or HEAD_DIM,
-        "d_ff": required(document, "intermediate_size"),
-        "max_seq_len": required(document, "max_position_embeddings"),
         "norm": "rmsnorm",
         "activation": "geglu",
         "tied_head": document.get("tie_word_embeddings", True),
-        "embedding_scale": math.sqrt(width),
+        "embedding_scale": math.sqrt(sizes["d_model"]),
         "rms_norm_eps": float(document.get("rms_norm_eps") or 1e-6),
     } | rotary_keys(document)
 

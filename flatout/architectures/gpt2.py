@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.architectures import Architecture, TensorMap
 from flatout.architectures.config_json import first_difference, require, required
-from flatout.architectures.transforms import same, transposed, with_bias
+from flatout.architectures.transforms import Kind, in_blocks, same, transposed, with_bias
 from flatout.json_io import JsonObject
 from flatout.models.transformer import TransformerConfig
 
@@ -113,7 +113,7 @@ def tensors(config: TransformerConfig) -> list[TensorMap]:
     ]
     if not config.tied_head:
         maps.append(same("unembedding.weight", "lm_head.weight"))
-    names = {
+    names: dict[str, tuple[Kind, str]] = {
         "attention_norm": (same, "ln_1"),
         "attention.qkv": (transposed, "attn.c_attn"),
         "attention.output": (transposed, "attn.c_proj"),
@@ -121,11 +121,7 @@ def tensors(config: TransformerConfig) -> list[TensorMap]:
         "mlp.up": (transposed, "mlp.c_fc"),
         "mlp.down": (transposed, "mlp.c_proj"),
     }
-    for layer in range(config.num_layers):
-        for ours, (kind, theirs) in names.items():
-            name, foreign = f"blocks.{layer}.{ours}", f"transformer.h.{layer}.{theirs}"
-            maps += with_bias(kind, name, foreign, bias=config.bias)
-    return maps
+    return [*maps, *in_blocks(names, "transformer.h", config.num_layers, bias=config.bias)]
 
 
 ARCHITECTURE = Architecture(

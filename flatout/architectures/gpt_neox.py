@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,9 +11,9 @@ from flatout.architectures import Architecture, TensorMap
 from flatout.architectures.config_json import (
     first_difference,
     require,
-    required,
     rotary_document,
     rotary_keys,
+    usual_keys,
 )
 from flatout.architectures.gpt2 import (
     ACTIVATIONS,
@@ -22,7 +21,7 @@ from flatout.architectures.gpt2 import (
     why_not_activation,
     why_not_plain_heads,
 )
-from flatout.architectures.transforms import reordered, same, with_bias
+from flatout.architectures.transforms import Kind, in_blocks, reordered, same, with_bias
 from flatout.json_io import JsonObject
 from flatout.models.transformer import TransformerConfig
 
@@ -49,24 +48,18 @@ def keys(document: JsonObject) -> JsonObject:
     """
     require(document, "hidden_act", (*ACTIVATIONS, None))
     require(document, "attention_bias", (True, None))
-    width, heads = required(document, "hidden_size"), required(document, "num_attention_heads")
+    sizes = usual_keys(document)
     parameters = document.get("rope_parameters") or {}
     share = parameters.get("partial_rotary_factor", document.get("rotary_pct", DEFAULT_SHARE))
     base = float(document.get("rotary_emb_base") or 10_000)
     return {
-        "kind": "transformer",
-        "vocab_size": required(document, "vocab_size"),
-        "num_layers": required(document, "num_hidden_layers"),
-        "d_model": width,
-        "num_heads": heads,
-        "d_ff": required(document, "intermediate_size"),
-        "max_seq_len": required(document, "max_position_embeddings"),
+        **sizes,
         "norm": "layernorm",
         "parallel_residual": document.get("use_parallel_residual", True),
         "activation": ACTIVATIONS[document.get("hidden_act") or "gelu"],
         "bias": True,
         "tied_head": bool(document.get("tie_word_embeddings")),
-        "rotary_dims": int(width // heads * share),
+        "rotary_dims": int(sizes["d_model"] // sizes["num_heads"] * share),
         "layer_norm_eps": float(document.get("layer_norm_eps") or 1e-5),
     } | rotary_keys(document, base=base)
 
@@ -118,7 +111,7 @@ def tensors(config: TransformerConfig) -> list[TensorMap]:
     if not config.tied_head:
         maps.append(same("unembedding.weight", "embed_out.weight"))
     rows = qkv_order(config.num_heads, config.head_size, config.rotary_dims or config.head_size)
-    names: dict[str, tuple[Callable[[str, str], TensorMap], str]] = {
+    names: dict[str, tuple[Kind, str]] = {
         "attention_norm": (same, "input_layernorm"),
         "attention.qkv": (partial(reordered, order=rows), "attention.query_key_value"),
         "attention.output": (same, "attention.dense"),
@@ -126,11 +119,7 @@ def tensors(config: TransformerConfig) -> list[TensorMap]:
         "mlp.up": (same, "mlp.dense_h_to_4h"),
         "mlp.down": (same, "mlp.dense_4h_to_h"),
     }
-    for layer in range(config.num_layers):
-        for ours, (kind, theirs) in names.items():
-            name, foreign = f"blocks.{layer}.{ours}", f"gpt_neox.layers.{layer}.{theirs}"
-            maps += with_bias(kind, name, foreign, bias=config.bias)
-    return maps
+    return [*maps, *in_blocks(names, "gpt_neox.layers", config.num_layers, bias=config.bias)]
 
 
 def qkv_order(num_heads: int, head_dim: int, rotated: int) -> Tensor:

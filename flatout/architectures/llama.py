@@ -6,9 +6,9 @@ from flatout.architectures import Architecture, TensorMap
 from flatout.architectures.config_json import (
     first_difference,
     require,
-    required,
     rotary_document,
     rotary_keys,
+    usual_keys,
 )
 from flatout.architectures.transforms import same, stacked
 from flatout.errors import ConfigError
@@ -44,14 +44,11 @@ def keys(document: JsonObject) -> JsonObject:
 
     Raises: ConfigError for activations, biases, windows or positions that flatout lacks.
     """
-    kind, width, heads = (
-        document["model_type"],
-        required(document, "hidden_size"),
-        required(document, "num_attention_heads"),
-    )
+    kind, sizes = document["model_type"], usual_keys(document)
+    heads = sizes["num_heads"]
     require(document, "hidden_act", ("silu", None))
-    require(document, "no_rope_layers", (None, [], [1] * required(document, "num_hidden_layers")))
-    default = QWEN3_HEAD_DIM if kind == "qwen3" else width // heads
+    require(document, "no_rope_layers", (None, [], [1] * sizes["num_layers"]))
+    default = QWEN3_HEAD_DIM if kind == "qwen3" else sizes["d_model"] // heads
     biases = {bool(document.get("attention_bias")), bool(document.get("mlp_bias"))}
     if len(biases) > 1:
         raise ConfigError(
@@ -60,15 +57,9 @@ def keys(document: JsonObject) -> JsonObject:
             "queries, keys and values.",
         )
     return {
-        "kind": "transformer",
-        "vocab_size": required(document, "vocab_size"),
-        "num_layers": document["num_hidden_layers"],
-        "d_model": width,
-        "num_heads": heads,
+        **sizes,
         "num_kv_heads": document.get("num_key_value_heads") or heads,
         "head_dim": document.get("head_dim") or default,
-        "d_ff": required(document, "intermediate_size"),
-        "max_seq_len": required(document, "max_position_embeddings"),
         "norm": "rmsnorm",
         "activation": "swiglu",
         "bias": biases == {True},

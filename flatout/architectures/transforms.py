@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from flatout.architectures import TensorMap
+
+Kind = Callable[[str, str], TensorMap]
+"""How a tensor corresponds to the family's: (name, foreign name) -> map."""
 
 
 def same(name: str, foreign: str) -> TensorMap:
@@ -49,9 +52,7 @@ def reordered(name: str, foreign: str, order: Tensor) -> TensorMap:
     )
 
 
-def with_bias(
-    kind: Callable[[str, str], TensorMap], name: str, foreign: str, *, bias: bool
-) -> list[TensorMap]:
+def with_bias(kind: Kind, name: str, foreign: str, *, bias: bool) -> list[TensorMap]:
     """Return the maps of the weight and the bias of a layer that has both in the family.
 
     Without a bias in flatout's model, the family's is 0, with one number per row of the weight.
@@ -68,6 +69,24 @@ def with_bias(
         return [*weight.split(whole), whole.new_zeros(whole.shape[0])]
 
     return [TensorMap(weight.name, (*weight.foreign, f"{foreign}.bias"), join, split)]
+
+
+def in_blocks(
+    names: Mapping[str, tuple[Kind, str]], foreign: str, num_layers: int, *, bias: bool
+) -> list[TensorMap]:
+    """Return the maps `with_bias` of the layers of all blocks.
+
+    `names` has how each layer of a block corresponds to the family's, and the family's name;
+    `foreign` is the family's name of all blocks.
+    """
+    return [
+        one
+        for block in range(num_layers)
+        for ours, (kind, theirs) in names.items()
+        for one in with_bias(
+            kind, f"blocks.{block}.{ours}", f"{foreign}.{block}.{theirs}", bias=bias
+        )
+    ]
 
 
 def _turned(tensor: Tensor) -> Tensor:

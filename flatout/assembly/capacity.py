@@ -125,7 +125,7 @@ def smallest_machine(workload: Workload) -> str | None:
     """
     rows = sorted(map(row_named, MACHINES.names()), key=lambda row: row.memory_gb.value)
     for count in COUNTS:
-        sharded = replace(workload, num_shards=count) if count > 1 else workload
+        sharded = replace(workload, num_shards=count, on_gpu=True)
         need = estimate(sharded, 1).total * CUDA_RESERVED + CUDA_CONTEXT
         for row in rows:
             if need <= row.memory_gb.value * 1e9:

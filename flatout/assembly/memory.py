@@ -33,6 +33,8 @@ from flatout.parallel.mesh import Mesh
 from flatout.registry import OPTIMIZERS
 
 GIB = 2**30
+PER_PARAMETER = 4
+"""Assumed operations of the optimizer's step per trained tensor."""
 MOST_ROWS = 2**20
 """Upper bound of the search for the most rows."""
 
@@ -127,9 +129,8 @@ class MemoryEstimate:
 
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
     """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
-    gradients_exist = workload.gradients_stay or accumulate > 1
-    shards = workload.num_shards
-    traced = _trace(replace(workload, num_shards=1, whole_gradients=False), rows, gradients_exist)
+    gradients_exist, shards = _gradients_exist(workload, accumulate), workload.num_shards
+    traced = _trace_of(workload, rows, accumulate)
     model = traced.model
     own = sum(_shard_bytes(parameter, shards) for parameter in model.parameters())
     trained = _trained(model)
@@ -154,6 +155,17 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         workspace=workspace,
         peak=max(moments, key=lambda moment: moment.total),
     )
+
+
+def operations_per_step(workload: Workload, rows: int, accumulate: int = 1) -> int:
+    """Return how many operations an eager step starts, without views; the optimizer's are assumed.
+
+    It costs nothing after `estimate` of the same batch.
+    """
+    traced = _trace_of(workload, rows, accumulate)
+    parts = (traced.embedding, *traced.blocks, traced.head)
+    in_optimizer = PER_PARAMETER * len(_trained(traced.model))
+    return accumulate * sum(part.operations for part in parts) + in_optimizer
 
 
 def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> int:
@@ -196,6 +208,16 @@ class _Traced:
     head: Part
     step: int
     """What the optimizer's step needs beside its state."""
+
+
+def _gradients_exist(workload: Workload, accumulate: int) -> bool:
+    """Return whether gradients exist before a micro-batch."""
+    return workload.gradients_stay or accumulate > 1
+
+
+def _trace_of(workload: Workload, rows: int, accumulate: int) -> _Traced:
+    whole = replace(workload, num_shards=1, whole_gradients=False)
+    return _trace(whole, rows, _gradients_exist(workload, accumulate))
 
 
 @lru_cache(maxsize=64)

@@ -21,13 +21,17 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
+        self.operations = 0
+        """Those that computed something: not views."""
         self._seen: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {storage_id(part) for part in parts_of(tree_leaves((args, kwargs)))}
-        for part in parts_of(tree_leaves(result)):
-            if storage_id(part) not in given and storage_id(part) not in self._seen:
+        made = [part for part in parts_of(tree_leaves(result)) if storage_id(part) not in given]
+        self.operations += bool(made) or func._schema.is_mutable
+        for part in made:
+            if storage_id(part) not in self._seen:
                 self._add(part.untyped_storage())
         return result
 
@@ -59,6 +63,8 @@ class Part:
     """Peak of its backward pass, with what was kept and the gradient of its output."""
     gradients: int
     """Gradients of weights that did not exist before its backward pass."""
+    operations: int
+    """Operations of both passes, without views."""
 
 
 def trace(
@@ -84,7 +90,7 @@ def trace(
         if end.requires_grad:  # not after an embedding that is frozen
             end.backward()
         del end
-    return Part(kept, forward, live.peak, live.now)
+    return Part(kept, forward, live.peak, live.now, live.operations)
 
 
 class _Enter(torch.autograd.Function):

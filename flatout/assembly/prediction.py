@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.assembly.memory import GIB, MemoryEstimate
+from flatout.assembly.assumed_rate import assumed_rate
+from flatout.assembly.memory import GIB, MemoryEstimate, Workload
 from flatout.assembly.parts import Decision
 from flatout.assembly.past_runs import PastRun, alike, shape_of
 from flatout.assembly.selection import assemble, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.hardware import ASSUMED_MFU
 from flatout.json_io import JsonObject
 from flatout.roof import Peak
 
@@ -256,15 +256,20 @@ def predict_time(
     world_size: int = 1,
     dataset: AnyDataset | None = None,
     first_step: int = 0,
+    workload: Workload | None = None,
 ) -> TimePrediction:
     """Return the rate and the duration of a resolved run on `world_size` devices.
 
     A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
     share of the peak that other shapes reached here, or an assumed share. A run whose micro-batch
-    also is the same is preferred, and one that had the cores to itself.
+    also is the same is preferred, and one that had the cores to itself. With a `workload`, the
+    assumption counts what it takes to start the operations of an eager step.
     """
     speedups = speedups_on(decisions)
-    rate, source, past = _rate(config, speedups, flops_per_token, peak, runs, world_size)
+    rate, source, past = _known_rate(config, speedups, flops_per_token, peak, runs, world_size)
+    if rate is None and peak is not None:
+        whole = peak.tflops * 1e12 * world_size / flops_per_token
+        rate, source = assumed_rate(config, whole, None if compiles(decisions) else workload)
     mfu = rate * flops_per_token / (peak.tflops * 1e12 * world_size) if rate and peak else None
     steps = config.train.steps
     if rate is None or steps is None:
@@ -280,7 +285,7 @@ def predict_time(
     return TimePrediction(rate, wall_s, mfu, source, error)
 
 
-def _rate(
+def _known_rate(
     config: RunConfig,
     speedups: Sequence[str],
     flops_per_token: float,
@@ -288,7 +293,7 @@ def _rate(
     runs: Sequence[PastRun],
     world_size: int,
 ) -> tuple[float | None, str, Sequence[PastRun]]:
-    """Return the rate, its source, and the runs that it is based on."""
+    """Return the rate that runs have reached, its source, and the runs; without any, no rate."""
     timed = [run for run in runs if run.tokens_per_s]
     same = alike(timed, shape_of(config), speedups, world_size)
     for by, what in (("train", "of this shape here"), ("bench", "of bench for this shape here")):
@@ -313,7 +318,7 @@ def _rate(
     if others:
         mfu = statistics.median(run.mfu or 0.0 for run in others)
         return mfu * whole, f"{mfu:.0%} of the peak, as {_count(others)} of other shapes here", ()
-    return ASSUMED_MFU * whole, f"an assumed {ASSUMED_MFU:.0%} of the peak", ()
+    return None, "unknown", ()
 
 
 def _beside(run: PastRun, rows: int | str) -> float:

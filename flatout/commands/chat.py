@@ -97,8 +97,23 @@ def chat(
     )
     show = write or (lambda _piece: None)
     on_terminal = lines is None and sys.stdin is not None and sys.stdin.isatty()
+    turns = typed_lines(show, prompting=on_terminal) if lines is None else lines
+    return ChatResult(conversations=_converse(session, turns, show, on_terminal=on_terminal))
+
+
+def _converse(
+    session: ChatSession,
+    lines: Iterable[str],
+    show: Callable[[str], object],
+    *,
+    on_terminal: bool,
+) -> list[list[ChatTurn]]:
+    """Reply to each line, and return the conversations.
+
+    Raises: DataError for a turn that cannot be encoded; on a terminal, it is shown instead.
+    """
     conversations: list[list[ChatTurn]] = []
-    for line in typed_lines(show, prompting=on_terminal) if lines is None else lines:
+    for line in lines:
         content = line.strip()
         if content == QUIT:
             break
@@ -112,7 +127,7 @@ def chat(
                 if not on_terminal:
                     raise
                 show(f"{error.what} {error.fix}\n")
-    return ChatResult(conversations=[*conversations, *_spoken(session)])
+    return [*conversations, *_spoken(session)]
 
 
 def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[str]:

@@ -20,7 +20,7 @@ from flatout.measure.diagnose.diagnose import (
     diagnose_run,
     measure_briefly,
 )
-from flatout.measure.diagnose.diagnosis import Diagnosis
+from flatout.measure.diagnose.diagnosis import FILE, Diagnosis, read_diagnosis
 from flatout.measure.diagnose.fix import (
     FixOutcome,
     applied,
@@ -30,6 +30,7 @@ from flatout.measure.diagnose.fix import (
 )
 from flatout.measure.diagnose.text import text_of
 from flatout.progress import SILENT, Progress
+from flatout.recognised import require_recipe_path
 from flatout.registry import RECIPES, unknown_name
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout
@@ -42,7 +43,7 @@ class DiagnoseResult(Result):
     verdict: str
     """One line."""
     source: str
-    """measured run, recorded run, or preflight when no step could be taken."""
+    """measured run, recorded run, watched loop, or preflight when no step could be taken."""
     step_s: float | None
     """Seconds of an average step."""
     shares: dict[str, float]
@@ -61,6 +62,17 @@ class DiagnoseResult(Result):
     """With --fix: the recipe that was written; null when no fix holds."""
     path: str | None
     """findings.json in the run directory; null when there is no run directory."""
+
+    @property
+    def exit_code(self) -> int:
+        """That of `train`: 2 if the recipe cannot start, 1 if its measured steps failed; else 0.
+
+        With a fix that makes it work, and for a recorded run, it is 0.
+        """
+        fails = any(finding["harm"] == "fails" for finding in self.findings)
+        if not fails or self.recipe is not None:
+            return 0
+        return {"preflight": 2, "measured run": 1}.get(self.source, 0)
 
     def summary(self) -> str:
         """Return the verdict, the breakdown, the findings, and what --fix did."""
@@ -96,7 +108,9 @@ def diagnose(
     For a recipe, it checks the machine, the environment, the memory and the data, runs the recipe
     for some seconds in a process of its own, and divides each step into waiting for data, host,
     computation, optimizer, logging, saving, garbage collection and compiling. For a run, it reads
-    what the run has recorded. Nothing is trained or changed. What was not measured is null.
+    what the run has recorded; for a loop watched with `flatout.watch`, what the watch has found.
+    Nothing is trained or changed. What was not measured is null. A recipe that cannot start ends
+    with exit code 2, and one whose measured steps fail with 1, as with `train`.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.
@@ -104,10 +118,14 @@ def diagnose(
     In Python, `callbacks` observe the measured run, which then has no process of its own, and the
     line of a slow one is named.
     """
-    folder = run_folder(recipe)
+    folder, watched = run_folder(recipe), watched_folder(recipe)
+    if out is not None:
+        require_recipe_path(out, "--out ")
+    if watched is not None and not fix and not overrides:
+        return _result(read_watched(watched), path=watched / FILE)
     if folder is not None and not fix and not overrides:
-        measured = diagnose_run(folder)
-        return _result(measured, path=measured.diagnosis.write(folder))
+        found = diagnose_run(folder).diagnosis
+        return _result(found, path=found.write(folder))
     config = _config(recipe, folder, overrides)
     if fix:
         require_writable(_destination(config, out))
@@ -120,19 +138,43 @@ def diagnose(
         tried, written = _fixed(config, measured, out, seconds, progress)
     run = RUNS / layout.run_name(config) if folder is None else folder
     path = measured.diagnosis.write(run) if (run / layout.CONFIG).exists() else None
-    return _result(measured, path=path, tried=tried, recipe=written)
+    return _result(measured.diagnosis, path=path, tried=tried, recipe=written)
 
 
 def run_folder(name: str | Path) -> Path | None:
     """Return the run directory that a name means: a path, or a run under runs/; None: a recipe."""
-    candidates = (Path(name), RUNS / name) if str(name) else ()
-    return next((path for path in candidates if (path / layout.CONFIG).exists()), None)
+    return next((path for path in _paths(name) if (path / layout.CONFIG).exists()), None)
+
+
+def watched_folder(name: str | Path) -> Path | None:
+    """Return the directory of a loop without a recipe that a name means: records and no config."""
+    found = (path for path in _paths(name) if (path / layout.METRICS).is_file())
+    return None if run_folder(name) else next(found, None)
+
+
+def _paths(name: str | Path) -> tuple[Path, ...]:
+    return (Path(name), RUNS / name) if str(name) else ()
+
+
+def read_watched(folder: Path) -> Diagnosis:
+    """Return what `flatout.watch` has found in the loop of a directory.
+
+    Raises: ConfigError when it wrote no findings.
+    """
+    found = read_diagnosis(folder)
+    if found is None:
+        raise ConfigError(
+            f"{folder} has the records of a loop without a recipe, and no findings.",
+            fix="`flatout.watch` writes its findings when the loop ends; `flatout report "
+            f"{in_shell(folder)}` shows the curves.",
+        )
+    return found
 
 
 def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None) -> RunConfig:
     """Return the configuration to measure; that of a run is the one it was started with."""
     if folder is None:
-        _require_no_records(Path(recipe))
+        _require_no_records(recipe)
         name, known = str(recipe), RECIPES.names()
         if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
             raise unknown_name("recipe or run", name, [*known, *run_names()])
@@ -141,16 +183,17 @@ def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None
     return load_config(asked if asked.exists() else folder / layout.CONFIG, overrides or ())
 
 
-def _require_no_records(path: Path) -> None:
-    """Check that a path is not the directory of a loop that `flatout.watch` watched.
+def _require_no_records(name: str | Path) -> None:
+    """Check that a name is neither a loop that `flatout.watch` watched nor a run that is not there.
 
     Raises: ConfigError.
     """
-    if (path / layout.METRICS).is_file():
+    path, watched = Path(name), watched_folder(name)
+    if watched is not None:
         raise ConfigError(
-            f"{path} has the records of a loop without a recipe, and flatout cannot repeat it.",
-            fix=f"`flatout report {in_shell(path)}` shows its curves, and its findings if it was "
-            "watched with `flatout.watch`.",
+            f"{watched} has the records of a loop without a recipe, and flatout cannot repeat it.",
+            fix=f"Leave out --fix and the settings: `flatout diagnose {in_shell(name)}` shows what "
+            "`flatout.watch` found.",
         )
     if len(path.parts) > 1 and path.parent == RUNS and not path.exists():
         raise ConfigError(f"There is no run directory {path}.", fix="`flatout runs` lists them.")
@@ -179,13 +222,13 @@ def _destination(config: RunConfig, out: Path | None) -> Path:
 
 
 def _result(
-    measured: Measured,
+    diagnosis: Diagnosis,
     *,
     path: Path | None,
     tried: list[FixOutcome] | None = None,
     recipe: Path | None = None,
 ) -> DiagnoseResult:
-    found = measured.diagnosis.model_dump(mode="json", exclude={"format_version"})
+    found = diagnosis.model_dump(mode="json", exclude={"format_version"})
     return DiagnoseResult(
         **found,
         fixes_tried=[outcome.model_dump(mode="json") for outcome in tried or ()],
@@ -200,7 +243,7 @@ def check(
     fix: bool = False,
     out: Path | None = None,
 ) -> None:
-    """Check the names of a recipe without torch; missing data is a finding, not an error here.
+    """Check the names of a recipe without torch; missing data is a finding here.
 
     Raises: UsageError.
     """
@@ -209,11 +252,12 @@ def check(
         raise ConfigError(
             "--out has no effect without --fix.", fix="Add --fix, or leave --out out."
         )
-    if out is not None and out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(
-            f"--out {out} is not a YAML file.", fix="For example --out recipe-fixed.yaml."
-        )
-    if folder is None or overrides:
+    if out is not None:
+        require_recipe_path(out, "--out ")
+    watched = watched_folder(recipe)
+    if watched is not None and not fix and not overrides:
+        read_watched(watched)
+    elif folder is None or overrides:
         preflight.check_names(_config(recipe, folder, overrides))
 
 

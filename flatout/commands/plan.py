@@ -79,7 +79,7 @@ class PlanResult(Result):
     changes: list[JsonObject]
     """If it does not fit: what would make it fit, with the memory saved and the cost in speed."""
     smallest_machine: str | None
-    """If it does not fit: the smallest known machine that can train it with one row per device."""
+    """If not even one row fits: the smallest known machine that can train it with one."""
     notes: list[str]
     """What the plan leaves out, and why."""
 

@@ -11,9 +11,9 @@ from flatout.commands import Command, Option, Overrides, RecipeName, Result, tra
 from flatout.config.schema import load_config
 from flatout.errors import in_shell
 from flatout.json_io import JsonObject
-from flatout.measure.tune.parts import parse_only
+from flatout.measure.tune.parts import LEAST_MINUTES, parse_only
 from flatout.progress import SILENT, Progress
-from flatout.recognised import require_local
+from flatout.recognised import require_recipe_path
 
 TUNED = "tuned.yaml"
 MINUTES = 15.0
@@ -68,7 +68,8 @@ def tune(
     recipe: RecipeName,
     overrides: Overrides = None,
     minutes: Annotated[
-        float, Option("Time limit: what is most promising is measured first.", min=0.1)
+        float,
+        Option("Time limit: what is most promising is measured first.", min=LEAST_MINUTES),
     ] = MINUTES,
     only: Annotated[
         str | None,
@@ -101,7 +102,7 @@ def tune(
     from flatout.measure.tune.tune import run_tune
 
     start_s = time.monotonic()
-    require_local(out, "--out ")
+    require_recipe_path(out, "--out ")
     tuning, ended_by = run_tune(
         load_config(recipe, overrides or ()),
         out=Path(out),
@@ -137,7 +138,7 @@ def check(
     Raises: UsageError.
     """
     parse_only(only)
-    require_local(out, "--out ")
+    require_recipe_path(out, "--out ")
     train.check(recipe, overrides, progress=progress)
 
 

@@ -102,6 +102,9 @@ def _verdict(plan: JsonObject) -> str:
 
 def _time(plan: JsonObject) -> Iterator[tuple[str, str]]:
     rate = plan["tokens_per_s"]
+    if rate is None and plan["fits"] is False:
+        yield "Time", plan["tokens_per_s_from"]
+        return
     yield "Speed", (f"{amount(rate)} tokens/s: " if rate else "") + plan["tokens_per_s_from"]
     if plan["mfu"]:
         yield "MFU", f"{plan['mfu']:.1%} of {plan['mfu_of']}"

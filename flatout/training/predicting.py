@@ -139,6 +139,7 @@ def predict(run: Run, known: Forecast) -> Prediction:
         world_size=run.mesh.world_size,
         dataset=run.dataset,
         first_step=run.step,
+        workload=workload_of(run.config, assemble(run.decisions)),
     )
     return Prediction(known.memory, time)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -55,6 +56,14 @@ def test_if_no_row_fits_the_smallest_machine_is_named(asked):
     with pytest.raises(HardwareError, match="Not even one sequence fits") as caught:
         require_fitting(config, workload, memory, few)
     assert smallest_machine(workload) in caught.value.fix
+
+
+def test_the_smallest_machine_does_not_depend_on_the_shards_of_the_recipe(asked):
+    _, workload, _ = asked
+    large = replace(
+        workload, model_config=workload.model_config.model_copy(update={"vocab_size": 2**27})
+    )
+    assert smallest_machine(large) == smallest_machine(replace(large, num_shards=64))
 
 
 def test_the_memory_of_a_machine_elsewhere_is_that_of_its_data_sheet():

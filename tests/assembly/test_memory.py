@@ -7,7 +7,14 @@ import pytest
 import torch
 from kept import kept_bytes
 
-from flatout.assembly.memory import GIB, Workload, estimate, rows_that_fit
+from flatout.assembly.memory import (
+    GIB,
+    PER_PARAMETER,
+    Workload,
+    estimate,
+    operations_per_step,
+    rows_that_fit,
+)
 from flatout.assembly.memory_trace import Live
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
@@ -122,6 +129,18 @@ def test_the_estimated_peak_is_that_of_a_real_step(ops, vocab_size, tied_head, a
     found = estimate(work, 8, accumulate)
     inputs = tokens_BT.nbytes + targets_BT.nbytes
     assert found.total - found.fixed == pytest.approx(live.peak + inputs, rel=0.01)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_the_operations_are_those_of_a_real_micro_batch(ops):
+    work = workload(ops)
+    model, tokens_BT, targets_BT = real(work, 2)
+    with Live() as live:
+        loss_sum, _ = model(tokens_BT, targets_BT)
+        loss_sum.backward()
+    in_optimizer = PER_PARAMETER * len(list(model.parameters()))
+    found = operations_per_step(work, 2) - in_optimizer
+    assert found == pytest.approx(live.operations, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

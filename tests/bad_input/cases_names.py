@@ -58,7 +58,13 @@ CASES = [
         "a recipe of `diagnose --fix` that would not be YAML",
         "diagnose my.yaml --fix --out fixed.txt",
         ("--out fixed.txt is not a YAML file",),
-        ("recipe-fixed.yaml",),
+        ("--out recipe.yaml",),
+    ),
+    Case(
+        "a recipe of `tune` that would not be YAML",
+        "tune my.yaml --out fast.txt",
+        ("--out fast.txt is not a YAML file",),
+        ("--out recipe.yaml",),
     ),
     Case(
         "a recipe of `diagnose --fix` that would replace another file",

@@ -41,6 +41,12 @@ CASES = [
         ("Leave --minutes out for the default, 15",),
     ),
     Case(
+        "a time limit in which `tune` cannot measure anything",
+        "tune my.yaml --minutes 0.5",
+        ("'--minutes'", "x>=1"),
+        ("Leave --minutes out for the default, 15",),
+    ),
+    Case(
         "a price per hour that is not a number",
         "plan my.yaml --price-per-hour nan",
         ("'--price-per-hour'", "not finite"),

@@ -12,7 +12,8 @@ from flatout.commands import diagnose as command
 from flatout.config.schema import load_config
 from flatout.measure.diagnose.diagnose import Measured
 from flatout.measure.diagnose.diagnosis import diagnosis_of
-from flatout.measure.instruments.evidence import Evidence, Phases, Roof
+from flatout.measure.diagnose.text import text_of
+from flatout.measure.instruments.evidence import Evidence, Failure, Phases, Roof
 
 
 @pytest.fixture
@@ -106,10 +107,45 @@ def test_fix_replaces_its_own_recipe(measured, tiny_set, tmp_path):
     assert [run(*words), run(*words)] == [0, 0]
 
 
-def test_the_records_of_a_watched_loop_lead_to_the_report(capsys, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert run(str(tmp_path)) == 2
-    assert f"flatout report {tmp_path}" in capsys.readouterr().err
+def test_the_findings_of_a_watched_loop_are_read(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert run("mine") == 2
+    assert "flatout report runs/mine" in capsys.readouterr().err
+    evidence = Evidence(
+        source="watched loop", step_s=0.1, phases=Phases(data_wait_s=0.05, compute_s=0.05)
+    )
+    written = diagnosis_of(evidence).write(folder).read_text()
+    assert run("mine", "--json") == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["verdict"] == "50% of each step waits for data: 50 ms."
+    assert (found["source"], found["path"]) == ("watched loop", "runs/mine/findings.json")
+    assert (folder / "findings.json").read_text() == written
+    assert run("mine", "--fix") == 2
+    assert "flatout cannot repeat it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("source", "code"), [("preflight", 2), ("measured run", 1)])
+def test_the_exit_code_is_that_of_training(measured, monkeypatch, tiny_set, source, code):
+    failed = Evidence(
+        source=source, failure=Failure(kind="error", message="It failed.", fix="Mend it.")
+    )
+    found = Measured(failed, diagnosis_of(failed))
+    monkeypatch.setattr(command, "diagnose_recipe", lambda *_, **__: found)
+    assert run("demo-char", f"data.path={tiny_set}") == code
+
+
+def test_the_step_and_the_rate_beside_it_are_of_the_same_time():
+    found = Evidence(
+        source="recorded run",
+        step_s=0.2,
+        phases=Phases(compute_s=0.1, evaluation_s=0.06, checkpoint_s=0.04),
+        roof=Roof(tokens_per_s=1000.0),
+    )
+    text = text_of(diagnosis_of(found))
+    assert "  500 tokens/s, saves and evaluations included\n  1,000 tokens/s without them\n" in text
 
 
 def test_a_run_is_read_and_its_findings_written(tiny_run, capsys, tmp_path):

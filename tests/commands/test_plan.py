@@ -138,6 +138,7 @@ def test_a_run_that_cannot_fit_names_the_smallest_machine_that_would_do(recipe):
     found = plan(recipe, LARGE, machine="T4")
     assert found.fits is False
     assert found.largest_rows_per_device == 0
+    assert f"Smallest     {found.smallest_machine} would do" in found.summary()
     count, _, name = found.smallest_machine.partition("x ")
     again = plan(
         recipe,
@@ -178,6 +179,20 @@ def test_each_change_that_fits_does_fit(recipe):
     # The block's last product need not be recomputed; the head is not, either.
     assert 10 < float(full["speed"].partition("%")[0]) < 34
     assert "To make it fit" in found.summary()
+
+
+@pytest.mark.slow
+def test_a_run_that_fits_with_fewer_rows_has_neither_a_time_nor_a_smallest_machine(recipe):
+    overrides = [*SMALL, "model.vocab_size=50304", "batch.rows_per_device=100_000"]
+    tokens = "batch.tokens_per_step=1600000"
+    found = plan(recipe, [*overrides, tokens], machine="T4", price_per_hour=1.0)
+    assert found.fits is False
+    assert found.largest_rows_per_device > 0
+    assert found.smallest_machine is None
+    assert [found.tokens_per_s, found.wall_s, found.mfu, found.kwh, found.cost] == [None] * 5
+    lines = found.summary().splitlines()
+    assert "Time         none: it does not fit" in lines
+    assert not [line for line in lines if line.startswith(("Energy", "Cost", "Smallest"))]
 
 
 def test_a_run_here_corrects_the_next_plan(recipe, tiny_config, tmp_path, monkeypatch):

@@ -124,7 +124,8 @@ def test_an_interruption_shows_the_results_and_sets_the_exit_code(
         (["shakespeare-char"], "data.path is not set"),
         (["shakespeare-char", "data.path=nowhere"], "nowhere"),
         (["shakespeare-char", "data.path=SET", "--only", "bacth"], "batch"),
-        (["shakespeare-char", "data.path=SET", "--minutes", "0"], "minutes"),
+        (["shakespeare-char", "data.path=SET", "--minutes", "0.5"], "0.5 is not in the range x>=1"),
+        (["shakespeare-char", "data.path=SET", "--out", "fx.txt"], "fx.txt is not a YAML file"),
         (["shakespeare-char", "data.path=SET", "--out", "s3://bucket/t.yaml"], "--out"),
     ],
 )

@@ -67,6 +67,15 @@ class Diagnosis(Fact):
         return path
 
 
+def read_diagnosis(folder: Path) -> Diagnosis | None:
+    """Return the diagnosis in a directory's findings.json; None when it is missing or damaged."""
+    try:
+        found = Diagnosis.model_validate_json((folder / FILE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if found.format_version == FORMAT_VERSION else None
+
+
 def rules() -> list[FindingRule]:
     """Return every rule."""
     return [FINDINGS.get(name) for name in FINDINGS.names()]

@@ -14,6 +14,8 @@ WORDS = {
     "checkpoint": "saving",
 }
 """Phases whose name is not their word."""
+BETWEEN_STEPS = ("checkpoint", "evaluation")
+"""Phases that the rate of the steps leaves out."""
 SHOWN = 0.005
 """Phases below this share of the step are left out."""
 BAR = 20
@@ -49,9 +51,15 @@ def _breakdown(diagnosis: Diagnosis) -> list[str]:
 
 
 def _roof(diagnosis: Diagnosis) -> list[str]:
+    """Return the rate with and without the saves and evaluations of a step, and the roof."""
     roof, lines = diagnosis.roof, []
     if roof.tokens_per_s is not None:
         rate = f"  {roof.tokens_per_s:,.0f} tokens/s"
+        between = sum(diagnosis.shares.get(name, 0.0) for name in BETWEEN_STEPS)
+        if between >= SHOWN:
+            overall = (1 - between) * roof.tokens_per_s
+            lines.append(f"  {overall:,.0f} tokens/s, saves and evaluations included")
+            rate += " without them"
         if roof.expected_tokens_per_s is not None:
             rate += f"; expected about {roof.expected_tokens_per_s:,.0f} ({roof.expected_from})"
         lines.append(rate)

@@ -246,7 +246,7 @@ class Roof(Fact):
     mfu: float | None = None
     """Their ratio; None when the peak is unknown or was measured on a busy machine."""
     tokens_per_s: float | None = None
-    """Throughput of the steps."""
+    """Throughput of the steps, without saves and evaluations."""
     expected_tokens_per_s: float | None = None
     """Throughput that this device should reach."""
     expected_from: str | None = None

@@ -114,6 +114,7 @@ def make_plan(
         runs=runs,
         world_size=target.world_size,
         dataset=dataset,
+        workload=workload,
     )
     if config.train.steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")

@@ -7,10 +7,13 @@ from typing import Any
 
 from flatout.assembly.capacity import most_rows, smallest_machine
 from flatout.assembly.memory import GIB
-from flatout.assembly.prediction import speedups_on
+from flatout.assembly.prediction import TimePrediction, speedups_on
 from flatout.measure.plan.changes import changes
 from flatout.measure.plan.plan import Plan, memory_at_peak
 from flatout.progress import SILENT, Progress
+
+DOES_NOT_FIT = "none: it does not fit"
+"""Where the rate of a run that does not fit comes from."""
 
 
 def fields_of(
@@ -50,7 +53,8 @@ def _memory(plan: Plan, progress: Progress) -> dict[str, Any]:
     with progress.task("Trying what fits"):
         largest = None if plan.available is None else most_rows(plan.workload, plan.available)
         tried = changes(plan) if fits is False else []
-        smallest = smallest_machine(plan.workload) if memory and fits is False else None
+        cannot_fit = fits is False and not largest
+        smallest = smallest_machine(plan.workload) if memory and cannot_fit else None
     return {
         "memory": parts,
         "memory_from": memory.source if memory else None,
@@ -64,7 +68,10 @@ def _memory(plan: Plan, progress: Progress) -> dict[str, Any]:
 
 
 def _time(plan: Plan, price_per_hour: float | None) -> dict[str, Any]:
+    """Return the rate, the time, the energy and the cost; there are none of a run without room."""
     time, target = plan.time, plan.target
+    if plan.fits is False and not target.is_missing:
+        time = TimePrediction(None, None, None, DOES_NOT_FIT, None)
     row = target.machine.row if target.device.startswith("cuda") else None
     power = row.power_w if row else None
     hours = None if time.wall_s is None else time.wall_s / 3600

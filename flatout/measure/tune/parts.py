@@ -7,6 +7,9 @@ from flatout.registry import SPEEDUPS, unknown_name
 PARTS = ("batch", "checkpointing", "speedups", "prefetch")
 """What can be tuned; the order is that of the first measurements."""
 
+LEAST_MINUTES = 1.0
+"""The shortest time limit: in less, hardly more than the start of one trial fits."""
+
 
 def parse_only(text: str | None) -> tuple[str, ...]:
     """Return the parts and speedups that `--only` names; all parts without it.

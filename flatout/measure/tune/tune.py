@@ -24,7 +24,7 @@ from flatout.measure.trials.rounds import (
     require_one_process,
 )
 from flatout.measure.trials.trial import run_trial
-from flatout.measure.tune.parts import PARTS
+from flatout.measure.tune.parts import LEAST_MINUTES, PARTS
 from flatout.measure.tune.race import Race
 from flatout.measure.tune.report import (
     Tuning,
@@ -60,6 +60,11 @@ def run_tune(
     """
     start_s, began = clock(), datetime.now().astimezone().isoformat(timespec="seconds")
     require_one_process("tune")
+    if minutes is not None and minutes < LEAST_MINUTES:
+        raise ConfigError(
+            f"{minutes:g} minutes are too few to measure a setting.",
+            fix=f"Give it at least minutes={LEAST_MINUTES:g}.",
+        )
     require_writable(out)
     with progress.task("Resolving the configuration"):
         resolved, additions = resolve_apart(requested, cache)

@@ -84,7 +84,7 @@ def evidence_of(loop: Loop, windows: Windows, hooks: Hooks) -> Evidence:
             "roof": Roof(
                 tokens_per_s=None
                 if loop.tokens_per_step is None
-                else loop.tokens_per_step / step_s,
+                else loop.tokens_per_step / _plain_s(windows),
             ),
             "recompile_reasons": tuple(
                 dict.fromkeys(reason for found in windows.compilations for reason in found.reasons)
@@ -97,9 +97,13 @@ def evidence_of(loop: Loop, windows: Windows, hooks: Hooks) -> Evidence:
 
 def seconds_of_step(windows: Windows) -> float:
     """Return the seconds of an average step, all included."""
+    return _plain_s(windows) + sum(_shared(windows).values())
+
+
+def _plain_s(windows: Windows) -> float:
+    """Return the seconds of an average step without what is not part of every step."""
     ordinary = windows.ordinary
-    plain_s = (ordinary.seconds - ordinary.periodic_s()) / ordinary.steps
-    return plain_s + sum(_shared(windows).values())
+    return (ordinary.seconds - ordinary.periodic_s()) / ordinary.steps
 
 
 def _shared(windows: Windows) -> dict[str, float]:
