@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -35,6 +35,8 @@ from flatout.registry import OPTIMIZERS
 GIB = 2**30
 PER_PARAMETER = 4
 """Assumed operations of the optimizer's step per trained tensor."""
+FIRST_STEP = 64
+"""The second number of rows that is tried: with few, the optimizer's step may need the most."""
 MOST_ROWS = 2**20
 """Upper bound of the search for the most rows."""
 
@@ -184,7 +186,7 @@ def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> in
             f"and {available / GIB:.2f} GiB are available.",
             fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
         )
-    fits, step, too_many = 1, 1, MOST_ROWS
+    fits, step, too_many = 1, FIRST_STEP, MOST_ROWS
     while too_many - fits > 1:
         # The need grows almost in proportion, so guesses from its slope are nearly right.
         middle = min(fits + step, too_many - 1)
@@ -222,17 +224,25 @@ def _trace_of(workload: Workload, rows: int, accumulate: int) -> _Traced:
 
 @lru_cache(maxsize=64)
 def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
+    step = _optimizer_peak(workload)
+    with _without_values(workload) as model:
+        return _trace_model(model, workload, rows, step, gradients_exist=gradients_exist)
+
+
+@contextmanager
+def _without_values(workload: Workload) -> Iterator[LanguageModel]:
+    """Make the model, and in the block all other tensors, without storage."""
     with FakeTensorMode() as mode:
         mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
         model = with_adapters(model, workload.lora)
         for transform in workload.transforms:
             model = transform(model, None)
-        return _trace_model(model, workload, rows, gradients_exist=gradients_exist)
+        yield model
 
 
 def _trace_model(
-    model: LanguageModel, workload: Workload, rows: int, *, gradients_exist: bool
+    model: LanguageModel, workload: Workload, rows: int, step: int, *, gradients_exist: bool
 ) -> _Traced:
     shape = (rows, workload.seq_len)
     tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
@@ -265,7 +275,7 @@ def _trace_model(
         traced(lambda _: model.embed(tokens_BT), is_first=True),
         [part_of[repr(block)] for block in model.blocks],
         traced(loss),
-        _optimizer_peak(model, workload),
+        step,
     )
 
 
@@ -318,13 +328,20 @@ class _Nothing(Optimizer):
         """Do nothing."""
 
 
-def _optimizer_peak(model: LanguageModel, workload: Workload) -> int:
-    """Return the most that the optimizer's step needs beside its state.
+@lru_cache(maxsize=64)
+def _optimizer_peak(workload: Workload) -> int:
+    """Return the most that the optimizer's step needs beside its state, for any rows.
 
     AdamW's need is stated; other optimizers take two steps, of which the first creates the state.
     An optimizer that reads values, as `.item()` does, counts as one that needs nothing.
     """
-    parameters = _trained(model)
+    with _without_values(workload) as model:
+        return _peak_of_step(_trained(model), model, workload)
+
+
+def _peak_of_step(
+    parameters: list[nn.Parameter], model: LanguageModel, workload: Workload
+) -> int:
     largest = max((parameter.numel() for parameter in parameters), default=0)
     adamw = 4 * workload.adamw_copies * largest
     if workload.optim.kind == "adamw" or workload.newton_schulz is None:
