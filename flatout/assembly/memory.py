@@ -339,9 +339,7 @@ def _optimizer_peak(workload: Workload) -> int:
         return _peak_of_step(_trained(model), model, workload)
 
 
-def _peak_of_step(
-    parameters: list[nn.Parameter], model: LanguageModel, workload: Workload
-) -> int:
+def _peak_of_step(parameters: list[nn.Parameter], model: LanguageModel, workload: Workload) -> int:
     largest = max((parameter.numel() for parameter in parameters), default=0)
     adamw = 4 * workload.adamw_copies * largest
     if workload.optim.kind == "adamw" or workload.newton_schulz is None:

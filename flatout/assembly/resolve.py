@@ -24,7 +24,7 @@ from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import ConfigError
 from flatout.hardware import ASSUMED_MFU, Machine
-from flatout.models.language_model import model_of
+from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
 from flatout.ops.newton_schulz import batched, compiled
 from flatout.parallel.mesh import replicas
@@ -167,8 +167,16 @@ def expected_minutes(config: RunConfig, tflops: float) -> float | None:
     if tokens is None:
         return None
     model_class, model_config = model_of(config, vocab_size=config.model.vocab_size or 1)
-    flops = model_class.count_flops(model_config, config.data.seq_len)
+    flops = _count_flops(model_class, model_config, config.data.seq_len)
     return float(flops.causal_exact) * tokens / (tflops * 1e12) / 60
+
+
+@functools.lru_cache(maxsize=16)
+def _count_flops(
+    model_class: type[LanguageModel], model_config: LanguageModelConfig, seq_len: int
+) -> Flops:
+    """Return the FLOPs per token: one recipe is resolved many times, with other speedups."""
+    return model_class.count_flops(model_config, seq_len)
 
 
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
