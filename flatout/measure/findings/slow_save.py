@@ -28,20 +28,23 @@ def look(evidence: Evidence) -> Finding | None:
 def _fixes(evidence: Evidence, share: float) -> tuple[Fix, ...]:
     config = evidence.config
     if config is None:
+        background = ", or copy the state and write it in a background thread"
         return (
             Fix(
-                text="Save less often, or copy the state and write it in a background thread.",
+                text=f"Save less often{background if evidence.on_gpu else ''}.",
                 gain=share,
                 gain_from="the time of the saves",
             ),
         )
-    fixes = speedup_fixes(
-        evidence,
-        "state_saver",
-        "Write checkpoints in the background",
-        gain=0.8 * share,
-        gain_from="the time of the saves, without the copy that remains",
-    )
+    fixes: list[Fix] = []
+    if evidence.on_gpu:  # on a CPU, the writing thread takes the cores that train
+        fixes += speedup_fixes(
+            evidence,
+            "state_saver",
+            "Write checkpoints in the background",
+            gain=0.8 * share,
+            gain_from="the time of the saves, without the copy that remains",
+        )
     factor = max(round(share / 0.01), 2)
     for key in ("every_steps", "every_minutes", "every_epochs"):
         every = getattr(config.checkpoint, key)
