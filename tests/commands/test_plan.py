@@ -183,8 +183,8 @@ def test_each_change_that_fits_does_fit(recipe):
 
 @pytest.mark.slow
 def test_a_run_that_fits_with_fewer_rows_has_neither_a_time_nor_a_smallest_machine(recipe):
-    overrides = [*SMALL, "model.vocab_size=50304", "batch.rows_per_device=100_000"]
-    tokens = "batch.tokens_per_step=1600000"
+    overrides = [*SMALL, "model.vocab_size=50304", "batch.rows_per_device=1_000_000"]
+    tokens = "batch.tokens_per_step=16000000"
     found = plan(recipe, [*overrides, tokens], machine="T4", price_per_hour=1.0)
     assert found.fits is False
     assert found.largest_rows_per_device > 0

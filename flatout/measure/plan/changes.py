@@ -227,5 +227,5 @@ def _flops_of(call: Callable[[], Tensor]) -> int:
     """Return the FLOPs of a call and of its backward pass."""
     counter = FlopCounterMode(display=False)
     with counter:
-        call().sum().backward()
+        call().sum().backward()  # type: ignore[no-untyped-call]
     return int(counter.get_total_flops())
