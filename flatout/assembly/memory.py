@@ -362,11 +362,9 @@ def _peak_of_step(parameters: list[nn.Parameter], model: LanguageModel, workload
 
 
 def _precision(workload: Workload) -> AbstractContextManager[Any]:
-    return (
-        nullcontext()
-        if workload.autocast is None
-        else torch.autocast("cpu", dtype=workload.autocast)
-    )
+    if workload.autocast is None:
+        return nullcontext()
+    return torch.autocast("cpu", dtype=workload.autocast)
 
 
 def _gathered(model: LanguageModel, num_shards: int) -> int:

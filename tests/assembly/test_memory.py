@@ -140,7 +140,7 @@ def test_the_operations_are_those_of_a_real_micro_batch(ops):
         loss_sum.backward()
     in_optimizer = PER_PARAMETER * len(list(model.parameters()))
     found = operations_per_step(work, 2) - in_optimizer
-    assert found == pytest.approx(live.operations, rel=0.15)
+    assert found == pytest.approx(live.operations, abs=25)  # the trace's own, 4 or 5 in each part
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

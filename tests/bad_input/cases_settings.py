@@ -259,8 +259,8 @@ CASES = [
     ),
     Case(
         "a file of another program as --out of `tune`",
-        "tune my.yaml --out book.txt",
-        ("book.txt exists", "did not write it"),
+        "tune my.yaml --out my.yaml",
+        ("my.yaml exists", "did not write it"),
         ("--out FILE",),
     ),
     Case(

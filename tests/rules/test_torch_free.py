@@ -25,6 +25,7 @@ HEAVY_PARTS = {
     "capacity",
     "past_runs",
     "prediction",
+    "assumed_rate",
     "memory_trace",
     "training",
     "inference",

@@ -243,14 +243,6 @@ def planted(healthy, name):
     return healthy(device, **changes)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_background_thread_that_saves_is_advised_on_a_gpu_only(healthy, device):
-    slow = healthy(device, phases__checkpoint_s=0.03)
-    own = diagnosis_of(slow.model_copy(update={"config": None})).findings[0].fixes
-    fixes = [*diagnosis_of(slow).findings[0].fixes, *own]
-    assert any("background" in fix.text for fix in fixes) == (device == "cuda")
-
-
 def test_every_rule_has_a_planted_case():
     assert set(PLANTED) == set(FINDINGS.names())
 
