@@ -8,14 +8,16 @@ from importlib.util import find_spec
 
 from flatout.assembly.request import parse_request
 from flatout.config.schema import RunConfig
-from flatout.config.sections import LogConfig
+from flatout.config.sections import MIRROR_OFF, CheckpointConfig, LogConfig
 from flatout.data.store.mix import AnyDataset, members_of, open_data
-from flatout.errors import ConfigError, DataError, MissingPackage
+from flatout.errors import ConfigError, DataError, MissingPackage, without_secrets
 from flatout.hardware import Machine, check_device_name, machine_named
 from flatout.optimizers.schedule import factor
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.registry import LOGGERS, MODELS, OPTIMIZERS
+from flatout.transfer.sending import RemoteFolder
+from flatout.transfer.urls import is_url
 
 
 def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
@@ -66,10 +68,40 @@ def check_loggers(config: LogConfig) -> None:
 def check_paths(config: RunConfig) -> None:
     """Check that the paths a run starts from, saves to and caches in are local.
 
-    Raises: ConfigError.
+    Raises: ConfigError; as `check_mirror` for checkpoint.mirror, which is a URL.
     """
     for key in ("checkpoint.dir", "train.init_from", "data.cache"):
         require_local(config.value(key) or "", f"{key}=", error=ConfigError)
+    check_mirror(config.checkpoint)
+
+
+def check_mirror(config: CheckpointConfig) -> None:
+    """Check that checkpoint.mirror can be written, as far as that is known without its server.
+
+    Raises: ConfigError; DataError when URLs of that kind are read-only; MissingPackage with the
+            install line.
+    """
+    url = config.mirror
+    if url is None or url == MIRROR_OFF:
+        return
+    if not is_url(url):
+        raise ConfigError(
+            f"checkpoint.mirror={url} is not a URL.",
+            fix="Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory.",
+        )
+    if without_secrets(url) != url:
+        raise ConfigError(
+            f"checkpoint.mirror={url} must not contain a user, a password or a query.",
+            fix="Give credentials as the store expects them: environment variables, a profile or a "
+            "login.",
+        )
+    RemoteFolder(url)
+    if config.compress and find_spec("zstandard") is None:
+        raise MissingPackage(
+            f"checkpoint.compress={config.compress} needs the package zstandard, which is not "
+            "installed.",
+            fix='Install it: `pip install "flatout[zstd]"`.',
+        )
 
 
 def require_machine(config: RunConfig, machine: str) -> Machine:

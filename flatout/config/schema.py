@@ -58,6 +58,8 @@ LATER_KEYS = (
     "train.watchdog_stop",
     "checkpoint.best",
     "checkpoint.keep_every",
+    "checkpoint.mirror",
+    "checkpoint.compress",
     "log.to",
     "log.project",
     "log.run_name",

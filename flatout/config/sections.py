@@ -273,6 +273,10 @@ class LoraConfig(Section):
         return self
 
 
+MIRROR_OFF = "none"
+"""The value of `checkpoint.mirror` that turns off the mirror of a stored run."""
+
+
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""
 
@@ -292,6 +296,20 @@ class CheckpointConfig(Section):
     above and the end of the run save, and the best step may have no checkpoint."""
     dir: str | None = None
     """Directory for checkpoints; None means RUN/checkpoints."""
+    mirror: str | None = None
+    """URL to which checkpoints are copied while training continues, such as s3://BUCKET/runs. A run
+    whose directory is gone continues from there. none turns off the mirror of a stored run."""
+    compress: Literal["zstd"] | None = None
+    """How the checkpoints in the mirror are compressed."""
+
+    @model_validator(mode="after")
+    def _compresses_a_mirror(self) -> Self:
+        if self.compress is not None and self.mirror is None:
+            raise ConfigError(
+                f"checkpoint.compress={self.compress} has no effect without checkpoint.mirror.",
+                fix="Set checkpoint.mirror=s3://BUCKET/FOLDER, or leave checkpoint.compress out.",
+            )
+        return self
 
 
 class LogConfig(Section):

@@ -14,6 +14,7 @@ from flatout.json_io import JsonObject, read_lines
 from flatout.terminal.epochs import Epochs
 from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
 from flatout.terminal.lines import OpenTask, Terminal
+from flatout.terminal.mirror import mirror_line
 from flatout.terminal.pace import Pace
 from flatout.terminal.panel import Panel
 from flatout.terminal.picture import curve
@@ -196,7 +197,7 @@ def _event_line(event: JsonObject) -> str | None:
         return str(event["text"])
     if "logger" in event:
         return _logger_line(event)
-    return None
+    return mirror_line(event)
 
 
 def _logger_line(event: JsonObject) -> str:

@@ -40,6 +40,7 @@ from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
+from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
 from flatout.training.request import RunRequest
@@ -282,11 +283,16 @@ def execute(
         (run.folder / layout.SUMMARY).unlink(missing_ok=True)
     say = request.progress.say if run.mesh.is_main else None
     own = configured_observers(run.config.log) if run.mesh.is_main else []
-    observers = [*request.observers, *own]
+    mirror = None
+    if run.mesh.is_main:
+        is_resumed = plan.checkpoint is not None
+        mirror = claimed(run.folder, run.config.checkpoint, is_resumed, request.progress)
+    observers = [*request.observers, *own, *([mirror] if mirror else [])]
     with (
         Watchdog(run, say=say),
         Log(run, observers, request.progress, run.config.log.to) as log,
         StopRequests(say=say, launcher=launcher()) as stop,
+        sending(mirror, log.event, log.progress, stop.since_request_s, run.pulse.beat),
         closing_saver(run, log),
     ):
         _log_start(run, log, request, plan, differences)

@@ -26,6 +26,8 @@ from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
 from flatout.training.longer import Longer, lengthen, require_steps_left
 from flatout.training.loop import out_of_patience
+from flatout.training.mirror.restore import restore_lost
+from flatout.training.mirror.session import send_rest
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import require_tokenizer, with_absolute_paths
@@ -80,6 +82,14 @@ def plan_run(request: RunRequest) -> RunPlan:
     """
     folder, dataset = request.folder, request.dataset
     require_run_directory(folder)
+    with writing_run(folder):
+        restore_lost(
+            folder,
+            request.config,
+            resume=request.resume,
+            trust_code=request.trust_code,
+            progress=request.progress,
+        )
     stored = None
     if request.resume != "never":
         stored = config_to_resume(folder, request.config, trust_code=request.trust_code)
@@ -154,6 +164,7 @@ def _plan_stored(
     if summary is not None and checkpoint is not None:
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
+            send_rest(folder, config.checkpoint, progress)
             progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
             decisions = stored_decisions(config, request.machine, requested=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)

@@ -71,7 +71,7 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
         )
     try:
         filesystem, path = fsspec.core.url_to_fs(
-            f"{protocol}://{url.partition('://')[2]}", **_connection_options(url)
+            f"{protocol}://{url.partition('://')[2]}", **_connection_options(url, access)
         )
     except ImportError as error:
         package, extra = _PACKAGES.get(protocol, (str(error.name or protocol), ""))
@@ -93,7 +93,9 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
     return filesystem, str(path)
 
 
-def _connection_options(url: str) -> dict[str, object]:
+def _connection_options(url: str, access: Access) -> dict[str, object]:
+    if protocol_of(url) in ("file", "local") and access == "write":
+        return {"auto_mkdir": True}
     if not is_web(url):
         return {}
     import aiohttp

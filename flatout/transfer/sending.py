@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +53,7 @@ class RemoteFolder:
         if protocol_of(url) in _READ_ONLY:
             raise DataError(
                 f"{url}: URLs of this kind are read-only.",
-                fix="Prepare into a directory, or to s3:// or gs://, and copy the dataset.",
+                fix="Use s3:// or gs://, or write to a directory and copy it there.",
             )
         self._filesystem, self._path = open_filesystem(url, "write")
         self._options = _WRITE_OPTIONS.get(protocol_of(url), {})
@@ -92,6 +93,50 @@ class RemoteFolder:
             )
 
         with_retries(self.url, send, where=f"/{name}", access="write")
+
+    def put_text(self, name: str, text: str) -> None:
+        """Write a small file."""
+        with tempfile.NamedTemporaryFile("w", prefix="flatout-", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            self.put(Path(file.name), name)
+
+    def send(
+        self,
+        path: Path,
+        entry: FileEntry,
+        sent: Description | None = None,
+        advance: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Send a file unless `sent` describes the same content, and check what has arrived.
+
+        Raises: DataError when it differs from the file; it is then removed.
+        """
+        if sent is not None and self.holds(path, entry, sent):
+            advance(entry.size_bytes)
+            return
+        self.put(path, entry.name, advance)
+        if not self.holds(path, entry, self.describe(entry.name)):
+            self.remove(entry.name)
+            raise self.altered(entry.name)
+
+    def altered(self, name: str) -> DataError:
+        """Return the error for a file that differs from the one that was sent."""
+        return DataError(
+            f"{self.url}/{name} differs from the file that was sent.",
+            fix="Run the same command again; if this repeats, the store or the network alters "
+            "files.",
+        )
+
+    def delete(self) -> None:
+        """Remove the directory with all its files, if it exists."""
+
+        def delete() -> None:
+            self._filesystem.invalidate_cache()
+            with contextlib.suppress(FileNotFoundError):
+                self._filesystem.rm(self._path, recursive=True)
+
+        with_retries(self.url, delete, access="write")
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""

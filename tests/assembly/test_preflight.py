@@ -1,8 +1,10 @@
+import fsspec
 import pytest
 
-from flatout.assembly.preflight import check, open_dataset
+from flatout.assembly import preflight
+from flatout.assembly.preflight import check, check_mirror, open_dataset
 from flatout.config.schema import load_config
-from flatout.errors import ConfigError, DataError, HardwareError
+from flatout.errors import ConfigError, DataError, HardwareError, MissingPackage
 from flatout.registry import MODELS
 
 
@@ -48,3 +50,20 @@ def test_each_dataset_of_a_mix_must_contain_a_sequence(write_tiny, tmp_path):
         open_dataset(load_config(None, [mix, f"data.seq_len={tokens}"]))
     advised = int(raised.value.fix.partition("data.seq_len=")[2].partition(",")[0])
     assert 1 <= advised <= tokens // 8
+
+
+def test_a_package_that_the_mirror_needs_is_missed_before_training(monkeypatch):
+    def missing(url, **_):
+        raise ImportError("Install s3fs to access S3")
+
+    words = ["checkpoint.mirror=s3://bucket/runs"]
+    with monkeypatch.context() as patched:
+        patched.setattr(fsspec.core, "url_to_fs", missing)
+        with pytest.raises(MissingPackage, match=r's3fs.*pip install "flatout\[s3\]"'):
+            check_mirror(load_config(None, words).checkpoint)
+        check_mirror(load_config(None, ["checkpoint.mirror=none"]).checkpoint)
+    words = ["checkpoint.mirror=memory://bucket/runs", "checkpoint.compress=zstd"]
+    check_mirror(load_config(None, words).checkpoint)
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackage, match=r'zstandard.*pip install "flatout\[zstd\]"'):
+        check_mirror(load_config(None, words).checkpoint)

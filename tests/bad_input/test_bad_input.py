@@ -15,6 +15,7 @@ import cases_exporting
 import cases_folders
 import cases_lora
 import cases_machine
+import cases_mirror
 import cases_models
 import cases_names
 import cases_preparing
@@ -36,6 +37,7 @@ TOPICS = (
     cases_tokens,
     cases_folders,
     cases_checkpoints,
+    cases_mirror,
     cases_exporting,
     cases_machine,
     cases_lora,

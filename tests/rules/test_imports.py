@@ -76,6 +76,7 @@ TRAINING = (
     "checkpoint",
     "run_dir",
     "metrics",
+    "mirror",
     "warmup",
     "halving",
     "watchdog",

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from failing_proxy import between  # noqa: F401
+from faulty_store import store  # noqa: F401
 
 from flatout.progress import SILENT
 from flatout.training.metrics import clocks, log

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from flatout.data.prepare.pipeline import (
     prepare_request,
 )
 from flatout.data.prepare.request.request import Request, open_request, require_same
-from flatout.data.store.manifest import MANIFEST, FileEntry, Manifest, parse_manifest
+from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest
 from flatout.data.store.remote import (
     cache_dir_of,
     copy_dir_of,
@@ -41,8 +40,8 @@ from flatout.errors import DataError, OutputInUse
 from flatout.files import StoredModel, entry_of, write_text
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
-from flatout.transfer.parallel import Advance, transfer_all
-from flatout.transfer.reading import Description, read_remote
+from flatout.transfer.parallel import transfer_all
+from flatout.transfer.reading import read_remote
 from flatout.transfer.sending import RemoteFolder
 
 CLAIM = "upload.json"
@@ -177,10 +176,7 @@ def _probe(remote: RemoteFolder) -> None:
 
     Raises: DataError when the store does not allow it.
     """
-    with tempfile.NamedTemporaryFile("w", prefix=PROBE) as file:
-        file.write("flatout checks whether it may write here\n")
-        file.flush()
-        remote.put(Path(file.name), PROBE)
+    remote.put_text(PROBE, "flatout checks whether it may write here\n")
     remote.remove(PROBE)
 
 
@@ -199,34 +195,11 @@ def _send(
     if claim != own:
         remote.put(claim_path, CLAIM)
     entries = [*manifest.files, entry_of(folder / manifest.tokenizer.file)]
-    jobs = [partial(_send_file, remote, folder, entry, sent.get(entry.name)) for entry in entries]
+    jobs = [partial(remote.send, folder / e.name, e, sent.get(e.name)) for e in entries]
     num_bytes = sum(entry.size_bytes for entry in entries)
     transfer_all(f"Sending {remote.url}", jobs, num_bytes, progress)
     remote.put(folder / MANIFEST, MANIFEST)
     if manifest_bytes(remote.url) != (folder / MANIFEST).read_bytes():
         remote.remove(MANIFEST)
-        raise _altered(remote, MANIFEST)
+        raise remote.altered(MANIFEST)
     remote.remove(CLAIM)
-
-
-def _send_file(
-    remote: RemoteFolder,
-    folder: Path,
-    entry: FileEntry,
-    sent: Description | None,
-    advance: Advance,
-) -> None:
-    path = folder / entry.name
-    if sent is not None and remote.holds(path, entry, sent):
-        advance(entry.size_bytes)
-        return
-    remote.put(path, entry.name, advance)
-    if not remote.holds(path, entry, remote.describe(entry.name)):
-        raise _altered(remote, entry.name)
-
-
-def _altered(remote: RemoteFolder, name: str) -> DataError:
-    return DataError(
-        f"{remote.url}/{name} differs from the file that was sent.",
-        fix="Run the same command again; if this repeats, the store or the network alters files.",
-    )

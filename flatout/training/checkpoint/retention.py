@@ -78,14 +78,14 @@ def delete_aside(path: Path) -> None:
 def most_at_once(config: CheckpointConfig, steps: int) -> int:
     """Return how many checkpoints of a run of `steps` are on the disk at once, at the most.
 
-    The newest, the best, the one being written and those kept for good. With `keep=all`, saves at
-    evaluations and by minutes or epochs are not foreseen.
+    The newest, the best, the one being written, those kept for good, and the one being sent to a
+    mirror. With `keep=all`, saves at evaluations and by minutes or epochs are not foreseen.
     """
     newest = newest_to_keep(config)
     if newest is None:
         newest = steps // config.every_steps if config.every_steps else 1
     for_good = steps // config.keep_every if config.keep_every else 0
-    return newest + for_good + 2
+    return newest + for_good + 2 + (config.mirror is not None)
 
 
 def _original_step(path: Path) -> tuple[int, str]:

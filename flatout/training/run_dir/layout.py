@@ -19,6 +19,7 @@ RUN/
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
 ├── origin.json       with --resume PATH: the checkpoint elsewhere that the run started from
 ├── owner.json        with checkpoint.dir: see checkpoint/location.py
+├── mirror.json       with checkpoint.mirror: see mirror/remote.py
 └── lock              locked while a process trains; names its pid and host
 """
 
@@ -51,6 +52,8 @@ FREE_KEYS = (
     "checkpoint.every_",
     "checkpoint.keep",
     "checkpoint.best",
+    "checkpoint.mirror",
+    "checkpoint.compress",
     "parallel.",
     "train.devices",
     "train.eval_every",
@@ -80,6 +83,7 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
 )
 METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
 LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
+MIRROR = "mirror.json"
 WRITTEN = (
     CONFIG,
     COPY,
@@ -98,6 +102,7 @@ WRITTEN = (
     WATCHDOG,
     ORIGIN,
     OWNER,
+    MIRROR,
     LOCK,
 )
 """Files and directories that a run writes in its directory. None may be a link, so that a run

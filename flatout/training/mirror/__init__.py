@@ -1,0 +1,1 @@
+"""Copies of a run at a URL: sent while it trains, fetched when its directory is gone."""

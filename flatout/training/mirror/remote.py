@@ -1,0 +1,189 @@
+"""The mirror of a run: its files and its checkpoints at a URL. No torch.
+
+URL/NAME/              NAME is the name of the run directory
+├── mirror.json        the run directory that sends here
+├── config.yaml, ...   RUN_FILES, as in the run directory
+├── loggers/           the run's ids at remote loggers
+└── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
+                       manifest.json comes last, until then sending.json is there
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, ValidationError
+
+from flatout.config.sections import MIRROR_OFF
+from flatout.conversation.templates import CHAT_TEMPLATE
+from flatout.data.store.manifest import TOKENIZER
+from flatout.errors import CheckpointError
+from flatout.json_io import read_model, write_json
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.location import OWNER
+from flatout.training.run_dir.config_seal import COPY
+from flatout.training.run_dir.layout import (
+    CONFIG,
+    EVENTS,
+    LOGGER_STATES,
+    METRICS,
+    MIRROR,
+    ORIGIN,
+    REQUESTED,
+    SUMMARY,
+    TABLE,
+)
+from flatout.transfer.connection import NothingThere
+from flatout.transfer.reading import read_remote
+from flatout.transfer.sending import RemoteFolder
+
+FORMAT_VERSION = 1
+RUN_FILES = (
+    REQUESTED,
+    CONFIG,
+    COPY,
+    OWNER,
+    ORIGIN,
+    TOKENIZER,
+    CHAT_TEMPLATE,
+    METRICS,
+    TABLE,
+    EVENTS,
+    SUMMARY,
+)
+"""Files of a run directory that a resume needs or continues, in the order of restoring them."""
+LOGGER_FILE = re.compile(r"\w[\w-]*\.json")
+SENDING = "sending.json"
+"""While a checkpoint is being sent: the digest of the manifest that comes last."""
+COMPRESSED = ".zst"
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+class Sender(BaseModel):
+    """mirror.json at the URL: the run directory that sends there."""
+
+    format_version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
+    """Version of this file's format."""
+    id: str
+    """The id in the run directory's own mirror.json."""
+    run: str
+    """Its path."""
+    host: str
+    """Its machine."""
+
+
+class Record(BaseModel):
+    """mirror.json in a run directory: where it sends its checkpoints."""
+
+    format_version: Annotated[int, Field(ge=1)] = FORMAT_VERSION
+    """Version of this file's format."""
+    id: str
+    """A random id."""
+    url: str
+    """The URL of its mirror."""
+    replaces: str | None = None
+    """The id of the directory that sent there before this one was restored."""
+    sent: list[int] = []
+    """Steps that are there and have been here: when one is deleted here, it is deleted there."""
+
+
+def mirror_url(mirror: str | None, run_folder: Path) -> str | None:
+    """Return the URL of a run's mirror when `checkpoint.mirror` is `mirror`; None without one."""
+    if mirror is None or mirror == MIRROR_OFF:
+        return None
+    return f"{mirror.rstrip('/')}/{run_folder.absolute().name}"
+
+
+def read_record(run_folder: Path, url: str) -> Record | None:
+    """Return the record of a run directory, or None when it has never sent anything to `url`.
+
+    Raises: CheckpointError when it is damaged.
+    """
+    path = run_folder / MIRROR
+    if not path.exists():
+        return None
+    fix = f"Delete {path} and set another checkpoint.mirror."
+    record = read_model(path, Record, fix=fix)
+    return record if record.url == url else None
+
+
+def write_record(run_folder: Path, record: Record) -> None:
+    """Store the record of a run directory."""
+    write_json(run_folder / MIRROR, record.model_dump())
+
+
+class MirrorStore:
+    """The mirror at a URL.
+
+    Raises: DataError when URLs of that kind are read-only; MissingPackage. Its methods raise
+            Unreachable when the server does not answer, and DataError when it refuses.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.top = RemoteFolder(url)
+        """The files of the run directory."""
+        self.loggers = RemoteFolder(f"{url}/{LOGGER_STATES}")
+        """The ids at remote loggers."""
+
+    def checkpoint(self, step: int) -> RemoteFolder:
+        """Return the directory of a checkpoint, whether it exists or not."""
+        return RemoteFolder(f"{self.url}/step-{step}")
+
+    def manifests(self) -> dict[int, bytes]:
+        """Return the manifests of the complete checkpoints by step, in ascending order."""
+        found = sorted(
+            int(match[1]) for name in self.top.files() if (match := _STEP.fullmatch(name))
+        )
+        manifests = {step: self._read(f"step-{step}/{catalog.MANIFEST}") for step in found}
+        return {step: content for step, content in manifests.items() if content}
+
+    def sender(self) -> Sender | None:
+        """Return the run directory that sends here, or None when there is none.
+
+        Raises: CheckpointError when its file is damaged.
+        """
+        content = self._read(MIRROR)
+        if content is None:
+            return None
+        try:
+            return Sender.model_validate_json(content)
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{self.url}/{MIRROR} was not written by this version of flatout.",
+                fix="Set another checkpoint.mirror.",
+            ) from error
+
+    def write_sender(self, sender: Sender) -> None:
+        """Store the run directory that sends here from now on."""
+        self.top.put_text(MIRROR, sender.model_dump_json() + "\n")
+
+    def is_sending(self, step: int, digest: str) -> bool:
+        """Return whether an earlier upload of this checkpoint was interrupted."""
+        return self._read(f"step-{step}/{SENDING}") == digest.encode()
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return read_remote(f"{self.url}/{name}")
+        except NothingThere:
+            return None
+
+
+def digest_of(manifest: bytes) -> str:
+    """Return the digest of a manifest, which identifies a checkpoint."""
+    return hashlib.sha256(manifest).hexdigest()
+
+
+def local_digests(run_folder: Path) -> dict[int, str]:
+    """Return the digests of the manifests of a run directory's checkpoints by step."""
+    found = {}
+    for step in catalog.steps(run_folder):
+        try:
+            manifest = (catalog.checkpoint_path(run_folder, step) / catalog.MANIFEST).read_bytes()
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        found[step] = digest_of(manifest)
+    return found

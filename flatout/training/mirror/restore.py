@@ -1,0 +1,227 @@
+"""Restores a run from its mirror when its directory, or all its checkpoints, are gone. No torch.
+
+The next start continues a restore that was interrupted: until a checkpoint is complete, the run has
+none.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from flatout import trust
+from flatout.config.schema import RunConfig
+from flatout.errors import CheckpointError
+from flatout.files import CheckedFile, sync, write_text
+from flatout.progress import Progress
+from flatout.sources.packed import import_package
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.location import checkpoints_folder, claim
+from flatout.training.mirror.remote import (
+    COMPRESSED,
+    LOGGER_FILE,
+    RUN_FILES,
+    MirrorStore,
+    Record,
+    mirror_url,
+    read_record,
+    write_record,
+)
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import COPY
+from flatout.transfer.connection import NothingThere
+from flatout.transfer.parallel import Advance, transfer_all
+from flatout.transfer.reading import BLOCK_BYTES, open_remote
+
+START_WITHOUT = (
+    "Choose another run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
+    "without it."
+)
+
+
+def restore_lost(
+    folder: Path,
+    requested: RunConfig,
+    *,
+    resume: str = "auto",
+    trust_code: bool = False,
+    progress: Progress,
+) -> None:
+    """Restore a run from its mirror if it has a mirror and no checkpoint here.
+
+    Fetched are the newest checkpoint, the best one, and the missing files of the run directory.
+
+    Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`;
+            UntrustedCode, before any checkpoint is fetched; DataError when the server fails;
+            MissingPackage; OSError.
+    """
+    known = layout.read_config(folder)
+    stated = requested.checkpoint.mirror or (known.checkpoint.mirror if known else None)
+    url = mirror_url(stated, folder)
+    if url is None or catalog.has_saved(folder):
+        return
+    store = MirrorStore(url)
+    manifests = store.manifests()
+    if not manifests:
+        return
+    if resume == "never":
+        raise CheckpointError(
+            f"--resume never would overwrite {url}, which contains the checkpoint of step "
+            f"{max(manifests)}.",
+            fix="Choose another directory with --run-dir DIR, another checkpoint.mirror, or resume "
+            "with --resume auto.",
+        )
+    progress.say(f"{folder} has no checkpoint: restoring it from {url}.")
+    _restore_config(store, folder, requested, trust_code)
+    _restore_files(store, folder)
+    sender = store.sender()
+    if read_record(folder, url) is None:
+        replaces = sender.id if sender else None
+        write_record(folder, Record(id=secrets.token_hex(16), url=url, replaces=replaces))
+    newest = _restore_newest(store, folder, manifests, progress)
+    best = catalog.best_step_of(catalog.checkpoint_path(folder, newest))
+    if best is not None and best in manifests and best != newest:
+        _restore_checkpoint(store, best, manifests[best], folder, progress)
+    layout.append_event(folder, "restore", step=newest, url=url)
+    progress.say(f"Restored {folder} from {url}: step {newest}{_saved_at(folder, newest)}.")
+
+
+def _restore_config(
+    store: MirrorStore, folder: Path, requested: RunConfig, trust_code: bool
+) -> None:
+    """Fetch the configuration; `requested` may set another checkpoint.dir: its disk may be gone.
+
+    It replaces one that is here: the checkpoints were trained with it.
+    """
+    there = store.top.files()
+    for name in (layout.REQUESTED, layout.CONFIG, COPY):
+        if name in there:
+            _fetch(f"{store.url}/{name}", folder / name)
+    config = layout.read_config(folder)
+    if config is None:
+        raise CheckpointError(f"{store.url} has no {layout.CONFIG}.", fix=START_WITHOUT)
+    references = config.references()
+    trust.require_trusted(folder, references, named=requested.references(), trust_code=trust_code)
+    if requested.checkpoint.dir not in (None, config.checkpoint.dir):
+        moved = config.with_values({"checkpoint.dir": requested.checkpoint.dir})
+        layout.write_config(folder, moved)
+
+
+def _restore_files(store: MirrorStore, folder: Path) -> None:
+    """Fetch the files of the run directory that are missing here."""
+    there = store.top.files()
+    for name in RUN_FILES:
+        if name in there and not (folder / name).exists():
+            _fetch(f"{store.url}/{name}", folder / name)
+    if layout.LOGGER_STATES in there:
+        for name in filter(LOGGER_FILE.fullmatch, store.loggers.files()):
+            path = folder / layout.LOGGER_STATES / name
+            path.parent.mkdir(exist_ok=True)
+            if not path.exists():
+                _fetch(f"{store.loggers.url}/{name}", path)
+    claim(folder, checkpoints_folder(folder))
+
+
+def _restore_newest(
+    store: MirrorStore, folder: Path, manifests: Mapping[int, bytes], progress: Progress
+) -> int:
+    """Fetch the newest checkpoint that is complete, and return its step.
+
+    Raises: CheckpointError when none is.
+    """
+    problems = []
+    for step in sorted(manifests, reverse=True):
+        problem = _restore_checkpoint(store, step, manifests[step], folder, progress)
+        if problem is None:
+            return step
+        problems.append(problem)
+    raise CheckpointError(
+        f"No checkpoint at {store.url} is complete. {problems[0]}", fix=START_WITHOUT
+    )
+
+
+def _restore_checkpoint(
+    store: MirrorStore, step: int, manifest: bytes, folder: Path, progress: Progress
+) -> str | None:
+    """Fetch a checkpoint, check it against its manifest, and return what is wrong with it.
+
+    After a kill or an error, the files that are complete stay for the next attempt.
+    """
+    final = catalog.checkpoint_path(folder, step)
+    work = final.with_name(f"{final.name}.tmp-restore")
+    fetched = work / final.name
+    fetched.mkdir(parents=True, exist_ok=True)
+    problem = _fetch_checkpoint(store, manifest, fetched, progress)
+    if problem is None:
+        catalog.publish(fetched, final)
+    shutil.rmtree(work, ignore_errors=True)
+    if problem is not None:
+        progress.say(f"Checkpoint {final.name} at {store.url} cannot be used: {problem}")
+    return problem
+
+
+def _fetch_checkpoint(
+    store: MirrorStore, manifest: bytes, target: Path, progress: Progress
+) -> str | None:
+    """Fetch a checkpoint into `target`, and return what is wrong with it."""
+    remote = store.checkpoint(catalog.step_of(target))
+    write_text(target / catalog.MANIFEST, manifest.decode(errors="replace"))
+    try:
+        files = catalog.read_manifest(target).files
+        for path in target.iterdir():
+            if path.name != catalog.MANIFEST and path.name not in files:
+                path.unlink()  # a part of a file
+        missing = [name for name in files if catalog.check_file(target / name, files[name])]
+        there = remote.files()
+        jobs = []
+        for name in missing:
+            sent = f"{name}{COMPRESSED}" if f"{name}{COMPRESSED}" in there else name
+            jobs.append(partial(_fetch, f"{remote.url}/{sent}", target / name))
+        num_bytes = sum(files[name].bytes for name in missing)
+        transfer_all(f"Fetching {remote.url}", jobs, num_bytes, progress)
+        problems = catalog.verify(target, progress=progress)
+    except (NothingThere, CheckpointError) as error:
+        problems = [error.what]
+    sync(target)
+    return problems[0].replace(str(target), remote.url) if problems else None
+
+
+def _fetch(url: str, target: Path, advance: Advance = lambda _: None) -> None:
+    """Write the content of a remote file, unpacked, to `target`.
+
+    Raises: CheckpointError when it cannot be unpacked.
+    """
+    with open_remote(url) as source, CheckedFile(target) as file:
+        reader = _unpacked(source, url) if url.endswith(COMPRESSED) else source
+        try:
+            while block := reader.read(BLOCK_BYTES):
+                file.write(np.frombuffer(block, np.uint8))
+                advance(len(block))
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":
+                raise
+            raise CheckpointError(
+                f"{url} is damaged: {error}.", fix="Use another checkpoint."
+            ) from error
+
+
+def _unpacked(source: IO[bytes], url: str) -> IO[bytes]:
+    zstandard = import_package("zstandard", url, extra="zstd")
+    reader: IO[bytes] = zstandard.ZstdDecompressor().stream_reader(source)
+    return reader
+
+
+def _saved_at(folder: Path, step: int) -> str:
+    """Return when a step was saved, as part of a sentence; empty when that is unknown."""
+    saves = (e for e in layout.read_events(folder) if e["event"] == "save")
+    times = [event["time"] for event in saves if event.get("step") == step]
+    if not times:
+        return ""
+    return time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(times[-1]))

@@ -1,0 +1,362 @@
+"""Sends the checkpoints of a run to its mirror in a thread, while training continues.
+
+The thread sends the newest checkpoint that the mirror lacks, until it lacks none; so an interrupted
+upload, also one of an earlier process, is continued. What waits is in the run directory: a
+checkpoint that is deleted here before its turn is left out. Only the main rank has a thread; all
+ranks write to one file system.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from flatout.errors import CheckpointError, FlatoutError, in_shell, on_one_line, without_secrets
+from flatout.files import entry_of, sha256
+from flatout.json_io import JsonObject
+from flatout.progress import SILENT, Progress
+from flatout.training.checkpoint import catalog
+from flatout.training.metrics.observers import Observer
+from flatout.training.mirror.files import compressed, pinned
+from flatout.training.mirror.remote import (
+    LOGGER_FILE,
+    RUN_FILES,
+    SENDING,
+    MirrorStore,
+    Record,
+    Sender,
+    digest_of,
+    local_digests,
+    read_record,
+    write_record,
+)
+from flatout.training.run_dir.layout import LOGGER_STATES
+from flatout.transfer.parallel import Advance, transfer_all
+from flatout.transfer.reading import Description
+from flatout.transfer.sending import RemoteFolder
+
+if TYPE_CHECKING:
+    from flatout.assembly.run import Run
+
+GRACE_S = 25.0
+"""When a run that was asked to stop, or failed, no longer waits for its uploads: schedulers kill a
+process 30 seconds after the signal, or later."""
+STALL_S = 240.0
+"""A finished run waits for its uploads until nothing has been sent for this long."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 15.0, 600.0
+"""Pauses after failed attempts; each is twice as long as the one before."""
+POLL_S = 0.05
+Report = Callable[..., object]
+"""Receives the kind of an event, and its fields."""
+
+
+class TakenOver(CheckpointError):
+    """The run was restored elsewhere, and continues there."""
+
+
+class GivenUp(CheckpointError):
+    """The run ended before everything was sent."""
+
+
+class Uploader(Observer):
+    """An observer that sends every saved checkpoint of a run directory to the mirror at `url`.
+
+    `claim` comes first, then `start`, and `close` at the end.
+    """
+
+    def __init__(self, run_folder: Path, url: str, *, compress: bool = False) -> None:
+        self.url = without_secrets(url)
+        """The URL, for messages."""
+        self._run_folder = run_folder
+        self._store = MirrorStore(url)
+        self._compress = compress
+        self._record: Record | None = None
+        self._there: dict[int, str] | None = None
+        """Digests of the manifests in the mirror by step; None while it is unknown."""
+        self._sent_files: dict[str, str] = {}
+        """Digests of the files of the run directory that this process has sent."""
+        self._saved: SimpleQueue[int] = SimpleQueue()
+        self._waiting: set[int] = set()
+        """Steps that this process has saved, and not sent."""
+        self._news: SimpleQueue[tuple[str, JsonObject]] = SimpleQueue()
+        self._reason: str | None = None
+        """Why the last attempt failed."""
+        self._wake, self._closing, self._given_up = Event(), Event(), Event()
+        self._moved_s = 0.0
+        self._report: Report
+        self._thread = Thread(target=self._work, name="flatout-mirror", daemon=True)
+
+    def claim(self) -> None:
+        """Check that the mirror belongs to this run directory, or take it when it is empty.
+
+        Raises: CheckpointError when it contains the checkpoints of another run or other files, or
+                when this run was restored elsewhere; DataError when it cannot be written.
+        """
+        sender, record = self._store.sender(), read_record(self._run_folder, self._store.url)
+        if sender is None and self._store.top.files():
+            raise CheckpointError(
+                f"{self.url} is not empty and is not the mirror of a run.",
+                fix="Set another checkpoint.mirror, or remove what is there.",
+            )
+        if record is None:
+            if sender is not None and self._store.manifests():
+                raise CheckpointError(
+                    f"{self.url} contains the checkpoints of another run, {sender.run} on "
+                    f"{sender.host}.",
+                    fix="Choose a run directory with another name with --run-dir DIR, or set "
+                    "another checkpoint.mirror.",
+                )
+            replaces = sender.id if sender else None
+            record = Record(id=secrets.token_hex(16), url=self._store.url, replaces=replaces)
+        elif sender is not None and sender.id not in (record.id, record.replaces):
+            raise self._taken_over(sender)
+        write_record(self._run_folder, record)
+        if sender is None or sender.id != record.id:
+            own = str(self._run_folder.absolute())
+            self._store.write_sender(Sender(id=record.id, run=own, host=socket.gethostname()))
+        self._record = record
+
+    def start(self, report: Report) -> None:
+        """Start the thread; `report` is called in this one."""
+        self._report = report
+        self._thread.start()
+
+    def on_start(self, run: Run) -> None:
+        """Ignore the first step: `start` comes before it."""
+
+    def on_record(self, record: Mapping[str, float]) -> None:
+        """Ignore a record: metrics.jsonl is sent with the next checkpoint."""
+
+    def on_end(self, summary: JsonObject) -> None:
+        """Ignore the summary: `close` sends it."""
+
+    def on_event(self, event: JsonObject) -> None:
+        """Send a checkpoint that was just completed."""
+        if event["event"] == "save":
+            self._saved.put(event["step"])
+            self._wake.set()
+
+    def on_tick(self, step: int, last_step: int) -> None:
+        """Report what was sent, dropped or failed since the last call."""
+        while not self._news.empty():
+            kind, fields = self._news.get()
+            self._report(kind, **fields)
+
+    def close(
+        self,
+        progress: Progress,
+        since_stop_s: Callable[[], float | None] = lambda: None,
+        advanced: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Send the rest, and wait for it while it advances.
+
+        `since_stop_s` returns how long ago the run was asked to stop, or None: after GRACE_S,
+        nothing is waited for. `advanced` is called when something was sent. What is not sent is
+        reported: the next start of the run sends it.
+        """
+        seen_s = self._moved_s = time.monotonic()
+        self._closing.set()
+        self._wake.set()
+        with progress.task(f"Sending checkpoints to {self.url}"):
+            while self._thread.is_alive():
+                self._thread.join(POLL_S)
+                if self._moved_s != seen_s:
+                    seen_s = self._moved_s
+                    advanced()
+                if time.monotonic() - self._moved_s > STALL_S or (since_stop_s() or 0.0) > GRACE_S:
+                    break
+            self._given_up.set()
+        self.on_tick(0, 0)
+        self._report_unsent()
+
+    def _report_unsent(self) -> None:
+        sent = self._record.sent if self._record else []
+        unsent = [step for step in local_digests(self._run_folder) if step not in sent]
+        if unsent:
+            reason = self._reason or "there was too little time"
+            self._report("upload_pending", steps=unsent, url=self.url, reason=reason)
+
+    def _work(self) -> None:
+        """Send until there is nothing left to send after `close`."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            self._wake.clear()  # before `_closing` is read, so that no call of `close` is missed
+            is_last = self._closing.is_set()
+            failed = False
+            try:
+                self._send_all(with_run_files=is_last)
+                self._reason = None
+            except GivenUp:
+                return
+            except TakenOver as error:
+                self._failed(error)
+                return
+            except Exception as error:  # training continues without a mirror, whatever happens
+                self._failed(error)
+                failed = True
+            if is_last:
+                return
+            self._wake.wait(pause_s if failed else None)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S) if failed else FIRST_PAUSE_S
+
+    def _failed(self, error: Exception) -> None:
+        """Report a failure, unless it is the same as before."""
+        self._there = None  # an unfinished request may have changed it
+        what = error.what if isinstance(error, FlatoutError) else str(error) or type(error).__name__
+        reason = on_one_line(without_secrets(what)).rstrip(".")[:300]
+        if reason != self._reason:
+            self._news.put(("upload_failed", {"url": self.url, "reason": reason}))
+        self._reason = reason
+
+    def _send_all(self, *, with_run_files: bool) -> None:
+        if self._record is None:
+            self.claim()
+        if self._there is None:
+            manifests = self._store.manifests()
+            self._there = {step: digest_of(content) for step, content in manifests.items()}
+        while (step := self._next_step(self._there)) is not None:
+            with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
+                if source is not None:
+                    self._send_checkpoint(step, source, work)
+                    self._prune(step, self._there)
+        if with_run_files:
+            self._send_run_files()
+
+    def _next_step(self, there: dict[int, str]) -> int | None:
+        """Return the newest step that the mirror lacks; report those deleted before their turn."""
+        self._require_time()
+        while not self._saved.empty():
+            self._waiting.add(self._saved.get())
+        local = local_digests(self._run_folder)
+        for step in sorted(self._waiting - local.keys()):
+            self._news.put(("upload_dropped", {"step": step, "url": self.url}))
+        lacking = [step for step, digest in local.items() if there.get(step) != digest]
+        self._waiting &= set(lacking)
+        self._remember(local.keys() - set(lacking), lacking=lacking)
+        return max(lacking, default=None)
+
+    def _send_checkpoint(self, step: int, source: Path, work: Path) -> None:
+        """Send a checkpoint: what describes it first, then its files, its manifest last."""
+        began_s = time.monotonic()
+        manifest = (source / catalog.MANIFEST).read_bytes()
+        digest = digest_of(manifest)
+        names = sorted(path.name for path in source.iterdir() if path.name != catalog.MANIFEST)
+        remote = self._store.checkpoint(step)
+        found = remote.files()
+        if not self._store.is_sending(step, digest):
+            if found:
+                remote.delete()
+            found = {}
+            remote.put_text(SENDING, digest)
+        sizes: list[int] = []
+        jobs = [
+            partial(self._send_file, remote, source / name, work, found, sizes) for name in names
+        ]
+        transfer_all(f"Sending step {step}", jobs, 0, SILENT)
+        self._send_run_files()
+        self._require_own()
+        self._require_time()
+        remote.send(source / catalog.MANIFEST, entry_of(source / catalog.MANIFEST))
+        remote.remove(SENDING)
+        assert self._there is not None, "it was read before"
+        self._there[step] = digest
+        self._waiting.discard(step)
+        self._remember([step])
+        seconds = round(time.monotonic() - began_s, 3)
+        fields = {"step": step, "url": self.url, "bytes": sum(sizes), "seconds": seconds}
+        self._news.put(("upload", fields))
+
+    def _send_file(
+        self,
+        remote: RemoteFolder,
+        path: Path,
+        work: Path,
+        found: dict[str, Description],
+        sizes: list[int],
+        advance: Advance,
+    ) -> None:
+        def moved(num_bytes: int) -> None:
+            self._moved_s = time.monotonic()
+            self._require_time()
+            advance(num_bytes)
+
+        packed = compressed(path, work) if self._compress else path
+        entry = entry_of(packed)
+        remote.send(packed, entry, found.get(packed.name), moved)
+        sizes.append(entry.size_bytes)
+        if packed != path:
+            packed.unlink()
+
+    def _send_run_files(self) -> None:
+        """Send the files of the run directory that have changed.
+
+        Copies are sent: metrics and events grow meanwhile.
+        """
+        loggers = self._run_folder / LOGGER_STATES
+        states = sorted(loggers.iterdir()) if loggers.is_dir() else []
+        files = [(self._store.top, self._run_folder / name) for name in RUN_FILES]
+        files += [
+            (self._store.loggers, path) for path in states if LOGGER_FILE.fullmatch(path.name)
+        ]
+        with tempfile.TemporaryDirectory(prefix="flatout-") as work:
+            for remote, path in files:
+                if not path.is_file():
+                    continue
+                copy = Path(shutil.copyfile(path, Path(work) / path.name))
+                digest = sha256(copy)
+                if self._sent_files.get(str(path)) != digest:
+                    remote.send(copy, entry_of(copy))
+                    self._sent_files[str(path)] = digest
+                    self._moved_s = time.monotonic()
+
+    def _require_time(self) -> None:
+        """Check that the run still waits: after its end, nothing may be sent or written."""
+        if self._given_up.is_set():
+            raise GivenUp(
+                f"The run ended before {self.url} was complete.",
+                fix="Start it again: the rest is sent.",
+            )
+
+    def _require_own(self) -> None:
+        """Check that the run was not restored elsewhere meanwhile."""
+        sender = self._store.sender()
+        if sender is not None and self._record is not None and sender.id != self._record.id:
+            raise self._taken_over(sender)
+
+    def _taken_over(self, sender: Sender) -> TakenOver:
+        return TakenOver(
+            f"The run was restored from {self.url} and continues as {sender.run} on {sender.host}.",
+            fix=f"Continue it there; or set checkpoint.mirror=none to continue "
+            f"{in_shell(self._run_folder)} without a mirror.",
+        )
+
+    def _prune(self, newest: int, there: dict[int, str]) -> None:
+        """Delete the checkpoints in the mirror that were sent from here and deleted here."""
+        assert self._record is not None, "the mirror is claimed before anything is sent"
+        local = local_digests(self._run_folder)
+        if not local:
+            return
+        for step in sorted(there.keys() & set(self._record.sent) - local.keys() - {newest}):
+            remote = self._store.checkpoint(step)
+            remote.remove(catalog.MANIFEST)  # so that no half of it counts
+            del there[step]
+            remote.delete()
+        self._remember([])
+
+    def _remember(self, steps: Iterable[int], *, lacking: Iterable[int] = ()) -> None:
+        """Store that the mirror has `steps`, and not `lacking`."""
+        assert self._record is not None, "the mirror is claimed before anything is sent"
+        assert self._there is not None, "it was read before"
+        sent = sorted(({*self._record.sent, *steps} & self._there.keys()) - {*lacking})
+        if sent != self._record.sent:
+            self._record = self._record.model_copy(update={"sent": sent})
+            write_record(self._run_folder, self._record)

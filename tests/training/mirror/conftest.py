@@ -1,0 +1,77 @@
+"""A run directory with fake checkpoints, and uploaders that end with their test."""
+
+import shutil
+
+import pytest
+from fakes import fake_checkpoint
+
+from flatout.config.schema import load_config
+from flatout.progress import SILENT
+from flatout.training.mirror.uploader import Uploader
+from flatout.training.run_dir import layout
+
+URL = "faulty://bucket/runs"
+
+
+class Directory:
+    """A run directory whose mirror is at `URL/run`; `events` lists what was reported."""
+
+    def __init__(self, path):
+        self.path = path
+        self.events = []
+        self.uploaders = []
+        layout.write_config(path, load_config(None, [f"checkpoint.mirror={URL}"]))
+        (path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    def checkpoint(self, step, **content):
+        """Write a fake checkpoint."""
+        return fake_checkpoint(self.path, step, **{"model": b"weights of %d" % step, **content})
+
+    def report(self, kind, **fields):
+        """Record an event."""
+        self.events.append((kind, fields))
+
+    def started(self, **options):
+        """Return a claimed and started uploader."""
+        uploader = Uploader(self.path, f"{URL}/{self.path.name}", **options)
+        uploader.claim()
+        uploader.start(self.report)
+        self.uploaders.append(uploader)
+        return uploader
+
+    def send(self, **options):
+        """Send everything, and return the events."""
+        self.events.clear()
+        self.started(**options).close(SILENT)
+        return list(self.events)
+
+    def of_kind(self, kind, field="step"):
+        """Return a field of the events of one kind."""
+        return [fields[field] for found, fields in self.events if found == kind]
+
+    def delete(self, step):
+        """Delete a checkpoint, as pruning does."""
+        shutil.rmtree(self.path / "checkpoints" / f"step-{step}")
+
+
+@pytest.fixture
+def run(tmp_path, store):
+    """A run directory whose mirror is the faulty store."""
+    directory = Directory(tmp_path / "run")
+    yield directory
+    for uploader in directory.uploaders:
+        uploader._given_up.set()
+        uploader._wake.set()
+        uploader._thread.join(60)
+        assert not uploader._thread.is_alive()
+
+
+@pytest.fixture
+def mirrored(store):
+    """Return a function that lists the files in the mirror, or those of one checkpoint."""
+
+    def names(step=None):
+        start = "/bucket/runs/run/" if step is None else f"/bucket/runs/run/step-{step}/"
+        return {path.removeprefix(start) for path in store.store if path.startswith(start)}
+
+    return names

@@ -1,0 +1,168 @@
+"""A run whose directory or checkpoints are gone comes back from its mirror."""
+
+import json
+import shutil
+
+import pytest
+
+from flatout.config.schema import load_config
+from flatout.errors import CheckpointError, DataError, UntrustedCode
+from flatout.training.checkpoint import catalog
+from flatout.training.mirror.remote import read_record
+from flatout.training.mirror.restore import restore_lost
+from flatout.training.run_dir import layout
+
+URL = "faulty://bucket/runs"
+STATE = json.dumps({"values": {"best": {"step": 1}}}).encode()
+
+
+@pytest.fixture
+def lost(run):
+    """A run with two checkpoints in its mirror, the first of which is the best; nothing is here."""
+    for step in (1, 2):
+        run.checkpoint(step, state=STATE)
+    layout.append_event(run.path, "save", step=2)
+    (run.path / "tokenizer.json").write_text("{}")
+    run.send()
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    return run
+
+
+@pytest.fixture
+def restore(run, messages):
+    def restored(*overrides, path=run.path, **options):
+        config = load_config(None, [f"checkpoint.mirror={URL}", *overrides])
+        restore_lost(path, config, progress=messages, **options)
+        return catalog.steps(path)
+
+    return restored
+
+
+def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
+    lost, restore, messages
+):
+    assert restore() == [1, 2]
+    assert catalog.latest(lost.path).name == "step-2"
+    assert layout.read_config(lost.path).checkpoint.mirror == URL
+    names = {path.name for path in lost.path.iterdir()}
+    assert {"metrics.jsonl", "tokenizer.json", "mirror.json", "config.copy.yaml"} <= names
+    assert [event["event"] for event in layout.read_events(lost.path)] == ["save", "restore"]
+    assert messages.lines[-1].startswith(f"Restored {lost.path} from {URL}/run: step 2, saved 20")
+    assert {path.name for path in (lost.path / "checkpoints").iterdir()} == {"step-1", "step-2"}
+
+
+def test_a_restored_run_takes_over_its_mirror(lost, restore, mirrored):
+    restore()
+    lost.checkpoint(3, state=STATE)
+    lost.send()
+    assert lost.of_kind("upload") == [3]
+    assert read_record(lost.path, f"{URL}/run").sent == [1, 2, 3]
+    lost.delete(2)
+    lost.checkpoint(4, state=STATE)
+    lost.send()
+    assert mirrored(2) == set()
+    assert "manifest.json" in mirrored(1)
+
+
+def test_a_run_that_has_a_checkpoint_is_left_alone(run, restore, store):
+    run.checkpoint(1)
+    run.send()
+    store.asked.clear()
+    restore()
+    assert store.asked == []
+
+
+def test_an_empty_mirror_restores_nothing(run, restore):
+    assert restore() == []
+    assert not (run.path / "mirror.json").exists()
+
+
+def test_compressed_checkpoints_come_back(run, restore):
+    path = run.checkpoint(1, state=STATE, model=b"a" * 100_000)
+    run.send(compress=True)
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    assert restore() == [1]
+    assert catalog.verify(path) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda store, name: store.pipe_file(name, store.cat(name)[:-1] + b"!"),
+        lambda store, name: store.pipe_file(name, store.cat(name)[:-3]),
+        lambda store, name: store.rm_file(name),
+    ],
+    ids=["changed", "cut short", "missing"],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
+def test_a_damaged_checkpoint_is_named_and_an_older_one_comes_back(
+    lost, restore, store, messages, damage, name
+):
+    damage(store, f"/bucket/runs/run/step-2/{name}")
+    assert restore() == [1]
+    if store.exists(f"/bucket/runs/run/step-2/{name}") or name != "manifest.json":
+        (line,) = [line for line in messages.lines if "cannot be used" in line]
+        assert f"step-2 at {URL}/run" in line
+        assert name in line
+    assert {path.name for path in (lost.path / "checkpoints").iterdir()} == {"step-1"}
+
+
+def test_a_mirror_without_a_complete_checkpoint_is_an_error(lost, restore, store):
+    for step in (1, 2):
+        store.rm_file(f"/bucket/runs/run/step-{step}/model.safetensors")
+    with pytest.raises(CheckpointError, match=r"No checkpoint at .* is complete.*mirror=none"):
+        restore()
+    assert restore("checkpoint.mirror=none") == []
+
+
+def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
+    lost, restore, store, monkeypatch
+):
+    cat_file = type(store).cat_file
+
+    def fail(self, path, **options):
+        if path.endswith("step-2/state.json"):
+            raise OSError("away")
+        return cat_file(self, path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "cat_file", fail)
+        with pytest.raises(DataError, match="away"):
+            restore()
+    kept = lost.path / "checkpoints" / "step-2.tmp-restore" / "step-2"
+    (kept / "model.safetensors").write_bytes(b"weights of 2")
+    (kept / "state.json.1234.part").write_bytes(b"half")
+    store.asked.clear()
+    assert restore() == [1, 2]
+    assert not [line for line in store.asked if "step-2/model" in line], "it was here already"
+
+
+def test_resume_never_refuses_to_replace_what_the_mirror_has(lost, restore):
+    with pytest.raises(CheckpointError, match=r"--resume never would overwrite .*step 2"):
+        restore(resume="never")
+
+
+def test_the_configuration_of_the_mirror_replaces_that_of_a_run_without_checkpoints(lost, restore):
+    """Otherwise the checkpoints would continue with settings that they were not trained with."""
+    layout.write_config(lost.path, load_config(None, [f"checkpoint.mirror={URL}", "optim.lr=1"]))
+    restore()
+    assert layout.read_config(lost.path).optim.lr != 1
+
+
+def test_checkpoints_come_back_on_another_disk(lost, restore, tmp_path):
+    assert restore(f"checkpoint.dir={tmp_path / 'disk'}") == [1, 2]
+    assert (tmp_path / "disk" / "run" / "step-2").is_dir()
+    assert layout.read_config(lost.path).checkpoint.dir == str(tmp_path / "disk")
+
+
+def test_code_that_the_mirror_names_must_be_trusted(run, restore):
+    layout.write_config(run.path, load_config(None, ["model.kind=elsewhere:Model"]))
+    run.checkpoint(1, state=STATE)
+    run.send()
+    other = run.path.parent / "other" / "run"
+    other.mkdir(parents=True)
+    with pytest.raises(UntrustedCode, match="elsewhere:Model"):
+        restore(path=other)
+    assert catalog.steps(other) == []

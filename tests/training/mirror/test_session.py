@@ -1,0 +1,82 @@
+"""A run with a mirror loses its directory, and continues bit for bit."""
+
+import shutil
+
+import pytest
+
+from flatout.errors import ConfigError, DataError, Stopped
+from flatout.training.checkpoint import catalog
+from flatout.training.run import run_training
+
+pytestmark = pytest.mark.slow
+URL = "faulty://bucket/runs"
+
+
+def test_a_run_whose_machine_is_lost_continues_bit_for_bit(
+    tiny_config, tmp_path, store, stop_at, messages, events
+):
+    config = tiny_config(checkpoint__mirror=URL, checkpoint__every_steps=2)
+    whole = run_training(tiny_config(), tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[stop_at(3)], progress=messages)
+    assert 3 in [event["step"] for event in events(tmp_path / "run", "upload")]
+    shutil.rmtree(tmp_path / "run")
+    summary = run_training(config, tmp_path / "run", progress=messages)
+    assert summary["weights_sha256"] == whole["weights_sha256"]
+    assert summary["resumed_from"].endswith("step-3")
+    assert len([e for e in events(tmp_path / "run", "restore") if e["step"] == 3]) == 1
+    assert any("Restored" in line and "step 3, saved" in line for line in messages.lines)
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    again = run_training(config, tmp_path / "run", progress=messages)
+    assert again["weights_sha256"] == whole["weights_sha256"], "a finished run is restored too"
+    assert catalog.steps(tmp_path / "run")[-1] == 6
+
+
+def test_a_finished_run_sends_the_rest_when_it_is_started_again(
+    tiny_config, tmp_path, store, monkeypatch, messages
+):
+    config = tiny_config(checkpoint__mirror=URL)
+    put_file = type(store).put_file
+
+    def refuse(self, lpath, rpath, **options):
+        if "step-" in rpath:
+            raise PermissionError("full")
+        put_file(self, lpath, rpath, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "put_file", refuse)
+        summary = run_training(config, tmp_path / "run")
+    assert not store.exists("/bucket/runs/run/step-6/manifest.json")
+    assert run_training(config, tmp_path / "run", progress=messages)["run"] == summary["run"]
+    assert store.exists("/bucket/runs/run/step-6/manifest.json")
+    assert store.exists("/bucket/runs/run/summary.json")
+
+
+def test_settings_that_contradict_the_mirror_are_refused(tiny_config, tmp_path, store):
+    config = tiny_config(checkpoint__mirror=URL)
+    run_training(config, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"optim\.lr"):
+        run_training(config.with_values({"optim.lr": 0.5}), tmp_path / "run")
+
+
+def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
+    tiny_config, tmp_path, store, monkeypatch, messages, stop_at
+):
+    config = tiny_config(checkpoint__mirror=URL)
+
+    def unreachable(self, *_, **__):
+        raise OSError("no route")
+
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[stop_at(3)])
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "cat_file", unreachable)
+        patched.setattr(type(store), "ls", unreachable)
+        with pytest.raises(DataError, match="no route"):
+            run_training(config, tmp_path / "new")
+        run_training(config, tmp_path / "run", progress=messages)
+    assert any("Checkpoints are sent when it answers" in line for line in messages.lines)
+    run_training(config, tmp_path / "run")
+    assert store.exists("/bucket/runs/run/step-6/manifest.json")

@@ -1,0 +1,326 @@
+"""What is sent to a mirror, in which order, and what happens when that fails."""
+
+import hashlib
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from flatout.errors import CheckpointError
+from flatout.progress import SILENT
+from flatout.training.mirror import files
+from flatout.training.mirror import uploader as module
+from flatout.training.mirror.remote import MirrorStore, Sender
+from flatout.training.mirror.uploader import Uploader
+
+FILES = {"index.json", "manifest.json", "model.safetensors", "state.json"}
+
+
+def puts(store):
+    return [Path(line).name for line in store.asked if line.startswith("put ")]
+
+
+@pytest.fixture
+def refusing(store, monkeypatch):
+    """Return a function that makes the store refuse files of a name, or none."""
+    put_file = type(store).put_file
+
+    def refuse(name):
+        def put(self, lpath, rpath, **options):
+            if name and rpath.endswith(name):
+                raise PermissionError("not today")
+            put_file(self, lpath, rpath, **options)
+
+        monkeypatch.setattr(type(store), "put_file", put)
+
+    return refuse
+
+
+@pytest.fixture
+def stalled(store, monkeypatch):
+    """An event that lets the store take model.safetensors, and one that it has been asked to."""
+    put_file, release, asked = type(store).put_file, Event(), Event()
+
+    def put(self, lpath, rpath, **options):
+        if rpath.endswith("model.safetensors"):
+            asked.set()
+            assert release.wait(60), "nothing released the store"
+        put_file(self, lpath, rpath, **options)
+
+    monkeypatch.setattr(type(store), "put_file", put)
+    yield release, asked
+    release.set()
+
+
+def test_a_checkpoint_is_sent_with_the_files_of_the_run_and_its_manifest_last(run, store, mirrored):
+    path = run.checkpoint(5)
+    events = run.send()
+    assert mirrored(5) == FILES
+    for name in FILES:
+        assert store.cat(f"/bucket/runs/run/step-5/{name}") == (path / name).read_bytes()
+    order = puts(store)
+    assert order[:2] == ["mirror.json", "sending.json"]
+    assert order.index("manifest.json") > max(map(order.index, FILES - {"manifest.json"}))
+    assert order.index("manifest.json") > order.index("metrics.jsonl") > order.index("config.yaml")
+    ((kind, fields),) = events
+    assert (kind, fields["step"]) == ("upload", 5)
+    assert fields["bytes"] == sum((path / name).stat().st_size for name in FILES) - len(
+        (path / "manifest.json").read_bytes()
+    )
+    assert [one.name for one in path.parent.iterdir()] == ["step-5"]
+
+
+def test_the_newest_checkpoint_goes_first_and_none_goes_twice(run, store):
+    for step in (1, 2, 3):
+        run.checkpoint(step)
+    run.send()
+    assert run.of_kind("upload") == [3, 2, 1]
+    store.asked.clear()
+    assert run.send() == []
+    assert not {"model.safetensors", "manifest.json"} & {*puts(store)}
+
+
+def test_an_upload_that_was_interrupted_is_continued(run, store, refusing, mirrored):
+    run.checkpoint(5, optimizer=b"moments")
+    refusing("step-5/manifest.json")
+    run.send()
+    assert run.of_kind("upload") == []
+    assert run.of_kind("upload_pending", "steps") == [[5]]
+    assert mirrored(5) == {*FILES, "optimizer.safetensors", "sending.json"} - {"manifest.json"}
+    store.asked.clear()
+    refusing(None)
+    run.send()
+    assert run.of_kind("upload") == [5]
+    assert "manifest.json" in puts(store)
+    assert not {"model.safetensors", "optimizer.safetensors", "sending.json"} & {*puts(store)}
+    assert mirrored(5) == {*FILES, "optimizer.safetensors"}
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_a_checkpoint_that_replaces_one_of_the_same_step_replaces_it_there(
+    run, store, refusing, mirrored, interrupted
+):
+    """Files of the same size in a store without checksums: only the manifest shows the change."""
+    run.checkpoint(5, optimizer=b"only here")
+    refusing("step-5/manifest.json" if interrupted else None)
+    run.send()
+    run.delete(5)
+    run.checkpoint(5, model=b"WEIGHTS OF 5")
+    refusing(None)
+    run.send()
+    assert mirrored(5) == FILES
+    assert store.cat("/bucket/runs/run/step-5/model.safetensors") == b"WEIGHTS OF 5"
+
+
+def test_what_is_deleted_here_is_deleted_there_after_the_next_upload(run, mirrored):
+    for step in (1, 2):
+        run.checkpoint(step)
+    run.send()
+    run.delete(1)
+    assert run.send() == []
+    assert mirrored(1) == FILES
+    run.checkpoint(3)
+    run.send()
+    assert (mirrored(1), mirrored(2), mirrored(3)) == (set(), FILES, FILES)
+
+
+def test_the_mirror_keeps_what_this_directory_has_not_sent(run, store, mirrored):
+    """After a restore, older checkpoints are there only."""
+    run.checkpoint(2)
+    run.send()
+    store.pipe_file("/bucket/runs/run/step-1/manifest.json", b"{}")
+    run.checkpoint(3)
+    run.send()
+    assert run.of_kind("upload") == [3]
+    assert mirrored(1) == {"manifest.json"}
+
+
+def test_a_directory_of_other_files_is_left_alone(run, store):
+    store.pipe_file("/bucket/runs/run/step-5/thesis.txt", b"my only copy")
+    run.checkpoint(5)
+    with pytest.raises(CheckpointError, match="not empty and is not the mirror of a run"):
+        run.send()
+    assert store.cat("/bucket/runs/run/step-5/thesis.txt") == b"my only copy"
+
+
+def test_the_last_checkpoint_there_stays_when_all_here_are_gone(run, mirrored):
+    run.checkpoint(1)
+    run.send()
+    run.delete(1)
+    run.send()
+    assert mirrored(1) == FILES
+
+
+def test_a_checkpoint_deleted_during_its_upload_is_sent_to_its_end(run, stalled, store, mirrored):
+    release, asked = stalled
+    run.checkpoint(1)
+    uploader = run.started()
+    assert asked.wait(60)
+    run.checkpoint(2)
+    run.delete(1)
+    release.set()
+    uploader.close(SILENT)
+    assert run.of_kind("upload") == [1, 2]
+    assert store.cat("/bucket/runs/run/step-2/model.safetensors") == b"weights of 2"
+    assert mirrored(1) == set(), "it was deleted here, and a newer one is there"
+
+
+def test_a_checkpoint_deleted_before_its_turn_is_reported(run, stalled):
+    release, asked = stalled
+    run.checkpoint(1)
+    uploader = run.started()
+    assert asked.wait(60)
+    for step in (2, 3):
+        run.checkpoint(step)
+        uploader.on_event({"event": "save", "step": step})
+    run.delete(2)
+    release.set()
+    uploader.close(SILENT)
+    assert run.of_kind("upload_dropped") == [2]
+    assert run.of_kind("upload") == [1, 3]
+
+
+def test_a_file_system_without_hard_links_is_read_in_place(run, monkeypatch, mirrored):
+    def refuse(*_):
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(files.os, "link", refuse)
+    run.checkpoint(5)
+    run.send()
+    assert mirrored(5) == FILES
+
+
+def test_a_failure_is_reported_once_and_the_upload_is_tried_again(
+    run, refusing, monkeypatch, mirrored
+):
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(module, "LONGEST_PAUSE_S", 0.0)
+    attempts, tried_often = [], Event()
+    failed = Uploader._failed
+
+    def count(self, error):
+        attempts.append(error)
+        if len(attempts) == 3:
+            tried_often.set()
+        failed(self, error)
+
+    monkeypatch.setattr(Uploader, "_failed", count)
+    refusing("model.safetensors")
+    run.checkpoint(5)
+    uploader = run.started()
+    assert tried_often.wait(60)
+    refusing(None)
+    uploader.close(SILENT)
+    ((reason,),) = [run.of_kind("upload_failed", "reason")]
+    assert "not today" in reason
+    assert run.of_kind("upload") == [5]
+    assert mirrored(5) == FILES
+
+
+def test_a_run_in_a_hurry_waits_no_longer_than_its_grace_period(
+    run, stalled, monkeypatch, mirrored
+):
+    monkeypatch.setattr(module, "GRACE_S", 0.0)
+    release, asked = stalled
+    run.checkpoint(5)
+    uploader = run.started()
+    assert asked.wait(60)
+    uploader.close(SILENT, lambda: 1.0)
+    assert run.of_kind("upload_pending", "reason") == ["there was too little time"]
+    release.set()
+    uploader._thread.join(60)
+    assert "manifest.json" not in mirrored(5), "after the end of the run, nothing is published"
+
+
+def test_a_server_that_takes_nothing_holds_a_finished_run_for_a_bounded_time(
+    run, stalled, monkeypatch
+):
+    monkeypatch.setattr(module, "STALL_S", 0.0)
+    _, asked = stalled
+    run.checkpoint(5)
+    uploader = run.started()
+    assert asked.wait(60)
+    uploader.close(SILENT)
+    assert run.of_kind("upload_pending", "steps") == [[5]]
+
+
+def test_a_mirror_of_another_run_is_refused(run, store, tmp_path):
+    run.checkpoint(5)
+    run.send()
+    (run.path / "mirror.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"runs/run contains the checkpoints of another run, /.*/run on .*"
+    ):
+        run.started()
+
+
+def test_a_run_that_was_restored_elsewhere_sends_nothing_more(run, mirrored):
+    run.checkpoint(5)
+    uploader = run.started()
+    uploader.close(SILENT)
+    other = Sender(id="other", run="/data/run", host="nodeB")
+    MirrorStore(uploader.url).write_sender(other)
+    with pytest.raises(CheckpointError, match="continues as /data/run on nodeB"):
+        run.started()
+
+
+def test_a_run_that_is_restored_elsewhere_while_it_sends_stops_sending(run, stalled, mirrored):
+    release, asked = stalled
+    run.checkpoint(5)
+    uploader = run.started()
+    assert asked.wait(60)
+    other = Sender(id="other", run="/data/run", host="nodeB")
+    MirrorStore(uploader.url).write_sender(other)
+    release.set()
+    uploader.close(SILENT)
+    assert "nodeB" in run.of_kind("upload_failed", "reason")[0]
+    assert "manifest.json" not in mirrored(5)
+
+
+def test_compressed_files_have_another_name_and_the_same_manifest(run, store, mirrored):
+    path = run.checkpoint(5, model=b"a" * 100_000)
+    run.send(compress=True)
+    assert mirrored(5) == {
+        "index.json.zst",
+        "manifest.json",
+        "model.safetensors.zst",
+        "state.json.zst",
+    }
+    assert store.size("/bucket/runs/run/step-5/model.safetensors.zst") < 1_000
+    manifest = store.cat("/bucket/runs/run/step-5/manifest.json")
+    assert manifest == (path / "manifest.json").read_bytes()
+    assert [one.name for one in path.parent.iterdir()] == ["step-5"]
+
+
+def test_files_of_the_run_are_sent_again_only_when_they_changed(run, store):
+    run.checkpoint(1)
+    uploader = run.started()
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2}\n')
+    uploader.close(SILENT)
+    assert store.cat("/bucket/runs/run/metrics.jsonl") == b'{"step": 1}\n{"step": 2}\n'
+    assert puts(store).count("config.yaml") == 1
+
+
+def test_a_file_that_arrives_damaged_is_sent_again(run, store, monkeypatch, mirrored):
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(
+        type(store), "tags", lambda content: {"ETag": hashlib.md5(content).hexdigest()}
+    )
+    put_file, damaged = type(store).put_file, []
+
+    def damaging(self, lpath, rpath, **options):
+        put_file(self, lpath, rpath, **options)
+        if rpath.endswith("model.safetensors") and not damaged:
+            damaged.append(rpath)
+            self.pipe_file(rpath, b"weights of 4")
+
+    monkeypatch.setattr(type(store), "put_file", damaging)
+    run.checkpoint(5)
+    uploader = run.started()
+    while not run.uploaders[0]._there:
+        uploader._thread.join(0.01)
+    uploader.close(SILENT)
+    assert damaged
+    assert "differs from the file that was sent" in run.of_kind("upload_failed", "reason")[0]
+    assert store.cat("/bucket/runs/run/step-5/model.safetensors") == b"weights of 5"
