@@ -111,7 +111,7 @@ def test_signals_at_random_moments_change_nothing(start, recipe, tmp_path, devic
     out, err = whole.communicate(timeout=240)
     assert whole.returncode == 0, err
     draw, codes, run = random.Random(devices), [], tmp_path / "run"
-    for number in range(12):
+    for number in range(6):
         process = start(*FLATOUT, "train", name, "--run-dir", "run", "--json")
         kind = draw.choice([signal.SIGTERM, signal.SIGUSR1])
         if number % 2:  # after the first event of this process
