@@ -62,7 +62,8 @@ def save_and_stop(run: Run, log: Log, stop: StopRequests) -> NoReturn:
     """Save, log how long that took after the request, and raise Stopped. Every rank calls it."""
     stop.waits_for = "the save in progress"
     save_last(run, log)
-    seconds = stop.since_request_s()
+    since_s = stop.since_request_s()
+    seconds = None if since_s is None else round(since_s, 3)
     cause = None if seconds is None else stop.cause  # None: only another rank was asked
     after = "" if seconds is None else f" {seconds:.1f} s after {cause}"
     log.event("stop", cause=cause, saved_after_s=seconds)
