@@ -6,8 +6,8 @@ from flatout.assembly.memory import Workload, operations_per_step
 from flatout.config.schema import RunConfig
 from flatout.hardware import ASSUMED_MFU
 
-STARTING_S = 8e-6
-"""Assumed seconds to start an operation in eager mode."""
+STARTING_S = 15e-6
+"""Assumed seconds to start an operation in eager mode, from Python to its backward pass."""
 
 
 def assumed_rate(config: RunConfig, whole: float, workload: Workload | None) -> tuple[float, str]:

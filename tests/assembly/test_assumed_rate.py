@@ -35,7 +35,7 @@ def test_a_cpu_starts_operations_before_it_computes_them(workload):
     starting_s = STARTING_S * operations_per_step(found, 4, 2)
     slow, source = assumed_rate(config, STEP_TOKENS / 0.3, found)
     assert slow == pytest.approx(STEP_TOKENS / (1 + starting_s))
-    assert "30% of the peak, and an assumed 8 us to start each of" in source
+    assert "30% of the peak, and an assumed 15 us to start each of" in source
     fast, _ = assumed_rate(config, 1e15, found)
     assert fast == pytest.approx(STEP_TOKENS / starting_s)
 

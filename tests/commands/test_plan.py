@@ -43,7 +43,7 @@ def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
     assert (found.device, found.world_size) == ("cuda", 8)
     assert found.machine == "8x NVIDIA H100 80GB HBM3 (h100-sxm)"
     assert found.fits
-    assert found.tokens_per_s_from.startswith("an assumed 8 us to start each of ")
+    assert found.tokens_per_s_from.startswith("an assumed 15 us to start each of ")
     assert 0 < found.mfu < 0.3
     assert found.kwh == pytest.approx(8 * 700 * found.wall_s / 3.6e6)
     assert found.cost == pytest.approx(20 * found.wall_s / 3600)

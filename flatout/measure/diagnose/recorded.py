@@ -165,8 +165,8 @@ def _with_steps(
             "roof": Roof(
                 peak_tflops=_first_number(events, "peak_tflops"),
                 peak_source=next((e["peak_source"] for e in events if e.get("peak_source")), None),
-                mfu=_mean_or_none(steady, "perf/mfu"),
-                tokens_per_s=_mean_or_none(steady, "perf/tokens_per_s"),
+                mfu=_rate_or_none(steady, "perf/mfu"),
+                tokens_per_s=_rate_or_none(steady, "perf/tokens_per_s"),
             ),
             "losses": _series(records, "train/loss"),
             "grad_norms": _series(records, "train/grad_norm"),
@@ -314,6 +314,14 @@ def _seconds(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Return the mean of a figure in milliseconds as seconds; None when no record has it."""
     mean_ms = _mean_or_none(records, name)
     return None if mean_ms is None else 1e-3 * mean_ms
+
+
+def _rate_or_none(records: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Return the rate over all records, each weighted by its time; None when none has both."""
+    known = [record for record in records if name in record and record["perf/step_ms"] > 0]
+    if not known:
+        return None
+    return fmean([one[name] for one in known], [one["perf/step_ms"] for one in known])
 
 
 def _mean_or_none(records: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -115,6 +115,17 @@ def test_a_phase_that_no_record_has_is_not_measured(run):
     assert found.phases.logging_s is None
 
 
+def test_the_rate_is_that_of_the_average_step(run):
+    speeds = ((20, 100.0, 1280.0), (30, 300.0, 1280.0 / 3))
+    records = [RECORD | {"step": 10}] + [
+        RECORD | {"step": step, "perf/step_ms": ms, "perf/tokens_per_s": rate}
+        for step, ms, rate in speeds
+    ]
+    found = recorded_evidence(run(records=records))
+    assert found.step_s == pytest.approx(0.2)
+    assert found.roof.tokens_per_s == pytest.approx(128 / 0.2)
+
+
 def test_recorded_waits_saves_and_evaluations_are_named(run):
     waits = run(**{"perf/data_wait_ms": 40.0, "perf/device_ms": 59.0})
     assert names(recorded_evidence(waits)) == ["slow-data"]
