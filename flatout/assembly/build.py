@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
+from flatout.data.load.leaving_out import LeavingOut
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
 from flatout.hardware import Machine
@@ -27,6 +28,7 @@ from flatout.models.lora import with_adapters
 from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
+from flatout.optimizers.step_guard import StepGuard, persistent_buffers
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh
 
@@ -42,11 +44,12 @@ def build(
     dataset: AnyDataset,
     folder: Path,
     decisions: Sequence[Decision],
+    left_out: Mapping[int, int] | None = None,
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
     Weights are initialised with train.seed, identically on every rank; then each rank's generators
-    get a different seed.
+    get a different seed. `left_out` maps positions in the data to those to continue at instead.
     """
     recipe = assemble(decisions)
     recipe.allocator()
@@ -58,7 +61,7 @@ def build(
     parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
     optimizers = optimizers_of(config, core, parts)
     reader = recipe.reader(dataset.tokenizer)
-    feed = make_feed(config, recipe, mesh, dataset, reader)
+    feed = make_feed(config, recipe, mesh, dataset, reader, left_out or {})
     _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run = Run(
         config=config,
@@ -81,6 +84,12 @@ def build(
         gc=recipe.gc,
         cudnn_benchmark=recipe.cudnn_benchmark,
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
+        guard=StepGuard(
+            most=config.train.max_bad_steps,
+            spikes=config.train.skip_spikes,
+            buffers=persistent_buffers(core),
+            device=mesh.device,
+        ),
     )
     run.zero_grad(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
@@ -114,9 +123,17 @@ def _require_room(weights_bytes: int, free_bytes: int) -> None:
 
 
 def make_feed(
-    config: RunConfig, recipe: Recipe, mesh: Mesh, dataset: AnyDataset, reader: SequenceReader
+    config: RunConfig,
+    recipe: Recipe,
+    mesh: Mesh,
+    dataset: AnyDataset,
+    reader: SequenceReader,
+    left_out: Mapping[int, int],
 ) -> DirectFeed | PrefetchFeed:
-    """Return a feed of the steps of a resolved configuration, at position 0."""
+    """Return a feed of the steps of a resolved configuration, at position 0.
+
+    `left_out` maps positions in the data to those to continue at instead.
+    """
     plan = BatchPlan(
         seq_len=config.data.seq_len,
         rows_per_device=int(config.batch.rows_per_device),
@@ -129,7 +146,8 @@ def make_feed(
         device=str(mesh.device),
         most_documents=most_documents(recipe.ops.attention),
     )
-    return recipe.feed(recipe.batching(dataset.split("train"), plan, reader))
+    steps = recipe.batching(dataset.split("train"), plan, reader)
+    return recipe.feed(LeavingOut(steps, left_out) if left_out else steps)
 
 
 def _seed(seed: int) -> None:

@@ -19,6 +19,7 @@ from flatout.hardware import Machine
 from flatout.json_io import JsonObject
 from flatout.models.language_model import LanguageModel
 from flatout.optimizers.loss_scale import LossScaler
+from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 from flatout.roof import Peak
@@ -142,6 +143,8 @@ class Run:
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the loop in which cuDNN chooses its algorithms."""
     scaler: LossScaler | None = None
+    guard: StepGuard = field(default_factory=StepGuard)
+    """Skips the updates of bad steps."""
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0

@@ -198,6 +198,15 @@ class TrainConfig(Section):
     """Steps between text samples; 0 samples once, at the end."""
     sample_prompt: str = ""
     """Prompt of the samples; empty starts a new document."""
+    max_bad_steps: int = Field(10, ge=1)
+    """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
+    finite; its update is skipped, and the run continues with the next step."""
+    skip_spikes: float | None = Field(None, ge=3)
+    """Take a step for bad, too, when its gradient norm is that many robust standard deviations
+    above the median of the last 128, and at least twice that median. None skips no spikes."""
+    on_divergence: Literal["stop", "rewind"] = "stop"
+    """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
+    and leave out the sequences of the bad steps, at most three times in a run."""
     watchdog_minutes: float = Field(5.0, ge=0)
     """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
     waits for, and writes the stacks of its threads; compiling, saving and sampling may take four

@@ -68,7 +68,7 @@ def _use_rows(run: Run, log: Log, rows: int) -> None:
     run.feed.close()
     run.config = run.config.with_values(batch)
     recipe = assemble(run.decisions)
-    run.feed = make_feed(run.config, recipe, run.mesh, run.dataset, run.reader)
+    run.feed = make_feed(run.config, recipe, run.mesh, run.dataset, run.reader, run.left_out)
     run.feed.seek(position)
     gc.collect()
     if run.mesh.device.type == "cuda":

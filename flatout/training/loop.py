@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from flatout.assembly.run import Run
 from flatout.config.sections import TrainConfig
+from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
 from flatout.training.halving import that_fits
 from flatout.training.metrics.log import Log, require_finite
@@ -33,6 +34,7 @@ def fit(
     between micro-batches (see `train_step`) and between the batches of an evaluation. A dropped
     step leaves the run unchanged and ends the loop. A dropped evaluation also ends it, and
     `run.evaluation_due` is then True: the next process starts with it.
+    Raises: RunFailed when training has diverged, as `require_good_steps`.
     """
     saves = SaveSchedule(run, log)
 
@@ -61,6 +63,7 @@ def fit(
             run.step += 1
             run.tokens += batch.tokens
             log.step(batch, result)  # reads back one step late, so logging never stalls
+            require_good_steps(run, log)
             _between_steps(run, log, saves, drop, sample)
             with unless_full(run, log):
                 log_saves(run, log)

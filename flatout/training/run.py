@@ -36,7 +36,7 @@ from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of
 from flatout.training.finish import finish, save_and_stop
 from flatout.training.halving import closing_feed, that_fits
 from flatout.training.init_from import load_initial
-from flatout.training.loop import ends_early, fit
+from flatout.training.loop import ends_early
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
@@ -44,8 +44,10 @@ from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
 from flatout.training.request import RunRequest
+from flatout.training.rewinding import fit_or_stop, with_rewinds
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
+from flatout.training.run_dir.left_out import read_left_out
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_plan import RunPlan, agree_on_plan
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
@@ -108,7 +110,7 @@ def run_training(
             return plan.summary
         require_shared(ranks, folder / layout.LOCK)
         with recorded_exit_code(folder) if ranks.rank == 0 else nullcontext():
-            return train_plan(request, plan)
+            return with_rewinds(train_plan, request, plan)
 
 
 def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
@@ -222,6 +224,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             dataset=dataset,
             folder=request.folder,
             decisions=plan.decisions,
+            left_out=read_left_out(request.folder).positions(),
         )
 
 
@@ -329,7 +332,7 @@ def _train(
     reserve(run, log)
     drop = stop.requested_within_step
     stop.waits_for = "the micro-batch or save in progress"
-    fit(run, log, stop.requested, drop=drop, sample=sample)
+    fit_or_stop(run, log, stop, sample)
     if run.evaluation_due or (run.step < run.last_step and not ends_early(run)):
         raise WorkInterrupted
     stop.waits_for = "the batch of the final evaluation"

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
-from flatout.errors import DiskFull
+from flatout.errors import DiskFull, RunFailed
 from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
 from flatout.progress import readable_size
@@ -24,7 +25,7 @@ from flatout.training.checkpoint.info import CheckpointInfo
 from flatout.training.checkpoint.location import checkpoints_folder, existing
 from flatout.training.checkpoint.retention import is_kept_for_good, newest_to_keep
 from flatout.training.checkpoint.snapshot import tensors_to_save
-from flatout.training.metrics.log import Log
+from flatout.training.metrics.log import LESS_STEEP, Log
 from flatout.training.run_dir.data_location import data_digest, digest
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
@@ -44,9 +45,19 @@ class SaveSchedule:
             self._steps = max(round(config.every_epochs * run.steps_per_epoch), 1)
         self._seconds = 60 * (config.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES)
         self._saved_s = log.wall_s
+        self._is_owed = False
 
     def due(self, run: Run) -> bool:
-        """Return whether to save after this step; the last and best steps are saved elsewhere."""
+        """Return whether to save after this step; the last and best steps are saved elsewhere.
+
+        A save that is due after a bad step waits for the next good one, so that a rewind finds a
+        checkpoint from before the bad steps.
+        """
+        is_due = self._is_time(run) or self._is_owed
+        self._is_owed = is_due and self._log.bad_steps.in_a_row > 0
+        return is_due and not self._is_owed
+
+    def _is_time(self, run: Run) -> bool:
         saves_best = run.config.checkpoint.best
         if run.step >= run.last_step or (saves_best and run.best_step == run.step):
             return False
@@ -73,11 +84,12 @@ def reserve(run: Run, log: Log) -> None:
 def save(run: Run, log: Log) -> None:
     """Save the run's state and delete the checkpoints that the configuration does not keep.
 
-    Raises: RunFailed, before anything is written, when the last step's figures are not finite: the
-            weights are unusable.
+    Raises: RunFailed, before anything is written, when the last step was bad because the weights
+            are not finite.
     """
-    log.require_finite_step()
     log.write_pending()  # so that a run killed after this save has every record up to its step
+    if log.bad_steps.in_a_row:
+        require_finite_weights(run)
     log.keep_clock()
     config = run.config.checkpoint
     with run.pulse.during("saving"):
@@ -143,6 +155,20 @@ def info_of(run: Run, log: Log) -> CheckpointInfo:
         torch=torch.__version__,
         python=platform.python_version(),
     )
+
+
+def require_finite_weights(run: Run) -> None:
+    """Check that every weight is finite.
+
+    Raises: RunFailed, on every rank, when one is not.
+    """
+    weights = (one.to_local() if isinstance(one, DTensor) else one for one in run.trained())
+    num_broken = sum(not bool(torch.isfinite(weight.detach()).all()) for weight in weights)
+    (total,) = run.mesh.sum(torch.tensor(float(num_broken), device=run.mesh.device))
+    if total:
+        raise RunFailed(
+            f"Weights are not finite at step {run.step}: training has diverged.", fix=LESS_STEEP
+        )
 
 
 def log_saves(run: Run, log: Log) -> None:

@@ -1,6 +1,7 @@
 """One optimizer step: forward and backward on every micro-batch, then one update.
 
-Nothing here waits for the device, except with float16, which checks that gradients are finite.
+An update from figures that are not finite is skipped (`optimizers/step_guard.py`). Nothing here
+waits for the device, except with float16 and with optimizers that cannot skip an update there.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from flatout.optimizers.loss_scale import SMALLEST
 from flatout.optimizers.schedule import factor
+from flatout.optimizers.step_guard import step_unless
 from flatout.training.step_start import StepStart
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.data.load.feed import StepBatch
+    from flatout.data.load.feed import MicroBatch, StepBatch
 
 Drop = Callable[["Run", int], bool]
 """(run, number of the next batch, from 2) -> whether to drop the work; equal on all ranks."""
@@ -41,7 +44,7 @@ class StepResult:
     learning_rate: float
     """The peak learning rate times the schedule's factor."""
     skipped: bool = False
-    """Whether float16 overflowed, so the update was skipped."""
+    """Whether float16 overflowed, so the update was skipped; the guard counts other skips."""
 
 
 def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResult:
@@ -69,8 +72,8 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
 def _take_step(
     run: Run, batch: StepBatch, drop: Drop | None, start: StepStart | None
 ) -> StepResult:
-    nominal = run.tokens_per_step
     loss_scale = run.scaler.scale if run.scaler else 1.0
+    run.guard.begin()
     loss_sum = torch.zeros((), device=run.mesh.device)
     num_valid = torch.zeros((), device=run.mesh.device)
     for number, micro in enumerate(batch.micro_batches(), 1):
@@ -78,29 +81,52 @@ def _take_step(
         if number > 1 and start is not None and drop is not None and drop(run, number):
             start.restore()
             raise StepDropped
-        with run.grad_sync(run.model, number == batch.num_micro_batches):
-            with run.autocast():
-                micro_loss, micro_valid = run.model(
-                    micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
-                )
-            (micro_loss * (loss_scale / nominal)).backward()
-        loss_sum += micro_loss.detach()
+        is_last = number == batch.num_micro_batches
+        micro_loss, micro_valid = add_gradients(run, micro, loss_scale, is_last=is_last)
+        loss_sum += micro_loss
         num_valid += micro_valid
     loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
     grad_norm = correct_gradients(run, num_valid, loss_scale)
     learning_rate = run.config.optim.lr * set_learning_rate(run)
-    finite = bool(torch.isfinite(grad_norm)) if run.scaler else True
-    if finite:
-        run.saver.before_update()
-        run.is_updating = True
-        for optimizer in run.optimizers:
-            optimizer.step()
-    if run.scaler:
-        run.scaler.update(finite)
-    run.zero_grad(run.trained())
     loss = loss_sum / num_valid.clamp(min=1)
+    overflowed = update(run, loss, grad_norm)
+    run.zero_grad(run.trained())
     run.is_updating = False
-    return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=not finite)
+    return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=overflowed)
+
+
+def add_gradients(
+    run: Run, micro: MicroBatch, loss_scale: float, *, is_last: bool
+) -> tuple[Tensor, Tensor]:
+    """Add a micro-batch's gradients to those of the step; return its loss sum and valid targets.
+
+    Shapes:  the results are 0-D.
+    """
+    with run.grad_sync(run.model, is_last):
+        with run.autocast():
+            loss_sum, num_valid = run.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
+        (loss_sum * (loss_scale / run.tokens_per_step)).backward()
+    return loss_sum.detach(), num_valid
+
+
+def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
+    """Update the weights unless the figures are bad; return whether float16 overflowed.
+
+    An overflow at the smallest loss scale, or together with a loss that is not finite, counts as a
+    bad step.
+
+    Shapes:  loss and grad_norm are 0-D.
+    """
+    run.is_updating = True
+    if run.scaler:
+        can_shrink, is_finite = run.scaler.scale > SMALLEST, bool(torch.isfinite(grad_norm))
+        run.scaler.update(is_finite)
+        if not is_finite and can_shrink and torch.isfinite(loss):
+            return True
+    skip = run.guard.judge(loss, grad_norm)
+    run.saver.before_update()
+    step_unless(skip, run.optimizers)
+    return False
 
 
 def set_learning_rate(run: Run) -> float:

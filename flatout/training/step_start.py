@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+
+from flatout.optimizers.step_guard import persistent_buffers
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -42,16 +43,3 @@ class StepStart:
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, run.mesh.device)
-
-
-def persistent_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers stored in a checkpoint; a new model recreates the others.
-
-    Shapes: any.
-    """
-    return [
-        buffer
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]

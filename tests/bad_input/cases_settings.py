@@ -77,6 +77,24 @@ CASES = [
         ("optim.lr,",),
     ),
     Case(
+        "no bad step allowed",
+        "train my.yaml train.max_bad_steps=0",
+        ("train.max_bad_steps=0", "at least 1"),
+        ("leave it out",),
+    ),
+    Case(
+        "a limit that ordinary steps exceed",
+        "train my.yaml train.skip_spikes=1",
+        ("train.skip_spikes=1", "at least 3"),
+        ("leave it out",),
+    ),
+    Case(
+        "an unknown answer to divergence",
+        "train my.yaml train.on_divergence=restart",
+        ("train.on_divergence='restart'", "'rewind'"),
+        ("stop",),
+    ),
+    Case(
         "an unknown device",
         "train my.yaml train.device=gpu",
         ("train.device='gpu'",),

@@ -1,5 +1,6 @@
 """A small run without dataset or recipe, with all the state that a resume needs."""
 
+import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from flatout.optimizers.loss_scale import LossScaler
+from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.mesh import Mesh
 
 WIDTH = 8
@@ -86,6 +88,7 @@ def build(folder: Path, *, seed=0, mesh=ALONE, scaler=True, shard=None) -> Simpl
         model=core,
         optimizers=optimizers,
         scaler=LossScaler(1024.0, growth_interval=4) if scaler else None,
+        guard=StepGuard(spikes=6.0, device=mesh.device),
         feed=Feed(),
         mesh=mesh,
         machine=SimpleNamespace(memory_gib=1e6),
@@ -115,6 +118,7 @@ def train(run, num_steps) -> list[float]:
             optimizer.zero_grad(set_to_none=True)
         if run.scaler:
             run.scaler.update(True)
+        run.guard.judge(loss.detach(), torch.full_like(loss, math.nan if run.step % 4 == 3 else 1))
         run.step += 1
         run.tokens += 4
         run.elapsed_s += 0.1
@@ -154,6 +158,7 @@ def outcome(run, num_steps) -> dict:
             run.feed.position,
         ),
         "scale": run.scaler and run.scaler.state_dict(),
+        "guard": run.guard.state_dict(),
         "draws": (
             random.random(),
             random.gauss(0, 1),

@@ -293,7 +293,9 @@ def test_two_runs_of_one_configuration_are_equal_bit_for_bit(tiny_config, tmp_pa
     assert weights("c", train__seed=1) != first
 
 
-def test_a_diverging_run_ends_at_once_and_saves_only_finite_weights(tiny_config, tmp_path, records):
+def test_a_diverging_run_ends_after_its_bad_steps_and_saves_only_finite_weights(
+    tiny_config, tmp_path, records
+):
     config = tiny_config(
         optim__lr=1e30,
         optim__clip=0.0,
@@ -301,11 +303,12 @@ def test_a_diverging_run_ends_at_once_and_saves_only_finite_weights(tiny_config,
         schedule__warmup=0,
         schedule__kind="constant",
         checkpoint__every_steps=1,
+        train__max_bad_steps=3,
     )
-    with pytest.raises(RunFailed, match="training has diverged") as failed:
+    with pytest.raises(RunFailed, match="Training has diverged: 3 bad steps in a row") as failed:
         run_training(config, tmp_path / "run")
     assert read_exit_code(tmp_path / "run") == failed.value.exit_code == 1
-    assert 1 <= len(records(tmp_path / "run")) < 10, "the first figure that is not finite ends it"
+    assert 1 <= len(records(tmp_path / "run")) < 10, "the third bad step ends it"
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
     for step in catalog.steps(tmp_path / "run"):
         weights = read_weights(catalog.checkpoint_path(tmp_path / "run", step))

@@ -164,3 +164,76 @@ def test_a_dropped_step_changes_nothing(build_run, tiny_config):
     assert [
         group["lr"] for optimizer in run.optimizers for group in optimizer.param_groups
     ] == rates
+
+
+def poisoned(run):
+    """Return the run's model with a loss that is not a number."""
+    model = run.model
+
+    def call(*inputs):
+        loss_sum, num_valid = model(*inputs)
+        return loss_sum * torch.nan, num_valid
+
+    return call
+
+
+def all_bits(run):
+    """Return the bits of all weights, buffers and optimizer states."""
+    state = [
+        value
+        for optimizer in run.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for _, value in sorted(optimizer.state[parameter].items())
+        if isinstance(value, torch.Tensor)
+    ]
+    tensors = [*run.core.state_dict().values(), *state]
+    return [tensor.detach().numpy().tobytes() for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speedups": "none"},
+        {"speedups": ("pretokenised", "fused-adamw")},
+        {"optim__kind": "muon"},
+        {"batch__rows_per_device": 2},
+        {"train__precision": "fp16", "speedups": "none"},
+    ],
+    ids=lambda changes: next(iter(changes.values())) if changes else "",
+)
+def test_a_bad_step_changes_no_weight_and_no_optimizer_state(changes, build_run, tiny_config):
+    """The schedule and the data advance, and the next step trains as usual."""
+    run = build_run(tiny_config(**changes))
+    steps(run, 2)
+    before, plain, position = all_bits(run), run.model, run.feed.position
+    run.model = poisoned(run)
+    result = train_step(run, next(run.feed))
+    assert not torch.isfinite(result.loss)
+    assert not result.skipped
+    assert (int(run.guard.streak), int(run.guard.skipped)) == (1, 1)
+    assert all_bits(run) == before
+    assert run.feed.position > position
+    run.model = plain
+    train_step(run, next(run.feed))
+    assert int(run.guard.streak) == 0
+    assert all_bits(run) != before
+
+
+def test_without_bad_numbers_a_guard_for_spikes_changes_no_bit(build_run, tiny_config, tmp_path):
+    """The reference is a loop without a guard."""
+    guarded = build_run(tiny_config(train__skip_spikes=6.0))
+    plain = build_run(tiny_config(), tmp_path / "plain")
+    plain.guard.judge = lambda loss, grad_norm: torch.zeros(())
+    for one, other in zip(steps(guarded), steps(plain), strict=True):
+        assert torch.equal(one.loss, other.loss)
+    assert all_bits(guarded) == all_bits(plain)
+
+
+def test_an_overflow_at_the_smallest_loss_scale_is_a_bad_step(build_run, tiny_config):
+    run = build_run(tiny_config(train__precision="fp16"))
+    run.scaler.scale = 1.0
+    next(run.core.parameters()).register_hook(lambda gradient: gradient * torch.inf)
+    result = train_step(run, next(run.feed))
+    assert not result.skipped
+    assert int(run.guard.streak) == 1

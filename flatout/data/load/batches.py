@@ -15,6 +15,7 @@ import numpy as np
 from flatout.data.store.integrity import Array
 from flatout.data.store.mix import SplitReader
 from flatout.errors import DataError
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 
 LOOKAHEAD = 4096
@@ -111,6 +112,8 @@ class StepRead(NamedTuple):
     """Targets, without padding."""
     samples: int
     """Rows with at least one target."""
+    start: int
+    """Position of the step that was read."""
 
 
 class StepReader(Protocol):
@@ -141,6 +144,9 @@ class StepReader(Protocol):
 
         Shapes:  sequences_NW (A * B, T + 1); mask_NT, doc_ids_NT (A * B, T) or None.
         """
+
+    def data_at(self, position: int) -> list[JsonObject]:
+        """Return where each row of the step at `position` is stored, for all ranks in order."""
 
     def prime(self, position: int, steps: int, progress: Progress) -> None:
         """Prepare the rows of the next `steps` steps, if the reader needs it."""
@@ -192,7 +198,13 @@ class SequenceSteps:
         if doc_ids_NT is not None:
             self._split.read_document_ids(indices, seq_len, doc_ids_NT)
         sequences = self.plan.sequences_per_step
-        return StepRead(position + sequences, sequences * seq_len, sequences)
+        return StepRead(position + sequences, sequences * seq_len, sequences, position)
+
+    def data_at(self, position: int) -> list[JsonObject]:
+        """Return where each row of the step at `position` is stored, for all ranks in order."""
+        positions = np.arange(position, position + self.plan.sequences_per_step)
+        indices = self._split.sequences_at(positions, self.plan.seq_len, seed=self.plan.seed)
+        return [self._split.locate(index, self.plan.seq_len) for index in indices.tolist()]
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
         """Let the reader prepare as many sequences of the next `steps` steps as it can keep."""

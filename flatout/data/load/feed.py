@@ -26,6 +26,7 @@ from torch import Tensor
 from flatout.data.load.batches import SequenceReader, StepReader, check_documents
 from flatout.data.store.integrity import Array
 from flatout.data.store.shards import Split
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 
 X = TypeVar("X")
@@ -69,6 +70,8 @@ class StepBatch:
     """Targets of all ranks in this step, without padding."""
     samples: int
     """Rows of all ranks in this step, without rows that are only padding."""
+    start: int
+    """Position of all ranks before this batch."""
     wait_ms: float
     """How long the caller waited for the batch."""
 
@@ -202,6 +205,10 @@ class _Feed:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def data_at(self, position: int) -> list[JsonObject]:
+        """Return where each row of the step at `position` is stored, for all ranks in order."""
+        return self._steps.data_at(position)
 
     @property
     def steps_per_epoch(self) -> float:

@@ -24,6 +24,7 @@ from flatout.data.store.manifest import SplitName
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset, Split
 from flatout.errors import ConfigError, DataError, in_shell
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -159,6 +160,12 @@ class MixedSplit:
         Shapes:  indices (N,), out (N, T) int32.
         """
         self._read(Split.read_document_ids, indices, seq_len, out)
+
+    def locate(self, index: int, seq_len: int) -> JsonObject:
+        """Return where a sequence is stored, as `Split.locate` does for its own dataset."""
+        first = self._first_sequences(seq_len)
+        number = int(np.searchsorted(first, index, side="right")) - 1
+        return self._splits[number].locate(index - int(first[number]), seq_len)
 
     def _read(
         self,

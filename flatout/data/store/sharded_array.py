@@ -56,6 +56,11 @@ class ShardedArray:
     def _files(self) -> list[memoryview]:
         return [memoryview(mapped) for mapped in self._maps]
 
+    def locate(self, item: int) -> tuple[str, int]:
+        """Return the file that contains an item, and the item's index in it."""
+        file = int(np.searchsorted(self._first, item, side="right")) - 1
+        return self._paths[file].name, item - int(self._first[file])
+
     def read(self, starts: Array, out: Array) -> None:
         """Copy `out.shape[1]` items from each start into the rows of `out`, a contiguous array."""
         width = out.shape[1]

@@ -28,6 +28,7 @@ from flatout.data.store.order import shuffled
 from flatout.data.store.sharded_array import ShardedArray
 from flatout.errors import DataError
 from flatout.files import expanded
+from flatout.json_io import JsonObject
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
@@ -170,6 +171,27 @@ class Split:
         out[:] = 0
         out[rows, ends[first[rows] + within] - starts[rows]] = 1
         np.cumsum(out, axis=1, out=out)
+
+    def locate(self, index: int, seq_len: int) -> JsonObject:
+        """Return where a sequence is stored: its index, and what `locate_tokens` returns."""
+        start = index * seq_len
+        return {"sequence": index} | self.locate_tokens(start, start + seq_len + 1)
+
+    def locate_tokens(self, start: int, stop: int) -> JsonObject:
+        """Return where the tokens [start, stop) are stored.
+
+        Returns: `dataset`; `shard`, the file of the first token; `token`, its index in that file;
+                 `documents`, the indices of the first and the last document in the split.
+        """
+        shard, token = self._tokens.locate(start)
+        ends = np.array([start, stop - 1])
+        documents = np.searchsorted(self.document_ends, ends, side="right").tolist()
+        return {
+            "dataset": str(self.folder),
+            "shard": shard,
+            "token": token,
+            "documents": documents,
+        }
 
     @cached_property
     def document_ends(self) -> Array:

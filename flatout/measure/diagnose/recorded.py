@@ -249,7 +249,8 @@ def _failure(
         )
     message, fix = str(error.get("what", "")), error.get("fix")
     kind = KINDS.get(str(error.get("kind")), "error")
-    if kind == "error" and error.get("kind") == "RunFailed" and _lost(records):
+    has_diverged = _lost(records) or "has diverged" in message
+    if kind == "error" and error.get("kind") == "RunFailed" and has_diverged:
         kind = "diverged"
     return Failure.model_validate({"kind": kind, "message": message, "fix": fix, "step": step})
 

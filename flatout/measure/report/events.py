@@ -19,6 +19,8 @@ KINDS = {
     "save": "save",
     "save_failed": "save",
     "skip": "skip",
+    "bad_step": "skip",
+    "rewind": "start",
     "compiled": "compile",
     "recompiled": "compile",
     "alarm": "alarm",

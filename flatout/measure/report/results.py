@@ -186,7 +186,7 @@ ROWS: tuple[tuple[str, Cell], ...] = (
     ("time of compiling", lambda run: time(run.summary.get("compile_s"))),
     ("time in total", _position("elapsed_s", time)),
     ("resumed", _events("resume")),
-    ("skipped steps", _events("skip")),
+    ("skipped steps", _events("skip", "bad_step")),
     ("recompilations", _events("recompiled")),
     ("alarms", _events("alarm")),
 )

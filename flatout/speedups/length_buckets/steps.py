@@ -22,6 +22,7 @@ from flatout.data.load.batches import BatchPlan, Shape, StepRead
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Split
 from flatout.errors import DataError
+from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -105,14 +106,7 @@ class BucketedSteps:
 
         Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
-        number, group = self._step(position)
-        bucket = self._buckets[number]
-        first = group * bucket.rows_per_step
-        rows = self._rows_at(
-            number,
-            position // self.num_steps,
-            np.arange(first, min(first + bucket.rows_per_step, bucket.pool)),
-        )
+        bucket, rows = self._buckets[self._step(position)[0]], self._step_rows(position)
         indices = self.plan.row_indices(self._shape(bucket).rows)
         is_row = indices < len(rows)
         starts, sizes = np.zeros(len(indices), np.int64), np.zeros(len(indices), np.int64)
@@ -126,7 +120,13 @@ class BucketedSteps:
             self._split.read_mask_spans(starts + 1, sizes, mask_NT)
         else:
             mask_NT[:] = np.arange(bucket.seq_len) < sizes[:, np.newaxis]
-        return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows))
+        return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows), position)
+
+    def data_at(self, position: int) -> list[JsonObject]:
+        """Return where each row of the step at `position` is stored, for all ranks in order."""
+        rows = self._step_rows(position)
+        spans = zip(self._starts[rows].tolist(), self._sizes[rows].tolist(), strict=True)
+        return [self._split.locate_tokens(start, start + size + 1) for start, size in spans]
 
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
         """Return at once: rows are read from the shards."""
@@ -141,6 +141,17 @@ class BucketedSteps:
         step = int(shuffled(np.array([position]), self.num_steps, seed=self._seed(0))[0])
         number = int(np.searchsorted(self._first_step, step, side="right")) - 1
         return number, step - int(self._first_step[number])
+
+    def _step_rows(self, position: int) -> Array:
+        """Return the rows of the step at `position` over all ranks, without empty ones.
+
+        Shapes:  returns (rows,).
+        """
+        number, group = self._step(position)
+        bucket = self._buckets[number]
+        first = group * bucket.rows_per_step
+        items = np.arange(first, min(first + bucket.rows_per_step, bucket.pool))
+        return self._rows_at(number, position // self.num_steps, items)
 
     def _rows_at(self, number: int, epoch: int, items: Array) -> Array:
         """Return the rows at indices `items` of a bucket's order in an epoch.

@@ -212,7 +212,7 @@ def _open(
     used = [item for item in STATE if item.used(run)]
     for item in used:
         # a run on a GPU resumes from a checkpoint written on a CPU
-        if item.name not in stored and item.name != "rng_cuda":
+        if item.name not in stored and item.name != "rng_cuda" and not item.later:
             raise CheckpointError(
                 f"{checkpoint} has no {item.name}.",
                 fix="Use another checkpoint, or the version of flatout that wrote this one.",
@@ -256,7 +256,8 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
             "bits of sums will differ."
         )
     stored, used = _stored_items(state), {item.name for item in STATE if item.used(run)}
-    lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(used - stored)]
+    missing = used - stored - {item.name for item in STATE if item.later}
+    lines += [f"The checkpoint has no {name}: it starts afresh." for name in sorted(missing)]
     lines += [
         f"The checkpoint has {name}, which this run does not use: it is ignored."
         for name in sorted(stored - used)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
 VERSION = 1
-"""Incremented when an item is added or changes its format."""
+"""Incremented when an item changes its format, or an earlier version cannot do without it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class StateItem:
     """Whether this run has it at all."""
     reseed: Callable[[Run, int], object] | None = None
     """Set for per-rank items: seeds the item on a rank for which none is stored."""
+    later: bool = False
+    """Whether earlier versions did not store it: a run then resumes with a new one."""
 
 
 def _best(run: Run) -> JsonObject:
@@ -143,6 +145,12 @@ STATE: tuple[StateItem, ...] = (
         lambda run: run.scaler and run.scaler.state_dict(),
         _set_scaler,
         used=lambda run: run.scaler is not None,
+    ),
+    StateItem(
+        "guard",
+        lambda run: run.guard.state_dict(),
+        lambda run, value: run.guard.load_state_dict(value),
+        later=True,
     ),
     StateItem(
         "feed",

@@ -23,6 +23,7 @@ from flatout.errors import RunFailed
 from flatout.json_io import Json, JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.training.metrics.alarms import Alarms
+from flatout.training.metrics.bad_steps import BadStep, BadSteps
 from flatout.training.metrics.clocks import (
     Interval,
     Span,
@@ -46,6 +47,15 @@ if TYPE_CHECKING:
 
 LOCAL_LOGGERS = ("tensorboard",)
 """Loggers of runs that only measure, such as those of bench."""
+
+
+LESS_STEEP = (
+    "Lower optim.lr or raise schedule.warmup, and start another run with --run-dir DIR; earlier "
+    "checkpoints are not affected."
+)
+"""What to do when training has diverged."""
+SKIPPED = "train/skipped_steps"
+"""All bad steps of the run so far; a record has it if there were any."""
 
 
 class Rates(NamedTuple):
@@ -110,6 +120,8 @@ class Log:
         """The rates of every interval; the first includes the warm-up."""
         self.last_evaluation: tuple[int, Evaluation] | None = None
         """The step and result of the last evaluation that this process recorded."""
+        self.bad_steps = BadSteps()
+        """The last steps in a row whose updates were skipped, as far as they are known."""
         self._alarms = _alarms(run) if run.mesh.is_main else None
         self._records = Records(run.folder, run.step) if run.mesh.is_main else None
         self._events = Lines(run.folder / EVENTS)
@@ -128,10 +140,7 @@ class Log:
             observer.on_start(self._run)
 
     def step(self, batch: StepBatch, result: StepResult) -> None:
-        """Count the step that was just queued; `run.step` already includes it.
-
-        Raises: RunFailed when the training loss of a record is not finite.
-        """
+        """Count the step that was just queued; `run.step` already includes it."""
         run, interval = self._run, self._interval
         interval.steps += 1
         interval.wait_ms += batch.wait_ms
@@ -142,8 +151,14 @@ class Log:
         if result.skipped:
             reason = "float16 overflowed: the loss scale is halved, the weights stay unchanged"
             self.event("skip", reason=reason)
+        else:
+            self.bad_steps.push(run, batch, result)
         due = run.step % run.config.log.every == 0 or run.step == run.last_step
-        figures = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
+        figures = {
+            "train/loss": result.loss,
+            "train/grad_norm": result.grad_norm,
+            SKIPPED: run.guard.skipped,
+        }
         with self.clock.reading():
             run.readback.push(run.step, figures, due=due)
         if due:
@@ -190,28 +205,12 @@ class Log:
         finally:
             self._interval.aside_s += time.perf_counter() - began_s
 
-    def require_finite_step(self) -> None:
-        """Wait for the last step, and check that its loss and gradient norm are finite.
-
-        Raises: RunFailed when one is not.
-        """
-        if self.last_result is None:
-            return
-        figures = {"training loss": self.last_result.loss}
-        if not self._run.scaler:  # which skips steps whose gradients overflow
-            figures["gradient norm"] = self.last_result.grad_norm
-        for name, figure in figures.items():
-            require_finite(name, float(figure), self._run.step)
-
     def keep_clock(self) -> None:
         """Update `run.elapsed_s`, before it is saved or summarised."""
         self._run.elapsed_s = self._elapsed_before_s + self.wall_s
 
     def write_pending(self) -> None:
-        """Wait for the last step and write all pending records.
-
-        Raises: RunFailed when a training loss is not finite.
-        """
+        """Wait for the last step and write all pending records."""
         self._write_ready(flush=True)
 
     def close(self) -> None:
@@ -347,14 +346,25 @@ class Log:
     def _write_ready(self, *, flush: bool) -> None:
         """Write the records whose device figures have arrived; with `flush`, wait for all."""
         with self.clock.reading():
+            bad_steps = self.bad_steps.ready(flush=flush)
             ready = self._run.readback.ready(flush=flush)
+        for bad in bad_steps:
+            self._report(bad)
         for step, figures in ready:
+            if not figures[SKIPPED]:
+                del figures[SKIPPED]
             pending = self._pending.pop(step)
             times = replace(pending.host_times, device_s=device_seconds(pending.spans))
             self._recorded += times
-            self.train_loss = train_loss = figures["train/loss"]
+            if math.isfinite(figures["train/loss"]):
+                self.train_loss = figures["train/loss"]
             self._write(pending.figures | times.step_figures() | figures)
-            require_finite("training loss", train_loss, step)
+
+    def _report(self, bad: BadStep) -> None:
+        """Log a step whose update was skipped; of several in a row, the user is told the first."""
+        self.event("bad_step", **bad.event())
+        if bad.in_a_row == 1 and self._run.mesh.is_main:
+            self.progress.say(f"Step {bad.step}: {bad.reason}. Its update is skipped.")
 
     def _write(self, record: Mapping[str, float]) -> None:
         if self._records:
@@ -384,6 +394,5 @@ def require_finite(name: str, value: float, step: int) -> None:
     if not math.isfinite(value):
         raise RunFailed(
             f"The {name} is {value} at step {step}: training has diverged.",
-            fix="Lower optim.lr or raise schedule.warmup, and start another run with "
-            "--run-dir DIR; earlier checkpoints are not affected.",
+            fix=LESS_STEEP,
         )

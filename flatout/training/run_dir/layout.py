@@ -14,6 +14,8 @@ RUN/
 ├── summary.json      the finished run
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
+├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
+├── left_out.json     with train.on_divergence=rewind: the data that is left out
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
@@ -62,6 +64,8 @@ FREE_KEYS = (
     "train.sample_every",
     "train.sample_prompt",
     "train.watchdog_",
+    "train.max_bad_steps",
+    "train.on_divergence",
     "name",
 )
 """Prefixes of the keys that may change when a run resumes: they do not change what is computed,
@@ -82,6 +86,7 @@ CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "origin.json",
 )
 METRICS, BOARD, TABLE = "metrics.jsonl", "tensorboard", "metrics.csv"
+DIVERGENCE, LEFT_OUT = "divergence.json", "left_out.json"
 LOGGER_STATES, WANDB_FILES, WATCHDOG = "loggers", "wandb", "watchdog"
 MIRROR = "mirror.json"
 WRITTEN = (
@@ -93,6 +98,8 @@ WRITTEN = (
     EVENTS,
     METRICS,
     SUMMARY,
+    DIVERGENCE,
+    LEFT_OUT,
     EXIT_CODE,
     "checkpoints",
     BOARD,

@@ -96,8 +96,8 @@ def test_a_slow_source_is_named_with_its_line(measured, monkeypatch):
             time.sleep(0.05)
             self.reader.read(*arguments)
 
-    def slow(config, recipe, mesh, dataset):
-        reader, feed = plain(config, recipe, mesh, dataset)
+    def slow(*arguments):
+        reader, feed = plain(*arguments)
         feed._steps._reader = SlowReader(reader)
         return reader, feed
 

@@ -42,7 +42,7 @@ def reading(reader, position):
     read = reader.read(position, windows, mask, None)
     assert read.position == position + 1
     if reader.plan.world_size == 1 and not reader._split.has_mask:
-        assert read == StepRead(position + 1, mask.sum(), mask.any(axis=1).sum())
+        assert read == StepRead(position + 1, mask.sum(), mask.any(axis=1).sum(), position)
     return windows, mask
 
 

@@ -110,6 +110,7 @@ def real_outcome(run, num_steps):
         run.best_val_loss,
         run.best_step,
         int(run.feed.position),
+        run.guard.state_dict(),
     )
     draws = (random.random(), np.random.rand(), torch.rand(2).tolist())
     return losses, [tensor.numpy().tobytes() for tensor in tensors], numbers, draws
@@ -139,6 +140,7 @@ def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path)
 
     donor = fresh(1)
     real_train(donor, 7)
+    donor.guard.judge(torch.tensor(torch.nan), torch.tensor(1.0))
     donor_path = read_write.save(donor)
     run = fresh(0)
     real_train(run, 4)
@@ -166,7 +168,7 @@ def test_a_checkpoint_holds_exactly_the_items_of_state(checkpoints):
 
 @pytest.mark.parametrize(
     "part",
-    [part for part in STATE if part.name not in {"rng_cuda", "scaler"}],
+    [part for part in STATE if part.name not in {"rng_cuda", "scaler"} and not part.later],
     ids=lambda part: part.name,
 )
 def test_load_refuses_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_path):
@@ -179,6 +181,19 @@ def test_load_refuses_a_checkpoint_that_lacks_an_item(part, checkpoints, tmp_pat
     update_manifest(copy)
     with pytest.raises(CheckpointError, match=f"no {part.name}"):
         read_write.load(build(tmp_path), copy)
+
+
+@pytest.mark.parametrize("part", [part for part in STATE if part.later], ids=lambda part: part.name)
+def test_a_checkpoint_of_an_earlier_version_resumes_without_a_later_item(
+    part, checkpoints, tmp_path
+):
+    copy = tmp_path / "step-5"
+    shutil.copytree(checkpoints["cpu"][0], copy)
+    facts = json.loads((copy / "state.json").read_text())
+    del facts["values"][part.name]
+    (copy / "state.json").write_text(json.dumps(facts))
+    update_manifest(copy)
+    assert read_write.load(build(tmp_path), copy) == []
 
 
 def test_load_refuses_a_newer_state(checkpoints, tmp_path):

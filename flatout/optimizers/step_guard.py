@@ -1,0 +1,171 @@
+"""Skips the update of a step with bad figures, so that weights and optimizer state keep every bit.
+
+A step is bad when its loss or its gradient norm is not finite and, with a threshold, when the norm
+is a spike: far above the median of the norms before it. All ranks have the same figures, so all
+skip the same steps. The schedule and the position in the data advance as after any step.
+
+Letters: W norms of the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from flatout.json_io import JsonObject
+
+WINDOW, MIN_NORMS = 128, 32
+"""Most and fewest earlier norms that a spike is compared with."""
+DEVIATION = 1.4826
+"""Standard deviations per median absolute deviation, for normally distributed values."""
+LEAST_RISE = math.log(2)
+"""A spike is at least twice the median, however little the norms vary."""
+
+
+class StepGuard:
+    """Decides on the device which updates to skip, and counts them.
+
+    Spikes are sought in the logarithm of the gradient norm: its median over a window, plus
+    `spikes` robust standard deviations, is the limit. Finite norms of skipped steps enter the
+    window too, so that a limit can never stay below all norms.
+
+    Cost: a dozen operations on single numbers per step, with `spikes` about twenty more on the
+          window; nothing waits for the device.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int = 10,
+        spikes: float | None = None,
+        buffers: Sequence[Tensor] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """After `most` bad steps in a row every step is skipped, until the caller stops the run.
+
+        `buffers` are tensors that forward passes change in place and a bad step must not.
+
+        Shapes: buffers of any shape.
+        """
+        self.most = most
+        self.spikes = spikes
+        self.streak = torch.zeros((), device=device)
+        """Updates skipped in a row, up to the last step; a new tensor at each step."""
+        self.skipped = torch.zeros((), device=device)
+        """All updates skipped in the run; a new tensor at each step."""
+        self.limit = torch.full((), math.inf, device=device)
+        """Gradient norm beyond which the last step would have been a spike."""
+        self._logs_W = torch.zeros(WINDOW, device=device)
+        self._seen = 0
+        self._buffers = tuple(buffers)
+        self._before: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Copy the buffers before a step; most models have none."""
+        self._before = [buffer.detach().clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Count a step; return 1 if its update must be skipped, 0 otherwise.
+
+        Shapes: loss, grad_norm and the result are 0-D.
+        """
+        bad = ~torch.isfinite(loss + grad_norm)
+        if self.spikes is not None:
+            bad |= grad_norm > self._next_limit(self.spikes)
+            self._remember(grad_norm)
+        bad |= self.streak >= self.most
+        skip = bad.to(self.streak.dtype)
+        self.streak = (self.streak + 1) * skip
+        self.skipped = self.skipped + skip
+        for buffer, before in zip(self._buffers, self._before, strict=False):
+            buffer.copy_(torch.where(bad, before, buffer))
+        return skip
+
+    def state_dict(self) -> JsonObject:
+        """Return the state that a resumed run needs, as plain numbers. Waits for the device."""
+        return {
+            "streak": int(self.streak),
+            "skipped": int(self.skipped),
+            "seen": self._seen,
+            "logs": self._logs_W.tolist() if self.spikes is not None else [],
+        }
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restore a state that `state_dict` returned, possibly under another limit of bad steps."""
+        self.streak = torch.full_like(self.streak, min(int(state["streak"]), self.most - 1))
+        self.skipped = torch.full_like(self.skipped, int(state["skipped"]))
+        if self.spikes is not None and len(state["logs"]) == WINDOW:
+            self._seen = int(state["seen"])
+            self._logs_W = torch.tensor(state["logs"]).to(self._logs_W)
+
+    def _next_limit(self, spikes: float) -> Tensor:
+        """Return the largest norm that is no spike; infinity while the window is almost empty."""
+        count = min(self._seen, WINDOW)
+        if count >= MIN_NORMS:
+            logs_W, middle = self._logs_W[:count], (count - 1) // 2
+            median = logs_W.sort().values[middle]
+            deviation = DEVIATION * (logs_W - median).abs().sort().values[middle]
+            self.limit = (median + (spikes * deviation).clamp(min=LEAST_RISE)).exp()
+        return self.limit
+
+    def _remember(self, grad_norm: Tensor) -> None:
+        """Add a norm to the window; one that is not finite repeats the norm before it."""
+        slot = self._seen % WINDOW
+        log = grad_norm.clamp(min=torch.finfo(torch.float32).tiny).log()
+        self._logs_W[slot] = torch.where(torch.isfinite(grad_norm), log, self._logs_W[slot - 1])
+        self._seen += 1
+
+
+def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> None:
+    """Take the step of every optimizer, or of none when `skip` is 1.
+
+    On a GPU, torch's fused AdamW reads the flag on the device. With any other optimizer the host
+    waits for the flag, once per step, when the backward pass is done.
+
+    Shapes: skip is 0-D.
+    """
+    if skip.device.type != "cpu" and all(map(_reads_flag, optimizers)):
+        for optimizer in optimizers:
+            step_with_flag(optimizer, skip)
+    elif not skip:
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def step_with_flag(optimizer: Optimizer, skip: Tensor) -> None:
+    """Take a step of a fused AdamW, whose kernel changes nothing when `skip` is 1.
+
+    Shapes: skip is 0-D.
+    """
+    fused: Optimizer = optimizer
+    fused.found_inf = skip  # type: ignore[attr-defined]
+    try:
+        fused.step()
+    finally:
+        del fused.found_inf  # type: ignore[attr-defined]
+
+
+def _reads_flag(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is torch's fused AdamW on plain, unsharded weights."""
+    return type(optimizer) is AdamW and all(
+        group["fused"] and all(type(parameter) is nn.Parameter for parameter in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def persistent_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the buffers stored in a checkpoint; a new model recreates the others.
+
+    Shapes: any.
+    """
+    return [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]

@@ -1,0 +1,196 @@
+"""Bad steps in a whole run: skipped, logged, reported, and left out after a rewind."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.errors import CheckpointError, RunFailed, Stopped
+from flatout.inference.load import load_run
+from flatout.models import transformer
+from flatout.training.checkpoint import catalog
+from flatout.training.divergence import MAX_REWINDS, last_good
+from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_exit_code
+from flatout.training.run_dir.left_out import read_left_out
+
+pytestmark = pytest.mark.slow
+
+PER_STEP = 8
+"""Sequences in a step of the tiny configuration."""
+
+
+class Allergic(transformer.MODEL):
+    """A transformer whose loss is not a number on the sequences in `bad`."""
+
+    bad: ClassVar[set[tuple[int, ...]]] = set()
+    seen: ClassVar[list[bool]] = []
+    """Whether each training batch contained one of them."""
+
+    def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
+        loss_sum, num_valid = super().forward(tokens_BT, targets_BT, doc_ids_BT)
+        if not torch.is_grad_enabled():
+            return loss_sum, num_valid
+        is_bad = any(tuple(row) in self.bad for row in tokens_BT.tolist())
+        self.seen.append(is_bad)
+        return loss_sum * (math.nan if is_bad else 1.0), num_valid
+
+
+@pytest.fixture
+def allergic(tiny_config, build_run, tmp_path):
+    """Return a function that makes a configuration whose model cannot bear some steps' data."""
+
+    def make(*bad_steps, **changes):
+        changes = {"log__every": 1, "speedups": "none", "train__steps": 10} | changes
+        run = build_run(tiny_config(**changes), tmp_path / "look")
+        Allergic.bad, Allergic.seen = set(), []
+        for step in range(1, 40):
+            batch = next(run.feed)
+            if step in bad_steps:
+                Allergic.bad.add(tuple(batch.sequences_ABW[0, 1, :-1].tolist()))
+        return tiny_config(model__kind=f"{__name__}:Allergic", **changes)
+
+    yield make
+    Allergic.bad, Allergic.seen = set(), []
+
+
+def test_a_bad_step_is_skipped_counted_and_logged_with_its_data(
+    allergic, tmp_path, events, records
+):
+    summary = run_training(allergic(4), tmp_path / "run")
+    assert summary["steps"] == 10
+    (event,) = events(tmp_path / "run", "bad_step")
+    assert event["step"] == 4
+    assert event["position"] == [3 * PER_STEP, 4 * PER_STEP]
+    assert event["reason"] == "the training loss is nan"
+    trained = [record for record in records(tmp_path / "run") if "train/lr" in record]
+    assert [record.get("train/skipped_steps") for record in trained] == [None] * 3 + [1.0] * 7
+    assert ["train/loss" in record for record in trained] == [True] * 3 + [False] + [True] * 6
+    assert math.isfinite(summary["train_loss"])
+
+
+def test_a_run_stopped_between_bad_steps_counts_on_as_the_uninterrupted_one(
+    allergic, tmp_path, stop_at
+):
+    config = allergic(4, 5, 6, train__max_bad_steps=3)
+    with pytest.raises(RunFailed, match="3 bad steps in a row, the last one step 6"):
+        run_training(config, tmp_path / "whole")
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "parts", observers=[stop_at(5)])
+    assert last_good(tmp_path / "parts") is None, "the checkpoint is from between bad steps"
+    with pytest.raises(RunFailed, match="the last one step 6"):
+        run_training(config, tmp_path / "parts")
+
+
+def test_too_many_bad_steps_stop_the_run_with_a_report(allergic, tmp_path):
+    config = allergic(6, 7, train__max_bad_steps=2, checkpoint__every_steps=2, checkpoint__keep=9)
+    folder = tmp_path / "run"
+    with pytest.raises(
+        RunFailed, match=r"2 bad steps in a row.*step 7.*largest gradients"
+    ) as found:
+        run_training(config, folder)
+    assert "train.on_divergence=rewind" in found.value.fix
+    assert "step-4" in found.value.fix
+    assert read_exit_code(folder) == 1
+    assert catalog.steps(folder) == [2, 4], "no save in between bad steps"
+    report = json.loads((folder / "divergence.json").read_text())
+    assert [bad["step"] for bad in report["bad_steps"]] == [6, 7]
+    assert report["bad_steps"][1]["loss"] == "nan"
+    (micro,) = report["micro_batches"]
+    assert (micro["micro_batch"], micro["loss"]) == (0, "nan")
+    assert report["last_good_checkpoint"].endswith("step-4")
+    assert report["largest_gradients"][0]["norm"] == "nan"
+    names = {name for name, _ in load_run(folder).model.named_parameters()}
+    assert {one["parameter"] for one in report["largest_gradients"]} <= names
+    rows = {(row["shard"], row["token"]) for row in micro["data"]}
+    assert len(rows) == len(micro["data"]) == 4
+    assert all(row["documents"][0] <= row["documents"][1] for row in micro["data"])
+
+
+def test_a_named_sequence_is_the_one_at_fault(allergic, tmp_path, tiny_set):
+    """The shard and the token in the report lead to the tokens that the model cannot bear."""
+    with pytest.raises(RunFailed):
+        run_training(allergic(3, train__max_bad_steps=1), tmp_path / "run")
+    report = json.loads((tmp_path / "run" / "divergence.json").read_text())
+    manifest = json.loads((tiny_set / "manifest.json").read_text())
+    found = []
+    for row in report["micro_batches"][0]["data"]:
+        shard = np.fromfile(tiny_set / row["shard"], manifest["dtype"])
+        found.append(tuple(shard[row["token"] : row["token"] + 16].tolist()))
+    assert Allergic.bad <= {*found}
+
+
+def rewinding(allergic, *bad_steps, **changes):
+    changes = {"train__max_bad_steps": 2, "checkpoint__every_steps": 2} | changes
+    return allergic(*bad_steps, train__on_divergence="rewind", **changes)
+
+
+def test_a_rewound_run_leaves_the_data_of_the_bad_steps_out(allergic, tmp_path, events, messages):
+    folder = tmp_path / "run"
+    summary = run_training(rewinding(allergic, 6, 7), folder, progress=messages)
+    assert summary["steps"] == 10
+    assert summary["resumed_from"].endswith("step-4")
+    (event,) = events(folder, "rewind")
+    assert event["to_step"] == 4
+    assert read_left_out(folder).positions() == {40: 48, 48: 56}
+    assert any("goes back to step 4" in line for line in messages.lines)
+    assert sum(Allergic.seen) == 3, "two bad steps, and one of them again for the report"
+    losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in losses if "train/lr" in record]
+    assert steps == list(range(1, 11))
+    assert all("train/loss" in record for record in losses if "train/lr" in record)
+
+
+def test_a_rewound_run_resumes_exactly(allergic, tmp_path, stop_at):
+    config = rewinding(allergic, 6, 7)
+    whole = run_training(config, tmp_path / "whole")
+
+    class StopAfterRewind(stop_at):
+        def on_event(self, event):
+            self.step = 8 if event["event"] == "resume" else self.step
+
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "parts", observers=[StopAfterRewind(99)])
+    assert read_left_out(tmp_path / "parts").rewinds
+    parts = run_training(config, tmp_path / "parts")
+    assert parts["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_a_run_without_a_checkpoint_goes_back_to_its_start(allergic, tmp_path, events):
+    config = rewinding(allergic, 1, 2, checkpoint__every_steps=5)
+    assert run_training(config, tmp_path / "run")["steps"] == 10
+    assert events(tmp_path / "run", "rewind")[0]["to_step"] == 0
+
+
+def test_a_run_is_rewound_a_bounded_number_of_times(allergic, tmp_path, events):
+    config = rewinding(allergic, *range(3, 40))
+    with pytest.raises(RunFailed, match="diverged") as found:
+        run_training(config, tmp_path / "run")
+    assert len(events(tmp_path / "run", "rewind")) == MAX_REWINDS
+    assert f"rewound {MAX_REWINDS} times" in found.value.fix
+
+
+def test_a_run_that_failed_rewinds_when_the_same_command_asks_for_it(allergic, tmp_path):
+    config = rewinding(allergic, 6, 7)
+    with pytest.raises(RunFailed):
+        run_training(config.with_values({"train.on_divergence": "stop"}), tmp_path / "run")
+    assert run_training(config, tmp_path / "run")["steps"] == 10
+
+
+def test_a_signal_before_a_rewind_stops_the_run(allergic, tmp_path, stop_at):
+    config = rewinding(allergic, 6, 7)
+    with pytest.raises(Stopped, match="diverged"):
+        run_training(config, tmp_path / "run", observers=[stop_at(7)])
+    assert read_left_out(tmp_path / "run").rewinds
+    assert run_training(config, tmp_path / "run")["steps"] == 10
+
+
+def test_a_damaged_list_of_left_out_data_is_refused(tmp_path):
+    (tmp_path / "left_out.json").write_text('{"format_version": 1, "rewinds": [{"from_step": 3}]}')
+    with pytest.raises(CheckpointError, match=r"left_out\.json is damaged"):
+        read_left_out(tmp_path)
