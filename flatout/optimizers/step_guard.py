@@ -10,6 +10,7 @@ Letters: W norms of the window.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import torch
@@ -59,6 +60,8 @@ class StepGuard:
         """All updates skipped in the run; a new tensor at each step."""
         self.limit = torch.full((), math.inf, device=device)
         """Gradient norm beyond which the last step would have been a spike."""
+        self.waited_s = 0.0
+        """Seconds that the host waited for the device in the last step, to know what to skip."""
         self._logs_W = torch.zeros(WINDOW, device=device)
         self._seen = 0
         self._buffers = tuple(buffers)
@@ -66,6 +69,7 @@ class StepGuard:
 
     def begin(self) -> None:
         """Copy the buffers before a step; most models have none."""
+        self.waited_s = 0.0
         self._before = [buffer.detach().clone() for buffer in self._buffers]
 
     @torch.no_grad()
@@ -121,20 +125,26 @@ class StepGuard:
         self._seen += 1
 
 
-def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> None:
+def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> float:
     """Take the step of every optimizer, or of none when `skip` is 1.
 
     On a GPU, torch's fused AdamW reads the flag on the device. With any other optimizer the host
-    waits for the flag, once per step, when the backward pass is done.
+    waits for the flag, once per step, until the backward pass is done.
 
-    Shapes: skip is 0-D.
+    Shapes:  skip is 0-D.
+    Returns: seconds that the host waited for a device.
     """
-    if skip.device.type != "cpu" and all(map(_reads_flag, optimizers)):
+    if not skip.is_cpu and all(map(_reads_flag, optimizers)):
         for optimizer in optimizers:
             step_with_flag(optimizer, skip)
-    elif not skip:
+        return 0.0
+    began_s = time.perf_counter()
+    is_skipped = bool(skip)
+    waited_s = 0.0 if skip.is_cpu else time.perf_counter() - began_s
+    if not is_skipped:
         for optimizer in optimizers:
             optimizer.step()
+    return waited_s
 
 
 def step_with_flag(optimizer: Optimizer, skip: Tensor) -> None:

@@ -125,7 +125,7 @@ def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
             return True
     skip = run.guard.judge(loss, grad_norm)
     run.saver.before_update()
-    step_unless(skip, run.optimizers)
+    run.guard.waited_s = step_unless(skip, run.optimizers)
     return False
 
 

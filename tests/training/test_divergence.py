@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from flatout.errors import CheckpointError, RunFailed, Stopped
 from flatout.inference.load import load_run
@@ -188,6 +192,52 @@ def test_a_signal_before_a_rewind_stops_the_run(allergic, tmp_path, stop_at):
         run_training(config, tmp_path / "run", observers=[stop_at(7)])
     assert read_left_out(tmp_path / "run").rewinds
     assert run_training(config, tmp_path / "run")["steps"] == 10
+
+
+@pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully-shard"])
+def test_two_processes_are_rewound_together(allergic, tmp_path, shard):
+    """Only the first process reads the bad sequences, and both leave out the same data."""
+    config = rewinding(allergic, 6, 7)
+    run_training(config, tmp_path / "one")
+    (tmp_path / "bad.json").write_text(json.dumps([*map(list, Allergic.bad)]))
+    (tmp_path / "picky.py").write_text(PICKY)
+    values = {"model.kind": "picky:Picky", "parallel.shard": shard}
+    (tmp_path / "picky.yaml").write_text(yaml.safe_dump(config.with_values(values).to_dict()))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    done = subprocess.run(
+        [*torchrun, "2", "-m", "flatout", "train", "picky.yaml", "--run-dir", "two"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_left_out(tmp_path / "two") == read_left_out(tmp_path / "one")
+    one, two = (losses(tmp_path / name) for name in ("one", "two"))
+    assert two == pytest.approx(one, rel=1e-4)
+
+
+PICKY = """
+import json
+from pathlib import Path
+
+from flatout.models import transformer
+
+BAD = {tuple(row) for row in json.loads(Path(__file__).with_name("bad.json").read_text())}
+
+
+class Picky(transformer.MODEL):
+    def forward(self, tokens_BT, targets_BT, doc_ids_BT=None):
+        loss_sum, num_valid = super().forward(tokens_BT, targets_BT, doc_ids_BT)
+        is_bad = self.training and any(tuple(row) in BAD for row in tokens_BT.tolist())
+        return loss_sum * (float("nan") if is_bad else 1.0), num_valid
+"""
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["train/loss"] for record in records if "train/loss" in record]
 
 
 def test_a_damaged_list_of_left_out_data_is_refused(tmp_path):

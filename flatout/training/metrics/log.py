@@ -148,6 +148,7 @@ class Log:
         interval.samples += batch.samples
         interval.flops += batch.tokens * float(self._flops_per_token(batch.seq_len).causal_exact)
         self.last_result = result
+        interval.blocked_s += run.guard.waited_s
         if result.skipped:
             reason = "float16 overflowed: the loss scale is halved, the weights stay unchanged"
             self.event("skip", reason=reason)
