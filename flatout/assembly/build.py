@@ -90,6 +90,7 @@ def build(
             buffers=persistent_buffers(core),
             device=mesh.device,
         ),
+        left_out=left_out or {},
     )
     run.zero_grad(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -145,6 +145,8 @@ class Run:
     scaler: LossScaler | None = None
     guard: StepGuard = field(default_factory=StepGuard)
     """Skips the updates of bad steps."""
+    left_out: Mapping[int, int] = field(default_factory=dict)
+    """Positions of data that the feed leaves out, and those at which it continues."""
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0

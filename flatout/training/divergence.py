@@ -23,6 +23,7 @@ from flatout.training.metrics.bad_steps import BadStep, in_json
 from flatout.training.metrics.log import LESS_STEEP, Log
 from flatout.training.run_dir.layout import DIVERGENCE
 from flatout.training.run_dir.left_out import Rewind, add_rewind, read_left_out
+from flatout.training.run_dir.origin import read_origin
 from flatout.training.saving import wait_for_saves
 from flatout.training.step import add_gradients
 
@@ -97,7 +98,9 @@ def _fix(run: Run, good: Path | None, rewinds: int) -> str:
 
 def _rewind(run: Run, log: Log, bad: list[BadStep], good: Path | None, what: str) -> NoReturn:
     """Prepare the run directory for a start from the last good checkpoint, and raise Rewound."""
-    to_step = 0 if good is None else catalog.step_of(good)
+    origin = read_origin(run.folder)
+    start = catalog.step_of(Path(origin.checkpoint)) if origin else 0
+    to_step = start if good is None else catalog.step_of(good)
     steps = [[one.start, one.stop] for one in bad]
     text = f"The run goes back to step {to_step} and leaves out the data of {len(bad)} steps."
     if run.mesh.is_main:
