@@ -18,6 +18,7 @@ from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
+from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.load.leaving_out import LeavingOut
 from flatout.data.store.mix import AnyDataset
@@ -84,17 +85,21 @@ def build(
         gc=recipe.gc,
         cudnn_benchmark=recipe.cudnn_benchmark,
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
-        guard=StepGuard(
-            most=config.train.max_bad_steps,
-            spikes=config.train.skip_spikes,
-            buffers=persistent_buffers(core),
-            device=mesh.device,
-        ),
+        guard=_guard(config.train, core, mesh),
         left_out=left_out or {},
     )
     run.zero_grad(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
+
+
+def _guard(train: TrainConfig, core: LanguageModel, mesh: Mesh) -> StepGuard:
+    return StepGuard(
+        most=train.max_bad_steps,
+        spikes=train.skip_spikes,
+        buffers=persistent_buffers(core),
+        device=mesh.device,
+    )
 
 
 def _model(

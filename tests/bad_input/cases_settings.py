@@ -80,7 +80,7 @@ CASES = [
         "no bad step allowed",
         "train my.yaml train.max_bad_steps=0",
         ("train.max_bad_steps=0", "at least 1"),
-        ("leave it out",),
+        ("default, 10",),
     ),
     Case(
         "a limit that ordinary steps exceed",
