@@ -6,7 +6,7 @@ A run of the recipe `shakespeare-char` takes steps with the guard and without it
 order within each pair. As the machine's noise is larger than the cost, the calls that the guard
 adds to a step are also timed by themselves, thousands of times, with and without spikes. The share
 is that of these calls in the median step. Figures on one core are those of the process's CPU time.
-Writes benchmarks/results/guards.json and .md. It takes about two minutes on two cores.
+Writes benchmarks/results/guards.json and .md. It takes a minute or two.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flatout.training.metrics.bad_steps import BadSteps
 from flatout.training.step import train_step
 
 TEXT = "synthetic:documents=2000,words=300,seed=0"
-PAIRS, CALLS, REPEATS = 40, 5_000, 7
+PAIRS, CALLS, REPEATS = 12, 5_000, 7
 TARGET = 0.005
 """Largest share of a step that all guards may take."""
 
