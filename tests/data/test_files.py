@@ -10,6 +10,7 @@ import pytest
 from flatout import files, json_io
 from flatout.data.prepare.pack.range_files import RangeWriter
 from flatout.errors import CheckpointError, DataError
+from flatout.training.checkpoint.location import make_folder
 
 
 @pytest.fixture
@@ -53,6 +54,13 @@ def test_a_failed_write_keeps_the_old_content(tmp_path, monkeypatch, write):
     with pytest.raises(OSError, match="No space"):
         write(tmp_path / "f", "newer")
     assert (tmp_path / "f").read_text() == "new"
+
+
+def test_the_names_of_new_directories_are_synced(tmp_path, done):
+    make_folder(tmp_path / "a" / "b")
+    assert sorted(done) == sorted([("sync", "a"), ("sync", tmp_path.name)])
+    make_folder(tmp_path / "a" / "b")
+    assert len(done) == 2
 
 
 def test_write_text_syncs_the_folder_and_write_whole_does_not(tmp_path, done):

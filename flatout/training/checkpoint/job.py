@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from flatout.json_io import JsonObject
 from flatout.training.agreement import WRITING, together
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import checkpoints_folder, claim
+from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
 from flatout.training.checkpoint.snapshot import Snapshot, complete, take, write_share
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class Saving:
 
         def make() -> None:
             claim(run.folder, checkpoints_folder(run.folder))
-            self._temporary.mkdir(parents=True)
+            make_folder(self._temporary.parent)
+            self._temporary.mkdir()
 
         def write() -> None:
             write_share(snapshot, self._temporary)

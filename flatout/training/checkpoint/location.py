@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field
 
 from flatout.documents import read_document
 from flatout.errors import CheckpointError, ConfigError
+from flatout.files import sync
 from flatout.json_io import read_json, read_model, write_json
 
 OWNER = "owner.json"
@@ -77,13 +78,25 @@ def claim(run_folder: Path, folder: Path) -> None:
             )
             write_json(mine, owner.model_dump(by_alias=True))
         if not theirs.exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             write_json(theirs, read_json(mine))
     except OSError as error:
         raise CheckpointError(
             f"checkpoint.dir: {folder} cannot be written: {error.strerror}.",
             fix="Set checkpoint.dir to a writable directory.",
         ) from error
+
+
+def make_folder(path: Path) -> None:
+    """Create a directory and its missing parents, whose names then survive a power cut.
+
+    Raises: OSError.
+    """
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        with suppress(PermissionError):  # a directory that may be entered, not listed
+            sync(folder.parent)
 
 
 def release(run_folder: Path) -> None:

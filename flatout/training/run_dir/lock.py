@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.errors import CheckpointError
 from flatout.files import LocksUnsupported, is_open_at, lock, open_own, refuse_links, writing_run
 from flatout.progress import SILENT, Progress
-from flatout.training.checkpoint.location import release
+from flatout.training.checkpoint.location import make_folder, release
 from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, REQUESTED, WRITTEN
 
@@ -73,7 +73,7 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
     A failed start deletes its lock file, so a process that waited for it tries again on a new one.
     """
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         file = FileIO(open_own(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
         try:
             lock(file.fileno(), wait_s=LOCK_WAIT_S)
