@@ -253,8 +253,8 @@ def test_a_killed_run_repeats_the_steps_since_the_last_save(tiny_config, tmp_pat
 
     with pytest.raises(Killed):
         run_training(config, folder, observers=[Kill()])
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "tok')
+    with (folder / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6, "tok\x80')
     resumed = run_training(config, folder)
     assert resumed["resumed_from"].endswith("step-3")
     assert losses(folder) == losses(tmp_path / "whole")

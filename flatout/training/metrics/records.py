@@ -89,8 +89,11 @@ class Records:
 
 
 def _drop_later_steps(path: Path, step: int) -> float | None:
-    """Remove the lines after `step` from metrics.jsonl; return the last remaining training loss."""
-    with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8") as file:
+    """Remove the lines after `step` from metrics.jsonl; return the last remaining training loss.
+
+    Damaged lines are removed too.
+    """
+    with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
         kept = [line for line in file.read().splitlines() if _step_of(line) <= step]
     write_text(path, "".join(line + "\n" for line in kept))
     losses = (json.loads(line).get("train/loss") for line in reversed(kept))
@@ -98,7 +101,7 @@ def _drop_later_steps(path: Path, step: int) -> float | None:
 
 
 def _step_of(line: str) -> float:
-    """Return the step of a metrics line; infinity for a line truncated by a crash."""
+    """Return the step of a metrics line; infinity for a damaged one, such as a crash leaves."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -40,9 +40,17 @@ from flatout.config.schema import RunConfig, flat, validate
 from flatout.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
 from flatout.documents import read_document
-from flatout.errors import CheckpointError, FlatoutError, HardwareError
+from flatout.errors import CheckpointError, ConfigError, FlatoutError, HardwareError
 from flatout.files import folder_bytes, write_text
-from flatout.json_io import Json, JsonObject, append_line, read_json, read_lines, write_json
+from flatout.json_io import (
+    RESTORE,
+    Json,
+    JsonObject,
+    append_line,
+    read_json,
+    read_lines,
+    write_json,
+)
 from flatout.recognised import read_regular
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
@@ -178,8 +186,12 @@ def read_requested(folder: Path) -> RunConfig | None:
     """Return the requested configuration of a run, before `auto` was resolved.
 
     None when an earlier version, which did not store it, started the run.
+    Raises: ConfigError when it is empty: a whole one names every key.
     """
-    return _read_yaml(folder / REQUESTED)
+    path = folder / REQUESTED
+    if path.exists() and not read_document(path):
+        raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
+    return _read_yaml(path)
 
 
 def read_settings(folder: Path) -> JsonObject:

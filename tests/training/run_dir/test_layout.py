@@ -9,7 +9,7 @@ from fakes import fake_checkpoint
 
 from flatout import files
 from flatout.config.schema import RunConfig, load_config
-from flatout.errors import CheckpointError, HardwareError
+from flatout.errors import CheckpointError, ConfigError, HardwareError
 from flatout.training.run_dir import layout
 
 
@@ -132,3 +132,11 @@ def test_only_runs_are_listed_oldest_first(tmp_path):
     assert layout.list_runs(tmp_path) == [tmp_path / "group" / "old", tmp_path / "new"]
     assert layout.list_runs(tmp_path / "new") == [tmp_path / "new"]
     assert layout.list_runs(tmp_path / "missing") == []
+
+
+def test_an_empty_requested_configuration_is_damaged(tmp_path):
+    """It would read as the defaults, and the stored settings as changes."""
+    assert layout.read_requested(tmp_path) is None
+    (tmp_path / layout.REQUESTED).touch()
+    with pytest.raises(ConfigError, match=r"asked\.yaml is damaged: it is empty"):
+        layout.read_requested(tmp_path)
