@@ -1,49 +1,63 @@
-"""How long saves block training, with synchronous and with asynchronous checkpoints.
+"""What checkpoints cost: the time that the loop waits, the bytes, and the time to resume.
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoints.py --repeats 5 [--out DIR]
+    OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/checkpoints.py --repeats 3
 
-Trains a transformer of about 57 million parameters (0.7 GB of weights and moments) on random tokens
-in a temporary directory, alternating `speedups=auto,-async-checkpoints` and
+Trains a transformer of 124 million parameters (the shape of GPT-2, 1.5 GB of weights and moments)
+on random tokens in a temporary directory, alternating `speedups=auto,-async-checkpoints` and
 `auto,+async-checkpoints`, and saves every few steps. The event of each save states how long the
 loop was blocked and when the checkpoint was complete. The last save of a run is not counted, since
 the run waits for it either way. The first save is reported separately: an asynchronous one uses
 memory reserved before the first step, and the time of that reservation has its own column. The wall
 time of each run is reported too, since the writing thread uses part of the cores. Figures are
-medians over all other saves of all repeats; the ratio is that of the medians per repeat. Prints a
-table, and writes checkpoints.json and .md if --out names a directory.
+medians over all other saves of all repeats; the ratio is that of the medians per repeat. The share
+at the default interval divides the blocked time by the 10 minutes between saves. The bytes are
+those of all files of one checkpoint. To resume, `flatout train` starts in a new process on a run
+that was killed after a save; the time ends with the record of its first step, whose own time is
+subtracted. Nothing is compiled. Writes benchmarks/results/checkpoints.json and .md.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
+import yaml
 from loader import make_data
-from main_job import commit, spread
+from main_job import RESULTS, commit, spread
 
 from flatout.config.schema import RunConfig, load_config
+from flatout.files import folder_bytes
 from flatout.hardware import probe
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_events
+from flatout.training.run_dir.layout import METRICS, read_events
+from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES
 
-SHAPE = {"num_layers": 8, "d_model": 768, "num_heads": 12}
+SHAPE = {"num_layers": 12, "d_model": 768, "num_heads": 12}
+TOKENIZER = "ids:50257"
 WAYS = {
     "in the loop": "auto,-compile,-async-checkpoints",
     "beside training": "auto,-compile,+async-checkpoints",
 }
 LOOP, BESIDE = WAYS
+STATE_BYTES = 12
+"""fp32 weights and AdamW's two moments, per parameter."""
+LIMITS = {"share": 0.01, "bytes": 0.01, "resume_s": 5.0, "blocked_ms on a GPU": 50.0}
+START_LIMIT_S = 600.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--saves",
         type=int,
@@ -53,45 +67,57 @@ def main() -> None:
     parser.add_argument(
         "--every",
         type=int,
-        default=20,
+        default=10,
         help="steps between saves; enough for one to complete before the next",
     )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
         "--folder", type=Path, help="where to save: a directory on the disk to measure"
     )
-    parser.add_argument("--out", type=Path, help="directory for checkpoints.json and .md")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(
             Path(folder), arguments.repeats, arguments.saves, arguments.every, arguments.device
         )
     found |= {"machine": probe().describe(), "threads": torch.get_num_threads(), "commit": commit()}
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "checkpoints.json").write_text(json.dumps(found, indent=1) + "\n")
-        (arguments.out / "checkpoints.md").write_text(table(found))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "checkpoints.json").write_text(json.dumps(found, indent=1) + "\n")
+    (arguments.out / "checkpoints.md").write_text(table(found))
     print(table(found))
 
 
 def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> dict:
-    """Return every save of every repeat."""
-    data = make_data(folder / "data", 1 << 20, shards=1)
+    """Return every save and every resume of every repeat."""
+    data = make_data(folder / "data", 1 << 20, shards=1, tokenizer_name=TOKENIZER)
     rows: dict[str, list[dict]] = {way: [] for way in WAYS}
     for repeat in range(repeats):
         for way in [*WAYS] if repeat % 2 == 0 else [*WAYS][::-1]:
-            rows[way].append(
-                train(
-                    folder / f"{repeat}-{way[:2]}", settings(data, saves, every, device, WAYS[way])
-                )
-            )
+            run = folder / "run"
+            rows[way].append(train(run, settings(data, saves, every, device, WAYS[way])))
             first, *later = rows[way][-1]["blocked_ms"]
             print(
                 f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then"
                 f" {statistics.median(later):,.0f} ms per save",
                 file=sys.stderr,
             )
-    return {"repeats": repeats, "saves": saves, "every": every, "device": device, "rows": rows}
+            remove(run)
+    config = settings(data, saves, every, device, WAYS[BESIDE]).with_values({"log.every": 1})
+    resumes = resumed(folder, config, repeats)
+    return {
+        "repeats": repeats,
+        "saves": saves,
+        "every": every,
+        "device": device,
+        "rows": rows,
+        "resumes": resumes,
+    }
+
+
+def remove(run: Path) -> None:
+    """Delete a run, and wait until the disk has: the next one must not pay for it."""
+    subprocess.run(["rm", "-r", run], check=True)
+    os.sync()
 
 
 def settings(data: Path, saves: int, every: int, device: str, speedups: str) -> RunConfig:
@@ -120,7 +146,7 @@ def train(run: Path, config: RunConfig) -> dict:
     saved = [event for event in events if event["event"] == "save"][
         : summary["steps"] // (config.checkpoint.every_steps or 1) - 1
     ]
-    size = sum(path.stat().st_size for path in (run / "checkpoints").glob("*/*.safetensors"))
+    (last,) = (run / "checkpoints").glob("step-*")
     return {
         "blocked_ms": [event["blocked_ms"] for event in saved],
         "seconds": [event["seconds"] for event in saved],
@@ -129,9 +155,55 @@ def train(run: Path, config: RunConfig) -> dict:
         ),
         "wall_s": summary["wall_s"],
         "parameters": next(event["parameters"] for event in events if event["event"] == "start"),
-        "gigabytes": size / 1e9,
+        "bytes": folder_bytes(last),
         "weights_sha256": summary["weights_sha256"],
     }
+
+
+def resumed(folder: Path, config: RunConfig, repeats: int) -> list[dict]:
+    """Kill a run after its first save, then start it again and again; return the times."""
+    run, recipe = folder / "killed", folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(config.to_dict()))
+    command = [sys.executable, "-m", "flatout", "train", recipe, "--run-dir", run]
+    saved = config.checkpoint.every_steps or 1
+    started_until(command, folder, lambda: (run / "checkpoints" / f"step-{saved}").exists())
+    rows = []
+    for number in range(1, repeats + 1):
+        seconds = started_until(
+            command, folder, lambda number=number: first_record(run, saved, number) is not None
+        )
+        step_s = first_record(run, saved, number)["perf/step_ms"] / 1e3
+        rows.append({"seconds": seconds - step_s, "step_s": step_s})
+        print(f"first step after {seconds - step_s:.2f} s", file=sys.stderr)
+    return rows
+
+
+def first_record(run: Path, saved: int, number: int) -> dict | None:
+    """Return the first record after the `number`-th resume from a step, or None before it."""
+    resumes = [event for event in read_events(run) if event["event"] == "resume"]
+    if len(resumes) < number:  # the records of later steps are still those of the killed process
+        return None
+    records = map(json.loads, (run / METRICS).read_text().split("\n")[:-1])
+    return next((record for record in records if record["step"] > saved), None)
+
+
+def started_until(command: list, folder: Path, true) -> float:
+    """Start a command, kill it once `true()` holds, and return the seconds until then.
+
+    Raises: SystemExit when the command ends, or takes too long.
+    """
+    with (folder / "log").open("w") as log:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            while not true():
+                if process.poll() is not None or time.perf_counter() - began > START_LIMIT_S:
+                    raise SystemExit(f"It did not get there:\n{(folder / 'log').read_text()}")
+                time.sleep(0.005)
+            return time.perf_counter() - began
+        finally:
+            process.kill()
+            process.wait()
 
 
 def table(found: dict) -> str:
@@ -153,15 +225,11 @@ def table(found: dict) -> str:
         "|---|---|---|---|---|---|",
     ]
     for way, runs in rows.items():
-        blocked, seconds = (
-            [figure for row in runs for figure in row[name][1:]]
-            for name in ("blocked_ms", "seconds")
-        )
         reserve, first = [row["reserve_ms"] for row in runs], [row["blocked_ms"][0] for row in runs]
         wall = spread([row["wall_s"] for row in runs], 1)
         lines.append(
-            f"| {way} | {spread(reserve)} | {spread(first)} | **{spread(blocked)}** |"
-            f" {spread(seconds, 2)} | {wall} |"
+            f"| {way} | {spread(reserve)} | {spread(first)} | **{spread(later(runs))}** |"
+            f" {spread(later(runs, 'seconds'), 2)} | {wall} |"
         )
     medians = {
         way: [statistics.median(row["blocked_ms"][1:]) for row in runs]
@@ -171,18 +239,52 @@ def table(found: dict) -> str:
         100 * (1 - beside / loop)
         for loop, beside in zip(medians[LOOP], medians[BESIDE], strict=True)
     ]
-    first = rows[LOOP][0]
     lines += [
         "",
+        f"Blocked by {spread(less, 1)}% less.",
+        *goals(found),
         (
-            f"Blocked by {spread(less, 1)}% less. The state has {first['parameters'] / 1e6:,.0f} M"
-            f" parameters and {first['gigabytes']:.2f} GB. {found['machine']}, on"
-            f" {found['device']}, {found['threads']} threads; {found['repeats']} repeats of"
-            f" {found['saves']} saves, {found['every']} steps apart; median (smallest to largest);"
-            f" commit {found['commit']}; `python benchmarks/checkpoints.py`."
+            f"{found['machine']}, on {found['device']}, {found['threads']} threads;"
+            f" {found['repeats']} repeats of {found['saves']} saves, {found['every']} steps apart;"
+            f" median (smallest to largest); commit {found['commit']};"
+            " `python benchmarks/checkpoints.py`."
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def later(runs: list[dict], name: str = "blocked_ms") -> list[float]:
+    """Return a figure of every save but the first of each run."""
+    return [figure for row in runs for figure in row[name][1:]]
+
+
+def goals(found: dict) -> list[str]:
+    """Return the figures that have a goal, with it, as sentences."""
+    first = found["rows"][BESIDE][0]
+    blocked_ms = statistics.median(later(found["rows"][BESIDE]))
+    share = blocked_ms / (6e4 * DEFAULT_MINUTES_BETWEEN_SAVES)
+    per_parameter = first["bytes"] / first["parameters"]
+    seconds = [row["seconds"] for row in found["resumes"]]
+    beyond = per_parameter / STATE_BYTES - 1
+    lines = [
+        f"At the default interval of {DEFAULT_MINUTES_BETWEEN_SAVES:.0f} minutes, training waits"
+        f" for {100 * share:.3f}% of the time; goal: {under(share, LIMITS['share'], '1%')}.",
+        f"A checkpoint of {first['parameters'] / 1e6:,.0f} M parameters has"
+        f" {first['bytes'] / 1e9:.2f} GB, {per_parameter:.3f} bytes per parameter,"
+        f" {100 * beyond:.2f}% more than weights and moments; goal:"
+        f" {under(beyond, LIMITS['bytes'], '1%')}.",
+        f"A killed run begins its first step {spread(seconds, 2)} s after its start; goal:"
+        f" {under(statistics.median(seconds), LIMITS['resume_s'], '5 s')}.",
+    ]
+    if found["device"] != "cpu":
+        kept = under(blocked_ms, LIMITS["blocked_ms on a GPU"], "50 ms")
+        lines.append(f"An asynchronous save blocks the loop for {blocked_ms:.1f} ms; goal: {kept}.")
+    return lines
+
+
+def under(value: float, limit: float, text: str) -> str:
+    """Return a goal, and whether it is kept."""
+    return f"under {text}: {'kept' if value < limit else '**missed**'}"
 
 
 if __name__ == "__main__":

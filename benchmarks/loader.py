@@ -63,9 +63,11 @@ def main() -> None:
     print(table(found))
 
 
-def make_data(out: Path, shard_bytes: int, shards: int = SHARDS) -> Path:
+def make_data(
+    out: Path, shard_bytes: int, shards: int = SHARDS, *, tokenizer_name: str = "byte"
+) -> Path:
     """Write shards of random bytes as tokens, and return their path."""
-    tokenizer, rng = make_tokenizer("byte", lambda _: iter([])), np.random.default_rng(0)
+    tokenizer, rng = make_tokenizer(tokenizer_name, lambda _: iter([])), np.random.default_rng(0)
     with DatasetWriter(out, vocab_size=tokenizer.vocab_size, shard_bytes=shard_bytes) as writer:
         for _ in range(shards):
             tokens = rng.integers(0, 256, shard_bytes // 2, dtype=np.uint16)

@@ -14,13 +14,24 @@ def benchmark(monkeypatch):
     return importlib.import_module("checkpoints")
 
 
-@pytest.mark.slow
-def test_the_saves_of_both_ways_are_counted(benchmark, tmp_path, monkeypatch):
+RESUMES = [{"seconds": 3.0, "step_s": 0.5}]
+
+
+@pytest.fixture
+def small(benchmark, monkeypatch):
     monkeypatch.setattr(benchmark, "SHAPE", {"num_layers": 1, "d_model": 16, "num_heads": 2})
+    monkeypatch.setattr(benchmark, "TOKENIZER", "byte")
+    return benchmark
+
+
+@pytest.mark.slow
+def test_the_saves_of_both_ways_are_counted(small, tmp_path, monkeypatch):
+    benchmark = small
+    monkeypatch.setattr(benchmark, "resumed", lambda *_: RESUMES)
     found = benchmark.measure(tmp_path, repeats=1, saves=2, every=2, device="cpu")
     for (row,) in found["rows"].values():
         assert len(row["blocked_ms"]) == len(row["seconds"]) == 2
-        assert row["parameters"] > 0 < row["gigabytes"]
+        assert row["bytes"] > 12 * row["parameters"] > 0
     found |= {"machine": "a machine", "threads": 1, "commit": "abc"}
     text = benchmark.table(found)
     assert (
@@ -42,7 +53,7 @@ def test_the_ratio_is_computed_per_repeat(benchmark):
             "reserve_ms": 0.0,
             "wall_s": 5.0,
         }
-        return times | {"parameters": 10**6, "gigabytes": 0.01, "weights_sha256": "a"}
+        return times | {"parameters": 10**6, "bytes": 12_060_000, "weights_sha256": "a"}
 
     rows = {"in the loop": [row(1000.0), row(100.0)], "beside training": [row(100.0), row(30.0)]}
     text = benchmark.table(
@@ -55,6 +66,20 @@ def test_the_ratio_is_computed_per_repeat(benchmark):
             "machine": "",
             "threads": 1,
             "commit": "",
+            "resumes": RESUMES,
         }
     )
     assert "Blocked by 80.0 (70.0 to 90.0)% less." in text
+    assert "training waits for 0.011% of the time; goal: under 1%: kept." in text
+    assert "12.060 bytes per parameter, 0.50% more than weights and moments" in text
+    assert "begins its first step 3.00 (3.00 to 3.00) s after its start; goal: under 5 s: k" in text
+    assert "blocks the loop" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_the_start_of_a_killed_run_is_measured(small, tmp_path):
+    data = small.make_data(tmp_path / "data", 1 << 16, shards=1)
+    config = small.settings(data, 2000, 2, "cpu", small.WAYS["in the loop"])
+    rows = small.resumed(tmp_path, config.with_values({"log.every": 1}), repeats=1)
+    assert [row["seconds"] > 0 < row["step_s"] for row in rows] == [True]
