@@ -5,13 +5,14 @@
 #   TORCH_BUILD  the preferred build of torch; +cpu on a machine without an NVIDIA GPU, empty with one
 #   FILE         the text that make demo trains on: make demo FILE=book.txt
 #   GPU          the tests that make test-gpu runs: gpu, or gpu_essential
+#   MINUTES      how long make soak takes; 60 by default
 #   ARGS         additional arguments for pytest: make test ARGS="-k config"
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast check format docs test-gpu test-faults test-extras test-oldest wheel clean
+.PHONY: help demo test test-fast check format docs test-gpu test-faults soak test-extras test-oldest wheel clean
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 ifeq ($(origin PYTHON),undefined)
@@ -24,6 +25,7 @@ endif
 FILE ?=
 ARGS ?=
 GPU ?= gpu
+MINUTES ?= 60
 
 COMMA := ,
 # One process per core, at most four, each with one thread; the tests of a file stay together, because they share expensive fixtures.
@@ -42,7 +44,8 @@ help:
 	@echo "make format        format the code with ruff"
 	@echo "make docs          build the documentation site into site/"
 	@echo "make test-gpu      the tests that need an NVIDIA GPU, several at a time; GPU=gpu_essential runs the essential ones in two minutes"
-	@echo "make test-faults   the tests that kill the process and fill the disk; about an hour"
+	@echo "make test-faults   the tests that kill the process, fill the disk and damage files; needs strace and root for some"
+	@echo "make soak          kill and resume one run for MINUTES (60), and watch its memory and open files"
 	@echo "make test-extras   the tests with every optional package installed"
 	@echo "make test-oldest   the tests with the oldest supported torch and Triton, $(OLDEST_TORCH) and $(OLDEST_TRITON)"
 	@echo "make wheel         build dist/flatout-*.whl"
@@ -106,7 +109,10 @@ test-gpu: .venv/test/.installed
 	  -n logical --maxprocesses 12 --dist worksteal --timeout 300 --timeout-method thread $$(grep -rlE "mark\.gpu" tests --include="test_*.py") $(ARGS)
 
 test-faults: .venv/test/.installed
-	@.venv/test/bin/python -m pytest -m faults --timeout 1800 $(ARGS)
+	@$(ONE_THREAD) .venv/test/bin/python $(PYTEST) --dist worksteal -m faults --timeout 1800 $(ARGS)
+
+soak: .venv/test/.installed
+	@$(ONE_THREAD) PYTHONPATH=. .venv/test/bin/python tests/attack/soak.py --minutes $(MINUTES)
 
 test-extras: .venv/extras/.installed
 	@$(ONE_THREAD) .venv/extras/bin/python $(PYTEST) $(ARGS)

@@ -181,6 +181,24 @@ def write_tiny_set(out: Path, *, num_documents: int = 40, masked: bool = False) 
     return out
 
 
+@pytest.fixture
+def survived(request):
+    """Return a function that counts the tries of an attack, and fails with the problems found."""
+
+    def count(attack, tries, problems):
+        import attack_records
+
+        assert attack in attack_records.ATTACKS
+        writes = request.config.getoption("--write-tables")
+        if writes and request.node.get_closest_marker("faults"):
+            case = request.node.nodeid.removeprefix("tests/")
+            attack_records.record(attack, case, tries, max(tries - len(problems), 0))
+        assert not problems
+        assert tries
+
+    return count
+
+
 @pytest.fixture(scope="session")
 def tiny_set(tmp_path_factory):
     """The path of a dataset of 40 short documents."""

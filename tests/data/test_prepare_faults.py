@@ -114,8 +114,10 @@ def test_kills_at_random_moments_do_not_change_the_result(rows, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(4))
-def test_many_kills_at_random_moments(many_rows, tmp_path, seed):
-    assert kill_and_go_on(many_rows, tmp_path, 20, seed) >= 5
+def test_many_kills_at_random_moments(many_rows, tmp_path, seed, survived):
+    kills = kill_and_go_on(many_rows, tmp_path, 20, seed)
+    assert kills >= 5
+    survived("prepare-kill", kills, [])
 
 
 def test_prepare_resumes_after_a_file_size_limit(rows, tmp_path):
@@ -137,7 +139,7 @@ def test_prepare_resumes_after_a_file_size_limit(rows, tmp_path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("size_kib", [60, 500, 1_500, 2_500])
-def test_prepare_resumes_after_a_full_disk(many_rows, tmp_path, size_kib):
+def test_prepare_resumes_after_a_full_disk(many_rows, tmp_path, size_kib, survived):
     assert finish(start(many_rows, tmp_path / "whole")) == (0, "")
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -158,6 +160,7 @@ def test_prepare_resumes_after_a_full_disk(many_rows, tmp_path, size_kib):
         assert finish(start(many_rows, disk / "out")) == (0, "")
         assert content(disk / "out") == content(tmp_path / "whole")
         Dataset.open(disk / "out")
+        survived("small", 1, [])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -336,10 +336,12 @@ def test_a_text_of_64_mib_needs_little_memory(tmp_path):
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("tokenizer", ["train:4096", "byte", "char"])
 @pytest.mark.parametrize(
-    "options",
-    [{"split": "tail 0.1"}, {"split": "hash 0.5", "duplicates": "drop", "on_bad_row": "skip"}],
+    ("tokenizer", "options"),
+    [
+        ("train:4096", {"split": "tail 0.1"}),
+        ("char", {"split": "hash 0.5", "duplicates": "drop", "on_bad_row": "skip"}),
+    ],
     ids=str,
 )
 def test_a_text_of_1_gb_needs_less_than_300_mb(tmp_path, tokenizer, options):

@@ -1,0 +1,65 @@
+"""A dataset, a run to attack, and the process that commands are forked from."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+
+from children import Children
+from victim import SPEEDUPS, Victim
+
+
+@pytest.fixture(scope="session")
+def settings(tiny, tiny_set):
+    """The settings of a run of 8 steps that draws random numbers and saves every second step."""
+    return tiny | {
+        "data.path": str(tiny_set),
+        "model.dropout": 0.1,
+        "train.steps": 8,
+        "train.eval_every": 4,
+        "train.eval_tokens": 128,
+        "checkpoint.every_steps": 2,
+        "checkpoint.keep": 2,
+    }
+
+
+@pytest.fixture(scope="session")
+def children(tmp_path_factory, settings):
+    """Starts commands without the cost of an import."""
+    folder = tmp_path_factory.mktemp("children")
+    warm = Victim(None, folder, settings)
+    children = Children(folder)
+    children.warm_up(*warm.words(folder / "warm"))
+    yield children
+    children.close()
+
+
+@pytest.fixture(scope="session")
+def victim(children, settings, tmp_path_factory):
+    """Return a function that returns the run to attack, by its number of steps and saver."""
+    made = {}
+
+    def make(steps=8, way="beside"):
+        if (steps, way) not in made:
+            changed = settings | {"train.steps": steps, "speedups": SPEEDUPS[way]}
+            made[steps, way] = Victim(children, tmp_path_factory.mktemp("victim"), changed)
+        return made[steps, way]
+
+    return make
+
+
+@pytest.fixture
+def free_port():
+    """Return a function that returns a port on which nothing listens."""
+
+    def find():
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return listener.getsockname()[1]
+
+    return find

@@ -1,0 +1,153 @@
+"""Kill and resume a training run for an hour, and watch its memory and its open files.
+
+    python tests/attack/soak.py --minutes 60
+
+`make soak` runs it. First a run trains without a kill; its memory and its number of open files must
+not grow. Then the same run is killed at random moments and resumed, over and over, until the time
+is up: no saved step may be lost, every checkpoint must equal that of the first run, and each run
+must end with the same bits. The exit code is 1 when something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+from children import Child, Children
+from victim import SPEEDUPS, Victim, saved_step
+
+STEPS_PER_MINUTE = 800
+"""Steps of the run per minute of the soak; a fifth of the time or so, on two cores."""
+EVERY_S = 0.25
+GROWTH_MIB, MORE_FILES = 48.0, 4
+"""Growth of memory and of open files, from the first tenth to the end, that is an error."""
+WORDS = ("the", "run", "loss", "token", "step", "model", "train", "fast", "graph", "weight")
+
+
+def watch(child: Child, seconds: float) -> list[tuple[float, int]]:
+    """Return the memory in MiB and the open files of a child, until it ends or the time is up."""
+    found = []
+    give_up = time.monotonic() + seconds
+    with suppress(psutil.Error):
+        process = psutil.Process(child.pid)
+        while child.runs() and time.monotonic() < give_up:
+            found.append((process.memory_info().rss / 2**20, process.num_fds()))
+            time.sleep(min(EVERY_S, seconds / 10))
+    return found
+
+
+def grown(seen: list[tuple[float, int]]) -> list[str]:
+    """Return what grew beyond its bound after the first tenth of the time."""
+    warm = max(len(seen) // 10, 1)
+    first, last = seen[: 2 * warm], seen[-warm:]
+    problems = []
+    for place, limit, name in ((0, GROWTH_MIB, "MiB of memory"), (1, MORE_FILES, "open files")):
+        before, after = max(one[place] for one in first), max(one[place] for one in last)
+        if after > before + limit:
+            problems.append(f"{before:,.0f} {name} became {after:,.0f}")
+    return problems
+
+
+def make_victim(folder: Path, minutes: float) -> Victim:
+    """Return the run to kill, on a dataset of random words."""
+    children, draw = Children(folder), random.Random(0)
+    (folder / "words.txt").write_text(" ".join(draw.choices(WORDS, k=20_000)))
+    children.warm_up(
+        *("prepare", folder / "words.txt", "--out", folder / "data", "--split", "tail 0.1"),
+        *("--tokenizer", "byte", "--workers", 1),
+    )
+    steps = max(int(minutes * STEPS_PER_MINUTE) // 40 * 40, 80)
+    settings = {
+        "model.num_layers": 2,
+        "model.d_model": 32,
+        "model.num_heads": 2,
+        "model.dropout": 0.1,
+        "data.path": str(folder / "data"),
+        "data.seq_len": 16,
+        "batch.tokens_per_step": 128,
+        "batch.rows_per_device": 4,
+        "optim.lr": 1e-2,
+        "train.steps": steps,
+        "train.device": "cpu",
+        "train.precision": "fp32",
+        "train.eval_every": 100,
+        "train.eval_tokens": 128,
+        "log.every": 1,
+        "checkpoint.every_steps": 40,
+        "checkpoint.keep": 3,
+        "checkpoint.best": False,
+        "speedups": SPEEDUPS["beside"],
+    }
+    warm = settings | {"train.steps": 2}
+    children.warm_up(*Victim(children, folder / "warm", warm).words(folder / "warm" / "run"))
+    return Victim(children, folder / "victim", settings)
+
+
+def whole(victim: Victim) -> list[str]:
+    """Train without a kill; return what is wrong, and keep the run as the one to compare with."""
+    run = victim.folder / "whole"
+    child = victim.children.start(*victim.words(run, "checkpoint.keep=all"))
+    seen = watch(child, float("inf"))
+    ended = child.wait()
+    problems = victim.unequal(victim.whole, ended)
+    print(
+        f"{victim.steps} steps without a kill: memory {seen[0][0]:,.0f} to {seen[-1][0]:,.0f} MiB, "
+        f"open files {seen[0][1]} to {seen[-1][1]}",
+        flush=True,
+    )
+    return problems + grown(seen)
+
+
+def soak(victim: Victim, seconds: float) -> list[str]:
+    """Kill and resume until the time is up, and return what was wrong."""
+    draw, kills, ends, most_files = random.Random(0), 0, 0, 0
+    run, problems = victim.folder / "run", []
+    give_up = time.monotonic() + seconds
+    while time.monotonic() < give_up and not problems:
+        child = victim.children.start(*victim.words(run))
+        lives_s = min(draw.expovariate(1 / 4.0), give_up - time.monotonic())
+        seen = watch(child, lives_s)
+        most_files = max([most_files, *(files for _, files in seen)])
+        ended = child.kill()
+        if ended.code < 0:
+            kills += 1
+            problems += victim.lost(run, saved_step(run))
+        else:
+            ends += 1
+            problems += victim.unequal(run, ended)
+            shutil.rmtree(run)
+    print(f"{kills} kills, {ends} runs to their end, at most {most_files} open files", flush=True)
+    if run.exists() and not problems:
+        problems += victim.end(run)
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=60.0)
+    minutes = parser.parse_args().minutes
+    give_up = time.monotonic() + 60 * minutes
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HOME"] = folder  # the user's cache is neither read nor written
+        victim = make_victim(Path(folder), minutes)
+        try:
+            problems = whole(victim)
+            problems += soak(victim, max(give_up - time.monotonic(), 5.0))
+        finally:
+            victim.children.close()
+    print(*problems or ["no problem"], sep="\n")
+    sys.exit(bool(problems))
+
+
+if __name__ == "__main__":
+    main()

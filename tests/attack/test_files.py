@@ -1,0 +1,188 @@
+"""Damaged and foreign files: each is refused by name, or an undamaged one takes its place."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from victim import KEPT
+
+from flatout.training.checkpoint import catalog
+from flatout.training.run_dir.layout import REQUESTED
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+STEPS = 40
+PERCENT = (0, 50, 99)
+
+
+def damages(data):
+    """Yield the damages that change a file's content: it is cut short, or a bit is flipped."""
+    for percent in PERCENT:
+        short = data[: len(data) * percent // 100]
+        if short != data:
+            yield f"cut to {percent}%", short
+    if data:
+        changed, draw = bytearray(data), random.Random(len(data))
+        changed[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        yield "a flipped bit", bytes(changed)
+
+
+class Payload:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def tries(folder, changes):
+    """Yield the path below a folder, the change, and the new content, for every file there."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            for what, content in changes(path.read_bytes()):
+                yield path.relative_to(folder), what, content
+
+
+def refusal(ended, name, *, must=False):
+    """Return what is wrong with how a command refused a file; [] also when it went on instead."""
+    said = ended.out + ended.err
+    if "Traceback" in said or ended.code not in (0, 1, 2):
+        return [f"ended in {ended.code}: {said[-2000:]}"]
+    if (ended.code or must) and name not in said:
+        return [f"does not name the file: {said[-2000:]}"]
+    if ended.code and "Fix:" not in said:
+        return [f"names no fix: {said[-2000:]}"]
+    return []
+
+
+def fresh(source, to, path=None, content=None):
+    """Return a copy of a directory, with another content of one file."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(source, to, symlinks=True)
+    if path is not None:
+        (to / path).write_bytes(content)
+    return to
+
+
+def resumed_with(changes, attacked, folder):
+    """Resume a killed run with each change of each file; return the tries and the problems."""
+    run, count, problems = folder / "run", 0, []
+    newest = catalog.latest(attacked.halfway).name
+    for path, what, content in tries(attacked.halfway, changes):
+        fresh(attacked.halfway, run, path, content)
+        ended = attacked.train(run)
+        # A shortened asked.yaml may read as other settings; the refusal names these.
+        name = "" if path.name == REQUESTED else path.name
+        found = refusal(ended, name, must=newest in path.parts)
+        if ended.code == 0:
+            found += attacked.unequal(run, ended)
+        elif newest in path.parts:
+            found.append(f"no other checkpoint was used: {ended.err[-2000:]}")
+        count += 1
+        problems += [f"{path}, {what}: {problem}" for problem in found]
+    return count, problems
+
+
+def test_a_damaged_file_of_a_run_is_refused_or_replaced(victim, tmp_path, survived):
+    survived("run-file", *resumed_with(damages, victim(STEPS), tmp_path))
+
+
+def test_text_from_a_run_with_a_damaged_file_is_the_same_or_refused(victim, tmp_path, survived):
+    attacked, run, count, problems = victim(STEPS), tmp_path / "run", 0, []
+
+    def generated():
+        words = ("generate", run, "--prompt", "the", "--max-tokens", 8, "--seed", 1, "--json")
+        return attacked.children.run(*words)
+
+    fresh(attacked.halfway, run)
+    wanted = generated().result["samples"]
+    for path, what, content in tries(attacked.halfway, damages):
+        fresh(attacked.halfway, run, path, content)
+        ended = generated()
+        found = refusal(ended, path.name)
+        if ended.code == 0 and ended.result["samples"] != wanted and path.name not in ended.err:
+            found.append("another text without a word")
+        count += 1
+        problems += [f"{path}, {what}: {problem}" for problem in found]
+    survived("run-file", count, problems)
+
+
+def trained_on(changes, attacked, folder, source, key):
+    """Train with each change of each file of a directory that `key` names; as `resumed_with`."""
+    used, count, problems = folder / "used", 0, []
+
+    def result():
+        run = folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        return attacked.train(run, f"{key}={used}")
+
+    fresh(source, used)
+    whole = result()
+    assert whole.code == 0, whole.err
+    for path, what, content in tries(source, changes):
+        fresh(source, used, path, content)
+        ended = result()
+        found = refusal(ended, path.name)
+        if ended.code == 0 and any(ended.result[key] != whole.result[key] for key in KEPT):
+            found.append("another result without a word")
+        count += 1
+        problems += [f"{path}, {what}: {problem}" for problem in found]
+    return count, problems
+
+
+def test_a_damaged_file_of_a_dataset_is_refused_by_train(victim, tiny_set, tmp_path, survived):
+    survived("data-file", *trained_on(damages, victim(), tmp_path, tiny_set, "data.path"))
+
+
+def test_a_damaged_file_of_a_dataset_is_found_by_verify(children, tiny_set, tmp_path, survived):
+    used, count, problems = tmp_path / "used", 0, []
+    for path, what, content in tries(tiny_set, damages):
+        ended = children.run("verify", fresh(tiny_set, used, path, content), "--json")
+        found = refusal(ended, path.name)
+        found += [] if ended.code else ["not found"]
+        count += 1
+        problems += [f"{path}, {what}: {problem}" for problem in found]
+    survived("data-file", count, problems)
+
+
+@pytest.fixture(scope="module")
+def export(victim, tmp_path_factory):
+    """The directory of an export for transformers."""
+    attacked, out = victim(), tmp_path_factory.mktemp("export") / "model"
+    ended = attacked.children.run("export", attacked.whole, "--out", out, "--json")
+    assert ended.code == 0, ended.err
+    return out
+
+
+def cuts(data):
+    """Yield the damages that a file without a checksum shows."""
+    return [(what, short) for what, short in damages(data) if what.startswith("cut")]
+
+
+def test_a_damaged_export_is_refused(victim, export, tmp_path, survived):
+    """A file that the new run does not read may be damaged."""
+    found = trained_on(cuts, victim(), tmp_path, export, "train.init_from")
+    survived("export-file", *found)
+
+
+def test_no_pickle_is_opened(victim, export, tiny_set, tmp_path, survived):
+    attacked, marker = victim(STEPS), tmp_path / "opened"
+    content = pickle.dumps(Payload(marker))
+
+    def pickled(_data):
+        return [("pickle", content)]
+
+    count, problems = resumed_with(pickled, attacked, tmp_path)
+    for source, key in ((tiny_set, "data.path"), (export, "train.init_from")):
+        more = trained_on(pickled, victim(), tmp_path, source, key)
+        count, problems = count + more[0], problems + more[1]
+    assert not marker.exists()
+    pickle.loads(content)
+    assert marker.exists(), "the payload works"
+    survived("pickle", count, problems)

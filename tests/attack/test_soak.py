@@ -1,0 +1,37 @@
+"""The soak finds memory and files that grow, and passes for a short time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import soak
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_growth_after_the_start_is_found():
+    steady = [(300.0, 20)] + [(400.0, 24)] * 99
+    assert soak.grown(steady) == []
+    more = [(400.0 + step, 24) for step in range(100)]
+    assert soak.grown(more) == ["419 MiB of memory became 499"]
+    files = [(400.0, 24 + step // 10) for step in range(100)]
+    assert soak.grown(files) == ["25 open files became 33"]
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_short_soak_finds_nothing():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "attack" / "soak.py"), "--minutes", "0.5"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("no problem\n")

@@ -1,0 +1,140 @@
+"""A small training run to attack, and what is wrong with it after an attack."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import yaml
+from children import Children, Ended, wait_until
+
+from flatout.errors import FlatoutError
+from flatout.training.checkpoint import catalog
+
+SPEEDUPS = {
+    "loop": "auto,-compile,-async-checkpoints",
+    "beside": "auto,-compile,+async-checkpoints",
+}
+"""Saves in the loop, and beside training."""
+KEPT = ("tokens", "train_loss", "val_loss", "weights_sha256")
+"""What an attack must not change in the result of a run."""
+
+
+class Victim:
+    """A recipe that draws random numbers, with its result when nothing happens to it."""
+
+    def __init__(self, children: Children, folder: Path, settings: dict) -> None:
+        self.children = children
+        self.folder = folder
+        self.settings = settings
+        self.steps = settings["train.steps"]
+        self.recipe = folder / "victim.yaml"
+        sections: dict = {}
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            if name:
+                sections.setdefault(section, {})[name] = value
+            else:
+                sections[key] = value
+        folder.mkdir(parents=True, exist_ok=True)
+        self.recipe.write_text(yaml.safe_dump(sections))
+
+    def words(self, run: Path, *more) -> list:
+        """Return the command that trains in a run directory."""
+        return ["train", self.recipe, *more, "--run-dir", run, "--json"]
+
+    def train(self, run: Path, *more) -> Ended:
+        """Train to the end."""
+        return self.children.run(*self.words(run, *more))
+
+    @cached_property
+    def whole(self) -> Path:
+        """The run directory of the run that nothing happened to, with every checkpoint."""
+        run = self.folder / "whole"
+        ended = self.train(run, "checkpoint.keep=all")
+        assert ended.code == 0, ended.err
+        self.result = {key: ended.result[key] for key in KEPT}
+        return run
+
+    @cached_property
+    def halfway(self) -> Path:
+        """The run directory of a run that was killed in its middle."""
+        run = self.folder / "halfway"
+        child = self.children.start(*self.words(run))
+        middle = catalog.checkpoint_path(run, self.steps // 2)
+        assert wait_until(middle.is_dir, child=child), "the run ended before its middle"
+        assert child.kill().code < 0, "the run was faster than the kill"
+        return run
+
+    def copy(self, run: Path, to: Path) -> Path:
+        """Return a copy of a run directory in place of an earlier one."""
+        shutil.rmtree(to, ignore_errors=True)
+        return Path(shutil.copytree(run, to, symlinks=True))
+
+    def digests(self, checkpoint: Path) -> dict[str, str]:
+        """Return the recorded digests of the weights and the optimizer's tensors."""
+        files = catalog.read_manifest(checkpoint).files
+        return {name: facts.sha256 for name, facts in files.items() if "safetensors" in name}
+
+    def lost(self, run: Path, least: int) -> list[str]:
+        """Return what is wrong with the newest checkpoint of a run that saved step `least`.
+
+        The leftovers of a killed save are removed, or put back, as a resume does first.
+        """
+        try:
+            catalog.remove_leftovers(run)
+            newest = catalog.latest(run)
+        except FlatoutError as error:
+            return [str(error)]
+        step = catalog.step_of(newest) if newest else 0
+        if step < least:
+            return [f"step {least} was saved, and {step} is the newest"]
+        same = self.whole / "checkpoints" / f"step-{step}"
+        if newest and self.digests(newest) != self.digests(same):
+            return [f"{newest.name} differs from that of the run without an attack"]
+        return []
+
+    def unequal(self, run: Path, ended: Ended, *, lost_records: bool = False) -> list[str]:
+        """Return how a run's end differs from that of the run without an attack, bit by bit.
+
+        With `lost_records` the last training loss may be unknown: no step was left to train.
+        """
+        whole = self.whole
+        if ended.code:
+            return [f"ended in {ended.code}: {ended.err[-2000:]}"]
+        found = {key: ended.result[key] for key in KEPT}
+        if lost_records and found["train_loss"] is None:
+            found["train_loss"] = self.result["train_loss"]
+        problems = [] if found == self.result else [f"{found} instead of {self.result}"]
+        last = [folder / "checkpoints" / f"step-{self.steps}" for folder in (run, whole)]
+        if self.digests(last[0]) != self.digests(last[1]):
+            problems.append("the tensors of the last checkpoint differ")
+        states = [json.loads((path / catalog.STATE).read_text()) for path in last]
+        for state in states:
+            state["values"].pop("elapsed_s")
+        if any(states[0][key] != states[1][key] for key in ("values", "ranks")):
+            problems.append("the state of the last checkpoint differs")
+        return problems
+
+    def end(self, run: Path, *, lost_records: bool = False) -> list[str]:
+        """Run the same command again, and return how its end differs."""
+        return self.unequal(run, self.train(run), lost_records=lost_records)
+
+
+def saved_step(run: Path) -> int:
+    """Return the last step that the run's events report as saved; 0 without one."""
+    steps = [0]
+    if (run / "events.jsonl").exists():
+        for line in (run / "events.jsonl").read_bytes().split(b"\n")[:-1]:
+            with suppress(ValueError):  # a line that a full disk cut short
+                event = json.loads(line)
+                steps.append(event["step"] if event["event"] == "save" else 0)
+    return max(steps)
+
+
+def saving(run: Path) -> set[str]:
+    """Return the names of unfinished saves and deletions."""
+    return {path.name for path in (run / "checkpoints").glob("*.tmp-*")}
