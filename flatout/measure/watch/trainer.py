@@ -30,9 +30,12 @@ class TrainerEvents:
         self._loop, self._finish = loop, finish
         self._ahead: list[str] = []
         """What the Trainer does before its next step, in order; the first is running."""
+        self._steps_before = 0
+        """Steps of the run that a resumed Trainer continues."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         """Time the Trainer's loader, and note its model and the planned steps."""
+        self._steps_before = state.global_step
         self._loop.learn(model=known.get("model"), planned_steps=state.max_steps)
         self._loop.time_loaders()
 
@@ -59,7 +62,7 @@ class TrainerEvents:
         figures = {
             name: value for name, value in (logs or {}).items() if isinstance(value, (int, float))
         }
-        self._loop.log(figures, step=self._loop.steps)
+        self._loop.log(figures, step=state.global_step - self._steps_before)
         self._end("logging")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:

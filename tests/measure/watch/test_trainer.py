@@ -36,8 +36,9 @@ def control(**due):
 
 def test_what_follows_a_step_is_named_in_the_trainers_order(events, calls):
     events.on_step_end(None, None, control(should_log=True, should_evaluate=True, should_save=True))
-    events.on_log(None, None, None, logs={"loss": 2.5, "text": "no figure"})
-    events.on_log(None, None, None, logs={"eval_loss": 2.0})  # the evaluation logs too
+    state = SimpleNamespace(global_step=3)
+    events.on_log(None, state, None, logs={"loss": 2.5, "text": "no figure"})
+    events.on_log(None, state, None, logs={"eval_loss": 2.0})  # the evaluation logs too
     events.on_evaluate(None, None, None)
     events.on_save(None, None, None)
     events.on_step_begin(None, None, None)
@@ -55,6 +56,13 @@ def test_what_follows_a_step_is_named_in_the_trainers_order(events, calls):
     ]
 
 
+def test_figures_belong_to_the_trainers_step_of_this_process(events, calls):
+    calls.log = lambda figures, *, step: calls.made.append((step, figures))
+    events.on_train_begin(None, SimpleNamespace(max_steps=90, global_step=50), None, model=None)
+    events.on_log(None, SimpleNamespace(global_step=60), None, logs={"loss": 2.5})
+    assert calls.made[-1] == (10, {"loss": 2.5})
+
+
 def test_what_did_not_happen_ends_with_the_next_step(events, calls):
     events.on_step_end(None, None, control(should_save=True))
     events.on_step_begin(None, None, None)
@@ -62,7 +70,7 @@ def test_what_did_not_happen_ends_with_the_next_step(events, calls):
 
 
 def test_the_end_of_training_ends_the_watch(events, calls):
-    events.on_train_begin(None, SimpleNamespace(max_steps=10), None, model=None)
+    events.on_train_begin(None, SimpleNamespace(max_steps=10, global_step=0), None, model=None)
     events.on_train_end(None, None, None)
     assert [name for name, *_ in calls.made] == ["learn", "time_loaders", "finish"]
 
