@@ -9,6 +9,7 @@ directory. A copied, replaced or edited run directory is not trusted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -127,6 +128,12 @@ def remember(run_folder: Path, references: Iterable[str]) -> bool:
     except (OSError, RuntimeError):  # the home directory is unknown or cannot be written
         return False
     return True
+
+
+def forget(run_folder: Path) -> None:
+    """Remove what `remember` stored about a run directory, such as a temporary one."""
+    with contextlib.suppress(OSError, RuntimeError):
+        _path(run_folder).unlink(missing_ok=True)
 
 
 def is_run_folder(folder: Path) -> bool:

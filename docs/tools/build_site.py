@@ -116,7 +116,9 @@ def section_reference(name: str, section: Any, *, title: str | None = None) -> I
 
 
 def key_reference(key: str, field: Any) -> Iterator[str]:
-    """Yield one key as a definition: its type, its default, its help."""
+    """Yield one key as a definition: type, default, whether it may change on resume, help."""
+    from flatout.training.run_dir.layout import FREE_KEYS, LENGTH_KEYS
+
     bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     limits = [
         f"{words} {getattr(bound, name):,}"
@@ -125,7 +127,9 @@ def key_reference(key: str, field: Any) -> Iterator[str]:
         if getattr(bound, name, None) is not None
     ]
     default = [] if field.is_required() else [f"default `{shown(field.get_default())}`"]
-    facts = ", ".join([f"`{type_name(field.annotation)}`", *limits, *default])
+    is_free = key.startswith((*FREE_KEYS, *LENGTH_KEYS)) and key != "name"
+    change = ["may change when a run resumes"] if is_free else []
+    facts = ", ".join([f"`{type_name(field.annotation)}`", *limits, *default, *change])
     yield from [f"`{key}`", f":   {facts}", ""]
     yield from [f"    {' '.join((field.description or '').split())}", ""]
 

@@ -1,68 +1,182 @@
-"""Check a prepared dataset: every block and every count."""
+"""Check a dataset, a checkpoint or a run; or prove that a recipe resumes exactly."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from flatout.commands import Argument, Command, Result
+from flatout.assembly import preflight
+from flatout.commands import Argument, Command, Option, Overrides, Result, TrustCode
+from flatout.config.schema import load_config
+from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
-from flatout.data.store.verify import verify_dataset, verify_remote
-from flatout.progress import SILENT, Progress
+from flatout.data.store.verify import Verified, verify_dataset, verify_remote
+from flatout.errors import CheckpointError, ConfigError, FlatoutError
+from flatout.files import folder_bytes, sha256
+from flatout.json_io import Stored
+from flatout.measure.resume.proof import ResumeProof
+from flatout.progress import SILENT, Progress, readable_size
+from flatout.registry import RECIPES
+from flatout.training.checkpoint import catalog, contents
+from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import require_unedited
+from flatout.training.run_dir.lookup import RUNS
 from flatout.transfer.urls import is_url
+
+
+class CheckpointItem(Stored):
+    """One checkpoint."""
+
+    path: str
+    """Its directory."""
+    step: int
+    """Its step."""
+    files: int
+    """Its files."""
+    bytes: int
+    """Their size."""
+    problems: list[str]
+    """One sentence per problem; empty when it is valid."""
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether a run can resume from it."""
+        return not self.problems
 
 
 class VerifyResult(Result):
     """The result of `verify`."""
 
     path: str
-    """The directory, or the URL."""
+    """The directory, the URL or the recipe."""
     ok: bool
-    """Whether the dataset is intact."""
+    """Whether everything is intact, or the recipe resumes exactly."""
     problems: list[str]
     """One sentence per problem, with the file and the offset where there is one."""
     files: int
-    """Files listed in the manifest."""
+    """Files that the manifests list."""
     blocks: int
-    """Blocks that were read, up to 4 MiB each."""
+    """Blocks of a dataset that were read, up to 4 MiB each."""
     bytes: int
-    """Their size."""
+    """Bytes that were read."""
+    kind: Literal["dataset", "checkpoint", "run", "resume"] = "dataset"
+    """What was verified."""
+    checkpoints: tuple[CheckpointItem, ...] = ()
+    """The checkpoints of a run, oldest first, or the one that was named."""
+    newest_valid: str | None = None
+    """The newest valid one of them."""
+    resume: ResumeProof | None = None
+    """With --resume: what was compared, and what differs."""
 
     @property
     def exit_code(self) -> int:
-        """1 if the dataset is damaged, otherwise 0."""
+        """0 if `ok`, otherwise 1."""
         return 0 if self.ok else 1
 
     def summary(self) -> str:
-        """Return one line when the dataset is intact, or the problems and the fix."""
+        """Return one line when everything is intact, or the problems and the fix."""
+        if self.resume is not None:
+            return self.resume.text()
+        if self.kind != "dataset":
+            return "\n".join(self._checkpoint_lines())
         read = f"{self.blocks:,} blocks of {self.files:,} files read, {self.bytes / 1e6:,.1f} MB"
         if self.ok:
             return f"{self.path} is intact: {read}."
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems):,} problems"
         fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
-        return "\n".join([f"{self.path} is damaged: {count}; {read}.", *self.problems, fix])
+        return "\n".join(
+            [f"{self.path} is damaged: {_count(self.problems)}; {read}.", *self.problems, fix]
+        )
+
+    def _checkpoint_lines(self) -> list[str]:
+        read = f"{self.files:,} files read, {readable_size(self.bytes)}"
+        state = "is valid" if self.ok else f"is damaged: {_count(self.problems)}"
+        lines = [f"{self.path} {state}; {read}.", *self.problems]
+        if self.kind == "run":
+            valid = [f"step {item.step}" for item in self.checkpoints if item.is_valid]
+            lines.append(f"Valid checkpoints: {', '.join(valid) or 'none'}.")
+        if self.kind == "run" and self.newest_valid is not None:
+            lines.append(f"The newest valid one is {self.newest_valid}: the run resumes from it.")
+        if not self.ok:
+            lines.append("Fix: restore the damaged files from a copy, or delete the checkpoint.")
+        return lines
 
 
 def verify(
-    data: Annotated[
+    path: Annotated[
         str | Path,
-        Argument("Directory written by `flatout prepare` or `flatout import`, or its URL."),
+        Argument(
+            "A dataset or its URL, a checkpoint, or a run or its name under runs/; with --resume, "
+            "a recipe or a run."
+        ),
     ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool,
+        Option("Train a recipe with and without a stop, and compare every bit."),
+    ] = False,
+    steps: Annotated[
+        str | None,
+        Option("With --resume: N,M, the steps before and after the stop; 5,5 by default."),
+    ] = None,
+    trust_code: TrustCode = False,
     *,
     progress: Progress = SILENT,
 ) -> VerifyResult:
-    """Check a prepared dataset: file sizes, the checksum of every block, all tokens and counts.
+    """Check a dataset, a checkpoint or a run; or prove that a recipe resumes exactly.
 
-    A dataset at a URL is streamed and not stored. The exit code is 1 if the dataset is damaged.
+    Of a dataset, it reads every block: file sizes, checksums, tokens and counts; at a URL it is
+    streamed and not stored. Of a checkpoint, every file, its digest, and the dtype and shape of
+    each tensor; of a run, all checkpoints, and which is the newest valid one.
 
-    Raises: DataError when it is not a dataset, or the store does not answer.
+    With --resume, it trains the recipe N + M steps, and again N steps, a stop and M steps, each in
+    a fresh process and in a temporary directory, and compares every bit of the weights, the
+    optimizer, the random states, the position in the data and the recorded losses. On a GPU, what
+    a sum in no fixed order changes is excluded and measured; train.deterministic=true leaves
+    nothing out.
+
+    The exit code is 1 if something is damaged, or the resume is not exact.
+
+    Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
+            recipe cannot be trained.
     """
-    path = str(data)
-    report = (
-        verify_remote(dataset_url(path), progress=progress)
-        if is_url(path)
-        else verify_dataset(Path(path), progress=progress)
-    )
+    if resume:
+        return _verify_resume(path, overrides, steps, trust_code, progress)
+    _require_plain(overrides, steps, trust_code)
+    shown = str(path)
+    if is_url(shown):
+        return _of_dataset(shown, verify_remote(dataset_url(shown), progress=progress))
+    folder = Path(path)
+    run = run_at(folder)
+    if run is not None:
+        return _verify_run(run, progress)
+    if catalog.is_checkpoint(folder):
+        return _verify_checkpoint(folder, progress)
+    return _of_dataset(shown, verify_dataset(folder, progress=progress))
+
+
+def run_at(path: Path) -> Path | None:
+    """Return the run directory at a path, or of that name under runs/; None when there is none."""
+    candidates = [path] if path.exists() else [RUNS / path]
+    return next((one for one in candidates if (one / layout.CONFIG).is_file()), None)
+
+
+def _require_plain(overrides: list[str] | None, steps: str | None, trust_code: bool) -> None:
+    """Check that nothing is given that only --resume uses.
+
+    Raises: ConfigError.
+    """
+    given = [*(overrides or ()), *(["--steps"] if steps is not None else [])]
+    given += ["--trust-code"] if trust_code else []
+    if given:
+        raise ConfigError(
+            f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
+            fix=f"Leave {given[0]} out, or add --resume.",
+        )
+
+
+def _of_dataset(path: str, report: Verified) -> VerifyResult:
     return VerifyResult(
         path=path,
         ok=not report.problems,
@@ -71,6 +185,116 @@ def verify(
         blocks=report.blocks,
         bytes=report.num_bytes,
     )
+
+
+def _verify_checkpoint(checkpoint: Path, progress: Progress) -> VerifyResult:
+    item = _item(checkpoint, progress)
+    return _of_checkpoints(str(checkpoint), "checkpoint", [item], [])
+
+
+def _verify_run(run: Path, progress: Progress) -> VerifyResult:
+    """Check all checkpoints of a run, its configuration and its tokenizer.
+
+    Raises: CheckpointError when it has no checkpoint.
+    """
+    items = []
+    for step in catalog.steps(run):
+        path = catalog.checkpoint_path(run, step)
+        item = _item(path, progress)
+        if path.exists():  # a run that is training deletes old ones
+            items.append(item)
+    if not items:
+        raise CheckpointError(
+            f"The run {run} has no checkpoint yet.",
+            fix="Train it first: `flatout train` saves every ten minutes and at the end.",
+        )
+    return _of_checkpoints(str(run), "run", items, _run_problems(run, items))
+
+
+def _item(checkpoint: Path, progress: Progress) -> CheckpointItem:
+    problems = contents.problems_of(checkpoint, progress=progress)
+    files = 0
+    with suppress(CheckpointError):
+        files = len(catalog.read_manifest(checkpoint).files)
+    step = catalog.step_of(checkpoint)
+    return CheckpointItem(
+        path=str(checkpoint),
+        step=step,
+        files=files,
+        bytes=folder_bytes(checkpoint),
+        problems=problems,
+    )
+
+
+def _run_problems(run: Path, items: Sequence[CheckpointItem]) -> list[str]:
+    """Return what is wrong with the configuration and the tokenizer of a run."""
+    problems = []
+    try:
+        stored = layout.read_config(run)
+        if stored is not None:
+            require_unedited(run / layout.CONFIG, stored, free=(*layout.NAMELESS_KEYS, "data.path"))
+    except FlatoutError as error:
+        problems.append(error.what)
+    valid = [item for item in items if item.is_valid]
+    known = catalog.tokenizer_of(Path(valid[-1].path)) if valid else None
+    kept = run / TOKENIZER
+    if known is not None and kept.exists() and sha256(kept) != known:
+        problems.append(
+            f"{kept} is damaged or was replaced: the model was trained with another tokenizer."
+        )
+    return problems
+
+
+def _of_checkpoints(
+    path: str, kind: Literal["checkpoint", "run"], items: list[CheckpointItem], own: list[str]
+) -> VerifyResult:
+    """Return the result for checkpoints, and for the problems of their run."""
+    problems = [*own, *(problem for item in items for problem in item.problems)]
+    valid = [item.path for item in items if item.is_valid]
+    return VerifyResult(
+        path=path,
+        ok=not problems,
+        problems=problems,
+        files=sum(item.files for item in items),
+        blocks=0,
+        bytes=sum(item.bytes for item in items),
+        kind=kind,
+        checkpoints=tuple(items),
+        newest_valid=valid[-1] if valid else None,
+    )
+
+
+def _verify_resume(
+    recipe: str | Path,
+    overrides: list[str] | None,
+    steps: str | None,
+    trust_code: bool,
+    progress: Progress,
+) -> VerifyResult:
+    run = run_at(Path(recipe)) if str(recipe) not in RECIPES.names() else None
+    named: str | Path = recipe
+    if run is not None:
+        asked = run / layout.REQUESTED
+        named = asked if asked.exists() else run / layout.CONFIG
+    config = load_config(named, overrides or (), trust_code=trust_code)
+    preflight.check(config, progress=progress)
+    from flatout.measure.resume.check import prove_resume, steps_of
+
+    proof = prove_resume(config, steps_of(steps, config), progress=progress)
+    return VerifyResult(
+        path=str(recipe),
+        ok=proof.holds,
+        problems=[] if proof.holds else proof.differences,
+        files=0,
+        blocks=0,
+        bytes=proof.bytes,
+        kind="resume",
+        resume=proof,
+    )
+
+
+def _count(problems: list[str]) -> str:
+    return "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
 
 
 COMMAND = Command(call=verify, example="flatout verify data/book")

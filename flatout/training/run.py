@@ -49,7 +49,7 @@ from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.left_out import read_left_out
 from flatout.training.run_dir.lock import hold_lock
-from flatout.training.run_plan import RunPlan, agree_on_plan
+from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
@@ -212,16 +212,13 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
 def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0."""
     require_loggers(plan.config.log)
-    dataset = request.dataset
-    if plan.config.data.model_dump_json() != request.config.data.model_dump_json():
-        dataset = open_dataset(plan.config)  # read a mix in the order of the stored config
     mesh = make_mesh(plan.config.parallel, request.device)
     with request.progress.task("Building the model"):
         return build(
             plan.config,
             machine=request.machine,
             mesh=mesh,
-            dataset=dataset,
+            dataset=dataset_of(request, plan.config),
             folder=request.folder,
             decisions=plan.decisions,
             left_out=read_left_out(request.folder).positions(),

@@ -9,6 +9,7 @@ import torch
 
 from flatout.assembly.measured import gains_here
 from flatout.assembly.parts import Decision
+from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import (
     for_world_size,
     ops_of,
@@ -17,7 +18,7 @@ from flatout.assembly.resolve import (
 )
 from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
-from flatout.data.store.mix import members_of
+from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
 from flatout.files import PART, writing_run
 from flatout.json_io import JsonObject, parsing
@@ -30,9 +31,13 @@ from flatout.training.mirror.restore import restore_lost
 from flatout.training.mirror.session import send_rest
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
-from flatout.training.run_dir.data_location import require_tokenizer, with_absolute_paths
+from flatout.training.run_dir.data_location import (
+    require_same_data,
+    require_tokenizer,
+    with_absolute_paths,
+)
 from flatout.training.run_dir.lookup import resume_path
-from flatout.training.run_dir.resume import config_to_resume, resume_from
+from flatout.training.run_dir.resume import config_to_resume, is_own, resume_from
 from flatout.trust import remember
 
 
@@ -168,6 +173,8 @@ def _plan_stored(
             progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
             decisions = stored_decisions(config, request.machine, requested=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)
+    if checkpoint is not None and is_own(checkpoint, folder):
+        require_same_data(folder, dataset_of(request, config), checkpoint)
     if longer is not None:
         progress.say(longer.message)
     trained_on = config.train.device
@@ -184,6 +191,13 @@ def _plan_stored(
     decisions = stored_decisions(config, request.machine, requested=requested)
     is_auto = (requested or config).batch.chooses_rows and request.config.batch.chooses_rows
     return RunPlan(config, decisions, checkpoint, longer=longer, rows_are_auto=is_auto)
+
+
+def dataset_of(request: RunRequest, config: RunConfig) -> AnyDataset:
+    """Return the dataset of a planned run; a mix is read in the order of the stored config."""
+    if config.data.model_dump_json() == request.config.data.model_dump_json():
+        return request.dataset
+    return open_dataset(config)
 
 
 def how_to_train_on(

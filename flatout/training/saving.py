@@ -26,7 +26,7 @@ from flatout.training.checkpoint.location import checkpoints_folder, existing
 from flatout.training.checkpoint.retention import is_kept_for_good, newest_to_keep
 from flatout.training.checkpoint.snapshot import tensors_to_save
 from flatout.training.metrics.log import LESS_STEEP, Log
-from flatout.training.run_dir.data_location import data_digest, digest
+from flatout.training.run_dir.data_location import data_digest, data_facts, digest
 
 DEFAULT_MINUTES_BETWEEN_SAVES = 10.0
 
@@ -237,6 +237,7 @@ def environment_of(run: Run) -> JsonObject:
     return {
         **fingerprint(str(run.mesh.device)),
         "data": data_digest(run.dataset),
+        "datasets": data_facts(run.dataset),
         "validation": digest([*scored, str(None if tokens == "all" else tokens)]),
         "tokenizer": members[0].dataset.manifest.tokenizer.digest,
     }

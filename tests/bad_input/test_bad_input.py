@@ -23,6 +23,7 @@ import cases_settings
 import cases_sources
 import cases_text
 import cases_tokens
+import cases_verify
 import cases_words
 import pytest
 from case import row
@@ -44,6 +45,7 @@ TOPICS = (
     cases_words,
     cases_chat,
     cases_models,
+    cases_verify,
 )
 CASES = [case for topic in TOPICS for case in topic.CASES]
 PAGE = ROOT / "docs" / "troubleshooting.md"

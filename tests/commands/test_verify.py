@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ import pytest
 from flatout.commands.verify import COMMAND, verify
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers import make_tokenizer
-from flatout.errors import DataError
+from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.training.run_dir import lookup
 
 
 @pytest.fixture
@@ -75,6 +77,76 @@ def test_verify_does_not_import_torch(folder):
         f"sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.fixture
+def run(fox_run, tmp_path, monkeypatch):
+    """A copy of a run with checkpoints of the steps 1, 2 and 3, as runs/fox of this directory."""
+    monkeypatch.chdir(tmp_path)
+    return shutil.copytree(fox_run[0] / "runs/fox", tmp_path / "runs/fox")
+
+
+@pytest.mark.slow
+def test_an_intact_run_is_ok_and_its_newest_checkpoint_named(run):
+    result = verify(run)
+    assert result.kind == "run"
+    assert result.ok
+    assert result.exit_code == 0
+    assert [item.step for item in result.checkpoints] == [1, 2, 3]
+    assert result.newest_valid == str(run / "checkpoints/step-3")
+    assert result.files == sum(item.files for item in result.checkpoints) == 12
+    assert result.summary().startswith(f"{run} is valid; 12 files read")
+    assert verify("fox").path == lookup.RUNS.joinpath("fox").as_posix()
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_named_and_the_newest_valid_one_stated(run):
+    damaged = run / "checkpoints/step-3"
+    (damaged / "model-00000.safetensors").write_bytes(b"torn")
+    result = verify(run)
+    assert result.exit_code == 1
+    assert result.newest_valid == str(run / "checkpoints/step-2")
+    (problem,) = result.problems
+    assert problem.startswith(f"{damaged / 'model-00000.safetensors'} has 4 bytes")
+    text = result.summary()
+    assert "is damaged: 1 problem" in text
+    assert "Valid checkpoints: step 1, step 2." in text
+    assert "step-2: the run resumes from it." in text
+    alone = verify(damaged)
+    assert (alone.kind, alone.ok, alone.newest_valid) == ("checkpoint", False, None)
+    assert verify(run / "checkpoints/step-2").ok
+
+
+@pytest.mark.slow
+def test_a_changed_configuration_or_tokenizer_is_a_problem_of_the_run(run):
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("lr: 0.1", "lr: 0.2"))
+    (run / "tokenizer.json").write_text("{}")
+    result = verify(run)
+    assert not result.ok
+    assert "optim.lr: 0.1 -> 0.2" in result.problems[0]
+    assert "tokenizer.json is damaged or was replaced" in result.problems[1]
+    assert result.newest_valid == str(run / "checkpoints/step-3")
+
+
+@pytest.mark.slow
+def test_a_run_without_checkpoints_is_refused(run):
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match="has no checkpoint yet"):
+        verify(run)
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"overrides": ["optim.lr=1"]}, "optim.lr=1"),
+        ({"steps": "5,5"}, "--steps"),
+        ({"trust_code": True}, "--trust-code"),
+    ],
+)
+def test_what_only_resume_uses_is_refused_without_it(folder, more, word):
+    with pytest.raises(ConfigError, match=f"uses {word} only with --resume"):
+        verify(folder, **more)
 
 
 def test_the_command_and_its_example():

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from flatout.assembly import resolve as resolving
+from flatout.assembly.measured import Gain, gains_here, hardware_name, keep
+from flatout.assembly.resolve import resolve
+from flatout.data.store.manifest import read_manifest
+from flatout.data.store.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, Stopped
+from flatout.hardware import probe
 from flatout.inference.load import load_run
 from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.snapshot import facts
 from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_config
 
 pytestmark = pytest.mark.slow
 
@@ -85,20 +96,113 @@ def test_a_run_resumes_on_moved_data(tiny_config, tiny_set, tmp_path, stop_at, e
     assert run_training(tiny_config(data__path=str(after)), tmp_path / "run") == moved
 
 
-def test_changed_data_is_reported_and_another_tokenizer_refused(
-    tiny_config, tmp_path, write_tiny, stop_at, events
-):
-    data = write_tiny(tmp_path / "data")
-    config = tiny_config(data__path=str(data))
+@pytest.fixture
+def stopped(tiny_config, tmp_path, write_tiny, stop_at):
+    """A configuration with a dataset of its own, and a run of it that was stopped at step 3."""
+    config = tiny_config(data__path=str(write_tiny(tmp_path / "data")))
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "run", observers=[stop_at(3)])
+    return config, tmp_path / "run"
+
+
+def test_changed_data_is_refused_with_the_difference(stopped, tmp_path, write_tiny, events):
+    config, folder = stopped
+    shutil.rmtree(config.data.path)
+    write_tiny(tmp_path / "data", num_documents=48)
+    before = (folder / "config.yaml").read_bytes()
+    message = r"training tokens of .* have changed since step-3.*documents 35 -> 42.*--run-dir DIR"
+    with pytest.raises(CheckpointError, match=message):
+        run_training(config, folder)
+    other = write_tiny(tmp_path / "other", num_documents=32)
+    with pytest.raises(CheckpointError, match=rf"{other} \(before: .*/data\): tokens"):
+        run_training(config.with_values({"data.path": str(other)}), folder)
+    assert (folder / "config.yaml").read_bytes() == before
+    run_training(config, tmp_path / "new", resume=str(folder))
+    assert [event["text"] for event in events(tmp_path / "new", "difference")] == [
+        "The tokens of the dataset are not those that the checkpoint was trained on: the run "
+        "continues on different text."
+    ]
+
+
+def test_changed_data_of_an_earlier_versions_run_is_refused(stopped, tmp_path, write_tiny):
+    config, folder = stopped
+    checkpoint = folder / "checkpoints/step-3"
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["environment"]["datasets"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"]["state.json"] = facts(checkpoint / "state.json")
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    data = config.data.path
+    shutil.move(data, tmp_path / "kept")
+    write_tiny(tmp_path / "data", num_documents=48)
+    with pytest.raises(CheckpointError, match=r"their digest was .* and is "):
+        run_training(config, folder)
     shutil.rmtree(data)
-    write_tiny(data, num_documents=48)
-    run_training(config, tmp_path / "run")
-    assert any("data" in event["text"] for event in events(tmp_path / "run", "difference"))
-    (tmp_path / "run" / "tokenizer.json").write_text("{}")
+    shutil.move(tmp_path / "kept", data)
+    assert run_training(config, folder)["steps"] == 6
+
+
+def test_other_validation_tokens_are_no_other_training(stopped, events):
+    config, folder = stopped
+    path = Path(config.data.path)
+    manifest = read_manifest(path)
+    val = manifest.splits["val"].model_copy(update={"text_bytes": 1})
+    changed = manifest.model_copy(update={"splits": {**manifest.splits, "val": val}})
+    (path / "manifest.json").write_text(changed.sealed().model_dump_json())
+    assert run_training(config, folder)["steps"] == 6
+    assert events(folder, "difference") == []
+
+
+def test_another_tokenizer_is_refused(stopped):
+    config, folder = stopped
+    (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="another tokenizer"):
-        run_training(config, tmp_path / "run")
+        run_training(config, folder)
+
+
+def test_what_auto_chose_is_not_chosen_again(tiny_config, tmp_path, stop_at, events, monkeypatch):
+    """What was measured in between would change the speedups, the rows and compilation."""
+    cache, machine = tmp_path / "cache", probe()
+    rows = {"batch__rows_per_device": "auto", "batch__tokens_per_step": 384}
+    config = tiny_config(speedups="auto", train__steps=4, **rows)
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", cache=cache, observers=[stop_at(2)])
+    stored = read_config(tmp_path / "run")
+    decided = {event["name"]: event["on"] for event in events(tmp_path / "run", "speedup")}
+    assert decided["micro-batch"]
+    assert not decided["compile"]
+    monkeypatch.setattr(resolving, "expected_minutes", lambda *_: 600.0)
+    keep(hardware_name(machine, "cpu"), {"micro-batch": gain(0.5), "compile": gain(2)}, cache)
+    again, _ = resolve(
+        config,
+        machine=machine,
+        dataset=open_data(config.data),
+        world_size=1,
+        measured=gains_here(machine, "cpu", cache),
+    )
+    assert "compile" in again.speedups
+    assert (again.batch.rows_per_device, stored.batch.rows_per_device) == (12, 24)
+    run_training(config, tmp_path / "run", cache=cache)
+    assert read_config(tmp_path / "run") == stored
+    both = events(tmp_path / "run", "speedup")
+    resumed = {event["name"]: event["on"] for event in both[len(decided) :]}
+    assert resumed == decided | {"micro-batch": False}  # the stored rows are stated
+    assert not events(tmp_path / "run", "compiled")
+
+
+def gain(times):
+    """Return a gain that `bench` is sure of."""
+    return Gain(
+        gain=times,
+        low=0.99 * times,
+        high=1.01 * times,
+        where="in the full set",
+        recipe="tiny",
+        date="2026-11-22T08:00:00",
+        commit=None,
+        torch=version("torch"),
+    )
 
 
 def test_more_shards_than_processes_are_refused_with_the_command(tiny_config, tmp_path):

@@ -278,7 +278,9 @@ def test_all_readers_of_a_stored_configuration_are_known():
         "assembly/recipe.py",
         "commands/checkpoints.py",
         "commands/runs.py",
+        "commands/verify.py",  # imports nothing that the configuration names
         "measure/diagnose/recorded.py",  # imports nothing that the configuration names
+        "measure/resume/check.py",  # of a run that it has just trained
         "training/halving.py",  # writes another micro-batch, in the run that is training
         "training/mirror/restore.py",
         "training/metrics/loggers.py",  # after training/run_plan.py has checked

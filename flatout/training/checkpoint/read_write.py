@@ -271,14 +271,20 @@ def _differences(run: Run, state: JsonObject, environment: JsonObject | None) ->
             f"{key} has changed from {old.get(key)} to {environment.get(key)}: the last bits of "
             "results may differ."
             for key in changed
-            if key not in {"data", "validation", "tokenizer"}
+            if key not in {"data", "datasets", "validation", "tokenizer"}
         ]
-        if "data" in changed:
+        if "data" in changed and _training_tokens(old) != _training_tokens(environment):
             lines.append(
-                "The tokens of the dataset have changed since the checkpoint was written: the run "
-                "continues on different text."
+                "The tokens of the dataset are not those that the checkpoint was trained on: the "
+                "run continues on different text."
             )
     return lines
+
+
+def _training_tokens(environment: JsonObject) -> object:
+    """Return what identifies the training tokens; earlier versions stored it for all splits."""
+    datasets = environment.get("datasets")
+    return environment.get("data") if datasets is None else [one["digest"] for one in datasets]
 
 
 def _forget_best(run: Run, state: JsonObject, environment: JsonObject) -> list[str]:

@@ -17,7 +17,7 @@ from flatout.data.tokenizers import RESTORE, load_tokenizer, read_tokenizer
 from flatout.data.tokenizers.base import NotEncodable
 from flatout.errors import CheckpointError, in_shell
 from flatout.files import copy_whole, write_text
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, parsing
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.transfer.urls import is_url
@@ -105,6 +105,26 @@ def data_digest(dataset: AnyDataset) -> str:
     )
 
 
+def data_facts(dataset: AnyDataset) -> list[JsonObject]:
+    """Return what identifies the training tokens of each dataset, and how many there are."""
+    return [
+        {
+            "path": absolute_path_or_url(part.dataset.origin),
+            "vocab_size": part.dataset.manifest.vocab_size,
+            "tokens": part.dataset.manifest.splits["train"].tokens,
+            "documents": part.dataset.manifest.splits["train"].documents,
+            "digest": digest(
+                [
+                    part.dataset.manifest.model_dump_json(
+                        include={"vocab_size": True, "dtype": True, "splits": {"train"}}
+                    )
+                ]
+            ),
+        }
+        for part in members_of(dataset)
+    ]
+
+
 def digest(texts: Iterable[str]) -> str:
     """Return the first 16 characters of the SHA-256 of the joined texts."""
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
@@ -167,6 +187,47 @@ def require_tokenizer(
             "trained with: the same token means different text.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )
+
+
+def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -> None:
+    """Check that the training tokens are those that a run's own checkpoint was trained on.
+
+    Paths may differ, and validation tokens may: `load` reports those.
+    Raises: CheckpointError naming the datasets that have changed, and how.
+    """
+    environment = catalog.environment_of(checkpoint)
+    before, now = environment.get("data"), data_digest(dataset)
+    if before in (None, now):
+        return
+    if (known := environment.get("datasets")) is None:
+        changed = [f"their digest was {before} and is {now}"]
+    else:
+        with parsing(checkpoint / catalog.STATE):
+            pairs = zip(known, data_facts(dataset), strict=True)
+            changed = [_change(old, new) for old, new in pairs if old["digest"] != new["digest"]]
+    if changed:
+        raise CheckpointError(
+            f"The training tokens of {run_folder} have changed since {checkpoint.name} was "
+            f"written: {'; '.join(changed)}.",
+            fix="Restore the dataset, or name its new path (data.path=PATH). To train on other "
+            f"tokens on purpose, start another run: --resume {in_shell(run_folder)} --run-dir DIR.",
+        )
+
+
+def _change(old: JsonObject, new: JsonObject) -> str:
+    """Return how the training tokens of one dataset have changed."""
+    counts = [
+        f"{name} {old[key]:,} -> {new[key]:,}"
+        for key, name in (
+            ("tokens", "tokens"),
+            ("documents", "documents"),
+            ("vocab_size", "vocabulary"),
+        )
+        if old[key] != new[key]
+    ]
+    moved = f" (before: {old['path']})" if old["path"] != new["path"] else ""
+    what = ", ".join(counts) or f"as many other tokens (digest {old['digest']} -> {new['digest']})"
+    return f"{new['path']}{moved}: {what}"
 
 
 def require_tokenizer_of(folder: Path, data: Dataset, *, progress: Progress = SILENT) -> None:

@@ -139,6 +139,16 @@ def run_name(config: RunConfig) -> str:
     return f"{stem}-{config.with_values(free).digest()[:8]}"
 
 
+def keys_that_may_change() -> str:
+    """Return the sentence that lists the keys that may change when a run resumes."""
+    shown = [key + "*" if key.endswith((".", "_")) else key for key in FREE_KEYS if key != "name"]
+    return (
+        f"Only these may change: {', '.join(shown)}; the paths of the same data; the "
+        "micro-batch (batch.rows_per_device, batch.accumulate), if a step keeps its tokens; and "
+        f"the length ({', '.join(LENGTH_KEYS)}), where the learning rates permit it."
+    )
+
+
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
     """Store the resolved configuration and the requested one, and trust the code that they name.
 

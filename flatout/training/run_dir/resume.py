@@ -20,6 +20,7 @@ from flatout.training.run_dir.layout import (
     LOCK,
     NAMELESS_KEYS,
     SUMMARY,
+    keys_that_may_change,
     read_config,
     read_requested,
 )
@@ -40,7 +41,7 @@ def config_to_resume(
     run and may change any setting. The stored length is kept, whatever `requested` sets: whether a
     run can be made longer depends on its data (training/longer.py). Another micro-batch is accepted
     if a step keeps its tokens, and moved data: `require_tokenizer` refuses another tokenizer, and
-    `load` reports changed tokens.
+    `require_same_data` other training tokens.
     Raises: UntrustedCode, before advice can repeat what config.yaml names; ConfigError for an
             edited config.yaml, and for keys that contradict it, such as another mix.
     """
@@ -67,7 +68,7 @@ def config_to_resume(
         raise ConfigError(
             f"{folder} contains a run with other settings: {'; '.join(contradictions)}.",
             fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} "
-            "--run-dir DIR` starts it from this one.",
+            f"--run-dir DIR` starts it from this one. {keys_that_may_change()}",
         )
     values = {
         key: value
@@ -125,10 +126,15 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
         if newest is not None or resume == "auto":
             return newest
     checkpoint = _checkpoint_at(Path(resume), progress)
-    if checkpoint.resolve().parent != checkpoints_folder(folder).resolve():
+    if not is_own(checkpoint, folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_origin(folder, requested=path, checkpoint=checkpoint)
     return checkpoint
+
+
+def is_own(checkpoint: Path, folder: Path) -> bool:
+    """Return whether a checkpoint is among those of the run in `folder`."""
+    return checkpoint.resolve().parent == checkpoints_folder(folder).resolve()
 
 
 def _require_empty(folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""`verify --resume`: trains with and without a stop, and compares every bit."""

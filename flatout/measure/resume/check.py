@@ -1,0 +1,296 @@
+"""Proves that stopping and resuming a recipe changes nothing: trains both ways, and compares.
+
+Three processes train the recipe as it is, its model, data, speedups and length: one to step N + M,
+one to step N, and one that resumes it to step N + M. Signals stop them, as Ctrl+C does. All write
+to a temporary directory, which is removed.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from flatout import errors
+from flatout.config.schema import RunConfig
+from flatout.config.sections import CheckpointConfig, LogConfig
+from flatout.errors import ConfigError, FlatoutError, RunFailed, Stopped
+from flatout.hardware import probe, usable_cores
+from flatout.json_io import read_model, write_json
+from flatout.launch import launch, num_processes
+from flatout.measure.resume.causes import causes_of, own_code
+from flatout.measure.resume.compare import Comparison, compare_runs
+from flatout.measure.resume.proof import ResumeProof, Sizes
+from flatout.measure.resume.worker import PROGRAM, Job, Outcome
+from flatout.measure.trials.rounds import require_one_process
+from flatout.measure.trials.trial import end_group
+from flatout.parallel.rendezvous import own_environment
+from flatout.progress import SILENT, Progress
+from flatout.training.checkpoint import catalog
+from flatout.training.run_dir import layout
+from flatout.trust import forget
+
+DEFAULT_STEPS = (5, 5)
+WHOLE, PARTS, AGAIN = "whole", "parts", "again"
+"""Run directories: without a stop, with one, and without one a second time."""
+MOST_SHOWN = 5
+NOISE_FACTOR = 10.0
+"""On a device that sums in no fixed order, how many times the difference of two runs without a stop
+a resumed run may differ: it is a multiple of a single sample of that noise.
+"""
+EXACT = ("values.step", "values.tokens", "values.feed.position", "ranks.")
+"""Prefixes of the values that no order of sums changes; `ranks.` are the random states."""
+
+
+def steps_of(text: str | None, config: RunConfig) -> tuple[int, int]:
+    """Return the steps before and after the stop that `--steps N,M` states.
+
+    Without it, a recipe of fewer than ten steps is stopped in its middle.
+    Raises: ConfigError when the text is not two numbers, or the recipe has fewer steps.
+    """
+    total = config.train.steps
+    if text is None:
+        steps = DEFAULT_STEPS if total is None else halves(min(total, sum(DEFAULT_STEPS)))
+    else:
+        found = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*", text)
+        steps = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not all(steps):
+            raise ConfigError(
+                f"--steps {text!r} is not two numbers of steps.",
+                fix="Write --steps 5,5: five steps, a stop, and five more.",
+            )
+    if total is not None:
+        require_length(total, steps)
+    return steps
+
+
+def halves(total: int) -> tuple[int, int]:
+    """Return two numbers of steps that add up to `total`."""
+    return total // 2, total - total // 2
+
+
+def require_length(total: int, steps: tuple[int, int]) -> None:
+    """Check that a recipe of `total` steps can be stopped and continued for these steps.
+
+    Raises: ConfigError.
+    """
+    if total < 2:
+        raise ConfigError(
+            "A recipe of 1 step cannot be stopped and resumed.", fix="Set train.steps=2, or more."
+        )
+    if total < sum(steps):
+        first, after = halves(total)
+        raise ConfigError(
+            f"--steps {steps[0]},{steps[1]} needs {sum(steps)} steps, and the recipe has {total}.",
+            fix=f"Give --steps {first},{after}, or set train.steps={sum(steps)}.",
+        )
+
+
+def prove_resume(
+    config: RunConfig, steps: tuple[int, int], *, progress: Progress = SILENT
+) -> ResumeProof:
+    """Train a recipe with and without a stop, and return what differs.
+
+    Cost: twice the N + M steps, three starts, and four checkpoints of disk; on a GPU without
+    train.deterministic, when there is a difference, another N + M steps to measure how much two
+    runs without a stop differ.
+    Raises: UsageError, RunFailed as training does.
+    """
+    require_one_process("verify --resume")
+    with tempfile.TemporaryDirectory(prefix="flatout-verify-") as name:
+        work = Path(name)
+        try:
+            return _prove_in(work, config, steps, progress)
+        finally:
+            for folder in (WHOLE, PARTS, AGAIN):
+                forget(work / folder)
+
+
+def _prove_in(
+    work: Path, config: RunConfig, steps: tuple[int, int], progress: Progress
+) -> ResumeProof:
+    """Train in the directory `work`, and compare."""
+    stop, end = steps[0], sum(steps)
+    whole, parts, again = work / WHOLE, work / PARTS, work / AGAIN
+    asked = to_compare(config, stop=stop, end=end)
+    reached = _train(asked, whole, end, f"Training to step {end} without a stop", progress)
+    if reached < end:
+        require_length(reached, steps)
+    chosen = layout.read_config(whole)
+    assert chosen is not None, "a run that has trained has a configuration"
+    stopped = _train(chosen, parts, stop, f"Training to step {stop}", progress)
+    if stopped >= reached:
+        raise ConfigError(
+            f"The run reached its last step, {reached}, before it could be stopped: several "
+            "processes stop one step later.",
+            fix=f"Set train.steps={reached + 2}, or more.",
+        )
+    _train(chosen, parts, end, f"Resuming at step {stopped}, to step {end}", progress)
+    with progress.task("Comparing every bit"):
+        found = compare_runs(whole, parts, saved=stop, stop=stopped, end=reached)
+    noise = None
+    if not found.is_equal and not is_deterministic(chosen):
+        what = f"Training to step {end} again, to see how much two runs differ"
+        _train(chosen, again, end, what, progress)
+        noise = compare_runs(whole, again, saved=stop, stop=stopped, end=reached)
+    return proof_of(found, noise, chosen)
+
+
+def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
+    """Return a recipe that records every step, and saves at the stop and at the end.
+
+    Its loggers, observers and checkpoints elsewhere are left out; what it computes stays the same.
+    """
+    kept = end // stop + 1
+    if config.train.devices not in (None, 1):
+        kept += 2  # several ranks stop one step later, and save there too
+    saves = CheckpointConfig(every_steps=stop, keep=kept, best=False)
+    return config.model_copy(update={"checkpoint": saves, "log": LogConfig(every=1, to=())})
+
+
+def is_deterministic(config: RunConfig) -> bool:
+    """Return whether every kernel of a resolved configuration sums in a fixed order."""
+    return config.train.deterministic or config.train.device.startswith("cpu")
+
+
+def proof_of(found: Comparison, noise: Comparison | None, config: RunConfig) -> ResumeProof:
+    """Return the proof of a comparison.
+
+    `noise` compares two runs without a stop, for a device that sums in no fixed order: a difference
+    of that size is excluded, as long as everything that is not a sum is equal.
+    """
+    largest, measured = sizes_of(found), sizes_of(noise) if noise else None
+    excluded = None
+    if measured is not None and _is_noise(found, largest, measured):
+        excluded = (
+            "Excluded: the order in which kernels of this device sum (train.deterministic=false). "
+            f"Weights and optimizer state differ by up to {largest.tensors:.3g} and recorded "
+            f"figures by up to {largest.figures:.3g}; two runs without a stop differ by up to "
+            f"{measured.tensors:.3g} and {measured.figures:.3g}. Random states, the position in "
+            "the data and counters are equal."
+        )
+    states = [found.at_stop, found.at_end]
+    tensors = [tensor for one in states for tensor in one.different_tensors]
+    causes = [] if excluded else causes_of(found, config, config.train.device)
+    code = own_code(config)
+    return ResumeProof(
+        steps_before=found.stop,
+        steps_after=found.at_end.step - found.stop,
+        device=config.train.device,
+        deterministic=is_deterministic(config),
+        is_equal=found.is_equal,
+        tensors=sum(one.tensors for one in states),
+        bytes=sum(one.num_bytes for one in states),
+        values=sum(one.values for one in states),
+        figures=found.records.figures,
+        first_step=found.first_step,
+        first_tensor=tensors[0].name if tensors else None,
+        differences=sentences(found),
+        largest=None if found.is_equal else largest,
+        noise=measured,
+        excluded=excluded,
+        causes=[*causes, code] if causes and code else causes,
+    )
+
+
+def sentences(found: Comparison) -> list[str]:
+    """Return the first differences of each kind, as sentences."""
+    lines = [
+        f"Step {step}: {difference.name} {difference.text}."
+        for step, difference in found.records.different[:MOST_SHOWN]
+    ]
+    for states in (found.at_stop, found.at_end):
+        for different in (states.different_tensors, states.different_values):
+            lines += [
+                f"Checkpoint of step {states.step}: {one.name} {one.text}."
+                for one in different[:MOST_SHOWN]
+            ]
+            if len(different) > MOST_SHOWN:
+                lines.append(f"... and {len(different) - MOST_SHOWN:,} more like these.")
+    return lines
+
+
+def sizes_of(found: Comparison) -> Sizes:
+    """Return the largest differences of a comparison."""
+    tensors, figures = found.largest()
+    return Sizes(tensors=tensors, figures=figures)
+
+
+def _is_noise(found: Comparison, largest: Sizes, noise: Sizes) -> bool:
+    """Return whether only sums differ, and no more than between runs without a stop."""
+    sums_only = not any(
+        one.name.startswith(EXACT)
+        for states in (found.at_stop, found.at_end)
+        for one in states.different_values
+    )
+    return (
+        sums_only
+        and largest.tensors <= NOISE_FACTOR * noise.tensors
+        and largest.figures <= NOISE_FACTOR * noise.figures
+    )
+
+
+def _train(config: RunConfig, folder: Path, stop_after: int, what: str, progress: Progress) -> int:
+    """Train or resume a run in a fresh process for each rank, until it stops after a step.
+
+    Returns: the step that it reached.
+    Raises: the error of the process; RunFailed when it died.
+    """
+    outcome, job = folder.with_suffix(".outcome"), folder.with_suffix(".job")
+    document = Job(
+        config=config.to_dict(), folder=str(folder), stop_after=stop_after, outcome=str(outcome)
+    )
+    write_json(job, document.model_dump())
+    program = f"import sys; sys.path[:] = {sys.path!r}; {PROGRAM}"
+    command = [sys.executable, "-c", program, str(job)]
+    count = 1
+    if config.train.devices:
+        count = num_processes(config.train.devices, config.train.device, probe())
+    with progress.task(what):
+        code, last_words = _run(command, count)
+    if code in (0, Stopped.exit_code):
+        return max(catalog.steps(folder), default=0)
+    if outcome.exists():
+        raise error_of(read_model(outcome, Outcome), folder.parent)
+    died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    raise RunFailed(
+        f"{what}: the process {died}: {last_words.rstrip('.')}.",
+        fix="Try the same recipe with `flatout train`.",
+    )
+
+
+def _run(command: list[str], count: int) -> tuple[int, str]:
+    """Run a command as `count` ranks; return its exit code, and the last line of its errors."""
+    if count > 1:
+        return launch(command, count, own_environment(), usable_cores()), "see its messages above"
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+            start_new_session=True,
+            text=True,
+        )
+        try:
+            code = process.wait()
+        finally:
+            end_group(process)
+        complaints.seek(0)
+        return code, (complaints.read().strip().splitlines() or ["nothing"])[-1][:300]
+
+
+def error_of(outcome: Outcome, work: Path) -> FlatoutError:
+    """Return the error that ended a process; about a full disk, with a fix for this command."""
+    kind = getattr(errors, outcome.kind, RunFailed)
+    if kind is errors.HardwareError and str(work) in outcome.what:
+        return errors.HardwareError(
+            outcome.what, fix="Free space there, or set TMPDIR to a directory on a larger disk."
+        )
+    if not issubclass(kind, errors.UsageError | RunFailed):
+        kind = RunFailed
+    error: FlatoutError = kind(outcome.what, fix=outcome.fix)
+    return error

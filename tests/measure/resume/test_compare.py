@@ -1,0 +1,132 @@
+"""Two runs of the same steps are compared bit by bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flatout.measure.resume.compare import compare_records, compare_runs, compare_states
+from flatout.training.checkpoint import catalog
+
+
+@pytest.fixture
+def two(fox_run, tmp_path):
+    """Two copies of a run of three steps, with a checkpoint at each."""
+    run = fox_run[0] / "runs/fox"
+    return [shutil.copytree(run, tmp_path / name) for name in ("one", "other")]
+
+
+def at(run, step):
+    return catalog.checkpoint_path(run, step)
+
+
+def change_tensor(checkpoint, file, pick, change):
+    path = checkpoint / file
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if pick in name)
+    change(tensors[name].reshape(-1))
+    save_file(tensors, path)
+    return name
+
+
+def change_json(path, change):
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+def test_equal_runs_are_equal_except_for_their_times(two):
+    change_json(at(two[1], 3) / catalog.STATE, lambda state: state["values"].update(elapsed_s=1e9))
+    found = compare_runs(*two, saved=2, stop=2, end=3)
+    assert found.is_equal
+    assert found.first_step is None
+    assert found.largest() == (0.0, 0.0)
+    stored = sum(path.stat().st_size for path in at(two[0], 3).glob("*.safetensors"))
+    assert 0.5 * stored < found.at_end.num_bytes < stored
+    assert found.at_end.values > 10
+    assert found.records.figures >= 3 * 3
+
+
+def test_one_bit_of_one_weight_is_found(two):
+    def flip(values):
+        values.view(torch.int32)[0] ^= 1
+
+    name = change_tensor(at(two[1], 3), "model-00000.safetensors", "blocks.0", flip)
+    found = compare_runs(*two, saved=2, stop=2, end=3)
+    assert not found.is_equal
+    assert found.first_step == 3
+    (difference,) = found.at_end.different_tensors
+    assert difference.name == name
+    assert "differs in 1 of" in difference.text
+    assert 0 < difference.size < 1e-6
+
+
+def test_zeros_of_both_signs_differ(two):
+    def zero(values):
+        values[0] = 0.0
+
+    def minus_zero(values):
+        values[0] = -0.0
+
+    for run, change in zip(two, (zero, minus_zero), strict=True):
+        change_tensor(at(run, 3), "model-00000.safetensors", "blocks.0", change)
+    (difference,) = compare_states(at(two[0], 3), at(two[1], 3)).different_tensors
+    assert "differs in 1 of" in difference.text
+
+
+def test_weights_are_named_before_optimizer_state(two):
+    moment = change_tensor(
+        at(two[1], 3), "optimizer-00000.safetensors", "exp_avg", lambda values: values.add_(1)
+    )
+    weight = change_tensor(
+        at(two[1], 3), "model-00000.safetensors", "weight", lambda values: values.mul_(2)
+    )
+    found = compare_states(at(two[0], 3), at(two[1], 3)).different_tensors
+    assert [difference.name for difference in found] == [weight, moment]
+
+
+def test_a_missing_tensor_is_a_difference(two):
+    change_json(
+        at(two[1], 3) / catalog.INDEX,
+        lambda index: index["tensors"].pop(sorted(index["tensors"])[0]),
+    )
+    (difference,) = compare_states(at(two[0], 3), at(two[1], 3)).different_tensors
+    assert difference.text == "exists only in the run without a stop"
+
+
+def test_values_are_compared_and_short_ones_shown(two):
+    def change(state):
+        state["values"]["feed"]["position"] += 1
+        state["ranks"][0]["rng_torch"] = "ff" + state["ranks"][0]["rng_torch"][2:]
+
+    change_json(at(two[1], 2) / catalog.STATE, change)
+    found = compare_runs(*two, saved=2, stop=2, end=3)
+    shown = {one.name: one.text for one in found.at_stop.different_values}
+    position = json.loads((at(two[0], 2) / catalog.STATE).read_text())["values"]["feed"]["position"]
+    assert shown == {
+        "values.feed.position": f"differs: {position} -> {position + 1}",
+        "ranks.0.rng_torch": "differs",
+    }
+    assert found.first_step == 2
+
+
+def test_the_first_recorded_figure_that_differs_is_named(two):
+    path = two[1] / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["perf/tokens_per_s"] = 1.0
+        if line["step"] >= 2 and "val/loss" in line:
+            line["val/loss"] += 0.5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compare_records(*two)
+    assert [(step, one.name) for step, one in found.different] == [
+        (2, "val/loss"),
+        (3, "val/loss"),
+    ]
+    assert found.different[0][1].size == pytest.approx(0.5)
+    lost = compare_records(two[0], two[0] / "none")
+    assert len(lost.different) == lost.figures > 0
