@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ def sending(
     """Send checkpoints in the background inside the block, and the rest at its end.
 
     `since_stop_s` and `advanced` are those of `Uploader.close`. A run that fails has as little time
-    as one that was asked to stop.
+    as one that was asked to stop; one that a second Ctrl+C ends has none.
     """
     if uploader is None:
         yield
@@ -56,6 +57,9 @@ def sending(
     uploader.start(report)
     try:
         yield
+    except KeyboardInterrupt:  # a second Ctrl+C waits for nothing
+        uploader.close(progress, lambda: math.inf, advanced)
+        raise
     except BaseException:
         failed_s = time.monotonic()
         uploader.close(progress, lambda: since_stop_s() or time.monotonic() - failed_s, advanced)

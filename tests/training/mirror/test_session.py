@@ -5,7 +5,10 @@ import shutil
 import pytest
 
 from flatout.errors import ConfigError, DataError, Stopped
+from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
+from flatout.training.mirror.session import sending
+from flatout.training.mirror.uploader import GRACE_S
 from flatout.training.run import run_training
 
 pytestmark = pytest.mark.slow
@@ -31,6 +34,25 @@ def test_a_run_whose_machine_is_lost_continues_bit_for_bit(
     again = run_training(config, tmp_path / "run", progress=messages)
     assert again["weights_sha256"] == whole["weights_sha256"], "a finished run is restored too"
     assert catalog.steps(tmp_path / "run")[-1] == 6
+
+
+def test_a_second_ctrl_c_does_not_wait_for_uploads():
+    waited = []
+
+    class Slow:
+        def start(self, report):
+            """Start nothing."""
+
+        def close(self, progress, since_stop_s, advanced):
+            waited.append(since_stop_s())
+
+    def quit_while_sending():
+        with sending(Slow(), print, SILENT, lambda: 0.5):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quit_while_sending()
+    assert waited[0] > GRACE_S
 
 
 def test_a_finished_run_sends_the_rest_when_it_is_started_again(
