@@ -10,7 +10,7 @@ from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
 
-MORE_BYTES = 400 * 2**20
+MORE_BYTES = 600 * 2**20
 
 
 class Limit(Quiet):
@@ -36,10 +36,10 @@ def main(data, folder):
             "model.num_heads=8",
             "data.seq_len=256",
             "batch.tokens_per_step=4096",
-            "train.steps=2",
+            "train.steps=1",
             "train.device=cpu",
             "train.precision=fp32",
-            "speedups=auto,-compile,-prefetch",
+            "speedups=auto,-compile,-prefetch,-onednn",
         ],
     )
     summary = run_training(config, folder, observers=[limit])

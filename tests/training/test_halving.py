@@ -135,4 +135,4 @@ def test_a_process_with_little_memory_finds_rows_that_fit(tiny_set, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["rows"] < found["first_rows"]
-    assert found["steps"] == 2
+    assert found["steps"] == 1
