@@ -14,7 +14,7 @@ MORE_BYTES = 600 * 2**20
 
 
 class Limit(Quiet):
-    """Limits the process to what it has at the first step, and some more."""
+    """Limits the process, during the first step, to what it has then and some more."""
 
     rows = 0
 
@@ -22,7 +22,11 @@ class Limit(Quiet):
         self.rows = run.rows_per_device
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + MORE_BYTES
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+    def on_tick(self, step, last_step):
+        """Lift the limit after the step: reading the checkpoint needs memory of its own."""
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 def main(data, folder):
