@@ -89,7 +89,7 @@ class StateSaver(Protocol):
 
 
 class Pulse:
-    """How much a run has done, and what it is busy with, for the watchdog; a beat takes 30 ns."""
+    """How much a run has done, and what it is busy with, for the watchdog."""
 
     def __init__(self) -> None:
         self.beats = 0
