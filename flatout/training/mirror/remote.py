@@ -133,13 +133,15 @@ class MirrorStore:
         """Return the directory of a checkpoint, whether it exists or not."""
         return RemoteFolder(f"{self.url}/step-{step}")
 
+    def steps(self) -> list[int]:
+        """Return the steps of which there is anything, complete or not, in ascending order."""
+        matches = map(_STEP.fullmatch, self.top.files())
+        return sorted(int(match[1]) for match in matches if match)
+
     def manifests(self) -> dict[int, bytes]:
         """Return the manifests of the complete checkpoints by step, in ascending order."""
-        found = sorted(
-            int(match[1]) for name in self.top.files() if (match := _STEP.fullmatch(name))
-        )
-        manifests = {step: self._read(f"step-{step}/{catalog.MANIFEST}") for step in found}
-        return {step: content for step, content in manifests.items() if content}
+        found = {step: self._read(f"step-{step}/{catalog.MANIFEST}") for step in self.steps()}
+        return {step: content for step, content in found.items() if content}
 
     def sender(self) -> Sender | None:
         """Return the run directory that sends here, or None when there is none.

@@ -222,6 +222,11 @@ class Uploader(Observer):
             self.claim()
         if self._there is None:
             manifests = self._store.manifests()
+            gone = (
+                {*self._store.steps()} - manifests.keys() - local_digests(self._run_folder).keys()
+            )
+            for step in sorted(gone):  # their uploads were interrupted, and cannot be continued
+                self._store.checkpoint(step).delete()
             self._there = {step: digest_of(content) for step, content in manifests.items()}
         while (step := self._next_step(self._there)) is not None:
             with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):

@@ -96,6 +96,18 @@ def test_an_upload_that_was_interrupted_is_continued(run, store, refusing, mirro
     assert mirrored(5) == {*FILES, "optimizer.safetensors"}
 
 
+def test_half_a_checkpoint_that_is_gone_here_is_removed_there(run, refusing, mirrored):
+    run.checkpoint(5)
+    refusing("step-5/manifest.json")
+    run.send()
+    assert mirrored(5)
+    run.delete(5)
+    run.checkpoint(6)
+    refusing(None)
+    run.send()
+    assert (mirrored(5), mirrored(6)) == (set(), FILES)
+
+
 @pytest.mark.parametrize("interrupted", [True, False])
 def test_a_checkpoint_that_replaces_one_of_the_same_step_replaces_it_there(
     run, store, refusing, mirrored, interrupted
