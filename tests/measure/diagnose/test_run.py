@@ -86,7 +86,7 @@ def test_slow_steps_leave_time_for_the_diagnosis(tiny_config, tmp_path):
 
 
 def test_a_slow_source_is_named_with_its_line(measured, monkeypatch):
-    plain = assembling._feed
+    plain = assembling.make_feed
 
     class SlowReader:
         def __init__(self, reader):
@@ -97,11 +97,11 @@ def test_a_slow_source_is_named_with_its_line(measured, monkeypatch):
             self.reader.read(*arguments)
 
     def slow(*arguments):
-        reader, feed = plain(*arguments)
-        feed._steps._reader = SlowReader(reader)
-        return reader, feed
+        feed = plain(*arguments)
+        feed._steps._reader = SlowReader(feed._steps._reader)
+        return feed
 
-    monkeypatch.setattr(assembling, "_feed", slow)
+    monkeypatch.setattr(assembling, "make_feed", slow)
     names, evidence = measured(speedups="auto,-compile,-prefetch")
     assert names == {"slow-data"}
     (finding,) = [f for f in diagnosis_of(evidence).findings if f.name == "slow-data"]
