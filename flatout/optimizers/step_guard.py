@@ -64,13 +64,14 @@ class StepGuard:
         """Seconds that the host waited for the device in the last step, to know what to skip."""
         self._logs_W = torch.zeros(WINDOW, device=device)
         self._seen = 0
-        self._buffers = tuple(buffers)
+        self.buffers = tuple(buffers)
+        """Tensors that a bad step leaves as they were."""
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
         """Copy the buffers before a step; most models have none."""
         self.waited_s = 0.0
-        self._before = [buffer.detach().clone() for buffer in self._buffers]
+        self._before = [buffer.detach().clone() for buffer in self.buffers]
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class StepGuard:
         skip = bad.to(self.streak.dtype)
         self.streak = (self.streak + 1) * skip
         self.skipped = self.skipped + skip
-        for buffer, before in zip(self._buffers, self._before, strict=False):
+        for buffer, before in zip(self.buffers, self._before, strict=False):
             buffer.copy_(torch.where(bad, before, buffer))
         return skip
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from flatout.optimizers.step_guard import persistent_buffers
-
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
@@ -29,7 +27,7 @@ class StepStart:
         self._torch = torch.get_rng_state()
         device = run.mesh.device
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._buffers = [(each, each.detach().clone()) for each in persistent_buffers(run.core)]
+        self._buffers = [(each, each.detach().clone()) for each in run.guard.buffers]
 
     def restore(self) -> None:
         """Clear the gradients and restore the generators and buffers."""
