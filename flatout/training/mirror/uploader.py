@@ -222,19 +222,22 @@ class Uploader(Observer):
             self.claim()
         if self._there is None:
             manifests = self._store.manifests()
-            gone = (
-                {*self._store.steps()} - manifests.keys() - local_digests(self._run_folder).keys()
-            )
-            for step in sorted(gone):  # their uploads were interrupted, and cannot be continued
-                self._store.checkpoint(step).delete()
             self._there = {step: digest_of(content) for step, content in manifests.items()}
+            self._remove_halves(self._there)
         while (step := self._next_step(self._there)) is not None:
             with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:
                     self._send_checkpoint(step, source, work)
                     self._prune(step, self._there)
+                    self._remove_halves(self._there)
         if with_run_files:
             self._send_run_files()
+
+    def _remove_halves(self, there: dict[int, str]) -> None:
+        """Delete uploads that were interrupted and whose checkpoint no longer exists here."""
+        here = local_digests(self._run_folder).keys()
+        for step in sorted({*self._store.steps()} - there.keys() - here):
+            self._store.checkpoint(step).delete()
 
     def _next_step(self, there: dict[int, str]) -> int | None:
         """Return the newest step that the mirror lacks; report those deleted before their turn."""
