@@ -14,6 +14,7 @@ import pytest
 from flatout.errors import ConfigError, Stopped
 from flatout.training import run as training
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.info import INFO
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
 
@@ -45,7 +46,7 @@ def state_of(folder, step):
     files = catalog.read_manifest(catalog.checkpoint_path(folder, step)).files
     state = json.loads((catalog.checkpoint_path(folder, step) / catalog.STATE).read_text())
     return (
-        {name: facts.sha256 for name, facts in files.items() if name != catalog.STATE},
+        {name: facts.sha256 for name, facts in files.items() if name not in (catalog.STATE, INFO)},
         {**state["values"], "elapsed_s": 0},
         state["ranks"],
     )

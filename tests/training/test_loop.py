@@ -128,7 +128,8 @@ def test_changed_validation_tokens_restart_the_count(
 ):
     others = {
         "train.eval_tokens": 64,
-        "data.path": str(write_tiny(tmp_path / "data", num_documents=48)),
+        # the last of 40 documents is for validation
+        "data.path": str(write_tiny(tmp_path / "data", num_documents=39)),
     }
     with pytest.raises(Stopped):
         run_training(patient(), tmp_path / "run", observers=[stop_at(7)])
