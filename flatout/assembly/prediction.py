@@ -35,6 +35,8 @@ CPU_OVERHEAD = GIB // 10
 """Assumed memory of a process on a CPU besides tensors and what it holds before it starts."""
 LAST_RUNS = 5
 """How many of the latest runs of one kind are used."""
+SIMILAR = 4
+"""Largest ratio of FLOPs per token at which a model's share of the peak is taken for another's."""
 EVALUATION_COST = 3
 """A training token costs as much as this many evaluated ones: forward, and backward twice that."""
 
@@ -261,9 +263,9 @@ def predict_time(
     """Return the rate and the duration of a resolved run on `world_size` devices.
 
     A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
-    share of the peak that other shapes reached here, or an assumed share. A run whose micro-batch
-    also is the same is preferred, and one that had the cores to itself. With a `workload`, the
-    assumption counts what it takes to start the operations of an eager step.
+    share of the peak that models of similar size reached here, or an assumed share. A run whose
+    micro-batch also is the same is preferred, and one that had the cores to itself. With a
+    `workload`, the assumption counts what it takes to start the operations of an eager step.
     """
     speedups = speedups_on(decisions)
     rate, source, past = _known_rate(config, speedups, flops_per_token, peak, runs, world_size)
@@ -313,12 +315,22 @@ def _known_rate(
     others = [
         run
         for run in timed
-        if run.mfu and run.kind == config.model.kind and set(run.speedups) == set(speedups)
+        if run.kind == config.model.kind
+        and set(run.speedups) == set(speedups)
+        and _is_similar(run, flops_per_token, peak)
     ][-LAST_RUNS:]
     if others:
         mfu = statistics.median(run.mfu or 0.0 for run in others)
         return mfu * whole, f"{mfu:.0%} of the peak, as {_count(others)} of other shapes here", ()
     return None, "unknown", ()
+
+
+def _is_similar(run: PastRun, flops_per_token: float, peak: Peak) -> bool:
+    """Return whether a run's model is of similar size; a tiny one is far from the peak."""
+    if not run.mfu or not run.tokens_per_s:
+        return False
+    flops = run.mfu * peak.tflops * 1e12 * run.world_size / run.tokens_per_s
+    return 1 / SIMILAR < flops / flops_per_token < SIMILAR
 
 
 def _beside(run: PastRun, rows: int | str) -> float:

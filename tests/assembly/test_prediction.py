@@ -139,7 +139,7 @@ def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memo
 def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
     here = past(tokens_per_s=100.0, mfu=0.2)
     bench = past(by="bench", tokens_per_s=200.0)
-    other = past(shape="another", tokens_per_s=300.0, mfu=0.5)
+    other = past(shape="another", tokens_per_s=0.5 * 1e12 / (2 * FLOPS), mfu=0.5)
     assert time(here, bench, other).tokens_per_s == 100.0
     assert time(bench, other).tokens_per_s == 200.0
     assert time(other).tokens_per_s == pytest.approx(0.5 * 1e12 / FLOPS)
@@ -149,6 +149,12 @@ def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
     unknown = time(peak=None)
     assert (unknown.tokens_per_s, unknown.wall_s) == (None, None)
     assert unknown.source.startswith("unknown")
+
+
+@pytest.mark.parametrize("ratio", [1 / 8, 8])
+def test_a_much_smaller_or_larger_model_says_nothing_about_the_rate(time, past, ratio):
+    other = past(shape="another", tokens_per_s=0.5 * 1e12 / (ratio * FLOPS), mfu=0.5)
+    assert time(other).source == time().source
 
 
 def test_the_same_micro_batch_is_preferred(time, past):
