@@ -29,7 +29,7 @@ from flatout.models.lora import with_adapters
 from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
-from flatout.optimizers.step_guard import StepGuard, persistent_buffers
+from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh
 
@@ -97,7 +97,7 @@ def _guard(train: TrainConfig, core: LanguageModel, mesh: Mesh) -> StepGuard:
     return StepGuard(
         most=train.max_bad_steps,
         spikes=train.skip_spikes,
-        buffers=persistent_buffers(core),
+        model=core,
         device=mesh.device,
     )
 

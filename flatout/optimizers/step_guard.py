@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -43,14 +44,12 @@ class StepGuard:
         *,
         most: int = 10,
         spikes: float | None = None,
-        buffers: Sequence[Tensor] = (),
+        model: nn.Module | None = None,
         device: torch.device | None = None,
     ) -> None:
         """After `most` bad steps in a row every step is skipped, until the caller stops the run.
 
-        `buffers` are tensors that forward passes change in place and a bad step must not.
-
-        Shapes: buffers of any shape.
+        A bad step leaves the buffers of `model` as they were, which forward passes may change.
         """
         self.most = most
         self.spikes = spikes
@@ -64,9 +63,16 @@ class StepGuard:
         """Seconds that the host waited for the device in the last step, to know what to skip."""
         self._logs_W = torch.zeros(WINDOW, device=device)
         self._seen = 0
-        self.buffers = tuple(buffers)
-        """Tensors that a bad step leaves as they were."""
+        self._model = model
         self._before: list[Tensor] = []
+
+    @cached_property
+    def buffers(self) -> Sequence[Tensor]:
+        """The buffers that a checkpoint stores, as they are at the first step.
+
+        Shapes: any.
+        """
+        return persistent_buffers(self._model) if self._model is not None else ()
 
     def begin(self) -> None:
         """Copy the buffers before a step; most models have none."""

@@ -12,7 +12,6 @@ from flatout.optimizers.step_guard import (
     MIN_NORMS,
     WINDOW,
     StepGuard,
-    persistent_buffers,
     step_unless,
     step_with_flag,
 )
@@ -106,7 +105,7 @@ def test_a_lower_limit_of_bad_steps_does_not_skip_the_first_step_of_a_resumed_ru
 
 def test_a_bad_step_leaves_buffers_as_they_were():
     model = nn.BatchNorm1d(3)
-    guard = StepGuard(buffers=persistent_buffers(model))
+    guard = StepGuard(model=model)
     for rows, bad in ((torch.randn(4, 3), False), (torch.full((4, 3), math.nan), True)):
         before = [buffer.clone() for buffer in model.buffers()]
         guard.begin()

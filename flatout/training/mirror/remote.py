@@ -28,6 +28,7 @@ from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import (
     CONFIG,
     EVENTS,
+    LEFT_OUT,
     LOGGER_STATES,
     METRICS,
     MIRROR,
@@ -47,6 +48,7 @@ RUN_FILES = (
     COPY,
     OWNER,
     ORIGIN,
+    LEFT_OUT,
     TOKENIZER,
     CHAT_TEMPLATE,
     METRICS,

@@ -22,7 +22,8 @@ def lost(run):
     for step in (1, 2):
         run.checkpoint(step, state=STATE)
     layout.append_event(run.path, "save", step=2)
-    (run.path / "tokenizer.json").write_text("{}")
+    for name in ("tokenizer.json", "left_out.json"):
+        (run.path / name).write_text("{}")
     run.send()
     shutil.rmtree(run.path)
     run.path.mkdir()
@@ -46,7 +47,8 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
     assert catalog.latest(lost.path).name == "step-2"
     assert layout.read_config(lost.path).checkpoint.mirror == URL
     names = {path.name for path in lost.path.iterdir()}
-    assert {"metrics.jsonl", "tokenizer.json", "mirror.json", "config.copy.yaml"} <= names
+    assert {"metrics.jsonl", "tokenizer.json", "left_out.json", "mirror.json"} <= names
+    assert "config.copy.yaml" in names
     assert [event["event"] for event in layout.read_events(lost.path)] == ["save", "restore"]
     assert messages.lines[-1].startswith(f"Restored {lost.path} from {URL}/run: step 2, saved 20")
     assert {path.name for path in (lost.path / "checkpoints").iterdir()} == {"step-1", "step-2"}
