@@ -17,7 +17,7 @@ from flatout.training.halving import that_fits
 from flatout.training.loop import ends_early, eval_tokens, log_evaluation, log_sample
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
-from flatout.training.saving import save_last, unless_full, wait_for_saves
+from flatout.training.saving import save_last, stating_room, wait_for_saves
 from flatout.training.signals import StopRequests
 from flatout.training.step import Drop
 
@@ -37,7 +37,8 @@ def finish(
 
     Every rank calls it. The summary states the `prediction` beside what was measured.
     Raises: EvaluationDropped when `drop`, called between the evaluation's batches, returns True;
-            the state is saved by then.
+            the state is saved by then. DiskFull when the last step, or that it is the best, cannot
+            be saved; the run is then not complete, and the same command tries again.
     """
     if reason := early_stop_reason(run):
         log.event("early_stop", reason=reason)
@@ -45,7 +46,7 @@ def finish(
     with log.aside():
         save_last(run, log)  # a signal during the evaluation must not lose the last steps
         evaluation = final_evaluation(run, log, drop)
-        with unless_full(run, log):  # the step itself is saved
+        with stating_room(run):  # without room the step is saved, and the next run evaluates again
             wait_for_saves(run, log)
         log_sample(run, log, sample)
     log.close()

@@ -12,7 +12,7 @@ from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
 from flatout.training.halving import that_fits
 from flatout.training.metrics.log import Log, require_finite
-from flatout.training.saving import SaveSchedule, log_saves, save, unless_full
+from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
 from flatout.training.signals import WorkInterrupted
 from flatout.training.step import Drop, StepDropped, StepResult, train_step
 
@@ -126,7 +126,7 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
 
     Returns: None when there is no validation text.
     Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
-            unaffected. EvaluationDropped, as `score`.
+            unaffected. EvaluationDropped, as `score`. DiskFull at the last step.
     """
     evaluation = that_fits(
         run,
@@ -139,8 +139,9 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
     require_finite("validation loss", evaluation.loss, run.step)
     if run.best_val_loss is None or evaluation.loss < run.best_val_loss:
         run.best_val_loss, run.best_step = evaluation.loss, run.step
-        if run.config.checkpoint.best or run.step == run.last_step:
-            with unless_full(run, log):
+        is_last = run.step == run.last_step
+        if run.config.checkpoint.best or is_last:
+            with stating_room(run) if is_last else unless_full(run, log):
                 save(run, log)
     return evaluation
 

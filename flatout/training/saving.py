@@ -122,6 +122,18 @@ def unless_full(run: Run, log: Log) -> Iterator[None]:
             log.progress.say(text)
 
 
+@contextmanager
+def stating_room(run: Run) -> Iterator[None]:
+    """Add to an error about a full disk what a checkpoint needs.
+
+    Raises: DiskFull.
+    """
+    try:
+        yield
+    except DiskFull as error:
+        raise no_room(run, error) from error
+
+
 def no_room(run: Run, error: DiskFull) -> DiskFull:
     """Return the error with what a checkpoint of this run needs, and what is free."""
     tensors = tensors_to_save(run) or []
@@ -189,12 +201,10 @@ def save_last(run: Run, log: Log) -> None:
     path = catalog.checkpoint_path(run.folder, run.step)
     with unless_full(run, log):  # of an earlier save in the background
         wait_for_saves(run, log)
-    try:
+    with stating_room(run):
         if run.saver.newest_step != run.step and run.resumed_from != str(path):
             save(run, log)
         wait_for_saves(run, log)
-    except DiskFull as error:
-        raise no_room(run, error) from error
 
 
 def wait_for_saves(run: Run, log: Log) -> None:
