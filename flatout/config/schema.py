@@ -59,6 +59,7 @@ LATER_KEYS = (
     "train.max_bad_steps",
     "train.skip_spikes",
     "train.on_divergence",
+    "train.max_rewinds",
     "checkpoint.best",
     "checkpoint.keep_every",
     "checkpoint.mirror",

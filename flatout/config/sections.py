@@ -206,7 +206,9 @@ class TrainConfig(Section):
     above the median of the last 128, and at least twice that median. None skips no spikes."""
     on_divergence: Literal["stop", "rewind"] = "stop"
     """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
-    and leave out the sequences of the bad steps, at most three times in a run."""
+    and leave out the sequences of the bad steps."""
+    max_rewinds: int = Field(3, ge=1)
+    """How many times on_divergence=rewind may go back, over all resumes of a run."""
     watchdog_minutes: float = Field(5.0, ge=0)
     """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
     waits for, and writes the stacks of its threads; compiling, saving and sampling may take four

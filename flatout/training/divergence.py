@@ -27,8 +27,6 @@ from flatout.training.run_dir.origin import read_origin
 from flatout.training.saving import wait_for_saves
 from flatout.training.step import add_gradients
 
-MAX_REWINDS = 3
-"""Rewinds of a run, over all resumes."""
 NUM_LARGEST = 10
 """Gradients that a report names."""
 MOST_SEQUENCES = 64
@@ -72,7 +70,7 @@ def _diverged(run: Run, log: Log) -> NoReturn:
         repeated = repeat(run, bad[-1])
     wait_for_saves(run, log)
     good = run.mesh.broadcast_object(last_good(run.folder) if run.mesh.is_main else None)
-    rewinds = len(read_left_out(run.folder).rewinds)
+    rewinds = len(read_left_out(run.folder).own())
     if run.mesh.is_main:
         write_json(run.folder / DIVERGENCE, _report(run, bad, repeated, good))
     largest = ", ".join(f"{name} ({norm:.3g})" for name, norm in _largest(repeated.norms)[:3])
@@ -81,14 +79,15 @@ def _diverged(run: Run, log: Log) -> NoReturn:
         f"{bad[-1].reason}. Its largest gradients: {largest}. "
         f"{run.folder / DIVERGENCE} names its data."
     )
-    if run.config.train.on_divergence == "rewind" and rewinds < MAX_REWINDS:
+    if run.config.train.on_divergence == "rewind" and rewinds < run.config.train.max_rewinds:
         _rewind(run, log, bad, good, what)
     raise RunFailed(what, fix=_fix(run, good, rewinds))
 
 
 def _fix(run: Run, good: Path | None, rewinds: int) -> str:
-    if rewinds >= MAX_REWINDS:
-        return f"The run was rewound {rewinds} times already. {LESS_STEEP}"
+    most = run.config.train.max_rewinds
+    if rewinds >= most:
+        return f"The run was rewound as often as train.max_rewinds={most} allows. {LESS_STEEP}"
     at = "at the start" if good is None else f"from {in_shell(good)}"
     return (
         f"Run the same command with train.on_divergence=rewind: it continues {at} without the data "

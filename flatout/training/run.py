@@ -247,7 +247,8 @@ def store_plan(run: Run, plan: RunPlan, progress: Progress) -> None:
     folder, config = run.folder, run.config.checkpoint
     with writing_run(folder):
         num_saved = sum(tensor.numel() for tensor in weights_of(run).values())
-        needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most_at_once(config, run.last_step)
+        most = most_at_once(config, run.last_step, run.steps_per_epoch)
+        needed_bytes = DISK_BYTES_PER_PARAMETER * num_saved * most
         layout.require_free_disk(folder, needed_bytes, directory=config.dir)
         if plan.longer is not None:
             plan.longer.store(folder, progress=progress)

@@ -23,7 +23,11 @@ from flatout.progress import readable_size
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.info import CheckpointInfo
 from flatout.training.checkpoint.location import checkpoints_folder, existing
-from flatout.training.checkpoint.retention import is_kept_for_good, newest_to_keep
+from flatout.training.checkpoint.retention import (
+    is_kept_for_good,
+    newest_to_keep,
+    steps_between_saves,
+)
 from flatout.training.checkpoint.snapshot import tensors_to_save
 from flatout.training.metrics.log import LESS_STEEP, Log
 from flatout.training.run_dir.data_location import data_digest, data_facts, digest
@@ -40,9 +44,7 @@ class SaveSchedule:
     def __init__(self, run: Run, log: Log) -> None:
         config = run.config.checkpoint
         self._log = log
-        self._steps = config.every_steps
-        if config.every_epochs is not None:
-            self._steps = max(round(config.every_epochs * run.steps_per_epoch), 1)
+        self._steps = steps_between_saves(config, run.steps_per_epoch)
         self._seconds = 60 * (config.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES)
         self._saved_s = log.wall_s
         self._is_owed = False

@@ -18,7 +18,7 @@ from flatout.errors import CheckpointError, RunFailed, Stopped
 from flatout.inference.load import load_run
 from flatout.models import transformer
 from flatout.training.checkpoint import catalog
-from flatout.training.divergence import MAX_REWINDS, last_good
+from flatout.training.divergence import last_good
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 from flatout.training.run_dir.left_out import read_left_out
@@ -165,6 +165,48 @@ def test_a_rewound_run_resumes_exactly(allergic, tmp_path, stop_at):
     assert parts["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.fixture
+def rewound(allergic, tmp_path):
+    """A finished run that was rewound from step 7 to 4, and its configuration."""
+    config = rewinding(allergic, 6, 7, checkpoint__keep="all")
+    run_training(config, tmp_path / "first")
+    Allergic.seen.clear()
+    return tmp_path / "first", config
+
+
+def test_a_run_that_starts_from_a_rewound_one_leaves_the_same_data_out(rewound, tmp_path, messages):
+    first, config = rewound
+    longer, checkpoint = config.with_values({"train.steps": 12}), first / "checkpoints" / "step-4"
+    run_training(longer, tmp_path / "second", resume=str(checkpoint), progress=messages)
+    assert len(Allergic.seen) == 8 * 2, "micro-batches"
+    assert not any(Allergic.seen)
+    assert f"The data of 2 steps is left out, as in {first}." in messages.lines
+    known = read_left_out(tmp_path / "second")
+    assert known.positions() == read_left_out(first).positions()
+    assert known.own() == [], "its own rewinds are not used up"
+
+
+@pytest.mark.parametrize("change", [{"train.seed": 1}, {"batch.tokens_per_step": 256}])
+def test_data_is_left_out_only_where_it_is_read_in_the_same_steps(
+    rewound, tmp_path, messages, change
+):
+    first, config = rewound
+    other = config.with_values({"train.steps": 12, "batch.accumulate": None, **change})
+    run_training(other, tmp_path / "second", resume=str(first), progress=messages)
+    assert not (tmp_path / "second" / "left_out.json").exists()
+    assert any(line.startswith(f"{first} leaves out") for line in messages.lines)
+
+
+def test_a_start_from_a_rewound_run_that_fails_leaves_nothing_behind(rewound, tmp_path):
+    first, config = rewound
+    wider = config.with_values(
+        {"train.steps": 12, "model.kind": "transformer", "model.num_layers": 3}
+    )
+    with pytest.raises(CheckpointError, match=r"lacks|has no"):
+        run_training(wider, tmp_path / "second", resume=str(first))
+    assert not (tmp_path / "second").exists()
+
+
 def test_a_run_without_a_checkpoint_goes_back_to_its_start(allergic, tmp_path, events):
     config = rewinding(allergic, 1, 2, checkpoint__every_steps=5)
     assert run_training(config, tmp_path / "run")["steps"] == 10
@@ -172,11 +214,14 @@ def test_a_run_without_a_checkpoint_goes_back_to_its_start(allergic, tmp_path, e
 
 
 def test_a_run_is_rewound_a_bounded_number_of_times(allergic, tmp_path, events):
-    config = rewinding(allergic, *range(3, 40))
+    config, folder = rewinding(allergic, *range(3, 40)), tmp_path / "run"
     with pytest.raises(RunFailed, match="diverged") as found:
-        run_training(config, tmp_path / "run")
-    assert len(events(tmp_path / "run", "rewind")) == MAX_REWINDS
-    assert f"rewound {MAX_REWINDS} times" in found.value.fix
+        run_training(config, folder)
+    assert len(events(folder, "rewind")) == 3
+    assert "as often as train.max_rewinds=3 allows" in found.value.fix
+    with pytest.raises(RunFailed):
+        run_training(config.with_values({"train.max_rewinds": 4}), folder)
+    assert len(events(folder, "rewind")) == 4
 
 
 def test_a_run_that_failed_rewinds_when_the_same_command_asks_for_it(allergic, tmp_path):

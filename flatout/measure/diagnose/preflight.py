@@ -98,7 +98,9 @@ def _known(known: Evidence, resolved: Resolved) -> Evidence:
     parameters = model_class.num_parameters(model_config)
     tokens_per_step = config.batch.tokens_per_step or 0
     steps = config.train.steps or 0
-    needed = DISK_BYTES_PER_PARAMETER * parameters * most_at_once(config.checkpoint, steps)
+    per_epoch = max(epoch_tokens(dataset, config.data.seq_len), 1) / max(tokens_per_step, 1)
+    most = most_at_once(config.checkpoint, steps, per_epoch)
+    needed = DISK_BYTES_PER_PARAMETER * parameters * most
     return known.model_copy(
         update={
             "config": config,
@@ -109,7 +111,7 @@ def _known(known: Evidence, resolved: Resolved) -> Evidence:
             "parameters": parameters,
             "tokens_per_step": tokens_per_step,
             "planned_steps": steps,
-            "epochs": steps * tokens_per_step / max(epoch_tokens(dataset, config.data.seq_len), 1),
+            "epochs": steps / per_epoch,
             "roof": _expected(config, machine, resolved.decisions),
         }
     )

@@ -14,6 +14,7 @@ from flatout.measure.diagnose.windows import FEW_STEPS, Windows
 from flatout.measure.instruments.dividing import compute_on_cpu, step_on_gpu
 from flatout.measure.instruments.evidence import CallSite, Counts, Evidence, Phases, Roof
 from flatout.measure.instruments.sampling import LineSampler
+from flatout.training.checkpoint.retention import steps_between_saves
 from flatout.training.evaluation import score
 from flatout.training.metrics.log import Log
 from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES, environment_of
@@ -67,13 +68,9 @@ def _save(run: Run) -> float:
 
 
 def _steps_between_saves(run: Run, planned: RunConfig, step_s: float) -> float:
-    config = planned.checkpoint
-    if config.every_steps:
-        return float(config.every_steps)
-    if config.every_epochs:
-        return max(config.every_epochs * run.steps_per_epoch, 1.0)
-    minutes = config.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
-    return max(60 * minutes / step_s, 1.0)
+    steps = steps_between_saves(planned.checkpoint, run.steps_per_epoch)
+    minutes = planned.checkpoint.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
+    return steps or max(60 * minutes / step_s, 1.0)
 
 
 def _evaluation(run: Run, log: Log, planned: RunConfig, tokens: int) -> float | None:

@@ -75,15 +75,22 @@ def delete_aside(path: Path) -> None:
     shutil.rmtree(path.rename(catalog.renamed(original, "tmp-delete")))
 
 
-def most_at_once(config: CheckpointConfig, steps: int) -> int:
+def steps_between_saves(config: CheckpointConfig, steps_per_epoch: float) -> int | None:
+    """Return how many steps lie between two saves, or None when minutes do."""
+    if config.every_epochs is not None:
+        return max(round(config.every_epochs * steps_per_epoch), 1)
+    return config.every_steps
+
+
+def most_at_once(config: CheckpointConfig, steps: int, steps_per_epoch: float) -> int:
     """Return how many checkpoints of a run of `steps` are on the disk at once, at the most.
 
     The newest, the best, the one being written, those kept for good, and the one being sent to a
-    mirror. With `keep=all`, saves at evaluations and by minutes or epochs are not foreseen.
+    mirror. With `keep=all`, saves at evaluations and by minutes are not foreseen.
     """
     newest = newest_to_keep(config)
     if newest is None:
-        newest = steps // config.every_steps if config.every_steps else 1
+        newest = steps // (steps_between_saves(config, steps_per_epoch) or steps or 1)
     for_good = steps // config.keep_every if config.keep_every else 0
     return newest + for_good + 2 + (config.mirror is not None)
 

@@ -15,7 +15,7 @@ from flatout.data.store.remote import absolute_path_or_url
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import RESTORE, load_tokenizer, read_tokenizer
 from flatout.data.tokenizers.base import NotEncodable
-from flatout.errors import CheckpointError, in_shell
+from flatout.errors import CheckpointError, FlatoutError, in_shell
 from flatout.files import copy_whole, write_text
 from flatout.json_io import JsonObject, parsing
 from flatout.progress import SILENT, Progress
@@ -184,9 +184,29 @@ def require_tokenizer(
     if known not in (data.manifest.tokenizer.digest, None):
         raise CheckpointError(
             f"{data.origin} was prepared with another tokenizer than the one {run_folder} was "
-            "trained with: the same token means different text.",
+            f"trained with{_tokenizer_change(kept, data)}.",
             fix=f"Prepare the text with --tokenizer {in_shell(kept)}.",
         )
+
+
+def _tokenizer_change(kept: Path, data: Dataset) -> str:
+    """Return how a dataset's tokenizer differs from a run's copy, as the end of a sentence.
+
+    Empty when one of them cannot be read.
+    """
+    try:
+        before, now = load_tokenizer(kept), load_tokenizer(data.path / TOKENIZER)
+    except FlatoutError:
+        return ""
+    sizes = f": {before.name} had {before.vocab_size:,} tokens, {now.name} has {now.vocab_size:,}"
+    for token in range(min(before.vocab_size, now.vocab_size)):
+        texts = [one.decode_bytes([token]) for one in (before, now)]
+        if texts[0] != texts[1]:
+            was, is_ = (ascii(text.decode(errors="replace")) for text in texts)
+            return f"{sizes}, and token {token} meant {was} and means {is_}"
+    digests = hashlib.sha256(read_tokenizer(kept)).hexdigest(), data.manifest.tokenizer.digest
+    was, is_ = (digest[:12] for digest in digests)
+    return f"{sizes}; their files differ only in other rules (SHA-256 {was}... and {is_}...)"
 
 
 def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -> None:
@@ -212,6 +232,14 @@ def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -
             fix="Restore the dataset, or name its new path (data.path=PATH). To train on other "
             f"tokens on purpose, start another run: --resume {in_shell(run_folder)} --run-dir DIR.",
         )
+
+
+def has_same_tokens(checkpoint: Path, dataset: AnyDataset) -> bool:
+    """Return whether the training tokens are known to be those of a checkpoint, in one order."""
+    known = catalog.environment_of(checkpoint).get("datasets")
+    with parsing(checkpoint / catalog.STATE):
+        digests = [one["digest"] for one in known or []]
+    return digests == [one["digest"] for one in data_facts(dataset)]
 
 
 def _change(old: JsonObject, new: JsonObject) -> str:

@@ -15,7 +15,7 @@ RUN/
 ├── findings.json     written by `flatout diagnose`
 ├── report.html       written by `flatout report`
 ├── divergence.json   why training diverged: the bad steps, their data, the largest gradients
-├── left_out.json     with train.on_divergence=rewind: the data that is left out
+├── left_out.json     with train.on_divergence=rewind: the data that the run leaves out
 ├── exit_code         of the last process, for schedulers: torchrun rewrites exit codes
 ├── checkpoints/      see checkpoint/read_write.py
 ├── watchdog/         written when a run makes no progress: the stacks of its threads, by rank
@@ -74,10 +74,11 @@ FREE_KEYS = (
     "train.watchdog_",
     "train.max_bad_steps",
     "train.on_divergence",
+    "train.max_rewinds",
     "name",
 )
-"""Prefixes of the keys that may change when a run resumes: they do not change what is computed,
-except for the last bits of sums.
+"""Prefixes of the keys that may change when a run resumes: they do not change what a step computes,
+except for the last bits of sums. Some decide when the run ends, or whether it goes back.
 """
 LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run; training/longer.py decides when it may grow."""
@@ -123,7 +124,7 @@ WRITTEN = (
 """Files and directories that a run writes in its directory. None may be a link, so that a run
 directory from an untrusted source cannot make a run write outside it.
 """
-STARTED = (COPY, REQUESTED, ORIGIN, OWNER)
+STARTED = (COPY, REQUESTED, ORIGIN, OWNER, LEFT_OUT)
 """Files that a first start writes before config.yaml, which makes a directory a run directory."""
 
 

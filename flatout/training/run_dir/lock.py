@@ -16,7 +16,7 @@ from flatout.files import LocksUnsupported, is_open_at, lock, open_own, refuse_l
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.location import make_folder, release
 from flatout.training.run_dir.config_seal import COPY
-from flatout.training.run_dir.layout import CONFIG, LOCK, ORIGIN, REQUESTED, WRITTEN
+from flatout.training.run_dir.layout import CONFIG, LEFT_OUT, LOCK, ORIGIN, REQUESTED, WRITTEN
 
 LOCK_WAIT_S = 1.0
 """How long a starting run waits for the lock; `flatout runs` holds it for an instant to test it."""
@@ -93,7 +93,8 @@ def _acquire(folder: Path, progress: Progress) -> FileIO:
 def _remove_failed_start(folder: Path, created: Sequence[Path]) -> None:
     """Delete the files and directories of a start that failed before config.yaml was written."""
     release(folder)
-    for name in (ORIGIN, LOCK) if folder not in created else (ORIGIN, COPY, REQUESTED, LOCK):
+    own = (ORIGIN, LEFT_OUT, LOCK)
+    for name in own if folder not in created else (*own, COPY, REQUESTED):
         (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
         for path in created:

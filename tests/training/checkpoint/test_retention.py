@@ -77,12 +77,13 @@ def test_checkpoints_set_aside_are_listed_by_step_and_deleted(tmp_path):
         ({"keep": 5}, 5, 7),
         ({"keep": 1, "keep_every": 30}, 1, 6),
         ({"keep": "all", "every_steps": 10}, None, 12),
+        ({"keep": "all", "every_epochs": 0.25}, None, 27),
         ({"keep": "all"}, None, 3),
     ],
 )
 def test_the_most_checkpoints_at_once_follow_from_the_configuration(given, newest, most):
     config = CheckpointConfig(**given)
     assert newest_to_keep(config) == newest
-    assert most_at_once(config, 100) == most
+    assert most_at_once(config, 100, 16.0) == most
     mirrored = config.model_copy(update={"mirror": "s3://bucket/runs"})
-    assert most_at_once(mirrored, 100) == most + 1, "one is being sent"
+    assert most_at_once(mirrored, 100, 16.0) == most + 1, "one is being sent"
