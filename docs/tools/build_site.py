@@ -127,8 +127,13 @@ def key_reference(key: str, field: Any) -> Iterator[str]:
         if getattr(bound, name, None) is not None
     ]
     default = [] if field.is_required() else [f"default `{shown(field.get_default())}`"]
-    is_free = key.startswith((*FREE_KEYS, *LENGTH_KEYS)) and key != "name"
-    change = ["may change when a run resumes"] if is_free else []
+    change = []
+    if key.startswith((*FREE_KEYS, *LENGTH_KEYS)) and key != "name":
+        change = ["may change when a run resumes"]
+    elif key in {"batch.rows_per_device", "batch.accumulate"}:
+        change = ["may change when a run resumes if a step keeps its tokens"]
+    elif key in {"data.path", "data.mix"}:
+        change = ["may name other paths of the same data when a run resumes"]
     facts = ", ".join([f"`{type_name(field.annotation)}`", *limits, *default, *change])
     yield from [f"`{key}`", f":   {facts}", ""]
     yield from [f"    {' '.join((field.description or '').split())}", ""]
