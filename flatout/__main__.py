@@ -1,6 +1,7 @@
-"""Runs `flatout` for `python -m flatout`, without imports from the current directory."""
+"""Starts `flatout`; `python -m flatout` imports nothing from the current directory."""
 
 import os
+import signal
 import sys
 
 
@@ -20,8 +21,26 @@ def leave_current_folder(path: list[str]) -> list[str]:
     return [*path[1:], *path[:1]] if is_checkout else path[1:]
 
 
+def main() -> None:
+    """Run the program and exit with its code.
+
+    Ctrl+C while its modules are imported ends it at once, with one line and exit code 130. Python's
+    own handler would show a traceback, or raise in a callback that drops the exception.
+    """
+    handled = signal.getsignal(signal.SIGINT)
+    if handled is signal.default_int_handler:  # not where SIGINT is ignored, as after nohup
+        signal.signal(signal.SIGINT, _quit)
+    from flatout import cli
+
+    signal.signal(signal.SIGINT, handled)
+    cli.main()
+
+
+def _quit(number: int, _frame: object) -> None:
+    os.write(2, b"Interrupted.\n")
+    os._exit(128 + number)
+
+
 if __name__ == "__main__":
     sys.path[:] = leave_current_folder(sys.path)
-    from flatout.cli import main
-
     main()

@@ -65,7 +65,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
 
 def program(words: Sequence[str]) -> list[str]:
     """Return a command that runs `flatout WORDS` with the import path of this process."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from flatout.cli import main; main()"
+    code = f"import sys; sys.path[:] = {sys.path!r}; from flatout.__main__ import main; main()"
     return [sys.executable, "-c", code, *words]
 
 

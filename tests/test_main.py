@@ -41,7 +41,8 @@ def run_program(*words, cwd, module=False):
         if module
         else [
             "-c",
-            f"import sys; sys.path[:1] = [{str(ROOT)!r}]; from flatout.cli import main; main()",
+            f"import sys\nsys.path[:1] = [{str(ROOT)!r}]\n"
+            "from flatout.__main__ import main\nmain()",
         ]
     )
     kept = {key: value for key, value in os.environ.items() if key not in {"RANK", "PYTHONPATH"}}
@@ -118,3 +119,33 @@ def test_importing_a_module_does_not_change_the_search_path(monkeypatch):
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     load_reference("flatout.errors:FlatoutError")
     assert "" not in sys.path
+
+
+INTERRUPTED = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "flatout.registry":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from flatout.__main__ import main
+signal.signal(signal.SIGINT, {handler})
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("handler", "code", "shown"),
+    [("signal.default_int_handler", 130, "Interrupted.\n"), ("signal.SIG_IGN", 0, "")],
+    ids=["Ctrl+C", "ignored, as after nohup"],
+)
+def test_ctrl_c_while_flatout_is_imported_shows_no_traceback(handler, code, shown):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(handler=handler), "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert (done.returncode, done.stderr) == (code, shown)
+    assert done.stdout.startswith("flatout ") == (code == 0)
