@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from contextlib import suppress
 
 import pytest
 from tracing import calls, traced
@@ -12,6 +13,7 @@ from write_log import TRACE, Disk, everything, names_first, only_synced, torn, w
 
 from flatout.data.store.verify import verify_dataset
 from flatout.errors import FlatoutError
+from flatout.training.checkpoint import catalog
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -60,6 +62,16 @@ def saved_in(tree):
     return max((event["step"] for event in events if event["event"] == "save"), default=0)
 
 
+def records_lost(tree, step):
+    """Return what is wrong with the records on a disk whose newest checkpoint is that of `step`."""
+    lines = (tree.get("/run/metrics.jsonl") or b"").split(b"\n")[:-1]
+    last = 0
+    for line in lines:
+        with suppress(ValueError):  # zeros, or the rest of a line
+            last = max(last, json.loads(line)["step"])
+    return [f"the records end at step {last}, and step {step} is saved"] if last < step else []
+
+
 @pytest.mark.parametrize("way", ["loop", "beside"])
 def test_a_power_loss_loses_no_saved_step(way, victim, tmp_path, survived):
     attacked = victim(way=way)
@@ -68,14 +80,16 @@ def test_a_power_loss_loses_no_saved_step(way, victim, tmp_path, survived):
     for number, (kind, tree, whole) in enumerate(surviving(log, tmp_path / "disk")):
         tries += 1
         folder = tmp_path / "after"
-        found = attacked.lost(write(tree, folder) / "run", saved_in(whole))
+        run = write(tree, folder) / "run"
+        found = attacked.lost(run, saved_in(whole))
+        found += records_lost(tree, max(catalog.steps(run), default=0))
         problems += [f"{number}, {kind}: {problem}" for problem in found]
         shutil.rmtree(folder)
         kept.setdefault(kind, []).append(tree)
     for kind, trees in kept.items():
         for tree in random.Random(kind).sample(trees, min(RESUMED, len(trees))):
             folder = tmp_path / "resumed"
-            found = attacked.end(write(tree, folder) / "run", lost_records=True)
+            found = attacked.end(write(tree, folder) / "run")
             problems += [f"resumed, {kind}: {problem}" for problem in found]
             shutil.rmtree(folder)
     survived("power", tries, problems)

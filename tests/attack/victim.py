@@ -97,17 +97,12 @@ class Victim:
             return [f"{newest.name} differs from that of the run without an attack"]
         return []
 
-    def unequal(self, run: Path, ended: Ended, *, lost_records: bool = False) -> list[str]:
-        """Return how a run's end differs from that of the run without an attack, bit by bit.
-
-        With `lost_records` the last training loss may be unknown: no step was left to train.
-        """
+    def unequal(self, run: Path, ended: Ended) -> list[str]:
+        """Return how a run's end differs from that of the run without an attack, bit by bit."""
         whole = self.whole
         if ended.code:
             return [f"ended in {ended.code}: {ended.err[-2000:]}"]
         found = {key: ended.result[key] for key in KEPT}
-        if lost_records and found["train_loss"] is None:
-            found["train_loss"] = self.result["train_loss"]
         problems = [] if found == self.result else [f"{found} instead of {self.result}"]
         last = [folder / "checkpoints" / f"step-{self.steps}" for folder in (run, whole)]
         if self.digests(last[0]) != self.digests(last[1]):
@@ -119,9 +114,9 @@ class Victim:
             problems.append("the state of the last checkpoint differs")
         return problems
 
-    def end(self, run: Path, *, lost_records: bool = False) -> list[str]:
+    def end(self, run: Path) -> list[str]:
         """Run the same command again, and return how its end differs."""
-        return self.unequal(run, self.train(run), lost_records=lost_records)
+        return self.unequal(run, self.train(run))
 
 
 def saved_step(run: Path) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,9 +187,23 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
         {"format_version": catalog.FORMAT_VERSION, "step": snapshot.step, "files": files},
     )
     sync(temporary)
+    sync_logs(snapshot.folder)
     aside = catalog.set_aside(snapshot.folder, after=snapshot.step)
     catalog.publish(temporary, snapshot.final)
     return aside
+
+
+def sync_logs(run_folder: Path) -> None:
+    """Sync the lines that a run has logged, which nothing else does while it trains.
+
+    So no power loss leaves a checkpoint without the records up to its step. A disk that refuses is
+    ignored: logs never stop a run.
+    """
+    with suppress(OSError):
+        for path in run_folder.glob("*.jsonl"):
+            if path.is_file():
+                sync(path)
+        sync(run_folder)
 
 
 def data_file(item: StateItem, rank: int) -> str:

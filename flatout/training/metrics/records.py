@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from flatout.files import open_own, write_text
@@ -54,10 +55,12 @@ class Lines:
             self.refusal = error
 
     def close(self) -> None:
-        """Write what waits, if the disk accepts it, and close the file."""
+        """Write what waits, if the disk accepts it, and sync and close the file."""
         if self._unwritten:
             self.flush()
         if self._descriptor is not None:
+            with suppress(OSError):
+                os.fsync(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
         self.lacks_lines |= bool(self._unwritten)

@@ -1,7 +1,8 @@
 """Detects edits of config.yaml: its last line is a digest, and a copy shows what was changed.
 
 The digest is in the file itself, so that a kill cannot separate the two. The copy has the same
-text, digest included. No torch.
+text, digest included. asked.yaml has no copy; its digest is its first line, so that a file that was
+cut short has it too. No torch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ _LOST_COPY = f"and {COPY}, which shows the original settings, is missing or dama
 _SEAL = re.compile(
     r"\A(?P<text>.*\n)# sha256 of the lines above: (?P<digest>[0-9a-f]{64})\n\Z", re.DOTALL
 )
+_SEAL_AT_TOP = re.compile(
+    r"\A# sha256 of the lines below: (?P<digest>[0-9a-f]{64})\n(?P<text>.*)\Z", re.DOTALL
+)
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -39,6 +43,27 @@ def write_sealed(path: Path, text: str) -> None:
     sealed = f"{text}# sha256 of the lines above: {_digest(text)}\n"
     write_text(path.with_name(COPY), sealed)
     write_text(path, sealed)
+
+
+def write_sealed_at_top(path: Path, text: str) -> None:
+    """Write `text` with its digest in the line before it."""
+    write_text(path, f"# sha256 of the lines below: {_digest(text)}\n{text}")
+
+
+def require_whole(path: Path) -> None:
+    """Check that a file has the text that `write_sealed_at_top` wrote.
+
+    A file without a digest was written by an earlier version and is accepted.
+    Raises: ConfigError.
+    """
+    sealed = _read(path)
+    if sealed.startswith("#") and not _is_whole(sealed, _SEAL_AT_TOP):
+        raise ConfigError(
+            f"{path} was changed after the run had started, or is damaged: it does not match the "
+            "SHA-256 in its first line.",
+            fix="Restore it from a copy, or start another run from this one: "
+            f"--resume {in_shell(path.parent)} --run-dir DIR",
+        )
 
 
 def require_unedited(path: Path, config: RunConfig, *, free: Iterable[str]) -> None:
@@ -130,8 +155,8 @@ def _value(config: RunConfig, key: str) -> object:
     )
 
 
-def _is_whole(sealed: str) -> bool:
-    found = _SEAL.match(sealed)
+def _is_whole(sealed: str, seal: re.Pattern[str] = _SEAL) -> bool:
+    found = seal.match(sealed)
     return found is not None and _digest(found["text"]) == found["digest"]
 
 

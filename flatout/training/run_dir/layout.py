@@ -54,7 +54,13 @@ from flatout.json_io import (
 from flatout.recognised import read_regular
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import OWNER, claim, existing, folder_in
-from flatout.training.run_dir.config_seal import COPY, require_as_trained, write_sealed
+from flatout.training.run_dir.config_seal import (
+    COPY,
+    require_as_trained,
+    require_whole,
+    write_sealed,
+    write_sealed_at_top,
+)
 
 FREE_KEYS = (
     "log.",
@@ -158,7 +164,7 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
     folder.mkdir(parents=True, exist_ok=True)
     claim(folder, folder_in(config.checkpoint.dir, folder))
     if requested is not None:
-        write_text(folder / REQUESTED, _yaml(requested))
+        write_sealed_at_top(folder / REQUESTED, _yaml(requested))
     write_sealed(folder / CONFIG, _yaml(config))
     trust.remember(folder, config.references())
 
@@ -169,7 +175,7 @@ def replace_config(folder: Path, config: RunConfig, *, requested: RunConfig) -> 
     The order matters: after a kill in between, running the same command again repeats both.
     """
     write_config(folder, config)
-    write_text(folder / REQUESTED, _yaml(requested))
+    write_sealed_at_top(folder / REQUESTED, _yaml(requested))
 
 
 def trusted_config(folder: Path, *, trust_code: bool = False) -> RunConfig | None:
@@ -197,9 +203,11 @@ def read_requested(folder: Path) -> RunConfig | None:
     """Return the requested configuration of a run, before `auto` was resolved.
 
     None when an earlier version, which did not store it, started the run.
-    Raises: ConfigError when it is empty: a whole one names every key.
+    Raises: ConfigError when it was changed or damaged; a whole one is not empty.
     """
     path = folder / REQUESTED
+    if path.exists():
+        require_whole(path)
     if path.exists() and not read_document(path):
         raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
     return _read_yaml(path)

@@ -114,3 +114,26 @@ def test_a_run_of_an_earlier_version_opens(tiny_config, stopped):
     )
     (stopped / COPY).unlink()
     assert run_training(tiny_config(), stopped)["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("lr: 0.01", "lr: 0.03"),
+        lambda text: text[: len(text) // 2],
+        lambda text: text[:20],
+        lambda text: text.replace("sha256", "sha257", 1),
+    ],
+)
+def test_a_changed_request_is_refused_by_name(tiny_config, stopped, damage):
+    path = stopped / "asked.yaml"
+    assert damage(path.read_text()) != path.read_text()
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ConfigError, match=r"asked\.yaml was changed .* or is damaged"):
+        run_training(tiny_config(), stopped)
+
+
+def test_a_request_of_an_earlier_version_has_no_digest(tiny_config, stopped):
+    path = stopped / "asked.yaml"
+    path.write_text(path.read_text().partition("\n")[2])
+    assert run_training(tiny_config(), stopped)["steps"] == 6
