@@ -27,7 +27,7 @@ ATTACKS = {
     "small": "a file system that fills up while training or `prepare` runs",
     "run-file": "a file of a run cut to 0, 50 or 99%, or with a flipped bit",
     "data-file": "the same in a dataset",
-    "export-file": "the same in an export that starts another run, without the flipped bit",
+    "export-file": "the same in an export that starts another run",
     "pickle": "a pickle in place of a file of a checkpoint, a dataset or an export",
     "key": "a key of a JSON or YAML file of a run deleted, renamed or given another value",
     "read-only": "a read-only file system",

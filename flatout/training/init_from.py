@@ -15,6 +15,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository
 from flatout.errors import CheckpointError, ConfigError
+from flatout.export_mark import require_as_exported
 from flatout.json_io import JsonObject, read_model
 from flatout.models.language_model import model_of
 from flatout.models.lora import adapters_of, scale_of, with_adapters
@@ -74,7 +75,11 @@ def _resolve_foreign(
     config: RunConfig, dataset: AnyDataset, ops: Ops, progress: Progress
 ) -> RunConfig:
     """Check the model that `train.init_from` imports, and return the config with its path."""
-    found = find_model(config.train.init_from or "", progress=progress)
+    init_from = config.train.init_from or ""
+    path = Path(init_from)
+    if path.exists():
+        require_as_exported(path if path.is_dir() else path.parent, progress=progress)
+    found = find_model(init_from, progress=progress)
     model_class, model_config = model_of(config)
     model = model_class.on_meta(model_config, ops)
     ForeignWeights(found, model_config).require_fit(shapes_of(model))

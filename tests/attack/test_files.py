@@ -157,14 +157,8 @@ def export(victim, tmp_path_factory):
     return out
 
 
-def cuts(data):
-    """Yield the damages that a file without a checksum shows."""
-    return [(what, short) for what, short in damages(data) if what.startswith("cut")]
-
-
 def test_a_damaged_export_is_refused(victim, export, tmp_path, survived):
-    """A file that the new run does not read may be damaged."""
-    found = trained_on(cuts, victim(), tmp_path, export, "train.init_from")
+    found = trained_on(damages, victim(), tmp_path, export, "train.init_from")
     survived("export-file", *found)
 
 

@@ -23,6 +23,7 @@ HOUSE = (
     "registry",
     "trust",
     "progress",
+    "export_mark",
     "transfer",
     "conversation",
     "config",

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flatout.errors import OutputInUse
+from flatout.export_mark import MARK
 from flatout.files import PART, sync
-
-MARK = "flatout.json"
-"""A file that every export has: what it was made from."""
 
 
 def require_free(out: Path, *, overwrite: bool = False) -> None:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from flatout.conversation.templates import CHAT_TEMPLATE, load_template
 from flatout.errors import HardwareError
+from flatout.export_mark import write_mark
 from flatout.files import folder_bytes, write_whole
 from flatout.inference.export import card, gguf
-from flatout.inference.export.destination import MARK, require_free, whole_folder
+from flatout.inference.export.destination import require_free, whole_folder
 from flatout.inference.export.huggingface import (
     Written,
     own_config,
@@ -24,7 +25,6 @@ from flatout.json_io import write_json
 from flatout.progress import SILENT, Progress, readable_size
 
 Format = Literal["huggingface", "safetensors", "gguf"]
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,14 @@ def export_run(
     _require_disk(source, out)
     with whole_folder(out) as folder:
         written = _write(source, folder, to, shard_mib << 20, progress)
-        document = {
-            "format_version": FORMAT_VERSION,
+        made_from = {
             "to": to,
             "run": source.folder.absolute().name,
             "step": source.step,
             "flatout": card.version(),
             "model_class": written.model_class,
         }
-        write_json(folder / MARK, document)
+        write_mark(folder, made_from)
         library = None if to == "safetensors" else {"gguf": "gguf"}.get(to, "transformers")
         text = card.model_card(source, _usage(to, written), written.notes, library=library)
         write_whole(folder / "README.md", text)

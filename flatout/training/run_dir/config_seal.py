@@ -61,8 +61,8 @@ def require_whole(path: Path) -> None:
         raise ConfigError(
             f"{path} was changed after the run had started, or is damaged: it does not match the "
             "SHA-256 in its first line.",
-            fix="Restore it from a copy, or start another run from this one: "
-            f"--resume {in_shell(path.parent)} --run-dir DIR",
+            fix="Restore it from a copy, or start another run: "
+            f"--resume {in_shell(path.parent)} --run-dir DIR starts it from this one.",
         )
 
 

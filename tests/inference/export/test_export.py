@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from flatout.architectures.source import ForeignWeights, find_model
 from flatout.conversation.templates import CHAT_TEMPLATE, named_template
 from flatout.errors import HardwareError, OutputInUse
+from flatout.export_mark import MARK
 from flatout.inference.export import export, source
-from flatout.inference.export.destination import MARK, require_free
+from flatout.inference.export.destination import require_free
 from flatout.registry import MODELS
 from flatout.training.checkpoint.read_write import read_weights
 
