@@ -12,7 +12,7 @@ COPY constraints.txt ./
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -c constraints.txt setuptools torch
 COPY pyproject.toml README.md LICENSE ./
 COPY flatout ./flatout
-RUN pip install --no-cache-dir --no-build-isolation -c constraints.txt . && rm -rf /build/*
+RUN pip install --no-cache-dir --no-build-isolation -c constraints.txt ".[report]" && rm -rf /build/*
 
 RUN useradd --create-home --uid 1000 flatout && mkdir /workspace && chown flatout /workspace
 USER flatout
