@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from flatout.models.language_model import LanguageModel
 from flatout.ops import split_update
+from flatout.ops.flag import assign_unless
 from flatout.ops.split import join as join
 from flatout.ops.split import split as split
 
@@ -152,12 +153,19 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def decay_and_add(
-    weights: Sequence[Tensor], steps: Sequence[Tensor], *, kept: float, alpha: float
+    weights: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    *,
+    kept: float,
+    alpha: float,
+    skip: Tensor | None = None,
 ) -> None:
     """Set each weight to kept * weight + alpha * step, in place; split weights in one pass.
 
+    Every bit stays if `skip` is 1, which is read on the device.
+
     Shapes:  each pair of weight and step has one shape; weights are split or plain, and plain ones
-             have the dtype of their steps.
+             have the dtype of their steps; skip is 0-D.
     """
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     plain: list[tuple[Tensor, Tensor]] = []
@@ -167,13 +175,15 @@ def decay_and_add(
         elif split_update.fits(weight.high, weight.low):
             parts.append((weight.high, weight.low, step))
         else:
-            weight._assign(join(weight.high, weight.low).mul_(kept).add_(step, alpha=alpha))
+            moved = join(weight.high, weight.low).mul_(kept).add_(step, alpha=alpha)
+            assign_unless(skip, [weight.high, weight.low], split(moved))
     if parts:
-        split_update.decay_and_add(*_columns(parts), kept=kept, alpha=alpha)
+        split_update.decay_and_add(*_columns(parts), kept=kept, alpha=alpha, skip=skip)
     if plain:
         targets, added = _columns(plain)
-        torch._foreach_mul_(targets, kept)
-        torch._foreach_add_(targets, added, alpha=alpha)
+        moved_weights = torch._foreach_mul(targets, kept)
+        torch._foreach_add_(moved_weights, added, alpha=alpha)
+        assign_unless(skip, targets, moved_weights)
 
 
 def _run_kernel(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
@@ -182,11 +192,7 @@ def _run_kernel(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
     The arguments are those of torch's fused AdamW.
     """
     weights, gradients, exp_avgs, exp_avg_sqs, _, steps = args
-    if (
-        kwargs["amsgrad"]
-        or kwargs["maximize"]
-        or any(kwargs.get(name) is not None for name in ("grad_scale", "found_inf"))
-    ):
+    if kwargs["amsgrad"] or kwargs["maximize"] or kwargs.get("grad_scale") is not None:
         return args
     rows = list(zip(weights, gradients, exp_avgs, exp_avg_sqs, steps, strict=True))
     fit = [
@@ -202,7 +208,7 @@ def _run_kernel(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
         (row[0].high, row[0].low, *row[1:]) for row, fits in zip(rows, fit, strict=True) if fits
     ]
     numbers = {name: kwargs[name] for name in ("lr", "beta1", "beta2", "weight_decay", "eps")}
-    split_update.adamw(*_columns(supported), **numbers)
+    split_update.adamw(*_columns(supported), **numbers, skip=kwargs.get("found_inf"))
     rest = [row for row, fits in zip(rows, fit, strict=True) if not fits]
     weights, gradients, exp_avgs, exp_avg_sqs, steps = _columns(rest) if rest else [[]] * 5
     return weights, gradients, exp_avgs, exp_avg_sqs, [], steps

@@ -4,7 +4,7 @@ One launch updates many tensors: `table` has a row of 64-bit numbers for each, w
 its weights and then the addresses of its parts. Programs along axis 1 are tensors; those along
 axis 0 share the blocks of one tensor. Each weight is read once and written once. Operations are not
 fused with each other (enable_fp_fusion=False), so each is rounded, as in torch's separate
-operations.
+operations. Where the number at `skip` is not 0, nothing is read or written.
 """
 
 import triton
@@ -24,12 +24,12 @@ def _address(row, FIELD: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexp
 
 
 @triton.jit
-def _count(row, ALIGNED: tl.constexpr):
-    """The number of weights of a row's tensor.
+def _count(row, skip, ALIGNED: tl.constexpr):
+    """The number of weights of a row's tensor to update: none of them where `skip` is not 0.
 
     ALIGNED promises a multiple of 16, so that each vector is loaded completely or not at all.
     """
-    count = tl.load(row)
+    count = tl.where(tl.load(skip) == 0.0, tl.load(row), 0)
     if ALIGNED:
         count = tl.multiple_of(count, 16)
     return count
@@ -66,13 +66,13 @@ def _store_split(high, low, at, mask, weight):
 
 
 @triton.jit
-def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def adamw(table, numbers, skip, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """AdamW. The fields of a row: weights, high, low, gradient, exp_avg, exp_avg_sq, step.
 
     `split_update.adamw` lists `numbers`, in fp64.
     """
     row = table + tl.program_id(1) * 7
-    count = _count(row, ALIGNED)
+    count = _count(row, skip, ALIGNED)
     high, low = _address(row, 1, tl.int16, ALIGNED), _address(row, 2, tl.int16, ALIGNED)
     gradients = _address(row, 3, tl.float32, ALIGNED)
     means, squares = _address(row, 4, tl.float32, ALIGNED), _address(row, 5, tl.float32, ALIGNED)
@@ -98,13 +98,15 @@ def adamw(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def decay_and_add(table, numbers, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+def decay_and_add(
+    table, numbers, skip, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr
+):
     """kept * weight + alpha * step. The fields of a row: weights, high, low, step of dtype DTYPE.
 
     `numbers`, in fp64: kept, alpha.
     """
     row = table + tl.program_id(1) * 4
-    count = _count(row, ALIGNED)
+    count = _count(row, skip, ALIGNED)
     high, low, steps = (
         _address(row, 1, tl.int16, ALIGNED),
         _address(row, 2, tl.int16, ALIGNED),

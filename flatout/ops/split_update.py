@@ -81,12 +81,15 @@ def adamw(
     beta2: float,
     weight_decay: float,
     eps: float,
+    skip: Tensor | None = None,
 ) -> None:
     """`adamw_reference` in Triton: one launch for all tensors, or two if some have odd sizes.
 
-    `fits` tells which tensors it supports. The steps are read on the device, so nothing waits.
+    `fits` tells which tensors it supports. Nothing changes if `skip` is 1. It and the steps are
+    read on the device, so nothing waits.
 
-    Shapes:  as `adamw_reference`; a gradient with another layout than its weight is copied first.
+    Shapes:  as `adamw_reference`; a gradient with another layout than its weight is copied first;
+             skip is 0-D, fp32.
     Cost:    28 bytes per weight.
     """
     betas = [_log(beta1), _log(beta2), 1 - beta1, beta2, 1 - beta2]
@@ -95,6 +98,7 @@ def adamw(
         "adamw",
         [highs, lows, alike, exp_avgs, exp_avg_sqs, steps],
         [lr, *betas, 1 - lr * weight_decay, eps],
+        skip,
     )
 
 
@@ -123,16 +127,17 @@ def decay_and_add(
     *,
     kept: float,
     alpha: float,
+    skip: Tensor | None = None,
 ) -> None:
     """`decay_and_add_reference` in Triton, in one or two launches as `adamw`.
 
     Shapes:  as `decay_and_add_reference`, with steps of one dtype; a step with another layout than
-             its weight is copied first.
+             its weight is copied first; skip as in `adamw`.
     Cost:    8 bytes per weight and the step.
     """
     alike = list(map(_laid_out_like, highs, steps))
     dtype = _triton_dtype(steps[0].dtype)
-    _launch("decay_and_add", [highs, lows, alike], [kept, alpha], DTYPE=dtype)
+    _launch("decay_and_add", [highs, lows, alike], [kept, alpha], skip, DTYPE=dtype)
 
 
 def fits(high: Tensor, low: Tensor, *moments: Tensor) -> bool:
@@ -153,7 +158,11 @@ def fits(high: Tensor, low: Tensor, *moments: Tensor) -> bool:
 
 
 def _launch(
-    kernel: str, columns: Sequence[Sequence[Tensor]], numbers: list[float], **constants: object
+    kernel: str,
+    columns: Sequence[Sequence[Tensor]],
+    numbers: list[float],
+    skip: Tensor | None,
+    **constants: object,
 ) -> None:
     """Run a kernel on all tensors: once for those that load as vectors, once for the others."""
     first = columns[0][0]
@@ -164,12 +173,14 @@ def _launch(
         rows[aligned].append([count, *(tensor.data_ptr() for tensor in tensors)])
     with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
         shared = _on(first.device, numbers, torch.float64)
+        flag = torch.zeros((), device=first.device) if skip is None else skip
         for aligned, table in rows.items():
             if table:
                 programs = min(PROGRAMS, max(1, math.ceil(max(row[0] for row in table) / BLOCK)))
                 getattr(triton_kernels.load("split_kernels"), kernel)[(programs, len(table))](
                     _on(first.device, table, torch.int64),
                     shared,
+                    flag,
                     ALIGNED=aligned,
                     BLOCK=BLOCK,
                     num_warps=4,

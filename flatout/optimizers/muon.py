@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.models.split_weights import SplitTensor, decay_and_add
+from flatout.ops.flag import assign_unless
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_groups, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
@@ -110,11 +111,14 @@ class Muon(Optimizer):
     row counts; they share a momentum buffer. `newton_schulz` is a function of
     `flatout.ops.newton_schulz`. Matrices of one shape, or of one shape and its transpose, are
     iterated together. A sharded matrix is gathered and orthogonalised on every rank, and each rank
-    updates its shard; momentum stays sharded.
+    updates its shard; momentum stays sharded. A step changes nothing if the attribute `found_inf`
+    is 1, see `step_with_flag`.
 
     Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon; scale and decay of Liu et al.
             2025, arXiv:2502.16982.
     """
+
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -147,7 +151,7 @@ class Muon(Optimizer):
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
-                self._update(parameters, group["lr"], group["weight_decay"], group["momentum"])
+                self._update(parameters, group, getattr(self, "found_inf", None))
         return loss
 
     @torch.no_grad()
@@ -162,22 +166,16 @@ class Muon(Optimizer):
         self._newton_schulz = batched
 
     def _update(
-        self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float
+        self, parameters: list[nn.Parameter], group: dict[str, Any], skip: Tensor | None
     ) -> None:
-        directions = self._directions(parameters, momentum)
-        kept = 1 - lr * weight_decay
-        shards = [_local(p) for p in parameters if isinstance(p, DTensor)]
-        if shards:
-            torch._foreach_mul_(shards, kept)
+        directions = self._directions(parameters, group["momentum"], skip)
+        kept = 1 - group["lr"] * group["weight_decay"]
+        for shard in [_local(p) for p in parameters if isinstance(p, DTensor)]:
+            assign_unless(skip, [shard], [shard * kept])
         for batch in _batches(self._matrices(parameters)):
             steps_NRC = self._newton_schulz(_stack(batch, directions))
-            _add_batch(
-                parameters,
-                batch,
-                steps_NRC,
-                kept,
-                -lr * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape)),
-            )
+            alpha = -group["lr"] * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape))
+            _add_batch(parameters, batch, steps_NRC, kept=kept, alpha=alpha, skip=skip)
 
     def _matrices(self, parameters: list[nn.Parameter]) -> Iterator[_Matrix]:
         for index, parameter in enumerate(parameters):
@@ -186,7 +184,9 @@ class Muon(Optimizer):
                 start, stop = stop, stop + rows
                 yield _Matrix(index, start, stop, parameter.shape[1], parameter.dtype)
 
-    def _directions(self, parameters: list[nn.Parameter], momentum: float) -> list[Tensor]:
+    def _directions(
+        self, parameters: list[nn.Parameter], momentum: float, skip: Tensor | None
+    ) -> list[Tensor]:
         """Update the momentum buffers and return Nesterov's directions, sharded like them."""
         gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
         for p, gradient in zip(parameters, gradients, strict=True):
@@ -197,7 +197,9 @@ class Muon(Optimizer):
             [_local(g) for g in gradients],
             [_local(b) for b in buffers],
         )
-        torch._foreach_lerp_(local_buffers, local_gradients, 1 - momentum)
+        moved = torch._foreach_lerp(local_buffers, local_gradients, 1 - momentum)
+        assign_unless(skip, local_buffers, moved)
+        del moved  # before the directions, which need as much memory
         local = torch._foreach_lerp(local_gradients, local_buffers, momentum)
         return [_like(direction, p) for direction, p in zip(local, parameters, strict=True)]
 
@@ -247,10 +249,12 @@ def _add_batch(
     parameters: list[nn.Parameter],
     batch: list[_Matrix],
     steps_NRC: Tensor,
+    *,
     kept: float,
     alpha: float,
+    skip: Tensor | None,
 ) -> None:
-    """Decay each matrix and add alpha times its step, with a few kernels per batch.
+    """Decay each matrix and add alpha times its step, unless `skip` is 1.
 
     The kernels need steps in the layout of the matrices. Shards are already decayed.
     """
@@ -258,7 +262,7 @@ def _add_batch(
     if isinstance(parameters[batch[0].index], DTensor):
         for matrix, step_RC, wide in zip(batch, steps_NRC, is_wide, strict=True):
             sharded: Any = parameters[matrix.index]
-            _add_to_shard(sharded, matrix, step_RC if wide else step_RC.T, alpha)
+            _add_to_shard(sharded, matrix, step_RC if wide else step_RC.T, alpha, skip)
         return
     if not isinstance(parameters[batch[0].index], SplitTensor):
         # The kernel for split weights reads narrow steps.
@@ -273,13 +277,17 @@ def _add_batch(
         steps,
         kept=kept,
         alpha=alpha,
+        skip=skip,
     )
 
 
-def _add_to_shard(parameter: DTensor, matrix: _Matrix, step: Tensor, alpha: float) -> None:
-    """Add alpha times `step` to this rank's shard of the matrix."""
+def _add_to_shard(
+    parameter: DTensor, matrix: _Matrix, step: Tensor, alpha: float, skip: Tensor | None
+) -> None:
+    """Add alpha times `step` to this rank's shard of the matrix, unless `skip` is 1."""
     padded = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
-    _local(parameter).add_(_shard_of(padded, parameter), alpha=alpha)
+    shard = _local(parameter)
+    assign_unless(skip, [shard], [shard.add(_shard_of(padded, parameter), alpha=alpha)])
 
 
 def _wide(matrix: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from flatout.json_io import JsonObject
 
@@ -135,13 +135,13 @@ class StepGuard:
 def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> float:
     """Take the step of every optimizer, or of none when `skip` is 1.
 
-    On a GPU, torch's fused AdamW reads the flag on the device. With any other optimizer the host
-    waits for the flag, once per step, until the backward pass is done.
+    On a GPU the optimizers read the flag on the device. If one of them cannot, the host waits for
+    it, once per step, until the backward pass is done.
 
     Shapes:  skip is 0-D.
     Returns: seconds that the host waited for a device.
     """
-    if not skip.is_cpu and all(map(_reads_flag, optimizers)):
+    if not skip.is_cpu and all(map(reads_flag, optimizers)):
         for optimizer in optimizers:
             step_with_flag(optimizer, skip)
         return 0.0
@@ -155,24 +155,25 @@ def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> float:
 
 
 def step_with_flag(optimizer: Optimizer, skip: Tensor) -> None:
-    """Take a step of a fused AdamW, whose kernel changes nothing when `skip` is 1.
+    """Take a step that changes nothing when `skip` is 1, of an optimizer for which `reads_flag`.
 
     Shapes: skip is 0-D.
     """
-    fused: Optimizer = optimizer
-    fused.found_inf = skip  # type: ignore[attr-defined]
+    flagged: Optimizer = optimizer
+    flagged.found_inf = skip  # type: ignore[attr-defined]
     try:
-        fused.step()
+        flagged.step()
     finally:
-        del fused.found_inf  # type: ignore[attr-defined]
+        del flagged.found_inf  # type: ignore[attr-defined]
 
 
-def _reads_flag(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is torch's fused AdamW on plain, unsharded weights."""
-    return type(optimizer) is AdamW and all(
-        group["fused"] and all(type(parameter) is nn.Parameter for parameter in group["params"])
-        for group in optimizer.param_groups
-    )
+def reads_flag(optimizer: Optimizer) -> bool:
+    """Return whether a step of an optimizer changes nothing if its attribute `found_inf` is 1.
+
+    The protocol is torch's, for its loss scaler (`torch.amp.GradScaler`): an optimizer that follows
+    it says so by an attribute. Ours do, and torch's fused ones.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def persistent_buffers(model: nn.Module) -> list[Tensor]:

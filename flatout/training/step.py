@@ -1,7 +1,7 @@
 """One optimizer step: forward and backward on every micro-batch, then one update.
 
 An update from figures that are not finite is skipped (`optimizers/step_guard.py`). Nothing here
-waits for the device, except with float16 and with optimizers that cannot skip an update there.
+waits for the device, except with float16 and with optimizers that cannot read the guard's flag.
 """
 
 from __future__ import annotations
@@ -112,16 +112,16 @@ def add_gradients(
 def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:
     """Update the weights unless the figures are bad; return whether float16 overflowed.
 
-    An overflow at the smallest loss scale, or together with a loss that is not finite, counts as a
-    bad step.
+    An overflow at the smallest loss scale counts as a bad step. So does a loss that is not finite,
+    which says nothing about the loss scale: only gradients are scaled.
 
     Shapes:  loss and grad_norm are 0-D.
     """
     run.is_updating = True
-    if run.scaler:
+    if run.scaler and torch.isfinite(loss):
         can_shrink, is_finite = run.scaler.scale > SMALLEST, bool(torch.isfinite(grad_norm))
         run.scaler.update(is_finite)
-        if not is_finite and can_shrink and torch.isfinite(loss):
+        if not is_finite and can_shrink:
             return True
     skip = run.guard.judge(loss, grad_norm)
     run.saver.before_update()

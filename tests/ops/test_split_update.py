@@ -189,6 +189,24 @@ def test_decay_and_add_moves_8_bytes_per_weight_and_the_step(bytes_moved, dtype,
     assert sum(bytes_moved.values()) == (8 + step_bytes) * sum(tensor.numel() for tensor in highs)
 
 
+@pytest.mark.parametrize("name", ["adamw", "decay_and_add"])
+def test_a_flag_of_1_on_the_device_moves_nothing(name, bytes_moved):
+    """The gradients and steps are NaN then; a flag of 0 changes no bit of the update."""
+    columns = lists(SHAPES)
+    advance(columns[5])
+    numbers = NUMBERS
+    if name == "decay_and_add":
+        columns, numbers = columns[:3], {"kept": 0.99, "alpha": -0.3}
+    bad = [*columns[:2], [torch.full_like(g, torch.nan) for g in columns[2]], *columns[3:]]
+    before = copied(columns)
+    getattr(split_update, name)(*bad, **numbers, skip=torch.tensor(1.0))
+    assert_same_bits(columns, before)
+    assert bytes_moved == {"loaded": 0, "stored": 0}
+    getattr(split_update, f"{name}_reference")(*before, **numbers)
+    getattr(split_update, name)(*columns, **numbers, skip=torch.tensor(0.0))
+    assert_same_bits(columns, before)
+
+
 def test_vector_loads_and_other_loads_take_one_launch_each(interpreted, monkeypatch):
     launches = []
     kernel = split_kernels.adamw
@@ -237,7 +255,9 @@ def test_kernels_compile_for_a_gpu(name, constants, aligned):
     """
     kernel = getattr(split_kernels, name)
     constants = {"ALIGNED": aligned, "BLOCK": split_update.BLOCK} | constants
-    types = {"table": "*i64", "numbers": "*fp64"} | dict.fromkeys(constants, "constexpr")
+    types = {"table": "*i64", "numbers": "*fp64", "skip": "*fp32"} | dict.fromkeys(
+        constants, "constexpr"
+    )
     source = triton.compiler.ASTSource(
         kernel, {key: types[key] for key in kernel.arg_names}, constants
     )

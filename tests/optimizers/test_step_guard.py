@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from flatout.models.split_weights import SplitTensor, split
+from flatout.ops import newton_schulz
+from flatout.optimizers.muon import Muon
 from flatout.optimizers.step_guard import (
     MIN_NORMS,
     WINDOW,
     StepGuard,
+    reads_flag,
     step_unless,
     step_with_flag,
 )
@@ -115,36 +122,159 @@ def test_a_bad_step_leaves_buffers_as_they_were():
         assert kept == [bad] * 3
 
 
-def adamw(fused, seed=0):
-    torch.manual_seed(seed)
-    weights = [nn.Parameter(torch.randn(7, 5)), nn.Parameter(torch.randn(5))]
-    return weights, torch.optim.AdamW(weights, lr=0.1, fused=fused, foreach=False)
+LR = 0.1
+SHAPES = [(64, 64), (96, 64), (7, 5)]
+"""The first two are large enough for 8-bit moments; the second is a stack of three matrices."""
+no_warning = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own compiler
+needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+
+
+def muon(newton_schulz):
+    def make(weights):
+        rows = {weights[1]: (64, 16, 16)}
+        return Muon([{"params": weights}], LR, stacked_rows=rows, newton_schulz=newton_schulz)
+
+    return make
+
+
+def adamw_8bit(weights):
+    from flatout.speedups.adamw_8bit.torchao import adamw_8bit as make
+
+    settings = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8}
+    return make([{"params": weights, "weight_decay": 0.1, "lr": LR}], settings)
+
+
+READING = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=LR, fused=True),
+    "adamw-8bit": adamw_8bit,
+    "muon": muon(newton_schulz.reference),
+    "muon-batched": muon(newton_schulz.batched),
+    "muon-compiled": muon(newton_schulz.compiled),
+}
+"""The optimizers that read the flag on the device."""
+
+
+def cases(*, compiled):
+    """Return the parameters of a test: name, and whether weights are split."""
+    found = []
+    for name in READING:
+        marks = [needs_torchao, no_warning] if name == "adamw-8bit" else []
+        marks += [pytest.mark.slow, no_warning] if name == "muon-compiled" else []
+        if compiled or name != "muon-compiled":
+            found += [
+                pytest.param(name, kind == "split", marks=marks, id=f"{name}-{kind}")
+                for kind in ("plain", "split")
+            ]
+    return found
+
+
+def parameters(in_parts, device="cpu"):
+    """Return weights with negative zeros, whose sign an addition of zero would lose."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    for weight in weights:
+        weight[0, :3] = -0.0
+    weights = [weight.to(device) for weight in weights]
+    return [nn.Parameter(SplitTensor(*split(w)) if in_parts else w) for w in weights]
+
+
+def give_gradients(step, *models):
+    generator = torch.Generator().manual_seed(step)
+    for members in zip(*models, strict=True):
+        gradient = torch.randn(members[0].shape, generator=generator)
+        gradient[0, :3] = -0.0
+        for member in members:
+            member.grad = gradient.to(member.device)
+
+
+def give_bad_gradients(weights):
+    for number, weight in enumerate(weights):
+        weight.grad = torch.full_like(weight.grad, math.nan if number else math.inf)
 
 
 def bits(weights, optimizer):
-    state = [value for p in weights for _, value in sorted(optimizer.state[p].items())]
-    return [tensor.detach().numpy().tobytes() for tensor in (*weights, *state)]
+    tensors = []
+    for weight in weights:
+        tensors += [weight.high, weight.low] if isinstance(weight, SplitTensor) else [weight]
+        tensors += [value for _, value in sorted(optimizer.state[weight].items())]
+    return [
+        tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        for tensor in (tensor.reshape(-1) for tensor in tensors)
+    ]
 
 
 def on_the_host(optimizer, skip):
     step_unless(skip, [optimizer])
 
 
-@pytest.mark.parametrize(
-    ("step", "fused"), [(step_with_flag, True), (on_the_host, True), (on_the_host, False)]
-)
-def test_a_skipped_update_keeps_every_bit_and_others_are_those_of_a_plain_step(step, fused):
-    """The flag of the fused kernel, which a GPU reads, is tested with torch's CPU kernel."""
-    plain, guarded = adamw(fused), adamw(fused)
-    for number in range(5):
-        gradients = [torch.randn_like(weight) for weight in plain[0]]
-        for weights, _ in (plain, guarded):
-            for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = gradient.clone()
-        plain[1].step()
-        step(guarded[1], torch.tensor(0.0))
-        assert bits(*guarded) == bits(*plain)
-        for weight in guarded[0]:
-            weight.grad = torch.full_like(weight, math.nan)
-        step(guarded[1], torch.tensor(1.0))
-        assert bits(*guarded) == bits(*plain), number
+@pytest.mark.parametrize(("name", "in_parts"), cases(compiled=True))
+def test_a_flag_of_1_keeps_every_bit_and_0_gives_those_of_a_plain_step(name, in_parts):
+    """The path of a GPU, on a CPU: weights, moments and counters, -0 and first steps included."""
+    plain, guarded = parameters(in_parts), parameters(in_parts)
+    optimizers = READING[name](plain), READING[name](guarded)
+    assert reads_flag(optimizers[1])
+    for number in range(4):
+        give_gradients(number, plain, guarded)
+        optimizers[0].step()
+        step_with_flag(optimizers[1], torch.tensor(0.0))
+        assert bits(guarded, optimizers[1]) == bits(plain, optimizers[0]), number
+        give_bad_gradients(guarded)
+        step_with_flag(optimizers[1], torch.tensor(1.0))
+        assert bits(guarded, optimizers[1]) == bits(plain, optimizers[0]), number
+    assert not hasattr(optimizers[1], "found_inf")
+
+
+@pytest.mark.parametrize(("name", "in_parts"), cases(compiled=False))
+def test_a_skipped_first_step_leaves_the_weights(name, in_parts):
+    weights = parameters(in_parts)
+    optimizer, before = READING[name](weights), bits(weights, SimpleNamespace(state=empty()))
+    give_gradients(0, weights)
+    give_bad_gradients(weights)
+    step_with_flag(optimizer, torch.tensor(1.0))
+    assert bits(weights, SimpleNamespace(state=empty())) == before
+    assert all(not value.any() for state in optimizer.state.values() for value in state.values()), (
+        "state that is not zero"
+    )
+
+
+def empty():
+    return defaultdict(dict)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_on_a_cpu_the_host_reads_the_flag(fused):
+    weights = parameters(in_parts=False)
+    optimizer = torch.optim.AdamW(weights, lr=LR, fused=fused, foreach=False)
+    assert reads_flag(optimizer) is fused
+    give_gradients(0, weights)
+    on_the_host(optimizer, torch.tensor(0.0))
+    before = bits(weights, optimizer)
+    give_bad_gradients(weights)
+    on_the_host(optimizer, torch.tensor(1.0))
+    assert bits(weights, optimizer) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.gpu_essential
+@pytest.mark.parametrize(("name", "in_parts"), cases(compiled=True))
+def test_on_a_gpu_nothing_waits_and_a_skipped_step_keeps_every_bit(name, in_parts):
+    weights = parameters(in_parts, "cuda")
+    optimizer = READING[name](weights)
+    flags = [torch.zeros((), device="cuda"), torch.ones((), device="cuda")]
+    give_gradients(0, weights)
+    step_unless(flags[0], [optimizer])  # compiles
+    give_gradients(1, weights)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        waited_s = step_unless(flags[0], [optimizer])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    before = bits(weights, optimizer)
+    give_bad_gradients(weights)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        waited_s += step_unless(flags[1], [optimizer])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert bits(weights, optimizer) == before
+    assert waited_s == 0

@@ -16,6 +16,7 @@ from flatout.config.sections import OptimConfig, ParallelConfig  # noqa: E402
 from flatout.ops.newton_schulz import batched  # noqa: E402
 from flatout.optimizers import adamw, muon  # noqa: E402
 from flatout.optimizers.groups import OptimizerParts  # noqa: E402
+from flatout.optimizers.step_guard import step_with_flag  # noqa: E402
 from flatout.parallel.data import wrap  # noqa: E402
 from flatout.parallel.mesh import make_mesh  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
@@ -192,6 +193,32 @@ def resumed_with_sharded_state(mesh):
     )
 
 
+def skipped(mesh, builder, factory):
+    """Return whether a step that the device skips keeps every bit of this rank's shards."""
+    core = Tiny(0, torch.float32)
+    model = wrap(core, mesh)
+    optimizers = builder(core, CONFIG, OptimizerParts(factory, batched))
+
+    def bits():
+        states = [value for o in optimizers for s in o.state.values() for value in s.values()]
+        tensors = [*core.parameters(), *states]
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return [tensor.detach().numpy().tobytes() for tensor in local]
+
+    for step in range(2):
+        backward_together(model, mesh, step)
+        for optimizer in optimizers:
+            step_with_flag(optimizer, torch.tensor(0.0))
+        before = bits()
+        for parameter in core.parameters():
+            parameter.grad.mul_(torch.nan)
+        for optimizer in optimizers:
+            step_with_flag(optimizer, torch.tensor(1.0))
+            optimizer.zero_grad()
+        (equal,) = mesh.sum(torch.tensor(float(bits() == before)))
+    return equal.item() == mesh.world_size
+
+
 def exchanges(mesh):
     loss, count = mesh.sum(torch.tensor(0.5 + mesh.rank), torch.tensor([2**40 + 1, mesh.rank]))
     mesh.barrier()
@@ -225,6 +252,10 @@ def main(report, shard):
         "exchanges": exchanges(mesh),
         "logits": logits_called_beside_forward(mesh),
         "resumed": resumed_with_sharded_state(mesh),
+        "skipped": {
+            "adamw-fused": skipped(mesh, adamw.build, adamw.fused),
+            "muon": skipped(mesh, muon.build, adamw.fused),
+        },
         "trained": {name: weights_after_training(mesh, *parts) for name, parts in BUILDERS.items()},
     }
     mesh.barrier()

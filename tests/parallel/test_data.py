@@ -31,6 +31,11 @@ def test_trained_weights_equal_those_of_one_process(report, optimizer):
     assert report["trained"][optimizer]["state"] < 1e-12
 
 
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "muon"])
+def test_a_step_that_the_device_skips_keeps_every_bit_of_the_shards(report, optimizer):
+    assert report["skipped"][optimizer]
+
+
 def test_optimizer_state_resumes_from_its_state_dict(report):
     assert report["resumed"] == 0
 

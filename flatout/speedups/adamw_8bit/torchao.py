@@ -7,89 +7,78 @@ Source: Dettmers et al. 2022, arXiv:2110.02861.
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import disable_cache_limit
 from torch.optim import AdamW, Optimizer
 
 from flatout.assembly.conditions import load_package
 from flatout.optimizers.groups import AdamWSettings, ParameterGroup
 from flatout.optimizers.moments import FP32, TORCHAO, Moments
+from flatout.optimizers.step_guard import step_with_flag
 
 BLOCK = 256
 """Number of moments that share a scale."""
 SMALLEST = 4_096
 """Number of weights in the smallest tensor whose moments are quantised."""
-TABLE_BYTES = 2 * 256 * 4
-"""Size of the two tables that map codes to values."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """torch's names of AdamW's moments, and whether they are signed."""
 
 
 def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
-    """Return torchao's AdamW, with one compiled kernel per shape of a large parameter.
+    """Return AdamW with torchao's moments, with one compiled kernel per shape of a large parameter.
 
     Cost:   seconds of compilation per shape, at the first step.
     Raises: MissingPackage with the install line.
     """
-    return AdamW8bit(
-        groups, keywords, load_package("torchao.optim", "adamw-8bit", extra="adamw-8bit")
-    )
+    codec = load_package("torchao.optim.quant_utils", "adamw-8bit", extra="adamw-8bit")
+    return AdamW8bit(groups, keywords, codec)
 
 
 def moment_bytes(num_weights: int) -> int:
     """Return the bytes of the moments of a tensor with this many weights."""
     if not _is_quantised(num_weights):
         return 8 * num_weights
-    return 2 * num_weights + 2 * 4 * (num_weights // BLOCK) + TABLE_BYTES
+    return 2 * num_weights + 2 * 4 * (num_weights // BLOCK)
 
 
 class AdamW8bit(Optimizer):
-    """torchao's AdamW for the tensors it quantises, torch's fused one for the rest.
+    """AdamW with torchao's moments for the tensors it quantises, torch's fused one for the rest.
 
     The state contains plain tensors, as a checkpoint does. A quantised moment is stored as codes,
-    under torch's own name, and scales, under NAME_scale; the code tables come from the package. The
-    learning rate is passed to the compiled kernels as a tensor, so that a new rate does not
-    recompile them.
+    under torch's own name, and scales, under NAME_scale; the code tables come from the package. A
+    step changes nothing if the attribute `found_inf` is 1, see `step_with_flag`.
     """
 
-    def __init__(
-        self, groups: list[ParameterGroup], keywords: AdamWSettings, package: ModuleType
-    ) -> None:
-        super().__init__(groups, dict(keywords))
-        self._state_class: Any = importlib.import_module(
-            "torchao.optim.subclass_8bit"
-        ).OptimState8bit
-        self._groups: list[tuple[ParameterGroup, ParameterGroup]] = []
-        self._quantised = self._make_inner(package.AdamW8bit, keywords, quantised=True)
-        self._fp32 = self._make_inner(partial(AdamW, fused=True), keywords, quantised=False)
-        if self._fp32 is not None:
-            self._fp32.state = self.state
+    _step_supports_amp_scaling = True
 
-    def _make_inner(
-        self, make: Callable[..., Optimizer], keywords: AdamWSettings, *, quantised: bool
-    ) -> Optimizer | None:
-        members = [
-            (group, [p for p in group["params"] if _is_quantised(p.numel()) is quantised])
+    def __init__(
+        self, groups: list[ParameterGroup], keywords: AdamWSettings, codec: ModuleType
+    ) -> None:
+        """`codec` is torchao's module of functions that turn moments into codes and back."""
+        super().__init__(groups, dict(keywords))
+        self._codec = codec
+        self._update = torch.compile(_update_with(codec), fullgraph=True, dynamic=False)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._pairs: list[tuple[ParameterGroup, ParameterGroup]] = []
+        self._fp32 = self._make_fp32(keywords)
+
+    def _make_fp32(self, keywords: AdamWSettings) -> Optimizer | None:
+        """Return the optimizer of the tensors that are not quantised, which shares the state."""
+        pairs = [
+            (group, {"params": [p for p in group["params"] if not _is_quantised(p.numel())]})
             for group in self.param_groups
         ]
-        members = [(group, parameters) for group, parameters in members if parameters]
-        if not members:
+        pairs = [(group, own) for group, own in pairs if own["params"]]
+        if not pairs:
             return None
-        made = make(
-            [
-                {"params": parameters, "weight_decay": group["weight_decay"]}
-                for group, parameters in members
-            ],
-            **keywords,
-        )
-        self._groups += zip((group for group, _ in members), made.param_groups, strict=True)
+        made = AdamW([own for _, own in pairs], **keywords, fused=True)
+        made.state = self.state
+        self._pairs = list(zip((group for group, _ in pairs), made.param_groups, strict=True))
         return made
 
     def moments_of(self, parameter: Tensor) -> Moments:
@@ -106,49 +95,107 @@ class AdamW8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for own, inner in self._groups:
-            inner.update({key: own[key] for key in ("betas", "eps", "weight_decay")})
-            inner["lr"] = (
-                inner["lr"].fill_(own["lr"]) if isinstance(inner["lr"], Tensor) else own["lr"]
-            )
+        skip: Tensor | None = getattr(self, "found_inf", None)
         if self._fp32 is not None:
-            self._fp32.step()
-        if self._quantised is not None:
-            self._quantised_step(self._quantised)
+            for group, own in self._pairs:
+                own.update({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+            if skip is None:
+                self._fp32.step()
+            else:
+                step_with_flag(self._fp32, skip)
+        # Each shape compiles once; torch's limit is for code that recompiles again and again.
+        with disable_cache_limit():
+            for group in self.param_groups:
+                members = [p for p in group["params"] if p.grad is not None]
+                self._update_group(group, [p for p in members if _is_quantised(p.numel())], skip)
         return loss
 
-    def _quantised_step(self, inner: Optimizer) -> None:
-        parameters = [
-            p for group in inner.param_groups for p in group["params"] if p.grad is not None
-        ]
-        for parameter in parameters:
-            if parameter in self.state and self.state[parameter]["step"] is not inner.state[
-                parameter
-            ].get("step"):
-                inner.state[parameter] = self._to_torchao(self.state[parameter])
-        with warnings.catch_warnings():
-            # torchao's states do not define the key under which a compiled kernel is cached.
-            warnings.filterwarnings("ignore", message=".*_stable_hash_for_caching")
-            inner.step()
-        for parameter in parameters:
-            if parameter not in self.state:
-                self.state[parameter] = _from_torchao(inner.state[parameter])
-
-    def _to_torchao(self, own: dict[str, Tensor]) -> dict[str, Any]:
-        inner: dict[str, Any] = {"step": own["step"]}
-        for name, signed in MOMENTS.items():
-            table = self._state_class.zeros((BLOCK,), signed, BLOCK, own[name].device).qmap
-            inner[name] = self._state_class(
-                own[name], own[f"{name}_scale"], table, signed, dtype=torch.float32
+    def _update_group(
+        self, group: ParameterGroup, members: list[Tensor], skip: Tensor | None
+    ) -> None:
+        rate = torch.tensor(group["lr"])  # a tensor, so that a new rate does not recompile
+        for p in members:
+            flag = torch.zeros((), device=p.device) if skip is None else skip
+            state = self._state_of(p)
+            state["step"] += 1
+            self._update(
+                p.detach(),
+                p.grad,
+                [state[key] for name in MOMENTS for key in (name, f"{name}_scale")],
+                self._tables_on(p.device),
+                state["step"],
+                flag,
+                rate,
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
             )
-        return inner
+            state["step"] -= flag
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return a parameter's state, with zeros before its first update."""
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=parameter.device)
+            for name in MOMENTS:
+                state[name] = torch.zeros(
+                    parameter.shape, dtype=torch.uint8, device=parameter.device
+                )
+                num_blocks = parameter.numel() // BLOCK
+                state[f"{name}_scale"] = torch.zeros(num_blocks, device=parameter.device)
+        elif state["step"].device != parameter.device:  # as earlier versions stored it
+            state["step"] = state["step"].to(parameter.device)
+        return state
+
+    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the values of the codes of both moments."""
+        if device not in self._tables:
+            mean, square = (
+                torch.tensor(self._codec.create_dynamic_map(signed=signed), device=device)
+                for signed in MOMENTS.values()
+            )
+            self._tables[device] = mean, square
+        return self._tables[device]
 
 
-def _from_torchao(inner: dict[str, Any]) -> dict[str, Tensor]:
-    own: dict[str, Tensor] = {"step": inner["step"]}
-    for name in MOMENTS:
-        own |= {name: inner[name].codes, f"{name}_scale": inner[name].scale}
-    return own
+def _update_with(codec: ModuleType) -> Callable[..., None]:
+    """Return the update of one tensor, for compilation into one kernel."""
+
+    def update(
+        weight: Tensor,
+        gradient: Tensor,
+        moments: list[Tensor],
+        tables: tuple[Tensor, Tensor],
+        step: Tensor,
+        skip: Tensor,
+        rate: Tensor,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        eps: float,
+    ) -> None:
+        """Take a step of AdamW in place: weight, codes and scales; nothing where `skip` is 1."""
+        stays = skip > 0
+        mean_codes, mean_scale, square_codes, square_scale = moments
+        mean = codec.dequant_with_qmap(mean_codes, tables[0], mean_scale)
+        square = codec.dequant_with_qmap(square_codes, tables[1], square_scale)
+        mean = mean.lerp(gradient, 1 - beta1)
+        square = square.lerp(gradient.square(), 1 - beta2)
+        root = square.sqrt() / (1 - beta2**step).sqrt() + eps
+        before = weight.float()
+        decayed = before - rate * weight_decay * before
+        moved = decayed - rate * (mean / (1 - beta1**step)) / root
+        weight.copy_(torch.where(stays, before, moved))
+        for codes, scale, table, moment in (
+            (mean_codes, mean_scale, tables[0], mean),
+            (square_codes, square_scale, tables[1], square),
+        ):
+            scaled, new_scale = codec.scale_tensor(moment, BLOCK)
+            new_codes = codec.quantize_8bit_with_qmap(scaled, table)
+            codes.copy_(torch.where(stays, codes, new_codes))
+            scale.copy_(torch.where(stays, scale, new_scale))
+
+    return update
 
 
 def _is_quantised(num_weights: int) -> bool:

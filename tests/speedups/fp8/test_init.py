@@ -77,6 +77,25 @@ def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
     read_write.load(plain, read_write.save(fast))
 
 
+def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
+    """Scales come from the numbers at hand: no history of them remembers a NaN or an infinity."""
+    config = tiny_config(train__precision="auto", speedups="bf16")
+    run, twin = (build_run(config, tmp_path / name) for name in "ab")
+    for each in (run, twin):
+        low(each.core, each.mesh)
+        losses(each, 2)
+    next(twin.feed)
+    with run.core.blocks[0].register_forward_pre_hook(
+        lambda _, inputs: (inputs[0] * torch.nan, *inputs[1:])
+    ):
+        result = train_step(run, next(run.feed))
+    assert result.loss.isnan()
+    assert int(run.guard.skipped) == 1
+    assert losses(run, 3) == losses(twin, 3)
+    for one, other in zip(run.core.parameters(), twin.core.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("capability", "settings", "reason"),
     [
