@@ -25,6 +25,11 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 """Words of torch's errors without a type of their own: of the CPU's allocator, and of libraries."""
+ONEDNN_OUT_OF_MEMORY = ("could not create a primitive", "could not create a memory object")
+"""All that oneDNN says when memory for its code or its buffers runs out.
+
+"could not create a primitive descriptor for ...", of an unsupported operation, is another error.
+"""
 NOT_DETERMINISTIC = " does not have a deterministic implementation"
 """What torch writes after the name of an operation that has no deterministic form."""
 PEER_LEFT = ("Connection closed by peer", "Connection reset by peer")
@@ -63,7 +68,11 @@ def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of torch or Python means that memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        text.partition("\n")[0] in ONEDNN_OUT_OF_MEMORY
+        or any(words in text for words in OUT_OF_MEMORY)
+    )
 
 
 def not_deterministic(run: Run, message: str) -> RunFailed:

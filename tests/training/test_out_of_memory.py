@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from flatout.errors import RunFailed
 from flatout.training import loop
-from flatout.training.out_of_memory import explained
+from flatout.training.out_of_memory import explained, is_out_of_memory
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 
@@ -43,6 +49,27 @@ def test_a_large_chunk_size_is_suggested_before_fewer_rows(tiny_config, tmp_path
         run_training(tiny_config(**wide, model__chunk_size=512), tmp_path / "wide")
     with pytest.raises(RunFailed, match=r"Out of memory at step 0: .*Set batch\.rows_per_device=2"):
         run_training(tiny_config(**wide, model__chunk_size=32), tmp_path / "lean")
+
+
+def test_onednn_without_memory_is_out_of_memory():
+    """oneDNN only says that it could not create a primitive, whose code needs memory."""
+    script = Path(__file__).with_name("onednn_without_memory.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if done.returncode == -signal.SIGSEGV or "None" in done.stdout:
+        pytest.skip("oneDNN reported no error")  # without memory it may crash, too
+    assert done.stdout.splitlines() == ["could not create a primitive", "True"], done.stderr
+
+
+def test_an_operation_that_onednn_does_not_support_is_not_out_of_memory():
+    words = "could not create a primitive descriptor for the matmul primitive"
+    assert not is_out_of_memory(RuntimeError(words))
+    assert is_out_of_memory(RuntimeError("could not create a memory object"))
 
 
 @pytest.mark.parametrize(
