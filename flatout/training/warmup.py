@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -50,7 +51,8 @@ def warm_up(
     torch.compile is lazy, so its errors appear at the first call. If it fails on any rank and the
     plain code works, the run continues uncompiled and reports it.
     Raises: WorkInterrupted, on every rank, when `stop` was requested on one; a request interrupts
-            the compiler, unless its passes communicate with other ranks (fully_shard).
+            the compiler, unless its passes communicate with other ranks (fully_shard): then it
+            takes effect after the pass.
     """
     compiled = compiled_speedups(run)
     if not compiled:
@@ -58,18 +60,12 @@ def warm_up(
     began_s = time.perf_counter()
     task = log.progress.task("Compiling the model (once, often 20 to 60 s)")
     with run.pulse.during("compiling"), task, _compiling():
-        failure = _try_step(run, eval_shapes, stop)
-    stops = stop is not None and stop.signal_number is not None
-    num_failed, num_stopped = run.mesh.sum(
-        *(torch.tensor(float(x), device=run.mesh.device) for x in (failure is not None, stops))
-    )
-    if float(num_stopped):  # the signal may also have ended processes of the compiler
-        raise WorkInterrupted
-    if not float(num_failed):
+        failure, any_failed = _try_step(run, eval_shapes, stop)
+    if not any_failed:
         log.compiled(time.perf_counter() - began_s)
         return
     _give_up_compiling(run)
-    plain_failure = _try_step(run, eval_shapes)
+    plain_failure, _ = _try_step(run, eval_shapes)
     if plain_failure is not None:
         raise plain_failure
     first_line = str(failure).splitlines()[0] if str(failure) else ""
@@ -111,38 +107,70 @@ def _give_up_compiling(run: Run) -> None:
 
 def _try_step(
     run: Run, eval_shapes: Sequence[tuple[int, int]], stop: StopRequests | None = None
-) -> Exception | None:
-    """Run passes on dummy tokens until `stop`; return the exception of one of them, or None.
+) -> tuple[Exception | None, bool]:
+    """Run passes on dummy tokens until one fails on any rank.
 
-    This calls the core without DDP's wrapper, so that a failing rank does not leave the others
-    waiting for its gradients.
+    The ranks agree after each pass, because those of fully_shard wait for each other within it.
+
+    Returns: this rank's exception or None, and whether a rank has one.
+    Raises: WorkInterrupted, on every rank, when `stop` was requested on one.
     """
     device = run.mesh.device
-    interruptible = stop.interruptible() if stop and run.mesh.shard == 1 else nullcontext()
     try:
-        with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            interruptible,
-        ):
-            for rows, seq_len in run.feed.shapes:
-                for _ in range(PASSES):
-                    _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
-            run.core.eval()
-            with torch.no_grad():
-                for rows, seq_len in eval_shapes:
-                    _loss(run, rows, seq_len)
-            for optimizer in run.optimizers:
-                if isinstance(optimizer, CompiledOptimizer):
-                    optimizer.warm_up()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for work in _passes(run, eval_shapes):
+                failure = _attempt(work, stop if run.mesh.shard == 1 else None)
+                stops = stop is not None and stop.signal_number is not None
+                num_failed, num_stopped = run.mesh.sum(
+                    *(torch.tensor(float(x), device=device) for x in (failure is not None, stops))
+                )
+                if float(num_stopped):  # the signal may also have ended the compiler's processes
+                    raise WorkInterrupted
+                if float(num_failed):
+                    return failure, True
+    finally:
+        run.core.train()
+        run.zero_grad(run.trained())
+    return None, False
+
+
+def _passes(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Iterator[Callable[[], object]]:
+    """Yield the passes, which are as many on every rank.
+
+    They call the core without DDP's wrapper, so that a failing rank does not leave the others
+    waiting for its gradients.
+    """
+    for shape in run.feed.shapes:
+        for _ in range(PASSES):
+            yield partial(_train_pass, run, *shape)
+    for shape in eval_shapes:
+        yield partial(_eval_pass, run, *shape)
+    for optimizer in run.optimizers:
+        if isinstance(optimizer, CompiledOptimizer):
+            yield optimizer.warm_up
+
+
+def _train_pass(run: Run, rows: int, seq_len: int) -> None:
+    _loss(run, rows, seq_len).backward()  # type: ignore[no-untyped-call]
+
+
+def _eval_pass(run: Run, rows: int, seq_len: int) -> None:
+    run.core.eval()
+    with torch.no_grad():
+        _loss(run, rows, seq_len)
+
+
+def _attempt(work: Callable[[], object], stop: StopRequests | None) -> Exception | None:
+    """Do `work` until `stop` is requested, and return the exception with which it failed."""
+    try:
+        with stop.interruptible() if stop else nullcontext():
+            work()
     except WorkInterrupted:
         return None
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers raise any type; the caller then tries the plain model
         return error
-    finally:
-        run.core.train()
-        run.zero_grad(run.trained())
     return None
 
 

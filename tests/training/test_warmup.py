@@ -102,6 +102,22 @@ def test_a_stop_request_ends_the_warm_up_and_changes_nothing(broken, monkeypatch
     assert broken.core.training
 
 
+def test_a_stop_request_ends_the_warm_up_of_sharded_ranks_after_one_pass(broken, monkeypatch):
+    """Compiling one shape may take a minute, and a run with length buckets has several."""
+    calls, forward = [], type(broken.core)._call_impl
+
+    def compiled(*arguments):
+        calls.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return forward(broken.core, *arguments)
+
+    broken.core._compiled_call_impl = compiled
+    monkeypatch.setattr(broken, "mesh", replace(broken.mesh, shard=2))
+    with StopRequests() as stop, pytest.raises(WorkInterrupted):
+        warm_up(broken, Events(), eval_shapes=batch_shapes(broken), stop=stop)
+    assert len(calls) == 1
+
+
 @COMPILES
 @pytest.mark.parametrize("works", ["blocks", "blocks and loss"])
 def test_a_failure_in_a_block_or_in_muon_leaves_everything_uncompiled(
