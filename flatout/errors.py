@@ -13,6 +13,7 @@ FlatoutError
 │   └── MissingPackage    an optional package is not installed
 ├── RunFailed             exit 1: the run failed
 │   ├── OutOfMemory       the device or the host has too little memory
+│   │   └── SmallerBatch    exit 76: one of several processes; the next start has fewer rows
 │   └── DiskFull          the disk has no room for a checkpoint
 ├── Stopped               exit 75: stopped and saved; run the same command again
 └── Interrupted           exit 128 + signal: stopped before anything could be saved
@@ -138,6 +139,15 @@ class RunFailed(FlatoutError):
 
 class OutOfMemory(RunFailed):
     """The device, or the machine, has too little memory for the run."""
+
+
+class SmallerBatch(OutOfMemory):
+    """One of several processes ran out of memory; the run directory has a smaller micro-batch.
+
+    All of them must start again: the others wait inside a collective for the one that failed.
+    """
+
+    exit_code = 76
 
 
 class DiskFull(RunFailed):

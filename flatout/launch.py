@@ -17,7 +17,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed, Stopped
+from flatout.errors import (
+    ConfigError,
+    HardwareError,
+    Interrupted,
+    RunFailed,
+    SmallerBatch,
+    Stopped,
+)
 from flatout.hardware import Machine, pick_device
 
 LAUNCHER = "FLATOUT_LAUNCHER"
@@ -29,6 +36,8 @@ failed one in an operation that no signal interrupts.
 """
 SAME_REQUEST_S = 1.0
 """A SIGINT within this time repeats the first one: terminal and launcher may both send it."""
+MAX_STARTS = 20
+"""Each start has at most half the rows of the one before, so this many would begin with 2**20."""
 QUIT_AFTER_S = 3.0
 """Seconds after a second SIGINT until the processes are killed."""
 
@@ -72,8 +81,9 @@ def program(words: Sequence[str]) -> list[str]:
 def launch(command: Sequence[str], count: int, environment: Mapping[str, str], cores: int) -> int:
     """Run a command as `count` ranks, and return the exit code of the run.
 
-    When one of them fails, the others are ended. Threads are limited to the rank's share of the
-    `cores`, unless OMP_NUM_THREADS is set.
+    When one of them fails, the others are ended. When one has recorded a smaller micro-batch, all
+    start again. Threads are limited to the rank's share of the `cores`, unless OMP_NUM_THREADS is
+    set.
     Raises: RunFailed when a process other than the main one failed, or one was killed; Interrupted
             when a signal ended them before they could save.
     """
@@ -83,22 +93,38 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
         LAUNCHER: str(os.getpid()),
     }
     ranks: list[subprocess.Popen[bytes]] = []
     with _signals_passed_on(ranks) as received:
-        try:
-            for rank in range(count):
-                if received.numbers:
-                    raise _interrupted(received.numbers[0])
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(_start(command, {**shared, **own}, is_main=rank == 0))
-            return _wait(ranks, received)
-        finally:
-            for process in ranks:
-                _kill(process)
-                process.wait()
+        for start in range(1, MAX_STARTS + 1):
+            shared["MASTER_PORT"] = str(_free_port())
+            code = _run_once(command, count, shared, ranks, received)
+            if code != SmallerBatch.exit_code or received.numbers or start == MAX_STARTS:
+                break
+            ranks.clear()
+        return code
+
+
+def _run_once(
+    command: Sequence[str],
+    count: int,
+    shared: Mapping[str, str],
+    ranks: list[subprocess.Popen[bytes]],
+    received: _Received,
+) -> int:
+    """Start all processes, which are added to `ranks`, and wait for their end; raises: `launch`."""
+    try:
+        for rank in range(count):
+            if received.numbers:
+                raise _interrupted(received.numbers[0])
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(_start(command, {**shared, **own}, is_main=rank == 0))
+        return _wait(ranks, received)
+    finally:
+        for process in ranks:
+            _kill(process)
+            process.wait()
 
 
 def _start(
@@ -182,6 +208,8 @@ def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
 
     Raises: as `launch`.
     """
+    if SmallerBatch.exit_code in codes and not received.numbers:
+        return SmallerBatch.exit_code
     main_code = codes[0]
     if received.ended(main_code):
         if main_code > 0:  # it has said so

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flatout import launch as module
-from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
+from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed, SmallerBatch
 from flatout.hardware import Machine
 from flatout.launch import launch, num_processes, program
 
@@ -47,6 +47,22 @@ def nothing_is_left():
     yield
     assert set(psutil.Process().children()) <= before
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_all_start_again_when_one_has_recorded_a_smaller_micro_batch(tmp_path):
+    """The other one waits for it, and is ended; the third start succeeds."""
+    code = f"""
+import pathlib, time
+count = pathlib.Path({str(tmp_path)!r}, f'{{rank}}')
+number = len(count.read_text()) if count.exists() else 0
+count.write_text('x' * (number + 1))
+if number < 2:
+    if rank == 1:
+        sys.exit({SmallerBatch.exit_code})
+    time.sleep(600)
+"""
+    assert start(code) == 0
+    assert [(tmp_path / name).read_text() for name in "01"] == ["xxx", "xxx"]
 
 
 @pytest.mark.parametrize(

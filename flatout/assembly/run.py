@@ -158,10 +158,18 @@ class Run:
     base: JsonObject | None = None
     """The weights that the adapters of a LoRA run belong to: see checkpoint/base.py."""
     rows_are_auto: bool = False
-    """Whether flatout chose the rows of a micro-batch, and may choose fewer during the run."""
+    """Whether flatout chose the rows of a micro-batch, and may choose fewer."""
     is_updating: bool = False
     """Whether the step has begun to update the weights, so that it cannot be repeated."""
     pulse: Pulse = field(default_factory=Pulse)
+
+    @property
+    def repeats_with_fewer_rows(self) -> bool:
+        """Whether this process repeats work that runs out of memory with a smaller micro-batch.
+
+        One of several processes cannot: the others wait for it inside a collective.
+        """
+        return self.rows_are_auto and self.mesh.world_size == 1
 
     @property
     def last_step(self) -> int:

@@ -1,4 +1,8 @@
-"""Repeat work that ran out of memory with half the micro-batch, where flatout chose its rows."""
+"""Repeat work that ran out of memory with half the micro-batch, where flatout chose its rows.
+
+A single process repeats it at once. One of several records the smaller micro-batch and ends: the
+others wait for it inside a collective, and the launcher starts all of them again.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,15 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 
 from flatout.assembly.build import make_feed
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
+from flatout.config.schema import RunConfig
+from flatout.errors import SmallerBatch
 from flatout.training.evaluation import batch_shapes
 from flatout.training.metrics.log import Log
 from flatout.training.out_of_memory import fewer_rows, is_out_of_memory
@@ -27,8 +33,8 @@ def that_fits(run: Run, log: Log, work: Callable[[], Result]) -> Result:
 
     `work` must leave the run unchanged when it fails. A step keeps its tokens: more micro-batches
     accumulate.
-    Raises: the error of `work` when the rows are the user's, a single one is left, weights may be
-            half updated, or there are other ranks, which wait for this one inside their work.
+    Raises: the error of `work` when the rows are the user's, a single one is left, or weights may
+            be half updated; SmallerBatch when there are other ranks.
     """
     while True:
         try:
@@ -37,6 +43,8 @@ def that_fits(run: Run, log: Log, work: Callable[[], Result]) -> Result:
             rows = _rows_after(run, error)
             if rows is None:
                 raise
+            if not run.repeats_with_fewer_rows:
+                _end_for_fewer_rows(run, rows, error)
         # Only now has Python released the tensors of the frames in the error's traceback.
         _use_rows(run, log, rows)
         if compiled_speedups(run):
@@ -60,23 +68,59 @@ def _rows_after(run: Run, error: Exception) -> int | None:
     return fewer_rows(run.rows_per_device, run.config.batch.accumulate or 1)
 
 
+def _with_rows(config: RunConfig, run: Run, rows: int) -> RunConfig:
+    """Return a configuration whose step keeps its tokens in micro-batches of these rows."""
+    per_step = run.rows_per_device * (run.config.batch.accumulate or 1)
+    return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": per_step // rows})
+
+
+def _end_for_fewer_rows(run: Run, rows: int, error: Exception) -> NoReturn:
+    """Record a smaller micro-batch for the next start of all ranks.
+
+    Ranks that fail at the same step record the same.
+    Raises: SmallerBatch; `error` when the disk returns one, since nothing would be smaller then.
+    """
+    before, stored = run.rows_per_device, layout.read_config(run.folder)
+    if stored is None:
+        raise error
+    text = f"Out of memory on rank {run.mesh.rank} after step {run.step:,} with {before} rows"
+    try:
+        layout.write_config(run.folder, _with_rows(stored, run, rows))
+        layout.append_event(
+            run.folder,
+            "smaller_batch",
+            step=run.step,
+            text=f"{text}: starting again with {rows}, and the same tokens per step.",
+            rows_before=before,
+            rows_per_device=rows,
+        )
+    except OSError:
+        raise error from None
+    raise SmallerBatch(
+        f"{text}. The run directory now has batch.rows_per_device={rows}, with the same tokens per "
+        "step.",
+        fix="All processes start again, from the last checkpoint: by themselves with "
+        "train.devices or `torchrun --max-restarts=9`, otherwise run the same command again.",
+    ) from error
+
+
 def _use_rows(run: Run, log: Log, rows: int) -> None:
     """Rebuild the feed for smaller micro-batches, and record them for a resume."""
-    before, per_step = run.rows_per_device, run.rows_per_device * (run.config.batch.accumulate or 1)
-    batch = {"batch.rows_per_device": rows, "batch.accumulate": per_step // rows}
-    position = run.feed.position
+    before, position = run.rows_per_device, run.feed.position
+    stored = layout.read_config(run.folder)
+    if stored is not None:
+        stored = _with_rows(stored, run, rows)
     run.feed.close()
-    run.config = run.config.with_values(batch)
+    run.config = _with_rows(run.config, run, rows)
     recipe = assemble(run.decisions)
     run.feed = make_feed(run.config, recipe, run.mesh, run.dataset, run.reader, run.left_out)
     run.feed.seek(position)
     gc.collect()
     if run.mesh.device.type == "cuda":
         torch.cuda.empty_cache()
-    stored = layout.read_config(run.folder)
     if stored is not None:
         with suppress(OSError):  # without it, a resume halves again
-            layout.write_config(run.folder, stored.with_values(batch))
+            layout.write_config(run.folder, stored)
     text = (
         f"Out of memory after step {run.step:,} with {before} rows per device: continuing with "
         f"{rows} rows, and the same tokens per step."

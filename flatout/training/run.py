@@ -117,7 +117,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     """Build, restore and execute the planned run; return its summary."""
     known = forecast(request, plan)
     run = build_run(request, plan)
-    run.rows_are_auto = plan.rows_are_auto and run.mesh.world_size == 1
+    run.rows_are_auto = plan.rows_are_auto
     with closing_feed(run), explained(run):
         differences = restore(run, plan, request.progress)
         if run.mesh.is_main:

@@ -181,12 +181,29 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
     ops = ops_of(assemble(decisions))
     config = resolve_init_from(config, dataset, ops, progress=request.progress)
     return RunPlan(
-        with_absolute_paths(config),
+        with_absolute_paths(_with_fewer_rows(request, config)),
         decisions,
         checkpoint,
         requested=request.config,
         rows_are_auto=request.config.batch.chooses_rows,
     )
+
+
+def _with_fewer_rows(request: RunRequest, config: RunConfig) -> RunConfig:
+    """Return a new run's configuration with the fewer rows of an earlier start, if there are any.
+
+    That start had the same request, ran out of memory, and ended before its first checkpoint.
+    """
+    known, requested = layout.read_config(request.folder), layout.read_requested(request.folder)
+    if known is None or requested != request.config or not requested.batch.chooses_rows:
+        return config
+    chosen, rows = config.batch.rows_per_device, known.batch.rows_per_device
+    if not isinstance(chosen, int) or not isinstance(rows, int) or rows >= chosen:
+        return config
+    per_step = chosen * (config.batch.accumulate or 1)
+    if per_step % rows:  # from another number of processes
+        return config
+    return config.with_values({"batch.rows_per_device": rows, "batch.accumulate": per_step // rows})
 
 
 def _plan_stored(

@@ -60,7 +60,7 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
             the micro-batch may become smaller, unless `run.is_updating`.
     """
     droppable = drop is not None and batch.num_micro_batches > 1
-    start = StepStart(run) if droppable or run.rows_are_auto else None
+    start = StepStart(run) if droppable or run.repeats_with_fewer_rows else None
     try:
         return _take_step(run, batch, drop, start)
     except (RuntimeError, MemoryError):

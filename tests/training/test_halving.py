@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from flatout.errors import OutOfMemory, Stopped
+from flatout.errors import OutOfMemory, RunFailed, Stopped
+from flatout.launch import launch
 from flatout.models.transformer import Transformer
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_config
+from flatout.training.run_dir.layout import read_config, read_summary
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +120,54 @@ def test_a_half_updated_step_is_not_repeated(tiny_config, tmp_path, monkeypatch,
     monkeypatch.setattr(torch.optim.AdamW, "step", full)
     with pytest.raises(OutOfMemory, match=r"in the optimizer's step at step 0.*less state"):
         run_training(tiny_config(**AUTO), tmp_path / "run")
+    assert events(tmp_path / "run", "smaller_batch") == []
+
+
+def two_processes(tmp_path, config, name, *limit):
+    """Train with two processes and return the exit code; `limit` is that of limited_rank.py."""
+    recipe = tmp_path / f"{name}.yaml"
+    recipe.write_text(yaml.safe_dump(config.to_dict()))
+    script = Path(__file__).with_name("limited_rank.py")
+    words = ["train", str(recipe), "--run-dir", str(tmp_path / name)]
+    command = [sys.executable, str(script), *map(str, limit), *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return launch(command, 2, environment, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "most_rows", "since", "expected"),
+    [(1, 1, 0, [(0, 4, 2), (0, 2, 1)]), (0, 2, 3, [(3, 4, 2)])],
+    ids=["start", "middle"],
+)
+def test_two_processes_start_again_together_with_rows_that_fit(
+    rank, most_rows, since, expected, tiny_config, tmp_path, events, capfd
+):
+    """From the beginning or from the last checkpoint, whichever rank ran out of memory."""
+    config = tiny_config(**AUTO, speedups="micro-batch")
+    whole = run_training(config, tmp_path / "whole")
+    several = config.with_values({"train.devices": 2})
+    assert two_processes(tmp_path, several, "run", rank, most_rows, since) == 0
+    run = read_summary(tmp_path / "run")
+    assert (run["steps"], run["tokens"]) == (whole["steps"], whole["tokens"])
+    assert run["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-4)
+    found = [
+        (event["step"], event["rows_before"], event["rows_per_device"])
+        for event in events(tmp_path / "run", "smaller_batch")
+    ]
+    assert found == expected
+    stored = read_config(tmp_path / "run").batch
+    assert stored.rows_per_device == found[-1][-1]
+    assert stored.accumulate == 4 // stored.rows_per_device
+    assert stored.tokens_per_step == 128
+    assert f"Out of memory on rank {rank} after step {since}" in capfd.readouterr().err
+    assert (run["resumed_from"] is None) is (since == 0)
+
+
+def test_two_processes_with_rows_of_the_user_end(tiny_config, tmp_path, events, capfd):
+    config = tiny_config(train__devices=2, batch__rows_per_device=2)
+    with pytest.raises(RunFailed):
+        two_processes(tmp_path, config, "run", 1, 1, 0)
+    assert "Out of memory at step 0" in capfd.readouterr().err
     assert events(tmp_path / "run", "smaller_batch") == []
 
 
