@@ -17,7 +17,7 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.registry import LOGGERS, MODELS, OPTIMIZERS
 from flatout.transfer.sending import RemoteFolder
-from flatout.transfer.urls import is_url
+from flatout.transfer.urls import is_url, protocol_of
 
 
 def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
@@ -94,6 +94,11 @@ def check_mirror(config: CheckpointConfig) -> None:
             f"checkpoint.mirror={url} must not contain a user, a password or a query.",
             fix="Give credentials as the store expects them: environment variables, a profile or a "
             "login.",
+        )
+    if protocol_of(url) in ("file", "local") and not url.partition("://")[2].startswith("/"):
+        raise ConfigError(
+            f"checkpoint.mirror={url} depends on the current directory.",
+            fix="Write three slashes and the whole path: checkpoint.mirror=file:///PATH.",
         )
     RemoteFolder(url)
     if config.compress and find_spec("zstandard") is None:

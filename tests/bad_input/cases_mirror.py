@@ -21,6 +21,12 @@ CASES = [
         ("file:///",),
     ),
     Case(
+        "a relative path in checkpoint.mirror",
+        "train my.yaml checkpoint.mirror=file://backup/runs",
+        ("checkpoint.mirror=file://backup/runs depends on the current directory",),
+        ("file:///",),
+    ),
+    Case(
         "a web page as checkpoint.mirror",
         "train my.yaml checkpoint.mirror=https://example.org/runs",
         ("https://example.org/runs", "read-only"),
