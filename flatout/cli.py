@@ -150,6 +150,30 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _signals_exit(close: Callable[[], object], as_json: bool) -> Iterator[None]:
+    """Let signals end the program at once, after `close`, while there is nothing to clean up.
+
+    Native code that is imported may turn the exception of an interruption into another one.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        close()
+        what = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+        os._exit(_fail(_interrupted(what), as_json))
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _run(words: list[str]) -> int:
     _refuse_undecodable(words)
     if words[:1] == ["help"] and len(words) > 1:
@@ -204,13 +228,15 @@ def _refuse_undecodable(words: list[str]) -> None:
 
 
 def _parse_and_call(name: str, words: list[str]) -> int:
-    from flatout.parser import parse
+    with _signals_exit(lambda: None, "--json" in words):
+        from flatout.parser import parse
 
+        command = COMMANDS.get(name)
     parsed: list[dict[str, Any] | None] = []
     if not write_output(lambda: parsed.append(parse(name, words))):  # it prints the help
         return 1
     values = parsed[0] if parsed else None
-    return 0 if values is None else _call(COMMANDS.get(name), values, [name, *words])
+    return 0 if values is None else _call(command, values, [name, *words])
 
 
 def _call(command: Command, values: dict[str, Any], words: list[str]) -> int:
@@ -234,7 +260,7 @@ def _call(command: Command, values: dict[str, Any], words: list[str]) -> int:
             if count > 1:
                 return launch(program(words), count, os.environ, usable_cores())
         if command.needs_torch:
-            with progress.task("Loading torch"):
+            with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
                 importlib.import_module("torch")
         result = command.call(
             **values, **_python_parameters(command, terminal, is_main, as_json, verbose)

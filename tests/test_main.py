@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -125,13 +126,24 @@ INTERRUPTED = """
 import os, signal, sys
 class Interrupt:
     def find_spec(self, name, path=None, target=None):
-        if name == "flatout.registry":
-            os.kill(os.getpid(), signal.SIGINT)
+        if name == "{module}":
+            try:
+                os.kill(os.getpid(), signal.{name})
+            except BaseException as error:
+                raise TypeError("not what was raised") from error
 sys.meta_path.insert(0, Interrupt())
 from flatout.__main__ import main
 signal.signal(signal.SIGINT, {handler})
 main()
 """
+
+
+def interrupt(module, words, *, handler="signal.default_int_handler", name="SIGINT"):
+    """Run a command that gets a signal while it imports a module in native code."""
+    code = INTERRUPTED.format(module=module, handler=handler, name=name)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,12 +152,17 @@ main()
     ids=["Ctrl+C", "ignored, as after nohup"],
 )
 def test_ctrl_c_while_flatout_is_imported_shows_no_traceback(handler, code, shown):
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED.format(handler=handler), "--version"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = interrupt("flatout.registry", ["--version"], handler=handler)
     assert (done.returncode, done.stderr) == (code, shown)
     assert done.stdout.startswith("flatout ") == (code == 0)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
+def test_a_signal_while_torch_is_imported_shows_no_traceback(name, code):
+    """Torch's native modules turn a KeyboardInterrupt into a TypeError."""
+    done = interrupt("torch._VF", ["plan", "demo", "--json"], name=name)
+    assert done.returncode == code
+    assert json.loads(done.stdout)["exit_code"] == code
+    last = "Next: Run the same command again.\n"
+    assert done.stderr.endswith(("Interrupted.\n" if code == 130 else "Terminated.\n") + last)
+    assert "Traceback" not in done.stderr
