@@ -168,16 +168,21 @@ def test_a_url_that_cannot_be_written_is_refused_before_the_text_is_read(send, s
         send(url="s4://bucket/set", sources=["nothing.txt"])
 
 
-def test_a_missing_package_is_named_with_its_extra(send, monkeypatch):
+@pytest.mark.parametrize(
+    ("lacking", "state"),
+    [("s3fs", "which is not installed"), ("aiobotocore", r"which cannot be imported \(No module")],
+)
+def test_a_missing_package_is_named_with_its_extra(send, monkeypatch, lacking, state):
     import fsspec
 
     def missing(url):
-        raise ImportError("Install s3fs to access S3")
+        cause = ModuleNotFoundError(f"No module named {lacking!r}", name=lacking)
+        raise ImportError("Install s3fs to access S3") from cause
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
     with pytest.raises(
         MissingPackage,
-        match=r'Writing s3://bucket/set needs the package s3fs.*pip install "flatout\[s3\]"',
+        match=rf'Writing s3://bucket/set needs the package s3fs, {state}.*pip install "flatout\[s3',
     ):
         send(url="s3://bucket/set", sources=["nothing.txt"])
 
