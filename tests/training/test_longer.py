@@ -174,7 +174,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "killed_in",
     [
-        (layout, "write_text"),
+        (layout, "write_sealed_at_top"),
         pytest.param((layout, "write_config"), marks=pytest.mark.faults),
         pytest.param((training, "execute"), marks=pytest.mark.faults),
     ],
