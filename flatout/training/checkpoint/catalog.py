@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -299,9 +300,19 @@ def remove_leftovers(run_folder: Path) -> list[str]:
         if ".tmp-old-" in path.name and not original.exists() and (path / MANIFEST).exists():
             path.rename(original)
             continue
-        shutil.rmtree(path)
+        _delete(path)
         removed.append(path.name)
     return removed
+
+
+def _delete(folder: Path) -> None:
+    """Delete a directory, which an upload that an earlier run of this process left may delete too.
+
+    A file that is gone is no longer found at the next attempt, so these come to an end.
+    """
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def set_aside(run_folder: Path, *, after: int) -> list[Path]:

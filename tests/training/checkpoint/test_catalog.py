@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 from fakes import fake_checkpoint
@@ -95,3 +96,20 @@ def test_a_replaced_checkpoint_is_deleted(tmp_path):
     make(tmp_path, 5)
     assert catalog.remove_leftovers(tmp_path) == ["step-5.tmp-old-aa"]
     assert catalog.steps(tmp_path) == [5]
+
+
+def test_leftovers_that_vanish_while_they_are_deleted_are_no_error(tmp_path, monkeypatch):
+    folder = make(tmp_path, 5).rename(tmp_path / "checkpoints" / "step-5.tmp-upload-aa")
+    delete, attempts = shutil.rmtree, []
+
+    def racing(path):
+        attempts.append(path)
+        if len(attempts) == 1:
+            next(folder.iterdir()).unlink()
+            raise FileNotFoundError("state.json")
+        delete(path)
+
+    monkeypatch.setattr(shutil, "rmtree", racing)
+    assert catalog.remove_leftovers(tmp_path) == ["step-5.tmp-upload-aa"]
+    assert len(attempts) == 2
+    assert not folder.exists()
