@@ -81,8 +81,12 @@ class Children:
         """Start that process."""
         self._folder = folder
         self._numbers = itertools.count()
+        self.scratch = folder / "scratch"
+        """Directory of their temporary files."""
+        self.scratch.mkdir()
         environment = {
             **os.environ,
+            "TMPDIR": str(self.scratch),
             "PYTHONPATH": str(HERE.parent.parent),
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from pathlib import Path
 
@@ -41,25 +40,16 @@ def children(tmp_path_factory, settings):
 
 @pytest.fixture(scope="session")
 def victim(children, settings, tmp_path_factory):
-    """Return a function that returns the run to attack, by its number of steps and saver."""
+    """Return a function that returns the run to attack, by its steps, saver and ranks."""
     made = {}
 
-    def make(steps=8, way="beside"):
-        if (steps, way) not in made:
+    def make(steps=8, way="beside", *, ranks=1, shard=1):
+        key = steps, way, ranks, shard
+        if key not in made:
             changed = settings | {"train.steps": steps, "speedups": SPEEDUPS[way]}
-            made[steps, way] = Victim(children, tmp_path_factory.mktemp("victim"), changed)
-        return made[steps, way]
+            changed |= {"parallel.shard": shard} if shard > 1 else {}
+            folder = tmp_path_factory.mktemp("victim")
+            made[key] = Victim(children, folder, changed, ranks=ranks)
+        return made[key]
 
     return make
-
-
-@pytest.fixture
-def free_port():
-    """Return a function that returns a port on which nothing listens."""
-
-    def find():
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return listener.getsockname()[1]
-
-    return find

@@ -21,7 +21,7 @@ def numbers(victim, tmp_path_factory):
     attacked, folder = victim(), tmp_path_factory.mktemp("calls")
     run, log = folder / "run", folder / "log"
     child = attacked.children.start(*attacked.words(run), stopped=True)
-    with traced(child, log, "-y", "-e", f"trace={','.join(KILLED_AT)}"):
+    with traced([child], log, "-y", "-e", f"trace={','.join(KILLED_AT)}"):
         assert child.wait().code == 0
     found = counted(log, run)
     assert {"write", "fsync", "rename", "mkdir", "unlink"} <= found.keys()
@@ -39,7 +39,7 @@ def test_a_kill_at_an_exact_call_loses_nothing(numbers, victim, tmp_path, surviv
         run = tmp_path / f"{name}-{number}"
         child = attacked.children.start(*attacked.words(run), stopped=True)
         fault = f"inject={name}:signal=KILL:when={number}"
-        with traced(child, tmp_path / "log", "-e", f"trace={name}", "-e", fault):
+        with traced([child], tmp_path / "log", "-e", f"trace={name}", "-e", fault):
             killed = child.wait().code < 0
         kills += killed
         found = [*attacked.lost(run, saved_step(run)), *attacked.end(run)]
@@ -57,7 +57,7 @@ def test_a_disk_that_fails_from_one_call_on_loses_nothing(
         run = tmp_path / f"{name}-{number}"
         child = attacked.children.start(*attacked.words(run), stopped=True)
         fault = f"inject={name}:error={error}:when={number}+"
-        with traced(child, tmp_path / "log", "-e", f"trace={name}", "-e", fault):
+        with traced([child], tmp_path / "log", "-e", f"trace={name}", "-e", fault):
             ended = child.wait()
         tries += 1
         found = [] if ended.code >= 0 else [f"the process ended in {ended.code}"]

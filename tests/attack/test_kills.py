@@ -53,31 +53,14 @@ def test_training_killed_at_random_moments_ends_as_if_never_killed(way, victim, 
 
 @pytest.mark.parametrize("victim_rank", [0, 1])
 def test_a_killed_rank_ends_the_other_and_both_resume_exactly(
-    victim_rank, victim, tmp_path, survived, free_port
+    victim_rank, victim, tmp_path, survived
 ):
-    attacked, draw, kills = victim(40), random.Random(victim_rank), 3
-
-    def both(run):
-        port = str(free_port())
-        return [
-            attacked.children.start(
-                *attacked.words(run),
-                environment={
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": "2",
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                },
-            )
-            for rank in range(2)
-        ]
-
-    wanted, _ = (child.wait() for child in both(tmp_path / "whole"))
+    attacked, draw, kills = victim(40, ranks=2), random.Random(victim_rank), 3
+    wanted = attacked.train(tmp_path / "whole")
     assert wanted.code == 0, wanted.err
     run, problems = tmp_path / "run", []
     for _ in range(kills):
-        ranks = both(run)
+        ranks = attacked.start(run)
         before = saved_step(run)
         wait_until(lambda before=before: saved_step(run) > before, child=ranks[0])
         time.sleep(draw.uniform(0, 0.05))
@@ -85,7 +68,7 @@ def test_a_killed_rank_ends_the_other_and_both_resume_exactly(
         codes = [child.wait().code for child in ranks]
         if codes[1 - victim_rank] < 0:
             problems.append(f"the other rank ended in {codes[1 - victim_rank]}")
-    ended, _ = (child.wait() for child in both(run))
+    ended = attacked.train(run)
     if ended.code:
         problems.append(ended.err[-2000:])
     elif ended.result["weights_sha256"] != wanted.result["weights_sha256"]:

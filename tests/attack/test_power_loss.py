@@ -17,26 +17,29 @@ from flatout.training.checkpoint import catalog
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-RESUMED = 10
-"""Trees of each kind from which the command is run again to its end."""
+RESUMED, FEW_RESUMED = 10, 3
+"""Trees of each kind from which the command is run again to its end; few of costly ones."""
 
 
-def recorded(children, words, folder):
-    """Run a command that writes into the directory `disk` of a folder, and return its log."""
+def recorded(start, folder):
+    """Run what `start` starts, which writes into the directory `disk` of a folder; return the log.
+
+    `start` returns the processes, stopped.
+    """
     (folder / "disk").mkdir(parents=True)
-    child = children.start(*words, stopped=True)
-    with traced(child, folder / "log", *TRACE):
-        ended = child.wait()
-    assert ended.code == 0, ended.err
+    children = start()
+    with traced(children, folder / "log", *TRACE):
+        for ended in [child.wait() for child in children]:
+            assert ended.code == 0, ended.err
     return folder / "log"
 
 
-def surviving(log, root):
-    """Yield what a power loss leaves, by kind: each different tree, and the log's last event.
+def surviving(log, root, scratch=None):
+    """Yield what a power loss leaves, by kind: each different tree, and all that was written.
 
     The replay of the whole log must give what the command left.
     """
-    disk, seen = Disk(root), set()
+    disk, seen = Disk(root, scratch), set()
     draw = random.Random(0)
     kinds = {"only synced": only_synced, "names first": names_first, "torn": torn(draw)}
     for _, *call in calls(log):
@@ -72,27 +75,83 @@ def records_lost(tree, step):
     return [f"the records end at step {last}, and step {step} is saved"] if last < step else []
 
 
-@pytest.mark.parametrize("way", ["loop", "beside"])
-def test_a_power_loss_loses_no_saved_step(way, victim, tmp_path, survived):
-    attacked = victim(way=way)
-    log = recorded(attacked.children, attacked.words(tmp_path / "disk" / "run"), tmp_path)
+def checked(attacked, found, folder):
+    """Check the newest checkpoint on each disk; return the tries, the problems, the disks by kind.
+
+    `found` yields the disks as `surviving` does, with the run in the directory `run`.
+    """
     tries, problems, kept = 0, [], {}
-    for number, (kind, tree, whole) in enumerate(surviving(log, tmp_path / "disk")):
+    for number, (kind, tree, whole) in enumerate(found):
         tries += 1
-        folder = tmp_path / "after"
-        run = write(tree, folder) / "run"
-        found = attacked.lost(run, saved_in(whole))
-        found += records_lost(tree, max(catalog.steps(run), default=0))
-        problems += [f"{number}, {kind}: {problem}" for problem in found]
+        local = {path: data for path, data in tree.items() if not path.startswith("/mirror")}
+        run = write(local, folder) / "run"
+        lost = attacked.lost(run, saved_in(whole))
+        lost += records_lost(tree, max(catalog.steps(run), default=0))
+        problems += [f"{number}, {kind}: {problem}" for problem in lost]
         shutil.rmtree(folder)
         kept.setdefault(kind, []).append(tree)
+    return tries, problems, kept
+
+
+def ended(kept, most, folder, end):
+    """Write at most `most` disks of each kind to a folder; return the problems that `end` finds."""
+    problems = []
     for kind, trees in kept.items():
-        for tree in random.Random(kind).sample(trees, min(RESUMED, len(trees))):
-            folder = tmp_path / "resumed"
-            found = attacked.end(write(tree, folder) / "run")
+        for tree in random.Random(kind).sample(trees, min(most, len(trees))):
+            shutil.rmtree(folder, ignore_errors=True)
+            found = end(write(tree, folder))
             problems += [f"resumed, {kind}: {problem}" for problem in found]
-            shutil.rmtree(folder)
+    return problems
+
+
+@pytest.mark.parametrize("way", ["loop", "beside"])
+def test_a_power_loss_loses_no_saved_step(way, victim, tmp_path, survived):
+    attacked, disk = victim(way=way), tmp_path / "disk"
+    log = recorded(lambda: attacked.start(disk / "run", stopped=True), tmp_path)
+    tries, problems, kept = checked(attacked, surviving(log, disk), tmp_path / "after")
+    problems += ended(kept, RESUMED, disk, lambda disk: attacked.end(disk / "run"))
     survived("power", tries, problems)
+
+
+@pytest.mark.parametrize("shard", [1, 2], ids=["ddp", "fully-sharded"])
+def test_a_power_loss_of_two_ranks_loses_no_saved_step(shard, victim, tmp_path, survived):
+    attacked, disk = victim(4, ranks=2, shard=shard), tmp_path / "disk"
+    log = recorded(lambda: attacked.start(disk / "run", stopped=True), tmp_path)
+    tries, problems, kept = checked(attacked, surviving(log, disk), tmp_path / "after")
+    problems += ended(kept, FEW_RESUMED, disk, lambda disk: attacked.end(disk / "run"))
+    survived("rank-power", tries, problems)
+
+
+def with_mirror(found):
+    """Yield the disks of `found` with all that has been sent to the mirror: it keeps its power."""
+    for kind, tree, whole in found:
+        there = {path: data for path, data in whole.items() if path.startswith("/mirror")}
+        here = {path: data for path, data in tree.items() if not path.startswith("/mirror")}
+        yield kind, here | there, whole
+
+
+def test_a_power_loss_during_uploads_loses_neither_the_run_nor_its_mirror(
+    victim, tmp_path, survived
+):
+    attacked, disk = victim(4), tmp_path / "disk"
+    settings = f"checkpoint.mirror=file://{disk / 'mirror'}"
+    log = recorded(lambda: attacked.start(disk / "run", settings, stopped=True), tmp_path)
+    found = with_mirror(surviving(log, disk, attacked.children.scratch))
+    tries, problems, kept = checked(attacked, found, tmp_path / "after")
+
+    def end(disk):
+        problems = attacked.end(disk / "run", settings)
+        newest = disk / "mirror" / "run" / "step-4"
+        local = {
+            path.name: path.read_bytes() for path in (disk / "run/checkpoints/step-4").iterdir()
+        }
+        if {path.name: path.read_bytes() for path in newest.iterdir()} != local:
+            problems.append("the mirror lacks the last checkpoint")
+        shutil.rmtree(disk / "run")
+        return problems + attacked.end(disk / "run", settings)
+
+    problems += ended(kept, FEW_RESUMED, disk, end)
+    survived("upload-power", tries, problems)
 
 
 def test_a_power_loss_during_prepare_leaves_a_whole_dataset_or_none(children, tmp_path, survived):
@@ -105,7 +164,8 @@ def test_a_power_loss_during_prepare_leaves_a_whole_dataset_or_none(children, tm
             *("--workers", 1, "--json"),
         ]
 
-    log = recorded(children, words(tmp_path / "disk"), tmp_path)
+    disk = tmp_path / "disk"
+    log = recorded(lambda: [children.start(*words(disk), stopped=True)], tmp_path)
     files = {path.name: path.read_bytes() for path in (tmp_path / "disk" / "data").iterdir()}
     draw, tries, problems = random.Random(0), 0, []
     for number, (kind, tree, _) in enumerate(surviving(log, tmp_path / "disk")):
@@ -119,12 +179,12 @@ def test_a_power_loss_during_prepare_leaves_a_whole_dataset_or_none(children, tm
                 found = [str(error)]
             problems += [f"{number}, {kind}: {problem}" for problem in found]
         if draw.random() < 0.1:
-            ended = children.run(*words(folder))
+            again = children.run(*words(folder))
             data = folder / "data"
             after = (
-                {path.name: path.read_bytes() for path in data.iterdir()} if not ended.code else {}
+                {path.name: path.read_bytes() for path in data.iterdir()} if not again.code else {}
             )
             if after != files:
-                problems.append(f"{number}, {kind}: again: {ended.code}: {ended.err[-2000:]}")
+                problems.append(f"{number}, {kind}: again: {again.code}: {again.err[-2000:]}")
         shutil.rmtree(folder)
     survived("prepare-power", tries, problems)

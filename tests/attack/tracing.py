@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -22,31 +22,43 @@ RESUMED = re.compile(r"(\d+) +<\.\.\. \w+ resumed>(.*)")
 
 
 @contextmanager
-def traced(child: Child, log: Path, *options: str) -> Iterator[None]:
-    """Trace a child that was started with `stopped`, and let it continue.
+def traced(children: Sequence[Child], log: Path, *options: str) -> Iterator[None]:
+    """Trace children that were started with `stopped` in one log, and let them continue.
 
     Skips the test when there is no strace, or it may not trace.
     """
     if shutil.which("strace") is None:
-        child.kill()
+        for child in children:
+            child.kill()
         pytest.skip("needs strace: apt install strace")
-    while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.001)
-    words = ["strace", "-f", "-p", str(child.pid), "-o", str(log), *options]
-    tracer = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    try:
-        while f"TracerPid:\t{tracer.pid}\n" not in Path(f"/proc/{child.pid}/status").read_text():
-            if tracer.poll() is not None:
-                child.kill()
-                pytest.skip(f"strace may not trace here: {tracer.stderr.read()}")
+    for child in children:
+        while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.001)
-        child.send(signal.SIGCONT)
+    pids = [word for child in children for word in ("-p", str(child.pid))]
+    tracer = subprocess.Popen(
+        ["strace", "-f", *pids, "-o", str(log), *options], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        for child in children:
+            _await_tracer(child, tracer)
+        for child in children:
+            child.send(signal.SIGCONT)
         yield
     finally:
         with suppress(subprocess.TimeoutExpired):
             tracer.wait(30)
         tracer.kill()
         tracer.communicate()
+
+
+def _await_tracer(child: Child, tracer: subprocess.Popen) -> None:
+    """Wait until a child is traced."""
+    status = Path(f"/proc/{child.pid}/status")
+    while f"TracerPid:\t{tracer.pid}\n" not in status.read_text():
+        if tracer.poll() is not None:
+            child.kill()
+            pytest.skip(f"strace may not trace here: {tracer.stderr.read()}")
+        time.sleep(0.001)
 
 
 def calls(log: Path) -> Iterator[tuple[str, str, str, str | None]]:
@@ -68,8 +80,10 @@ def calls(log: Path) -> Iterator[tuple[str, str, str, str | None]]:
             yield found.groups()
 
 
-def counted(log: Path, folder: Path) -> dict[str, list[int]]:
-    """Return which calls concern a folder, by name: how many a thread had made, this included.
+def counted(log: Path, *places: Path | str) -> dict[str, list[int]]:
+    """Return which calls concern paths with one of `places` in them, by name.
+
+    Each is given as how many of that name its thread had made, this included.
 
     A call of two threads at the same count is listed once.
     """
@@ -77,7 +91,7 @@ def counted(log: Path, folder: Path) -> dict[str, list[int]]:
     numbers = defaultdict(set)
     for thread, name, arguments, _, path in calls(log):
         so_far[thread, name] += 1
-        if str(folder) in arguments or str(folder) in (path or ""):
+        if any(str(place) in arguments or str(place) in (path or "") for place in places):
             numbers[name].add(so_far[thread, name])
     return {name: sorted(found) for name, found in numbers.items()}
 

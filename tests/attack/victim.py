@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 import yaml
-from children import Children, Ended, wait_until
+from children import Child, Children, Ended, wait_until
 
 from flatout.errors import FlatoutError
 from flatout.training.checkpoint import catalog
@@ -26,8 +27,9 @@ KEPT = ("tokens", "train_loss", "val_loss", "weights_sha256")
 class Victim:
     """A recipe that draws random numbers, with its result when nothing happens to it."""
 
-    def __init__(self, children: Children, folder: Path, settings: dict) -> None:
+    def __init__(self, children: Children, folder: Path, settings: dict, *, ranks: int = 1) -> None:
         self.children = children
+        self.ranks = ranks
         self.folder = folder
         self.settings = settings
         self.steps = settings["train.steps"]
@@ -46,9 +48,30 @@ class Victim:
         """Return the command that trains in a run directory."""
         return ["train", self.recipe, *more, "--run-dir", run, "--json"]
 
+    def start(self, run: Path, *more, stopped: bool = False) -> list[Child]:
+        """Start to train, with one process per rank."""
+        words, port = self.words(run, *more), str(free_port())
+        return [
+            self.children.start(
+                *words,
+                stopped=stopped,
+                environment={
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(self.ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
+                if self.ranks > 1
+                else None,
+            )
+            for rank in range(self.ranks)
+        ]
+
     def train(self, run: Path, *more) -> Ended:
-        """Train to the end."""
-        return self.children.run(*self.words(run, *more))
+        """Train to the end, and return how the first rank ended."""
+        ended = [child.wait() for child in self.start(run, *more)]
+        return ended[0]
 
     @cached_property
     def whole(self) -> Path:
@@ -114,19 +137,29 @@ class Victim:
             problems.append("the state of the last checkpoint differs")
         return problems
 
-    def end(self, run: Path) -> list[str]:
+    def end(self, run: Path, *more) -> list[str]:
         """Run the same command again, and return how its end differs."""
-        return self.unequal(run, self.train(run))
+        return self.unequal(run, self.train(run, *more))
 
 
-def saved_step(run: Path) -> int:
-    """Return the last step that the run's events report as saved; 0 without one."""
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def saved_step(run: Path, kind: str = "save") -> int:
+    """Return the last step that the run's events report as saved; 0 without one.
+
+    With `kind="upload"`, the last that they report as sent to the mirror.
+    """
     steps = [0]
     if (run / "events.jsonl").exists():
         for line in (run / "events.jsonl").read_bytes().split(b"\n")[:-1]:
             with suppress(ValueError):  # a line that a full disk cut short
                 event = json.loads(line)
-                steps.append(event["step"] if event["event"] == "save" else 0)
+                steps.append(event["step"] if event["event"] == kind else 0)
     return max(steps)
 
 

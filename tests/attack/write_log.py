@@ -71,10 +71,14 @@ class Inode:
 
 
 class Disk:
-    """A directory, empty and synced at first, to which calls are applied."""
+    """A directory, empty and synced at first, to which calls are applied.
 
-    def __init__(self, root: Path) -> None:
+    With `scratch`, files are also copied from that directory, whose files are gone by now.
+    """
+
+    def __init__(self, root: Path, scratch: Path | None = None) -> None:
         self.root = str(root)
+        self._scratch = Disk(scratch) if scratch is not None else None
         self.top = Inode(names={})
         self._offsets: dict[tuple[str, Inode], int | None] = {}
         """Where a descriptor writes next; None at the end of the file."""
@@ -83,6 +87,11 @@ class Disk:
         """Apply one successful call, and return whether it concerns the directory."""
         if result in ("?", "-1"):
             return False
+        if self._scratch is not None:
+            self._scratch.apply(name, arguments, result, opened)
+        return self._apply(name, arguments, result, opened)
+
+    def _apply(self, name: str, arguments: str, result: str, opened: str | None) -> bool:
         strings = [text(found) for found in STRING.findall(arguments)]
         descriptors = [(number, text(path).decode()) for number, path in _fds(arguments)]
         folders = [path for number, path in descriptors]
@@ -125,6 +134,8 @@ class Disk:
         else:  # sendfile, copy_file_range: of a file that no longer changes
             source = descriptors[name != "copy_file_range"][1]
             found = self._at(source)
+            if found is None and self._scratch is not None:
+                found = self._scratch._at(source)
             content = Path(source).read_bytes() if found is None else found.content
             begin = self._offsets.get(key) or 0
             self._write(key, content[begin : begin + result])

@@ -90,6 +90,8 @@ class Record(BaseModel):
     """The id of the directory that sent there before this one was restored."""
     sent: list[int] = []
     """Steps that are there and have been here: when one is deleted here, it is deleted there."""
+    sending: list[int] = []
+    """The step that was sent last: after a kill it may be there, while `sent` lacks it."""
 
 
 def mirror_url(mirror: str | None, run_folder: Path) -> str | None:

@@ -220,9 +220,12 @@ class Uploader(Observer):
     def _send_all(self, *, with_run_files: bool) -> None:
         if self._record is None:
             self.claim()
+            assert self._record is not None, "the mirror is claimed"
         if self._there is None:
             manifests = self._store.manifests()
             self._there = {step: digest_of(content) for step, content in manifests.items()}
+            for last in self._there.keys() & set(self._record.sending):  # after a kill
+                self._store.checkpoint(last).remove(SENDING)
             self._remove_halves(self._there)
         while (step := self._next_step(self._there)) is not None:
             with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
@@ -273,6 +276,7 @@ class Uploader(Observer):
         self._send_run_files()
         self._require_own()
         self._require_time()
+        self._write_record(sending=[step])
         remote.send(source / catalog.MANIFEST, entry_of(source / catalog.MANIFEST))
         remote.remove(SENDING)
         assert self._there is not None, "it was read before"
@@ -364,7 +368,13 @@ class Uploader(Observer):
         """Store that the mirror has `steps`, and not `lacking`."""
         assert self._record is not None, "the mirror is claimed before anything is sent"
         assert self._there is not None, "it was read before"
-        sent = sorted(({*self._record.sent, *steps} & self._there.keys()) - {*lacking})
+        known = {*self._record.sent, *self._record.sending, *steps}
+        sent = sorted((known & self._there.keys()) - {*lacking})
         if sent != self._record.sent:
-            self._record = self._record.model_copy(update={"sent": sent})
-            write_record(self._run_folder, self._record)
+            self._write_record(sent=sent)
+
+    def _write_record(self, **fields: list[int]) -> None:
+        """Store the record with other values of some fields."""
+        assert self._record is not None, "the mirror is claimed before anything is sent"
+        self._record = self._record.model_copy(update=fields)
+        write_record(self._run_folder, self._record)

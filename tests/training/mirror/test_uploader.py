@@ -1,6 +1,7 @@
 """What is sent to a mirror, in which order, and what happens when that fails."""
 
 import hashlib
+import json
 from pathlib import Path
 from threading import Event
 
@@ -336,3 +337,26 @@ def test_a_file_that_arrives_damaged_is_sent_again(run, store, monkeypatch, mirr
     assert damaged
     assert "differs from the file that was sent" in run.of_kind("upload_failed", "reason")[0]
     assert store.cat("/bucket/runs/run/step-5/model.safetensors") == b"weights of 5"
+
+
+def test_what_was_sent_just_before_a_kill_is_deleted_there_too(run, store, mirrored):
+    """The kill comes between the manifest there and the record here."""
+    run.checkpoint(1)
+    run.send()
+    record = run.path / "mirror.json"
+    stored = json.loads(record.read_text())
+    record.write_text(json.dumps(stored | {"sent": []}))
+    store.pipe_file("/bucket/runs/run/step-1/sending.json", b"")
+    run.delete(1)
+    run.checkpoint(2)
+    run.send()
+    assert (mirrored(1), mirrored(2)) == (set(), FILES)
+
+
+def test_the_mark_of_an_unfinished_upload_is_removed_after_a_kill(run, store, mirrored):
+    """The kill comes after the manifest was sent."""
+    run.checkpoint(1)
+    run.send()
+    store.pipe_file("/bucket/runs/run/step-1/sending.json", b"")
+    run.send()
+    assert mirrored(1) == FILES
