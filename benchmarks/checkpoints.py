@@ -3,17 +3,20 @@
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/checkpoints.py --repeats 3
 
 Trains a transformer of 124 million parameters (the shape of GPT-2, 1.5 GB of weights and moments)
-on random tokens in a temporary directory, alternating `speedups=auto,-async-checkpoints` and
-`auto,+async-checkpoints`, and saves every few steps. The event of each save states how long the
-loop was blocked and when the checkpoint was complete. The last save of a run is not counted, since
-the run waits for it either way. The first save is reported separately: an asynchronous one uses
-memory reserved before the first step, and the time of that reservation has its own column. The wall
-time of each run is reported too, since the writing thread uses part of the cores. Figures are
-medians over all other saves of all repeats; the ratio is that of the medians per repeat. The share
-at the default interval divides the blocked time by the 10 minutes between saves. The bytes are
-those of all files of one checkpoint. To resume, `flatout train` starts in a new process on a run
-that was killed after a save; the time ends with the record of its first step, whose own time is
-subtracted. Nothing is compiled. Writes benchmarks/results/checkpoints.json and .md.
+on random tokens in a temporary directory, alternating `speedups=auto,-async-checkpoints`,
+`auto,+async-checkpoints`, and the latter with `checkpoint.mirror`, and saves every few steps. The
+event of each save states how long the loop was blocked and when the checkpoint was complete. The
+last save of a run is not counted, since the run waits for it either way. The first save is reported
+separately: an asynchronous one uses memory reserved before the first step, and the time of that
+reservation has its own column. The wall time of each run is reported too, since the writing thread
+uses part of the cores. Figures are medians over all other saves of all repeats; the ratio is that
+of the medians per repeat. The share at the default interval divides the blocked time by the 10
+minutes between saves. The bytes are those of all files of one checkpoint. To resume, `flatout
+train` starts in a new process on a run that was killed after a save; the time ends with the record
+of its first step, whose own time is subtracted. The mirror is an S3 server on this machine if moto
+and s3fs are installed, else a directory; either takes time from the same cores. Its cost is the
+difference in tokens/s of training with and without it, saves aside. A resume from the mirror starts
+without the run directory. Nothing is compiled. Writes benchmarks/results/checkpoints.json and .md.
 """
 
 from __future__ import annotations
@@ -21,15 +24,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
+from checkpoint_mirror import empty, mirror
 from loader import make_data
 from main_job import RESULTS, commit, spread
 
@@ -45,8 +51,9 @@ TOKENIZER = "ids:50257"
 WAYS = {
     "in the loop": "auto,-compile,-async-checkpoints",
     "beside training": "auto,-compile,+async-checkpoints",
+    "beside training, with a mirror": "auto,-compile,+async-checkpoints",
 }
-LOOP, BESIDE = WAYS
+LOOP, BESIDE, MIRRORED = WAYS
 STATE_BYTES = 12
 """fp32 weights and AdamW's two moments, per parameter."""
 LIMITS = {"share": 0.01, "bytes": 0.01, "resume_s": 5.0, "blocked_ms on a GPU": 50.0}
@@ -76,10 +83,14 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+    with (
+        tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+        mirror(Path(folder)) as (url, kind),
+    ):
         found = measure(
-            Path(folder), arguments.repeats, arguments.saves, arguments.every, arguments.device
+            Path(folder), url, arguments.repeats, arguments.saves, arguments.every, arguments.device
         )
+        found["mirror"] = kind
     found |= {"machine": probe().describe(), "threads": torch.get_num_threads(), "commit": commit()}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "checkpoints.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -87,14 +98,17 @@ def main() -> None:
     print(table(found))
 
 
-def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> dict:
-    """Return every save and every resume of every repeat."""
+def measure(folder: Path, url: str, repeats: int, saves: int, every: int, device: str) -> dict:
+    """Return every save and every resume of every repeat; `url` is that of the mirror."""
     data = make_data(folder / "data", 1 << 20, shards=1, tokenizer_name=TOKENIZER)
     rows: dict[str, list[dict]] = {way: [] for way in WAYS}
     for repeat in range(repeats):
         for way in [*WAYS] if repeat % 2 == 0 else [*WAYS][::-1]:
             run = folder / "run"
-            rows[way].append(train(run, settings(data, saves, every, device, WAYS[way])))
+            config = settings(data, saves, every, device, WAYS[way])
+            if way == MIRRORED:
+                config = config.with_values({"checkpoint.mirror": url})
+            rows[way].append(train(run, config))
             first, *later = rows[way][-1]["blocked_ms"]
             print(
                 f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then"
@@ -102,8 +116,10 @@ def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> 
                 file=sys.stderr,
             )
             remove(run)
+            empty(url)
     config = settings(data, saves, every, device, WAYS[BESIDE]).with_values({"log.every": 1})
     resumes = resumed(folder, config, repeats)
+    mirrored = config.with_values({"checkpoint.mirror": url})
     return {
         "repeats": repeats,
         "saves": saves,
@@ -111,6 +127,7 @@ def measure(folder: Path, repeats: int, saves: int, every: int, device: str) -> 
         "device": device,
         "rows": rows,
         "resumes": resumes,
+        "restores": resumed(folder, mirrored, repeats),
     }
 
 
@@ -154,6 +171,8 @@ def train(run: Path, config: RunConfig) -> dict:
             1e3 * event["seconds"] for event in events if event["event"] == "reserve"
         ),
         "wall_s": summary["wall_s"],
+        "tokens_per_s": last_record(run)["perf/tokens_per_s"],
+        "upload_s": [event["seconds"] for event in events if event["event"] == "upload"],
         "parameters": next(event["parameters"] for event in events if event["event"] == "start"),
         "bytes": folder_bytes(last),
         "weights_sha256": summary["weights_sha256"],
@@ -161,30 +180,51 @@ def train(run: Path, config: RunConfig) -> dict:
 
 
 def resumed(folder: Path, config: RunConfig, repeats: int) -> list[dict]:
-    """Kill a run after its first save, then start it again and again; return the times."""
-    run, recipe = folder / "killed", folder / "recipe.yaml"
+    """Kill a run after its first save, then start it again and again; return the times.
+
+    With a mirror, it is killed after its first upload, and its directory is lost before each start.
+    """
+    has_mirror = config.checkpoint.mirror is not None
+    run, recipe = folder / ("lost" if has_mirror else "killed"), folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(config.to_dict()))
     command = [sys.executable, "-m", "flatout", "train", recipe, "--run-dir", run]
     saved = config.checkpoint.every_steps or 1
-    started_until(command, folder, lambda: (run / "checkpoints" / f"step-{saved}").exists())
+    first = run / "checkpoints" / f"step-{saved}"
+    sent = partial(count, run, "upload")
+    started_until(command, folder, sent if has_mirror else first.exists)
     rows = []
     for number in range(1, repeats + 1):
-        seconds = started_until(
-            command, folder, lambda number=number: first_record(run, saved, number) is not None
-        )
-        step_s = first_record(run, saved, number)["perf/step_ms"] / 1e3
+        if has_mirror:
+            shutil.rmtree(run)
+        starts = 1 if has_mirror else number
+        record = partial(first_record, run, saved, starts)
+        seconds = started_until(command, folder, record)
+        step_s = record()["perf/step_ms"] / 1e3
         rows.append({"seconds": seconds - step_s, "step_s": step_s})
         print(f"first step after {seconds - step_s:.2f} s", file=sys.stderr)
     return rows
 
 
+def count(run: Path, kind: str) -> int:
+    """Return how many events of a kind a run has."""
+    return sum(event["event"] == kind for event in read_events(run))
+
+
 def first_record(run: Path, saved: int, number: int) -> dict | None:
     """Return the first record after the `number`-th resume from a step, or None before it."""
-    resumes = [event for event in read_events(run) if event["event"] == "resume"]
-    if len(resumes) < number:  # the records of later steps are still those of the killed process
+    if count(run, "resume") < number:  # the later records are still those of the killed process
         return None
-    records = map(json.loads, (run / METRICS).read_text().split("\n")[:-1])
-    return next((record for record in records if record["step"] > saved), None)
+    return next((record for record in records(run) if record["step"] > saved), None)
+
+
+def records(run: Path) -> list[dict]:
+    """Return the records of a run."""
+    return [json.loads(line) for line in (run / METRICS).read_text().split("\n")[:-1]]
+
+
+def last_record(run: Path) -> dict:
+    """Return the last record of training."""
+    return [record for record in records(run) if "perf/tokens_per_s" in record][-1]
 
 
 def started_until(command: list, folder: Path, true) -> float:
@@ -209,12 +249,12 @@ def started_until(command: list, folder: Path, true) -> float:
 def table(found: dict) -> str:
     """Return the figures as Markdown.
 
-    Raises: SystemExit when the two variants trained different weights.
+    Raises: SystemExit when the variants trained different weights.
     """
     rows = found["rows"]
     if len({row["weights_sha256"] for way in rows.values() for row in way}) > 1:
         raise SystemExit(
-            "The two variants did not train the same weights: a promise is broken, and the times"
+            "The variants did not train the same weights: a promise is broken, and the times"
             " mean nothing."
         )
     lines = [
@@ -276,10 +316,29 @@ def goals(found: dict) -> list[str]:
         f"A killed run begins its first step {spread(seconds, 2)} s after its start; goal:"
         f" {under(statistics.median(seconds), LIMITS['resume_s'], '5 s')}.",
     ]
+    lines.append(cost_of_mirror(found))
     if found["device"] != "cpu":
         kept = under(blocked_ms, LIMITS["blocked_ms on a GPU"], "50 ms")
         lines.append(f"An asynchronous save blocks the loop for {blocked_ms:.1f} ms; goal: {kept}.")
     return lines
+
+
+def cost_of_mirror(found: dict) -> str:
+    """Return what the mirror costs, as sentences."""
+    without, with_it = found["rows"][BESIDE], found["rows"][MIRRORED]
+    slower = [
+        100 * (1 - mirrored["tokens_per_s"] / plain["tokens_per_s"])
+        for plain, mirrored in zip(without, with_it, strict=True)
+    ]
+    rates = [spread([row["tokens_per_s"] for row in rows], 1) for rows in (without, with_it)]
+    uploads = [seconds for row in with_it for seconds in row["upload_s"]]
+    return (
+        f"With a mirror, {found['mirror']}, training has {rates[1]} tokens/s, and {rates[0]}"
+        f" without: {spread(slower, 1)}% less. An upload of {with_it[0]['bytes'] / 1e9:.2f} GB"
+        f" takes {spread(uploads, 1)} s beside training. When the run directory is lost, the first"
+        f" step begins {spread([row['seconds'] for row in found['restores']], 2)} s after the start"
+        " that restores it."
+    )
 
 
 def under(value: float, limit: float, text: str) -> str:
