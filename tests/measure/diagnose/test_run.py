@@ -236,9 +236,9 @@ def test_a_compiler_that_fails_is_named(measured, monkeypatch):
     from flatout.training import warmup
 
     def fails(*_):
-        return RuntimeError("no compiler")
+        return RuntimeError("no compiler"), True
 
-    answers = iter([fails, lambda *_: None])
+    answers = iter([fails, lambda *_: (None, False)])
     monkeypatch.setattr(warmup, "_try_step", lambda *given: next(answers)(*given))
     names, evidence = measured(speedups="auto,+compile")
     assert "compile-failure" in names
