@@ -55,6 +55,8 @@ class Architecture:
     """Start of the family's names that files of the bare model lack."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensors without weights, such as masks."""
+    heads: tuple[str, ...] = ()
+    """Names under which files may repeat the output head, such as that of a tied model."""
     recognise: Callable[[Shapes, JsonObject], JsonObject | None] = lambda _shapes, _others: None
     """Returns the keys under `model.` of a file without config.json, or None for another family.
 

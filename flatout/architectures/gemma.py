@@ -102,4 +102,5 @@ ARCHITECTURE = Architecture(
     tensors=tensors,
     prefix="model.",
     ignored=llama.ARCHITECTURE.ignored,
+    heads=llama.ARCHITECTURE.heads,
 )

@@ -131,5 +131,6 @@ ARCHITECTURE = Architecture(
     document=document,
     tensors=tensors,
     prefix="transformer.",
-    ignored=(r".*attn\.(masked_)?bias", r"lm_head\.weight"),
+    ignored=(r".*attn\.(masked_)?bias",),
+    heads=("lm_head.weight",),
 )

@@ -146,10 +146,6 @@ ARCHITECTURE = Architecture(
     document=document,
     tensors=tensors,
     prefix="gpt_neox.",
-    ignored=(
-        r".*attention\.(masked_)?bias",
-        r".*rotary_emb\.inv_freq",
-        r"embed_out\.weight",
-        r"lm_head\.weight",
-    ),
+    ignored=(r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),
+    heads=("embed_out.weight", "lm_head.weight"),
 )

@@ -188,5 +188,6 @@ ARCHITECTURE = Architecture(
     document=document,
     tensors=tensors,
     prefix="model.",
-    ignored=(r".*rotary_emb\.inv_freq", r"lm_head\.weight"),
+    ignored=(r".*rotary_emb\.inv_freq",),
+    heads=("lm_head.weight",),
 )

@@ -61,5 +61,6 @@ ARCHITECTURE = Architecture(
     why_not=lambda _config: "Checkpoints of nanoGPT are only imported; export it as GPT-2.",
     tensors=tensors,
     ignored=gpt2.ARCHITECTURE.ignored,
+    heads=gpt2.ARCHITECTURE.heads,
     recognise=recognise,
 )

@@ -27,6 +27,8 @@ OWN_FILES = ("config.yaml", "manifest.json")
 CONFIGURED = (SAFETENSORS, ".bin")
 """Endings of files that a config.json beside them describes."""
 MOST_NAMED = 3
+HEADS = ("unembedding.weight", "token_embedding.weight")
+"""The output head of flatout's models; a tied model has only the second."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class ForeignWeights:
         """Check that every tensor of flatout's model, with these shapes, has its values here.
 
         Raises: CheckpointError naming the first tensors that are missing, unknown or of another
-                shape.
+                shape, or an output head that is not the one that the model would use.
         """
         assert shapes.keys() == self._maps.keys()  # a table that lacks a tensor is a bug of ours
         wanted = {
@@ -153,6 +155,7 @@ class ForeignWeights:
             for name, shape in _foreign_shapes(one, shapes[one.name])
         }
         there = self._files.shapes
+        heads = [name for name in self._architecture.heads if name in there and name not in wanted]
         problems = [f"it has no {name}" for name in wanted if name not in there]
         problems += [
             f"{name} is {list(there[name])}, and its configuration means {list(shape)}"
@@ -162,7 +165,7 @@ class ForeignWeights:
         problems += [
             f"it has {name}, which the architecture lacks"
             for name in there
-            if name not in wanted and not self._is_ignored(name)
+            if name not in wanted and name not in heads and not self._is_ignored(name)
         ]
         if problems:
             listed = "; ".join(problems[:MOST_NAMED])
@@ -172,6 +175,26 @@ class ForeignWeights:
                 f"The tensors of {self.path} do not fit its configuration: {listed}.",
                 fix="Get all files again from where the model was published.",
             )
+        for name in heads:
+            self._require_same_head(name)
+
+    def _require_same_head(self, name: str) -> None:
+        """Check that a tensor repeats the output head of the model.
+
+        Cost:   reads both tensors.
+        Raises: CheckpointError when it does not: training would start from another model.
+        """
+        ours = next(key for key in HEADS if key in self._maps)
+        head = self.read(ours)
+        if torch.equal(self._files.read(name), head):
+            return
+        source = "the embedding" if ours == HEADS[1] else self._maps[ours].foreign[0]
+        raise CheckpointError(
+            f"{self.path} has an output head, {name}, with other values than {source}, which its "
+            "configuration makes the head.",
+            fix="If the model has a head of its own, set tie_word_embeddings to false in its "
+            f"config.json; otherwise remove {name}.",
+        )
 
     def _stored(self, name: str) -> str:
         """Return the name in the files, which may lack the family's prefix."""

@@ -135,6 +135,6 @@ ARCHITECTURE = Architecture(
     keys=None,
     why_not=lambda _config: "Checkpoints of temporal-eigenstate-networks are only imported.",
     tensors=tensors,
-    ignored=(r"lm_head\.weight",),
+    heads=("lm_head.weight",),
     recognise=recognise,
 )

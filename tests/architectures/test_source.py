@@ -90,6 +90,18 @@ def test_copies_of_a_tied_head_are_ignored(tmp_path):
     assert "unembedding.weight" not in fit(write_model(tmp_path, document, weights)).names()
 
 
+def test_a_head_that_differs_from_the_tied_embedding_is_refused(tmp_path):
+    document = LLAMA | {"tie_word_embeddings": True}
+    weights = foreign_weights(document)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"][5, 7] += 1e-3
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight, with other values than the embed"):
+        fit(write_model(tmp_path, document, weights))
+    untied = document | {"tie_word_embeddings": False}
+    head = fit(write_model(tmp_path / "untied", untied, weights)).read("unembedding.weight")
+    assert torch.equal(head, weights["lm_head.weight"])
+
+
 def test_missing_unknown_and_reshaped_tensors_are_named(tmp_path):
     weights = foreign_weights(LLAMA)
     del weights["model.layers.1.mlp.up_proj.weight"]
