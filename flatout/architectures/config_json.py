@@ -75,14 +75,16 @@ def rotary_keys(document: JsonObject, *, base: float = 10_000.0) -> JsonObject:
     """
     parameters = document.get("rope_parameters") or {}
     scaling = parameters or document.get("rope_scaling") or {}
-    theta = parameters.get("rope_theta") or document.get("rope_theta") or base
-    keys: JsonObject = {"positions": "rotary", "rotary_base": float(theta)}
+    theta = parameters.get("rope_theta") or document.get("rope_theta")
+    keys: JsonObject = {"positions": "rotary", "rotary_base": float(theta or base)}
     kind = scaling.get("rope_type") or scaling.get("type")
     if kind in PLAIN_ROPE:
         return keys
     if kind == "linear":
         return keys | {"rotary_scaling": kind, "rotary_factor": float(scaling["factor"])}
     if kind == "llama3":
+        if not theta:  # 10,000 in transformers 4, 500,000 in transformers 5
+            required(document, "rope_theta", float)
         numbers = {key: scaling[name] for key, name in LLAMA3.items()}
         return keys | {"rotary_scaling": kind} | numbers
     raise ConfigError(

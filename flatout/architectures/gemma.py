@@ -25,8 +25,8 @@ SHAPE = {key: value for key, value in llama.SHAPE.items() if key != "embedding_s
 """The keys under `model.` that every model of the family has, without the embedding's scale."""
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", None)
 """transformers computes the tanh formula for both names."""
-HEAD_DIM = 256
-"""The head size of a config.json that states none."""
+HEAD_DIM, KV_HEADS = 256, {"gemma": 16, "gemma2": 4}
+"""The head size, and the key and value heads, of a config.json that states none."""
 
 
 def keys(document: JsonObject) -> JsonObject:
@@ -41,7 +41,8 @@ def keys(document: JsonObject) -> JsonObject:
     sizes = usual_keys(document)
     return {
         **sizes,
-        "num_kv_heads": document.get("num_key_value_heads") or sizes["num_heads"],
+        "num_kv_heads": document.get("num_key_value_heads", KV_HEADS[document["model_type"]])
+        or sizes["num_heads"],
         "head_dim": document.get("head_dim") or HEAD_DIM,
         "norm": "rmsnorm",
         "activation": "geglu",

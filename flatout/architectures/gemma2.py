@@ -22,6 +22,13 @@ SOFTCAPS = {
     "attention_softcap": "attn_logit_softcapping",
 }
 """The keys of both limits under `model.` and in config.json."""
+DEFAULTS = {
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+"""Values of a config.json that states none; null means no limit."""
 NORMS = {
     "mlp_norm": "pre_feedforward_layernorm",
     "attention.post_norm": "post_attention_layernorm",
@@ -36,7 +43,8 @@ def keys(document: JsonObject) -> JsonObject:
     Raises: ConfigError for other layers with windows, or another scale of scores than flatout's.
     """
     common = gemma.keys(document)
-    scale = required(document, "query_pre_attn_scalar")
+    document = DEFAULTS | document
+    scale = document["query_pre_attn_scalar"]
     if scale != common["head_dim"]:
         raise ConfigError(
             f"The imported model divides scores by the root of {scale} "
@@ -54,7 +62,7 @@ def keys(document: JsonObject) -> JsonObject:
         "post_norm": True,
         "window": required(document, "sliding_window"),
         "full_attention_every": FULL_EVERY,
-        **{key: document.get(name) for key, name in SOFTCAPS.items()},
+        **{key: document[name] for key, name in SOFTCAPS.items()},
     }
 
 

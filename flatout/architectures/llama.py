@@ -37,6 +37,12 @@ CLASSES = {
 }
 QWEN3_HEAD_DIM = 128
 """The head size of a Qwen 3 config.json that states none."""
+KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
+"""The key and value heads of a config.json that states none; None: as many as query heads."""
+WINDOW = 4096
+"""The window of a Mistral or windowed Qwen config.json that states none; null means no window."""
+FULL_LAYERS = 28
+"""The layers without a window of a windowed Qwen config.json that states none."""
 
 
 def keys(document: JsonObject) -> JsonObject:
@@ -58,7 +64,7 @@ def keys(document: JsonObject) -> JsonObject:
         )
     return {
         **sizes,
-        "num_kv_heads": document.get("num_key_value_heads") or heads,
+        "num_kv_heads": document.get("num_key_value_heads", KV_HEADS[kind]) or heads,
         "head_dim": document.get("head_dim") or default,
         "norm": "rmsnorm",
         "activation": "swiglu",
@@ -74,13 +80,17 @@ def keys(document: JsonObject) -> JsonObject:
 def window(document: JsonObject) -> int | None:
     """Return the attention window of all layers, or None when they have none.
 
+    As in transformers, Mistral has one unless config.json states null, Qwen only with
+    `use_sliding_window`, and Llama none whatever config.json states.
+
     Raises: ConfigError when some layers have one and others do not.
     """
-    size = document.get("sliding_window")
-    if size is None or document.get("use_sliding_window") is False:
+    kind, size = document["model_type"], document.get("sliding_window", WINDOW)
+    is_qwen = kind.startswith("qwen")
+    if kind == "llama" or size is None or (is_qwen and not document.get("use_sliding_window")):
         return None
     count = int(document["num_hidden_layers"])
-    first = int(document.get("max_window_layers", count)) if "use_sliding_window" in document else 0
+    first = int(document.get("max_window_layers", FULL_LAYERS)) if is_qwen else 0
     types = document.get("layer_types") or [
         "sliding_attention" if layer >= first else "full_attention" for layer in range(count)
     ]

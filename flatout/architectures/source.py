@@ -20,7 +20,7 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import JsonObject, read_json
 from flatout.progress import SILENT, Progress
 from flatout.recognised import TORCH_FILE, recognise
-from flatout.registry import ARCHITECTURES, unknown_name
+from flatout.registry import ARCHITECTURES
 
 OWN_FILES = ("config.yaml", "manifest.json")
 """Files that identify a run or a checkpoint of flatout."""
@@ -99,8 +99,29 @@ def _configured(path: Path, config: Path) -> ForeignModel:
         for model_type in architecture.model_types
     }
     if kind not in known:
-        raise unknown_name("architecture", str(kind), known)
-    return ForeignModel(path, known[kind], known[kind].keys(document))
+        named = f"is of the architecture {kind!r}" if kind else f"has no model_type in {CONFIG}"
+        lacks = "which flatout does not read"
+        if any("expert" in key for key in document):
+            lacks = "a mixture of experts; flatout has none"
+        raise ConfigError(
+            f"The imported model {named}{f', {lacks}' if kind else ''}.", fix=OTHER_MODEL
+        )
+    return ForeignModel(path, known[kind], _keys(known[kind], document, config))
+
+
+def _keys(architecture: Architecture, document: JsonObject, config: Path) -> JsonObject:
+    """Return the keys under `model.` for a config.json that may be damaged.
+
+    Raises: ConfigError when a value has the wrong type or size, or flatout cannot express it.
+    """
+    assert architecture.keys is not None  # it has model types
+    try:
+        return architecture.keys(document)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{config} has a value of the wrong type or size ({type(error).__name__}: {error}).",
+            fix="Restore config.json from the model's repository.",
+        ) from error
 
 
 def _recognised(path: Path) -> ForeignModel:
@@ -137,10 +158,17 @@ class ForeignWeights:
         """Return a tensor by its name in flatout's model, in at least fp32.
 
         Shapes: as in the model.
-        Raises: CheckpointError when it cannot be read.
+        Raises: CheckpointError when it cannot be read, or has NaN or infinite values.
         """
         one = self._maps[name]
-        return one.join([self._files.read(self._stored(foreign)) for foreign in one.foreign])
+        parts = [self._files.read(self._stored(foreign)) for foreign in one.foreign]
+        for foreign, part in zip(one.foreign, parts, strict=True):
+            if not torch.isfinite(part).all():
+                raise CheckpointError(
+                    f"{foreign} of {self.path} has values that are not finite.",
+                    fix="Start from another model: this one is damaged, or its training diverged.",
+                )
+        return one.join(parts)
 
     def require_fit(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that every tensor of flatout's model, with these shapes, has its values here.

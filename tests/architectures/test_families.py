@@ -14,6 +14,7 @@ import pytest
 import torch
 from foreign_models import (
     DOCUMENTS,
+    GPT2,
     LLAMA,
     TOKENS,
     architecture_of,
@@ -227,6 +228,44 @@ def test_windows_of_all_layers_are_read():
     assert llama.keys(LLAMA | window | {"use_sliding_window": False})["window"] is None
     full = {"layer_types": ["full_attention"] * 2}
     assert llama.keys(LLAMA | window | full)["window"] is None
+
+
+def test_a_window_that_transformers_does_not_use_is_not_read():
+    window = {"sliding_window": 4}
+    assert llama.keys(LLAMA | {"model_type": "qwen2"} | window)["window"] is None
+    assert llama.keys(LLAMA | window)["window"] is None
+    assert llama.keys(LLAMA | {"model_type": "mistral", "sliding_window": None})["window"] is None
+
+
+def test_absent_keys_have_the_defaults_of_their_family():
+    assert llama.keys(LLAMA | {"model_type": "mistral"})["window"] == 4096
+    shorter = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert llama.keys(shorter)["num_kv_heads"] == LLAMA["num_attention_heads"]
+    assert llama.keys(shorter | {"model_type": "mistral"})["num_kv_heads"] == 8
+    capped = {key: value for key, value in DOCUMENTS["gemma 2"].items() if "softcap" not in key}
+    assert gemma2.keys(capped)["logit_softcap"] == 30.0
+    assert gemma2.keys(capped)["attention_softcap"] == 50.0
+    assert gemma2.keys(capped | {"attn_logit_softcapping": None})["attention_softcap"] is None
+
+
+@pytest.mark.slow
+@every_document
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_defaults_are_those_of_transformers(name):
+    config = pytest.importorskip("transformers").AutoConfig
+    document = DOCUMENTS[name]
+    read = architecture_of(document).keys
+    compared = 0
+    for absent in document.keys() - {"model_type"}:
+        shorter = {key: value for key, value in document.items() if key != absent}
+        try:
+            keys = read(shorter)
+        except ConfigError:
+            continue  # refused, not read otherwise
+        kind = shorter.pop("model_type")
+        assert keys == read(config.for_model(kind, **shorter).to_dict()), absent
+        compared += 1
+    assert compared or document is GPT2, "no key is optional"
 
 
 def test_positions_of_transformers_5_are_read():

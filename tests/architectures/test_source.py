@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pytest
 import torch
@@ -116,6 +117,41 @@ def test_missing_unknown_and_reshaped_tensors_are_named(tmp_path):
         fit(write_model(tmp_path / "other", LLAMA | {"num_hidden_layers": 4}, weights))
 
 
+WRONG = (
+    0,
+    -1,
+    0.5,
+    True,
+    None,
+    "abc",
+    "",
+    [],
+    [1],
+    {},
+    {"type": "linear"},
+    {"rope_type": "llama3"},
+)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_damaged_values_of_config_json_are_refused_or_tolerated(theirs, name):
+    """The checks of the configuration come after the reader of config.json, and refuse the rest."""
+    keys = {*DOCUMENTS[name], "rope_scaling", "rope_parameters", "layer_types", "head_dim"}
+    for key in sorted(keys - {"model_type"}):
+        for wrong in WRONG:
+            (theirs / "config.json").write_text(json.dumps(DOCUMENTS[name] | {key: wrong}))
+            with suppress(ConfigError):
+                config_of(find_model(str(theirs)).keys)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    weights = foreign_weights(LLAMA)
+    weights["model.norm.weight"][3] = float("nan")
+    read = fit(write_model(tmp_path, LLAMA, weights)).read
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight of .* not finite"):
+        read("final_norm.weight")
+
+
 def test_code_of_the_directory_is_never_imported(theirs, monkeypatch):
     (theirs / "modeling_own.py").write_text("raise AssertionError")
     monkeypatch.syspath_prepend(theirs)
@@ -136,8 +172,13 @@ def test_quantised_models_are_refused(theirs):
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ('{"model_type": "lama"}', ConfigError, "Did you mean 'llama'"),
-        ("{}", ConfigError, "no architecture named 'None'"),
+        (
+            '{"model_type": "lama"}',
+            ConfigError,
+            "the architecture 'lama', which flatout does not read",
+        ),
+        ('{"model_type": "mixtral", "num_local_experts": 8}', ConfigError, "a mixture of experts"),
+        ("{}", ConfigError, "has no model_type"),
         ("[]", CheckpointError, "not a mapping"),
         ("{", CheckpointError, "not JSON"),
     ],
