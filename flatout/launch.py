@@ -38,6 +38,8 @@ SAME_REQUEST_S = 1.0
 """A SIGINT within this time repeats the first one: terminal and launcher may both send it."""
 MAX_STARTS = 20
 """Each start has at most half the rows of the one before, so this many would begin with 2**20."""
+MOST_PER_CORE = 4
+"""Processes that a CPU may be asked for, per core: more than one each is only a trial."""
 QUIT_AFTER_S = 3.0
 """Seconds after a second SIGINT until the processes are killed."""
 
@@ -47,7 +49,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
 
     `all` is one for each GPU that torch sees, and 1 on a CPU.
     Raises: ConfigError when `device` is a single GPU; HardwareError when there are not so many, or
-            as `pick_device`.
+            far fewer cores, or as `pick_device`.
     """
     if devices in (None, 1):
         return 1
@@ -58,7 +60,14 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
         )
     chosen, _ = pick_device(device, machine)
     if chosen == "cpu":
-        return 1 if devices == "all" else int(devices or 1)
+        count = 1 if devices == "all" else int(devices or 1)
+        if count > MOST_PER_CORE * machine.cores:
+            raise HardwareError(
+                f"train.devices={count} starts as many processes, and this machine has "
+                f"{machine.cores} cores.",
+                fix=f"Set train.devices={machine.cores} or less.",
+            )
+        return count
     import torch
 
     count = torch.cuda.device_count() if chosen != "mps" else 1

@@ -17,7 +17,7 @@ import torch
 from flatout import launch as module
 from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed, SmallerBatch
 from flatout.hardware import Machine
-from flatout.launch import launch, num_processes, program
+from flatout.launch import MOST_PER_CORE, launch, num_processes, program
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +94,10 @@ def test_more_devices_than_gpus_are_refused(monkeypatch):
         num_processes(3, "cuda", MACHINE)
     with pytest.raises(HardwareError, match=r"train\.devices=2 needs as many GPUs.*sees 1"):
         num_processes(2, "mps", MACHINE)
+    most = MOST_PER_CORE * MACHINE.cores
+    assert num_processes(most, "cpu", MACHINE) == most
+    with pytest.raises(HardwareError, match=rf"train\.devices={most + 1} .*{MACHINE.cores} cores"):
+        num_processes(most + 1, "cpu", MACHINE)
     with pytest.raises(ConfigError, match=r"train\.device=cuda:0 is one GPU"):
         num_processes("all", "cuda:0", MACHINE)
 

@@ -202,6 +202,7 @@ def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, c
     ]
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # older versions of torch
 def test_an_active_profiler_is_left_alone(watch):
     with torch.profiler.profile() as profiler:
         train(watch)
