@@ -220,6 +220,8 @@ def _plan_stored(
     longer = lengthen(request, config, resume, checkpoint)
     if longer is not None:
         config, checkpoint = longer.config, longer.checkpoint
+    if checkpoint is not None and is_own(checkpoint, folder):
+        require_same_data(folder, dataset_of(request, config), checkpoint)
     if summary is not None and checkpoint is not None:
         advice = how_to_train_on(folder, config, checkpoint, summary)
         if advice is not None:
@@ -227,8 +229,6 @@ def _plan_stored(
             progress.say(f"{folder} is finished; results are below. To train further, {advice}.")
             decisions = stored_decisions(config, request.machine, requested=requested)
             return RunPlan(config, decisions, checkpoint, summary=summary)
-    if checkpoint is not None and is_own(checkpoint, folder):
-        require_same_data(folder, dataset_of(request, config), checkpoint)
     if longer is not None:
         progress.say(longer.message)
     trained_on = config.train.device

@@ -124,6 +124,14 @@ def test_changed_data_is_refused_with_the_difference(stopped, tmp_path, write_ti
     ]
 
 
+def test_other_data_for_a_finished_run_is_refused(tiny_config, tmp_path, write_tiny):
+    """Its results would be taken for those of the other data."""
+    run_training(tiny_config(), tmp_path / "run")
+    other = write_tiny(tmp_path / "other", num_documents=32)
+    with pytest.raises(CheckpointError, match=rf"have changed since .*{other} \(before: "):
+        run_training(tiny_config(data__path=str(other)), tmp_path / "run")
+
+
 def test_changed_data_of_an_earlier_versions_run_is_refused(stopped, tmp_path, write_tiny):
     config, folder = stopped
     checkpoint = folder / "checkpoints/step-3"
