@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flatout.errors import ConfigError, FlatoutError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -38,10 +40,22 @@ class MicroBatchPlan:
         )
 
     def fits(self, rows: int) -> bool:
-        """Return whether a micro-batch of `rows` sequences fits into memory."""
+        """Return whether a micro-batch of `rows` sequences fits into memory.
+
+        Raises: ConfigError when that cannot be known, since the model needs the values of tensors.
+        """
         from flatout.assembly.memory import estimate
 
-        need = estimate(self.workload, rows, self.rows_per_rank // rows).total
+        try:
+            need = estimate(self.workload, rows, self.rows_per_rank // rows).total
+        except FlatoutError:
+            raise
+        except Exception as error:  # a custom model may need values, which the trace does not have
+            raise ConfigError(
+                "The memory of a micro-batch cannot be predicted, so that its rows cannot be "
+                f"chosen: {type(error).__name__}: {error}",
+                fix=f"Set batch.rows_per_device to a number, such as {rows}.",
+            ) from error
         return need <= USED_MEMORY * self.memory_bytes
 
 

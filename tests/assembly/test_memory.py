@@ -16,10 +16,11 @@ from flatout.assembly.memory import (
     rows_that_fit,
 )
 from flatout.assembly.memory_trace import Live
+from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.sections import LoraConfig
-from flatout.errors import HardwareError
+from flatout.errors import ConfigError, HardwareError
 from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, scan, variants
@@ -283,6 +284,17 @@ def test_memory_grows_in_proportion_to_seq_len(kind, ops):
         return (need.activations + need.workspace + need.logits) / seq_len
 
     assert bytes_a_token(16_384) == pytest.approx(bytes_a_token(1024), rel=0.03)
+
+
+def test_rows_of_a_model_that_needs_values_must_be_stated():
+    class NeedsValues(Transformer):
+        def embed(self, tokens_BT):
+            return super().embed(tokens_BT) * bool((tokens_BT == 11).any())
+
+    plan = MicroBatchPlan(replace(workload(), model_class=NeedsValues), 8, "cpu", 2**30)
+    with pytest.raises(ConfigError, match="its rows cannot be chosen: DataDependent") as refused:
+        plan.fits(4)
+    assert refused.value.fix == "Set batch.rows_per_device to a number, such as 4."
 
 
 def test_larger_models_and_batches_need_more():
