@@ -125,8 +125,8 @@ CASES = [
     Case(
         "a model of an unknown architecture",
         LINE,
-        ("There is no architecture named 'mamba'",),
-        ("Known: flatout, gemma, gemma2",),
+        ("the architecture 'mamba', which flatout does not read",),
+        ("Start from another model; docs/import-models.md",),
         lambda w: model(w, model_type="mamba"),
     ),
     Case(
