@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -94,6 +95,7 @@ def plan_run(request: RunRequest) -> RunPlan:
         restore_lost(
             folder,
             request.config,
+            dataset_of=partial(dataset_of, request),
             resume=request.resume,
             trust_code=request.trust_code,
             progress=request.progress,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import secrets
 import shutil
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -18,12 +19,15 @@ import numpy as np
 
 from flatout import trust
 from flatout.config.schema import RunConfig
+from flatout.data.store.manifest import TOKENIZER
+from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError
-from flatout.files import CheckedFile, sync, write_text
+from flatout.files import CheckedFile, copy_whole, sync, write_text
 from flatout.progress import Progress
 from flatout.sources.packed import import_package
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.location import checkpoints_folder, claim
+from flatout.training.mirror.collision import START_WITHOUT, require_same_run, sent_by
 from flatout.training.mirror.remote import (
     COMPRESSED,
     LOGGER_FILE,
@@ -39,17 +43,16 @@ from flatout.training.run_dir.config_seal import COPY
 from flatout.transfer.connection import NothingThere
 from flatout.transfer.parallel import Advance, transfer_all
 from flatout.transfer.reading import BLOCK_BYTES, open_remote
+from flatout.transfer.sending import RemoteFolder
 
-START_WITHOUT = (
-    "Choose another run directory with --run-dir DIR, or set checkpoint.mirror=none to start "
-    "without it."
-)
+CONFIGURATION = (layout.REQUESTED, layout.CONFIG, COPY)
 
 
 def restore_lost(
     folder: Path,
     requested: RunConfig,
     *,
+    dataset_of: Callable[[RunConfig], AnyDataset],
     resume: str = "auto",
     trust_code: bool = False,
     progress: Progress,
@@ -57,10 +60,12 @@ def restore_lost(
     """Restore a run from its mirror if it has a mirror and no checkpoint here.
 
     Fetched are the newest checkpoint, the best one, and the missing files of the run directory.
+    `dataset_of` returns the dataset with which this command trains a configuration.
 
-    Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`;
-            UntrustedCode, before any checkpoint is fetched; DataError when the server fails;
-            MissingPackage; OSError.
+    Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
+            and CheckpointError when the mirror has a run of other settings or data, before anything
+            is written here; UntrustedCode, before any checkpoint is fetched; DataError when the
+            server fails; MissingPackage; OSError.
     """
     known = layout.read_config(folder)
     stated = requested.checkpoint.mirror or (known.checkpoint.mirror if known else None)
@@ -79,9 +84,13 @@ def restore_lost(
             "with --resume auto.",
         )
     progress.say(f"{folder} has no checkpoint: restoring it from {url}.")
-    _restore_config(store, folder, requested, trust_code)
-    _restore_files(store, folder)
     sender = store.sender()
+    with tempfile.TemporaryDirectory(prefix="flatout-") as work:
+        copy = Path(work)
+        _fetch_description(store, max(manifests), copy)
+        require_same_run(copy, url, sender, requested, dataset_of)
+        _restore_config(copy, folder, requested, trust_code)
+    _restore_files(store, folder)
     if read_record(folder, url) is None:
         replaces = sender.id if sender else None
         write_record(folder, Record(id=secrets.token_hex(16), url=url, replaces=replaces))
@@ -90,23 +99,38 @@ def restore_lost(
     if best is not None and best in manifests and best != newest:
         _restore_checkpoint(store, best, manifests[best], folder, progress)
     layout.append_event(folder, "restore", step=newest, url=url)
-    progress.say(f"Restored {folder} from {url}: step {newest}{_saved_at(folder, newest)}.")
+    saved = f"step {newest}{_saved_at(folder, newest)}{sent_by(sender)}"
+    progress.say(f"Restored {folder} from {url}: {saved}.")
 
 
-def _restore_config(
-    store: MirrorStore, folder: Path, requested: RunConfig, trust_code: bool
-) -> None:
-    """Fetch the configuration; `requested` may set another checkpoint.dir: its disk may be gone.
+def _fetch_description(store: MirrorStore, step: int, target: Path) -> None:
+    """Fetch what says which run this is: its configuration, its tokenizer and a step's state.
+
+    A checkpoint that is damaged is left out: it is reported when it is fetched.
+    """
+    there = store.top.files()
+    for name in (*CONFIGURATION, TOKENIZER):
+        if name in there:
+            _fetch(f"{store.url}/{name}", target / name)
+    remote, checkpoint = store.checkpoint(step), target / f"step-{step}"
+    checkpoint.mkdir()
+    try:
+        _fetch(_url_of(remote, catalog.STATE, remote.files()), checkpoint / catalog.STATE)
+        catalog.environment_of(checkpoint)
+    except (NothingThere, CheckpointError):
+        shutil.rmtree(checkpoint)
+
+
+def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: bool) -> None:
+    """Store the configuration; `requested` may set another checkpoint.dir: its disk may be gone.
 
     It replaces one that is here: the checkpoints were trained with it.
     """
-    there = store.top.files()
-    for name in (layout.REQUESTED, layout.CONFIG, COPY):
-        if name in there:
-            _fetch(f"{store.url}/{name}", folder / name)
+    for name in CONFIGURATION:
+        if (copy / name).exists():
+            copy_whole(copy / name, folder / name)
     config = layout.read_config(folder)
-    if config is None:
-        raise CheckpointError(f"{store.url} has no {layout.CONFIG}.", fix=START_WITHOUT)
+    assert config is not None, "the copy was checked"
     references = config.references()
     trust.require_trusted(folder, references, named=requested.references(), trust_code=trust_code)
     if requested.checkpoint.dir not in (None, config.checkpoint.dir):
@@ -180,10 +204,7 @@ def _fetch_checkpoint(
                 path.unlink()  # a part of a file
         missing = [name for name in files if catalog.check_file(target / name, files[name])]
         there = remote.files()
-        jobs = []
-        for name in missing:
-            sent = f"{name}{COMPRESSED}" if f"{name}{COMPRESSED}" in there else name
-            jobs.append(partial(_fetch, f"{remote.url}/{sent}", target / name))
+        jobs = [partial(_fetch, _url_of(remote, name, there), target / name) for name in missing]
         num_bytes = sum(files[name].bytes for name in missing)
         transfer_all(f"Fetching {remote.url}", jobs, num_bytes, progress)
         problems = catalog.verify(target, progress=progress)
@@ -191,6 +212,12 @@ def _fetch_checkpoint(
         problems = [error.what]
     sync(target)
     return problems[0].replace(str(target), remote.url) if problems else None
+
+
+def _url_of(remote: RemoteFolder, name: str, there: Collection[str]) -> str:
+    """Return the URL of a checkpoint's file, which may have been compressed."""
+    packed = f"{name}{COMPRESSED}"
+    return f"{remote.url}/{packed if packed in there else name}"
 
 
 def _fetch(url: str, target: Path, advance: Advance = lambda _: None) -> None:

@@ -241,14 +241,17 @@ def write_summary(folder: Path, summary: JsonObject) -> None:
 
 
 def read_summary(folder: Path) -> JsonObject | None:
-    """Return the summary of a finished run, or None."""
+    """Return the summary of a finished run, or None.
+
+    Its `run` is `folder`: the run may have been moved, or restored on another machine.
+    """
     path = folder / SUMMARY
     if not path.exists():
         return None
     summary = read_json(path)
     if not isinstance(summary, dict):
         raise damaged_summary(folder)
-    return summary
+    return {**summary, "run": str(folder)} if "run" in summary else summary
 
 
 def damaged_summary(folder: Path) -> CheckpointError:

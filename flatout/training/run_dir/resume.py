@@ -48,9 +48,7 @@ def config_to_resume(
     stored = read_config(folder)
     if stored is None:
         return None
-    first, moved = read_requested(folder), moved_data(stored.data, requested.data)
-    if moved is not None:
-        requested = requested.with_values(data_values((first or stored).data))
+    first = read_requested(folder)
     require_own_folder(folder)
     if not catalog.has_saved(folder) and not (folder / SUMMARY).exists():
         return None
@@ -58,24 +56,39 @@ def config_to_resume(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
     require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
-    batch = _other_micro_batch(stored, requested)
-    free = (*FREE_KEYS, *LENGTH_KEYS, *batch)
-    contradictions = difference(stored, requested, free=free)
-    if contradictions and first is not None:
-        changed = {line.partition(": ")[0] for line in difference(first, requested, free=free)}
-        contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
+    config, contradictions = continued(stored, first, requested)
     if contradictions:
         raise ConfigError(
             f"{folder} contains a run with other settings: {'; '.join(contradictions)}.",
             fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} "
             f"--run-dir DIR` starts it from this one. {keys_that_may_change()}",
         )
+    return config
+
+
+def continued(
+    stored: RunConfig, first: RunConfig | None, requested: RunConfig
+) -> tuple[RunConfig, list[str]]:
+    """Return `stored` with the free keys and data paths of `requested`, and what contradicts it.
+
+    `first` is the request that the run started with, if it is known. A contradiction is a line
+    with a key and both values; where there is one, the run cannot continue.
+    """
+    moved = moved_data(stored.data, requested.data)
+    if moved is not None:
+        requested = requested.with_values(data_values((first or stored).data))
+    batch = _other_micro_batch(stored, requested)
+    free = (*FREE_KEYS, *LENGTH_KEYS, *batch)
+    contradictions = difference(stored, requested, free=free)
+    if contradictions and first is not None:
+        changed = {line.partition(": ")[0] for line in difference(first, requested, free=free)}
+        contradictions = [line for line in contradictions if line.partition(": ")[0] in changed]
     values = {
         key: value
         for key, value in flat(requested.to_dict()).items()
         if key.startswith(FREE_KEYS) and key != "name" and value is not None
     }
-    return stored.with_values(values | batch | (moved or {}))
+    return stored.with_values(values | batch | (moved or {})), contradictions
 
 
 def _other_micro_batch(stored: RunConfig, requested: RunConfig) -> dict[str, int]:

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+import socket
 
 import pytest
 
 from flatout.config.schema import load_config
-from flatout.errors import CheckpointError, DataError, UntrustedCode
+from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
 from flatout.training.checkpoint import catalog
 from flatout.training.mirror.remote import read_record
 from flatout.training.mirror.restore import restore_lost
@@ -30,11 +31,16 @@ def lost(run):
     return run
 
 
+def no_data(config):
+    """Fail: no checkpoint here says which data it was trained on."""
+    raise AssertionError
+
+
 @pytest.fixture
 def restore(run, messages):
     def restored(*overrides, path=run.path, **options):
         config = load_config(None, [f"checkpoint.mirror={URL}", *overrides])
-        restore_lost(path, config, progress=messages, **options)
+        restore_lost(path, config, dataset_of=no_data, progress=messages, **options)
         return catalog.steps(path)
 
     return restored
@@ -51,6 +57,7 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
     assert "config.copy.yaml" in names
     assert [event["event"] for event in layout.read_events(lost.path)] == ["save", "restore"]
     assert messages.lines[-1].startswith(f"Restored {lost.path} from {URL}/run: step 2, saved 20")
+    assert messages.lines[-1].endswith(f"UTC, sent by {lost.path} on {socket.gethostname()}.")
     assert {path.name for path in (lost.path / "checkpoints").iterdir()} == {"step-1", "step-2"}
 
 
@@ -125,7 +132,7 @@ def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
     cat_file = type(store).cat_file
 
     def fail(self, path, **options):
-        if path.endswith("step-2/state.json"):
+        if path.endswith("step-2/index.json"):
             raise OSError("away")
         return cat_file(self, path, **options)
 
@@ -135,7 +142,7 @@ def test_a_server_that_fails_is_an_error_and_the_next_start_continues(
             restore()
     kept = lost.path / "checkpoints" / "step-2.tmp-restore" / "step-2"
     (kept / "model.safetensors").write_bytes(b"weights of 2")
-    (kept / "state.json.1234.part").write_bytes(b"half")
+    (kept / "index.json.1234.part").write_bytes(b"half")
     store.asked.clear()
     assert restore() == [1, 2]
     assert not [line for line in store.asked if "step-2/model" in line], "it was here already"
@@ -159,8 +166,33 @@ def test_checkpoints_come_back_on_another_disk(lost, restore, tmp_path):
     assert layout.read_config(lost.path).checkpoint.dir == str(tmp_path / "disk")
 
 
+def test_another_run_of_that_name_is_refused_before_anything_is_written(
+    lost, restore, store, tmp_path
+):
+    before = dict(store.store)
+    elsewhere = tmp_path / "project" / "run"
+    elsewhere.mkdir(parents=True)
+    with pytest.raises(ConfigError) as raised:
+        restore("optim.lr=0.5", path=elsewhere)
+    what, fix = raised.value.what, raised.value.fix
+    assert what.startswith(f"{URL}/run contains a run with other settings, sent by {lost.path} on ")
+    assert "optim.lr: " in what
+    assert "--run-dir DIR" in fix
+    assert "another checkpoint.mirror" in fix
+    assert list(elsewhere.iterdir()) == []
+    assert store.store == before
+    restore("log.every=3", path=elsewhere)
+
+
+def test_a_damaged_configuration_in_the_mirror_is_named_by_its_url(lost, restore, store):
+    store.pipe_file("/bucket/runs/run/config.yaml", b"- a\n")
+    with pytest.raises(CheckpointError, match=rf"^{URL}/run/config\.yaml.*mirror=none"):
+        restore()
+    assert list(lost.path.iterdir()) == []
+
+
 def test_code_that_the_mirror_names_must_be_trusted(run, restore):
-    layout.write_config(run.path, load_config(None, ["model.kind=elsewhere:Model"]))
+    layout.write_config(run.path, load_config(None, ["log.observers=[elsewhere:Model]"]))
     run.checkpoint(1, state=STATE)
     run.send()
     other = run.path.parent / "other" / "run"

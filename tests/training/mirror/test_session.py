@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from flatout.errors import ConfigError, DataError, Stopped
+from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
 from flatout.training.mirror.session import sending
@@ -81,6 +81,24 @@ def test_settings_that_contradict_the_mirror_are_refused(tiny_config, tmp_path, 
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"optim\.lr"):
         run_training(config.with_values({"optim.lr": 0.5}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_of_the_same_settings_on_other_data_is_refused(
+    tiny_config, write_tiny, tmp_path, store
+):
+    config = tiny_config(checkpoint__mirror=URL)
+    run_training(config, tmp_path / "one" / "run")
+    other = str(write_tiny(tmp_path / "other", num_documents=90))
+    with pytest.raises(CheckpointError, match=r"contains a run on other data, sent by ") as raised:
+        run_training(config.with_values({"data.path": other}), tmp_path / "two" / "run")
+    assert f"The training tokens of {URL}/run have changed" in raised.value.what
+    assert "--run-dir DIR" in raised.value.fix
+    assert not (tmp_path / "two").exists()
+
+    moved = str(write_tiny(tmp_path / "moved"))
+    summary = run_training(config.with_values({"data.path": moved}), tmp_path / "two" / "run")
+    assert summary["run"] == str(tmp_path / "two" / "run"), "not the path on the other machine"
 
 
 def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
