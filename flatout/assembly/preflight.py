@@ -17,7 +17,7 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.registry import LOGGERS, MODELS, OPTIMIZERS
 from flatout.transfer.sending import RemoteFolder
-from flatout.transfer.urls import is_url, protocol_of
+from flatout.transfer.urls import is_local, is_url, protocol_of
 
 
 def check(config: RunConfig, *, progress: Progress = SILENT) -> None:
@@ -95,7 +95,12 @@ def check_mirror(config: CheckpointConfig) -> None:
             fix="Give credentials as the store expects them: environment variables, a profile or a "
             "login.",
         )
-    if protocol_of(url) in ("file", "local") and not url.partition("://")[2].startswith("/"):
+    if protocol_of(url) == "memory":
+        raise ConfigError(
+            f"checkpoint.mirror={url} is in the memory of this process, and is lost with it.",
+            fix="Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory.",
+        )
+    if is_local(url) and not url.partition("://")[2].startswith("/"):
         raise ConfigError(
             f"checkpoint.mirror={url} depends on the current directory.",
             fix="Write three slashes and the whole path: checkpoint.mirror=file:///PATH.",

@@ -8,7 +8,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
-from flatout.transfer.urls import is_web, protocol_of
+from flatout.transfer.urls import is_local, is_web, protocol_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -96,7 +96,7 @@ def open_filesystem(url: str, access: Access = "read") -> tuple[AbstractFileSyst
 
 
 def _connection_options(url: str, access: Access) -> dict[str, object]:
-    if protocol_of(url) in ("file", "local") and access == "write":
+    if is_local(url) and access == "write":
         return {"auto_mkdir": True}
     if not is_web(url):
         return {}

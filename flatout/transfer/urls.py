@@ -16,6 +16,11 @@ def protocol_of(url: str) -> str:
     return url.partition("://")[0].lower()
 
 
+def is_local(url: str) -> bool:
+    """Return whether a URL is a path on this machine, such as `file:///backup`."""
+    return protocol_of(url) in ("file", "local")
+
+
 def is_web(url: str) -> bool:
     """Return whether a URL is served over HTTP or HTTPS."""
     return protocol_of(url) in ("http", "https")

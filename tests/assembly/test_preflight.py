@@ -52,7 +52,7 @@ def test_each_dataset_of_a_mix_must_contain_a_sequence(write_tiny, tmp_path):
     assert 1 <= advised <= tokens // 8
 
 
-def test_a_package_that_the_mirror_needs_is_missed_before_training(monkeypatch):
+def test_a_package_that_the_mirror_needs_is_missed_before_training(monkeypatch, tmp_path):
     def missing(url, **_):
         raise ImportError("Install s3fs to access S3")
 
@@ -62,7 +62,7 @@ def test_a_package_that_the_mirror_needs_is_missed_before_training(monkeypatch):
         with pytest.raises(MissingPackage, match=r's3fs.*pip install "flatout\[s3\]"'):
             check_mirror(load_config(None, words).checkpoint)
         check_mirror(load_config(None, ["checkpoint.mirror=none"]).checkpoint)
-    words = ["checkpoint.mirror=memory://bucket/runs", "checkpoint.compress=zstd"]
+    words = [f"checkpoint.mirror=file://{tmp_path}/mirror", "checkpoint.compress=zstd"]
     check_mirror(load_config(None, words).checkpoint)
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage, match=r'zstandard.*pip install "flatout\[zstd\]"'):

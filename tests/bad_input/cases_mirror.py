@@ -3,14 +3,32 @@
 from __future__ import annotations
 
 from case import Case, World
-from fsspec.implementations.memory import MemoryFileSystem
+
+
+def with_mirror(world: World) -> None:
+    """Give the recipe a mirror in the directory `mirror`."""
+    recipe = (world.path / "my.yaml").read_text()
+    world.write("my.yaml", f"{recipe}checkpoint: {{mirror: 'file://{world.path}/mirror'}}\n")
 
 
 def with_checkpoint(world: World) -> None:
     """Put a checkpoint of runs/new into the mirror, and nothing else."""
-    store = MemoryFileSystem()
-    store.pipe_file("/bucket/runs/new/step-3/manifest.json", b"{}")
-    world.stack.callback(store.rm, "/bucket", recursive=True)
+    with_mirror(world)
+    world.write("mirror/new/step-3/manifest.json", "{}")
+
+
+def with_run(world: World) -> None:
+    """Put another run of that name into the mirror."""
+    with_mirror(world)
+    for path in ("config.yaml", "asked.yaml"):
+        world.write(f"mirror/new/{path}", (world.path / "runs/first" / path).read_bytes())
+    world.write("mirror/new/step-3/manifest.json", "{}")
+
+
+def in_runs(world: World) -> None:
+    """Name the directory of all runs as the mirror."""
+    recipe = (world.path / "my.yaml").read_text()
+    world.write("my.yaml", f"{recipe}checkpoint: {{mirror: 'file://{world.path}/runs'}}\n")
 
 
 CASES = [
@@ -33,6 +51,27 @@ CASES = [
         ("s3://",),
     ),
     Case(
+        "a mirror in memory",
+        "train my.yaml checkpoint.mirror=memory://bucket/runs",
+        ("checkpoint.mirror=memory://bucket/runs is in the memory of this process",),
+        ("s3://", "file:///"),
+    ),
+    Case(
+        "the directory of the run as its mirror",
+        "train my.yaml --run-dir runs/new",
+        ("the mirror would be ", "runs/new has the run itself"),
+        ("a directory elsewhere",),
+        in_runs,
+    ),
+    Case(
+        "a mirror with another run of that name",
+        "train my.yaml --run-dir runs/new train.seed=5",
+        ("/mirror/new contains a run with other settings", "train.seed: 0 -> 5"),
+        ("--run-dir DIR", "another checkpoint.mirror"),
+        with_run,
+        progress="has no checkpoint: restoring it from file://",
+    ),
+    Case(
         "a password in checkpoint.mirror",
         "train my.yaml checkpoint.mirror=s3://me:secret@bucket/runs",
         ("checkpoint.mirror=s3://bucket/runs must not contain",),
@@ -46,17 +85,17 @@ CASES = [
     ),
     Case(
         "--resume never with a run in the mirror",
-        "train my.yaml --run-dir runs/new --resume never checkpoint.mirror=memory://bucket/runs",
-        ("memory://bucket/runs/new", "step 3"),
+        "train my.yaml --run-dir runs/new --resume never",
+        ("/mirror/new", "step 3"),
         ("--run-dir DIR", "--resume auto"),
         with_checkpoint,
     ),
     Case(
         "a mirror without the configuration of its run",
-        "train my.yaml --run-dir runs/new checkpoint.mirror=memory://bucket/runs",
-        ("memory://bucket/runs/new has no config.yaml",),
+        "train my.yaml --run-dir runs/new",
+        ("/mirror/new has no config.yaml",),
         ("checkpoint.mirror=none",),
         with_checkpoint,
-        progress="has no checkpoint: restoring it from memory://bucket/runs/new",
+        progress="has no checkpoint: restoring it from file://",
     ),
 ]

@@ -17,13 +17,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from flatout.config.sections import MIRROR_OFF
+from flatout.config.sections import MIRROR_OFF, CheckpointConfig
 from flatout.conversation.templates import CHAT_TEMPLATE
 from flatout.data.store.manifest import TOKENIZER
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import read_model, write_json
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.location import OWNER
+from flatout.training.checkpoint.location import OWNER, folder_in
 from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import (
     CONFIG,
@@ -40,6 +40,7 @@ from flatout.training.run_dir.layout import (
 from flatout.transfer.connection import NothingThere
 from flatout.transfer.reading import read_remote
 from flatout.transfer.sending import RemoteFolder
+from flatout.transfer.urls import is_local
 
 FORMAT_VERSION = 1
 RUN_FILES = (
@@ -99,6 +100,24 @@ def mirror_url(mirror: str | None, run_folder: Path) -> str | None:
     if mirror is None or mirror == MIRROR_OFF:
         return None
     return f"{mirror.rstrip('/')}/{run_folder.absolute().name}"
+
+
+def require_elsewhere(config: CheckpointConfig, run_folder: Path) -> None:
+    """Check that the mirror of a run and the run's own directories are not inside each other.
+
+    Raises: ConfigError.
+    """
+    url = mirror_url(config.mirror, run_folder)
+    if url is None or not is_local(url):
+        return
+    mirror = Path(url.partition("://")[2]).resolve()
+    for own in (run_folder.resolve(), folder_in(config.dir, run_folder).resolve()):
+        if mirror == own or own in mirror.parents or mirror in own.parents:
+            raise ConfigError(
+                f"checkpoint.mirror={config.mirror}: the mirror would be {mirror}, and {own} has "
+                "the run itself. What deletes one would delete the other.",
+                fix="Set checkpoint.mirror to a directory elsewhere, on another disk if possible.",
+            )
 
 
 def read_record(run_folder: Path, url: str) -> Record | None:

@@ -120,3 +120,16 @@ def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
     assert any("Checkpoints are sent when it answers" in line for line in messages.lines)
     run_training(config, tmp_path / "run")
     assert store.exists("/bucket/runs/run/step-6/manifest.json")
+
+
+def test_a_mirror_inside_the_directories_of_the_run_is_refused(tiny_config, tmp_path):
+    disk = tmp_path / "disk"
+    for mirror in (tmp_path, tmp_path / "run" / "checkpoints", disk, disk / "run"):
+        config = tiny_config(checkpoint__mirror=f"file://{mirror}", checkpoint__dir=str(disk))
+        with pytest.raises(ConfigError, match=r"has the run itself.*directory elsewhere"):
+            run_training(config, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+    run_training(
+        config.with_values({"checkpoint.mirror": f"file://{tmp_path}/m"}), tmp_path / "run"
+    )
+    assert (tmp_path / "m" / "run" / "step-6" / "manifest.json").exists()
