@@ -57,3 +57,8 @@ SILENT: Progress = _Silent()
 def readable_size(num_bytes: int) -> str:
     """Return a number of bytes in MB or GB, for a message."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
+def counted(number: int, one: str, more: str = "") -> str:
+    """Return a number with its noun; `more` is an irregular plural."""
+    return f"{number} {one if number == 1 else more or one + 's'}"

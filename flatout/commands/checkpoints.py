@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from flatout.commands import Command, Option, Result, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.files import folder_bytes, writing_run
 from flatout.json_io import JsonObject, Stored, read_lines
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, retention
 from flatout.training.checkpoint.info import CheckpointInfo, read_info
@@ -21,6 +21,8 @@ from flatout.training.run_dir import layout, lookup
 from flatout.training.run_dir.lock import hold_lock, is_locked
 
 LOSSES = ("train/loss", "val/loss")
+State = Literal["valid", "sizes match", "not valid"]
+VALID: dict[State, bool | None] = {"valid": True, "sizes match": None, "not valid": False}
 
 
 class CheckpointItem(Stored):
@@ -30,12 +32,15 @@ class CheckpointItem(Stored):
     """Its directory."""
     step: int
     """Optimizer steps before it."""
-    valid: bool
-    """Whether all of its files are there and match its manifest."""
+    state: State
+    """Whether all of its files are there and match its manifest; with --quick only their sizes."""
+    valid: bool | None
+    """Whether its state is `valid`; null if only sizes were compared, and match."""
     problems: list[str]
     """Why it is not valid: one sentence per file."""
-    best: bool
-    """Whether it has the lowest validation loss of the run."""
+    best: bool | None
+    """Whether it has the lowest validation loss of the run; null with --quick, which does not check
+    the file that says so."""
     train_loss: float | None
     """Training loss at this step, in nats per token."""
     val_loss: float | None
@@ -76,8 +81,7 @@ class CheckpointsResult(Result):
         lines = [f"Deleted {path}" for path in self.removed]
         if self.items:
             total = amount(sum(item.bytes for item in self.items), "bytes")
-            count = len(self.items)
-            lines.append(f"{self.run}: {count} checkpoint{'s' * (count > 1)}, {total}")
+            lines.append(f"{self.run}: {counted(len(self.items), 'checkpoint')}, {total}")
             head = ("step", "loss", "val loss", "size", "age", "state")
             lines += aligned([head, *map(_row, self.items)], left=0)
             lines += [item.problems[0] for item in self.items if item.problems]
@@ -122,14 +126,20 @@ def checkpoints(
     Nothing is deleted without --keep or --remove-aside, and never the last valid checkpoint.
 
     Raises: CheckpointError when there is no such run, or it is running and something is to be
-            deleted; ConfigError when `keep` is below 1.
+            deleted; ConfigError when `keep` is below 1, or `quick` is set too.
     """
     if keep is not None and keep < 1:
         raise ConfigError(
             f"--keep {keep} would keep no checkpoint.", fix="Give a number from 1, or leave it out."
         )
+    if keep is not None and quick:
+        raise ConfigError(
+            "--keep deletes all but the newest valid checkpoints, and --quick does not find out "
+            "which ones are valid.",
+            fix="Leave --quick out.",
+        )
     folder = lookup.run_or_newest(run, progress=progress)
-    items = _items(folder, catalog.check_size if quick else catalog.check_file, progress)
+    items = _items(folder, progress, quick=quick)
     removed: list[str] = []
     if keep is not None or remove_aside:
         removed = _remove(folder, items, keep, remove_aside=remove_aside, progress=progress)
@@ -144,7 +154,7 @@ def checkpoints(
     )
 
 
-def _items(folder: Path, check: catalog.Check, progress: Progress) -> list[CheckpointItem]:
+def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointItem]:
     """Return the checkpoints of a run; those that a running process deletes meanwhile are left out.
 
     A loss that a checkpoint does not state is that of the record of its step in metrics.jsonl.
@@ -156,6 +166,8 @@ def _items(folder: Path, check: catalog.Check, progress: Progress) -> list[Check
         if isinstance(step, int) and step in losses:
             losses[step] |= {key: record[key] for key in LOSSES if key in record}
     found = []
+    check = catalog.check_size if quick else catalog.check_file
+    passed: State = "sizes match" if quick else "valid"
     for step in steps:
         path = catalog.checkpoint_path(folder, step)
         try:
@@ -163,13 +175,17 @@ def _items(folder: Path, check: catalog.Check, progress: Progress) -> list[Check
         except OSError as error:
             problems = [f"{error.filename or path} cannot be read: {error.strerror}."]
         if path.exists():
-            found.append(_item(path, step, problems, losses[step]))
+            found.append(
+                _item(path, step, "not valid" if problems else passed, problems, losses[step])
+            )
+    if quick:
+        return found
     best = next((_best_step(item) for item in reversed(found) if item.valid), None)
     return [item.model_copy(update={"best": item.step == best}) for item in found]
 
 
 def _item(
-    path: Path, step: int, problems: list[str], losses: Mapping[str, object]
+    path: Path, step: int, state: State, problems: list[str], losses: Mapping[str, object]
 ) -> CheckpointItem:
     info = read_info(path)
     train_loss = info.train_loss if info and info.train_loss is not None else losses.get(LOSSES[0])
@@ -177,9 +193,10 @@ def _item(
     return CheckpointItem(
         path=str(path),
         step=step,
-        valid=not problems,
+        state=state,
+        valid=VALID[state],
         problems=problems,
-        best=False,
+        best=None,
         train_loss=_finite(train_loss),
         val_loss=_finite(val_loss),
         bytes=folder_bytes(path),
@@ -250,13 +267,12 @@ def _remove(
 
 def _row(item: CheckpointItem) -> tuple[str, ...]:
     losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
-    state = "valid" if item.valid else "not valid"
     return (
         f"{item.step:,}",
         *losses,
         amount(item.bytes, "bytes"),
         age(item.age_s),
-        f"{state}, best" if item.best else state,
+        f"{item.state}, best" if item.best else item.state,
     )
 
 

@@ -70,6 +70,9 @@ class TrainResult(Result):
     """Seconds spent compiling, before the first step and after; null when nothing was compiled."""
     recompiles: int | None = None
     """Graphs compiled after the warm-up; events.jsonl has the reason for each."""
+    skipped_steps: int | None = None
+    """Steps of the whole run whose update was skipped because the loss or the gradient norm was
+    bad; null in runs of earlier versions. Overflows of float16 do not count."""
     alarms: int | None = None
     """Alarms that this process raised; events.jsonl has each with its cause."""
     wall_s: float

@@ -11,6 +11,7 @@ from typing import Any
 
 from flatout.errors import CheckpointError
 from flatout.json_io import JsonObject, read_lines
+from flatout.progress import counted
 from flatout.terminal.epochs import Epochs
 from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
 from flatout.terminal.lines import OpenTask, Terminal
@@ -320,18 +321,11 @@ def _closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
     tokens = amount(summary["tokens"], "tokens")
     time = f"{duration(summary['wall_s'])}{total}"
     yield "Trained", f"{summary['steps']:,} steps, {tokens} in {time}{memory}"
-    losses = [f"training {value('train_loss'):.4f}"] if value("train_loss") is not None else []
-    if value("val_loss") is not None:
-        perplexity = math.exp(min(value("val_loss"), 700))
-        losses.append(f"validation {value('val_loss'):.4f} (perplexity {perplexity:.1f})")
-    if value("best_val_loss") is not None and value("best_step") not in {None, summary["steps"]}:
-        losses.append(
-            f"best in the run {value('best_val_loss'):.4f} at step {value('best_step'):,}"
-        )
-    if value("bits_per_byte") is not None:
-        losses.append(f"{value('bits_per_byte'):.3f} bits per byte")
-    if losses:
+    if losses := list(_losses(summary)):
         yield "Loss", ", ".join(losses)
+    if value("skipped_steps"):
+        skipped = counted(value("skipped_steps"), "bad step")
+        yield "Skipped", f"the updates of {skipped}: see events.jsonl for each, with its reason"
     if value("alarms"):
         yield "Alarms", f"{value('alarms')}: see events.jsonl for each, with its cause"
     rates = [f"{amount(value('tokens_per_s'))} tokens/s steady"] if value("tokens_per_s") else []
@@ -346,6 +340,20 @@ def _closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
         why = str(value("mfu_of") or "no peak rate is known for this device")
         yield "MFU", why if why.startswith("unknown") else f"unknown: {why}"
     yield from _predicted(summary)
+
+
+def _losses(summary: JsonObject) -> Iterator[str]:
+    """Yield the losses of the summary that are known."""
+    value: Callable[[str], Any] = summary.get
+    if value("train_loss") is not None:
+        yield f"training {value('train_loss'):.4f}"
+    if value("val_loss") is not None:
+        perplexity = math.exp(min(value("val_loss"), 700))
+        yield f"validation {value('val_loss'):.4f} (perplexity {perplexity:.1f})"
+    if value("best_val_loss") is not None and value("best_step") not in {None, summary["steps"]}:
+        yield f"best in the run {value('best_val_loss'):.4f} at step {value('best_step'):,}"
+    if value("bits_per_byte") is not None:
+        yield f"{value('bits_per_byte'):.3f} bits per byte"
 
 
 def _predicted(summary: JsonObject) -> Iterator[tuple[str, str]]:

@@ -133,6 +133,7 @@ def summarise(run: Run, log: Log, evaluation: Evaluation | None) -> JsonObject:
         "peak_gib": log.peak_gib(),
         "compile_s": log.compile_s,
         "recompiles": None if log.compile_s is None else log.recompiles,
+        "skipped_steps": int(run.guard.skipped),
         "alarms": log.num_alarms(),
         "wall_s": wall_s,
         "elapsed_s": run.elapsed_s,

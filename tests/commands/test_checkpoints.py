@@ -53,7 +53,28 @@ def test_a_damaged_one_is_not_valid_and_says_why(fox):
     assert "SHA-256" in second.problems[0]
     assert second.train_loss == second.info.train_loss
     assert "SHA-256" in checkpoints(fox).summary()
-    assert checkpoints(fox, quick=True).items[1].valid
+
+
+def test_quick_claims_only_what_it_checks(fox):
+    """A bit that flipped in the newest checkpoint would otherwise move the mark of the best."""
+    best = [item.step for item in checkpoints(fox).items if item.best]
+    spoil(fox, 3)
+    state = catalog.checkpoint_path(fox, 3) / "state.json"
+    state.write_text(state.read_text().replace(f'"step": {best[0]}', '"step": 1'))
+    (catalog.checkpoint_path(fox, 1) / "state.json").unlink()
+    found = checkpoints(fox, quick=True)
+    assert [item.state for item in found.items] == ["not valid", "sizes match", "sizes match"]
+    assert [item.valid for item in found.items] == [False, None, None]
+    assert [item.best for item in found.items] == [None] * 3
+    assert [row.split("  ")[-1] for row in found.summary().splitlines()[2:5]] == [
+        "not valid",
+        "sizes match",
+        "sizes match",
+    ]
+    assert [item.state for item in checkpoints(fox).items] == ["not valid", "valid", "not valid"]
+    with pytest.raises(ConfigError, match="--quick does not find out which ones are valid"):
+        checkpoints(fox, quick=True, keep=1)
+    assert catalog.steps(fox) == [1, 2, 3]
 
 
 def test_checkpoints_of_earlier_versions_take_their_losses_from_the_metrics(fox):

@@ -69,6 +69,15 @@ def test_the_best_loss_is_shown_only_for_another_step(tmp_path, best_step):
     assert not any("best " in line for line in lines_of({"best_val_loss": None}, tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, None), (1, "the updates of 1 bad step:"), (3, "of 3 bad steps:")]
+)
+def test_skipped_steps_are_shown_if_there_are_any(tmp_path, number, said):
+    lines = [line for line in lines_of({"skipped_steps": number}, tmp_path) if "Skipped" in line]
+    assert len(lines) == (said is not None)
+    assert all(said in line for line in lines)
+
+
 def test_unknown_appears_once_in_a_reason(tmp_path):
     assert "MFU        unknown: no data sheet" in lines_of(
         {"mfu_of": "unknown: no data sheet"}, tmp_path

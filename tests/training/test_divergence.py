@@ -17,10 +17,11 @@ import yaml
 from flatout.errors import CheckpointError, RunFailed, Stopped
 from flatout.inference.load import load_run
 from flatout.models import transformer
+from flatout.terminal import closing
 from flatout.training.checkpoint import catalog
 from flatout.training.divergence import last_good
 from flatout.training.run import run_training
-from flatout.training.run_dir.layout import read_exit_code
+from flatout.training.run_dir.layout import read_exit_code, read_summary
 from flatout.training.run_dir.left_out import read_left_out
 
 pytestmark = pytest.mark.slow
@@ -76,6 +77,9 @@ def test_a_bad_step_is_skipped_counted_and_logged_with_its_data(
     assert [record.get("train/skipped_steps") for record in trained] == [None] * 3 + [1.0] * 7
     assert ["train/loss" in record for record in trained] == [True] * 3 + [False] + [True] * 6
     assert math.isfinite(summary["train_loss"])
+    assert summary["skipped_steps"] == 1
+    assert read_summary(tmp_path / "run")["skipped_steps"] == 1
+    assert "Skipped    the updates of 1 bad step: see events.jsonl" in closing(summary)
 
 
 def test_a_run_stopped_between_bad_steps_counts_on_as_the_uninterrupted_one(
@@ -268,6 +272,7 @@ import json
 from pathlib import Path
 
 from flatout.models import transformer
+from flatout.terminal import closing
 
 BAD = {tuple(row) for row in json.loads(Path(__file__).with_name("bad.json").read_text())}
 

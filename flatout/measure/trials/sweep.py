@@ -16,6 +16,7 @@ from flatout.measure.trials.results import Row
 from flatout.measure.trials.rounds import Experiment, Point, with_speedups
 from flatout.measure.trials.statistics import spread
 from flatout.models.language_model import model_of
+from flatout.progress import counted
 from flatout.registry import SPEEDUPS, unknown_name
 
 Points = dict[str, dict[str, Any] | str]
@@ -192,11 +193,6 @@ def rows_of(rows: int, resolved: Resolved) -> dict[str, Any]:
     }
     choosers = filling("micro_batch")
     return stated | with_speedups(name for name in resolved.speedups if name not in choosers)
-
-
-def counted(number: int, one: str, more: str = "") -> str:
-    """Return a number with its noun; `more` is an irregular plural."""
-    return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def largest_divisor(number: int, at_most: int) -> int:

@@ -15,7 +15,6 @@ from flatout.measure.trials.promises import Measured
 from flatout.measure.trials.resolving import resolve_here
 from flatout.measure.trials.sweep import (
     SWEEPS,
-    counted,
     largest_divisor,
     precisions,
     sweep_experiment,
@@ -146,7 +145,6 @@ def test_a_count_of_one_is_singular(swept):
         "1 micro-batch",
         "2 micro-batches",
     ]
-    assert [counted(n, "token") for n in (1, 4)] == ["1 token", "4 tokens"]
 
 
 def test_the_help_names_every_sweep():
