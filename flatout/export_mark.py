@@ -26,6 +26,8 @@ class _Facts(BaseModel):
 class _Mark(BaseModel):
     """What is read from flatout.json."""
 
+    to: str = ""
+    """The format of the export."""
     files: dict[str, _Facts] = {}
     """Files by name; none in an export of an earlier version."""
 
@@ -40,6 +42,14 @@ def write_mark(folder: Path, made_from: JsonObject) -> None:
         for path in sorted(folder.iterdir())
     }
     write_json(folder / MARK, {"format_version": FORMAT_VERSION, **made_from, "files": files})
+
+
+def format_of(folder: Path) -> str:
+    """Return the format of an export: huggingface, safetensors or gguf; empty if it is not stated.
+
+    Raises: CheckpointError when flatout.json is damaged.
+    """
+    return read_model(folder / MARK, _Mark, fix="Export the run again.").to
 
 
 def require_as_exported(folder: Path, *, progress: Progress = SILENT) -> None:

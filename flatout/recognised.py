@@ -54,6 +54,8 @@ _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".idx", ".npy", ".npz"}
 """Suffixes of files that identify their directory."""
+_BESIDE = frozenset({".json", ".pkl", ".md"})
+"""Suffixes of files that lie beside those."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,15 @@ def _folder(path: Path) -> Recognised | None:
         return Recognised(path, "a directory of token chunks", _import_it(path))
     if any(_SHARD_NAME.fullmatch(file.name) for file in files):
         return None  # an incomplete dataset
-    if any(
-        file.suffix.lower() not in _LOOKED_INTO
-        for file in files
-        if file.suffix.lower() not in (".json", ".pkl")
-    ):
+    has_gguf = any(file.suffix == ".gguf" for file in files)
+    if (path / "flatout.json").is_file() and not has_gguf:
+        return Recognised(
+            path,
+            "an export",
+            f"Start a run from its weights: train.init_from={shown}; or score one for transformers "
+            f"on tasks: `flatout eval {shown} --tasks hellaswag`.",
+        )
+    if any(file.suffix.lower() not in _LOOKED_INTO | _BESIDE for file in files):
         return None
     telling = (recognise(file) for file in files if file.suffix.lower() in _LOOKED_INTO)
     first = next((found for found in telling if found), None)

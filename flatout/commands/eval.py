@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
+from flatout.commands import Argument, CheckpointName, Command, Option, Result, RunName
 from flatout.errors import ConfigError, MissingPackage
+from flatout.inference.exported import is_export, open_export, require_scorable, require_tasks
 from flatout.json_io import Stored
 from flatout.progress import SILENT, Progress
 from flatout.terminal.figures import aligned
@@ -16,6 +18,7 @@ from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
 if TYPE_CHECKING:
+    from flatout.inference.exported import ExportedModel
     from flatout.inference.load import LoadedRun
 
 
@@ -56,9 +59,9 @@ class EvalResult(Result):
     """A model's score on validation text, or on tasks."""
 
     run: str
-    """The run directory."""
+    """The run directory, or the export."""
     checkpoint: str
-    """The checkpoint that was scored."""
+    """The checkpoint that was scored, or the export."""
     val_loss: float | None
     """Mean loss per token, in nats; for a mix, the datasets' losses weighted by their shares.
 
@@ -150,8 +153,24 @@ TaskDir = Annotated[
 ]
 
 
+RunOrExport = Annotated[
+    str | Path | None,
+    Argument(
+        "A run directory, or its name under runs/; the newest run there by default. With --tasks, "
+        "also a directory that `flatout export` wrote for transformers."
+    ),
+]
+TrustTheCode = Annotated[
+    bool,
+    Option(
+        "Allow a run from elsewhere to import the code it names, which is remembered (SECURITY.md),"
+        " or an export to import its own modeling file."
+    ),
+]
+
+
 def evaluate(
-    run: RunName = None,
+    run: RunOrExport = None,
     checkpoint: CheckpointName = "best",
     data: OtherData = None,
     max_tokens: Annotated[
@@ -162,7 +181,7 @@ def evaluate(
             min=1,
         ),
     ] = None,
-    trust_code: TrustCode = False,
+    trust_code: TrustTheCode = False,
     tasks: Tasks = None,
     limit: Limit = None,
     num_fewshot: Fewshot = None,
@@ -173,16 +192,26 @@ def evaluate(
     """Score a trained model on its validation text, in the precision that it was trained in.
 
     Each dataset of a mix is also scored by itself. With --tasks, the model is scored on tasks of
-    lm-evaluation-harness instead.
+    lm-evaluation-harness instead; it may then be an export for transformers.
 
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be
             read; ConfigError for an unknown task; MissingPackage; UntrustedCode.
     """
-    names = task_names(tasks)
-    check_tasks(names, data=data, max_tokens=max_tokens, limit=limit, num_fewshot=num_fewshot)
+    check_options(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
     from flatout.inference.load import load_run
     from flatout.inference.scoring import score_run
 
+    names = task_names(tasks)
+    score = partial(
+        on_tasks,
+        tasks=names,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        folder=Path(task_dir) if task_dir else None,
+        progress=progress,
+    )
+    if run is not None and is_export(run):
+        return score(open_export(Path(run), trust_code=trust_code, progress=progress))
     loaded = load_run(
         run_or_newest(run, progress=progress),
         checkpoint,
@@ -191,10 +220,7 @@ def evaluate(
         progress=progress,
     )
     if names:
-        folder = Path(task_dir) if task_dir else None
-        return on_tasks(
-            loaded, names, limit=limit, num_fewshot=num_fewshot, folder=folder, progress=progress
-        )
+        return score(loaded)
     evaluation = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return EvalResult(
         run=str(loaded.folder),
@@ -208,7 +234,7 @@ def evaluate(
 
 
 def on_tasks(
-    loaded: LoadedRun,
+    scored: LoadedRun | ExportedModel,
     tasks: Sequence[str],
     *,
     limit: int | None = None,
@@ -216,15 +242,15 @@ def on_tasks(
     folder: Path | None = None,
     progress: Progress = SILENT,
 ) -> EvalResult:
-    """Score a loaded run on tasks; arguments and errors are those of `score_tasks`."""
+    """Score a loaded run or an export on tasks; arguments and errors are those of `score_tasks`."""
     from flatout.inference.harness import score_tasks
 
     rows = score_tasks(
-        loaded, tasks, limit=limit, num_fewshot=num_fewshot, folder=folder, progress=progress
+        scored, tasks, limit=limit, num_fewshot=num_fewshot, folder=folder, progress=progress
     )
     return EvalResult(
-        run=str(loaded.folder),
-        checkpoint=str(loaded.checkpoint),
+        run=str(scored.folder),
+        checkpoint=str(scored.checkpoint),
         val_loss=None,
         perplexity=None,
         bits_per_byte=None,
@@ -240,22 +266,36 @@ def task_names(tasks: Sequence[str] | None) -> list[str]:
     return [name.strip() for word in words for name in word.split(",") if name.strip()]
 
 
-def check_tasks(tasks: Sequence[str], **others: object) -> None:
+def check_options(
+    run: str | Path | None,
+    checkpoint: str,
+    tasks: Sequence[str] | None = None,
+    data: Sequence[str | Path] | None = None,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    task_dir: str | Path | None = None,
+) -> None:
     """Check that the options fit together, and that the harness is installed if it is needed.
 
     Raises: ConfigError; MissingPackage with the install line.
     """
-    for name in ("data", "max_tokens") if tasks else ("limit", "num_fewshot"):
-        if others.get(name) is not None:
+    names = task_names(tasks)
+    of_text = {"data": data, "max_tokens": max_tokens}
+    of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "task_dir": task_dir}
+    for name, value in (of_text if names else of_tasks).items():
+        if value is not None:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"--tasks and {option} exclude each other."
-                if tasks
+                if names
                 else f"{option} is for the questions of --tasks.",
                 fix=f"Leave {option} out"
-                + ("; --limit bounds the questions of a task." if tasks else ", or add --tasks."),
+                + ("; --limit bounds the questions of a task." if names else ", or add --tasks."),
             )
-    if tasks and find_spec("lm_eval") is None:
+    if run is not None and is_export(run):
+        require_tasks(Path(run), checkpoint, has_tasks=bool(names))
+    if names and find_spec("lm_eval") is None:
         raise MissingPackage(
             "--tasks needs the package lm-eval, which is not installed.",
             fix='Install it: `pip install "flatout[tasks]"`.',
@@ -264,21 +304,25 @@ def check_tasks(tasks: Sequence[str], **others: object) -> None:
 
 def check(
     run: RunName,
+    checkpoint: str = "best",
     trust_code: bool = False,
     tasks: list[str] | None = None,
     data: list[str] | None = None,
     max_tokens: int | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
+    task_dir: Path | None = None,
 ) -> None:
     """Check that the run exists, that any code it names may be imported, and the options.
 
-    Raises: CheckpointError with the nearest run; UntrustedCode; as `check_tasks`.
+    Raises: CheckpointError with the nearest run; UntrustedCode; as `check_options` and
+            `require_scorable`.
     """
-    check_tasks(
-        task_names(tasks), data=data, max_tokens=max_tokens, limit=limit, num_fewshot=num_fewshot
-    )
-    trusted_config(run_or_newest(run), trust_code=trust_code)
+    check_options(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
+    if run is not None and is_export(run):
+        require_scorable(Path(run), trust_code=trust_code)
+    else:
+        trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
 COMMAND = Command(evaluate, example="flatout eval runs/demo", check=check, needs_torch=True)

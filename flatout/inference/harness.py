@@ -1,6 +1,7 @@
 """lm-evaluation-harness: its model class for runs, and tasks that are scored with it.
 
-Importing this module registers the class as `flatout`, and needs the package lm-eval.
+Importing this module registers the class as `flatout`, and needs the package lm-eval. Exports are
+scored with the harness's own class for transformers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 
 from flatout.errors import ConfigError, DataError
+from flatout.hardware import pick_device, probe
 from flatout.inference.continuations import complete, encode_pair, score_pairs, score_texts
+from flatout.inference.exported import ExportedModel
 from flatout.inference.load import LoadedRun, load_run
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
@@ -72,8 +75,21 @@ class FlatoutLM(LM):  # type: ignore[misc]  # the package has no types
         return texts
 
 
+def model_of_harness(scored: LoadedRun | ExportedModel, progress: Progress = SILENT) -> LM:
+    """Return a run or an export as a model of the harness; an export is loaded."""
+    if isinstance(scored, LoadedRun):
+        return FlatoutLM(scored, progress=progress)
+    from lm_eval.models.huggingface import HFLM  # and transformers, which runs do not need
+
+    return HFLM(
+        pretrained=str(scored.folder.absolute()),
+        trust_remote_code=scored.trust_code,
+        device=pick_device("auto", probe())[0],
+    )
+
+
 def score_tasks(
-    loaded: LoadedRun,
+    scored: LoadedRun | ExportedModel,
     tasks: Sequence[str],
     *,
     limit: int | None = None,
@@ -81,7 +97,7 @@ def score_tasks(
     folder: Path | None = None,
     progress: Progress = SILENT,
 ) -> list[JsonObject]:
-    """Score a run on tasks, and return one row per task and metric.
+    """Score a run or an export on tasks, and return one row per task and metric.
 
     `limit` is the number of samples of each task, `folder` has further task files (YAML).
     Raises: ConfigError for an unknown task, with the nearest one; DataError when the data of a task
@@ -92,9 +108,10 @@ def score_tasks(
         if not known.match_tasks([task]):
             raise unknown_task(task, known.all_tasks)
     names = ", ".join(tasks)
+    model = model_of_harness(scored, progress)
     try:
         found = simple_evaluate(
-            model=FlatoutLM(loaded, progress=progress),
+            model=model,
             tasks=list(tasks),
             limit=limit,
             num_fewshot=num_fewshot,

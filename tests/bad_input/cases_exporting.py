@@ -18,6 +18,12 @@ def exported(world: World) -> None:
     world.write("hf/flatout.json", "{}")
 
 
+def exported_for_llama_cpp(world: World) -> None:
+    world.write("hf/flatout.json", '{"to": "gguf"}')
+    world.write("hf/README.md", "# first")
+    world.write("hf/model.gguf", b"GGUF" + bytes(60))
+
+
 CASES = [
     Case(
         "an export of a run that does not exist",
@@ -82,5 +88,32 @@ CASES = [
         "push first demo",
         ("'demo' does not name a repository",),
         ("ORG/NAME",),
+    ),
+    Case(
+        "an export in place of a run",
+        "generate hf",
+        ("hf is an export, not a run directory",),
+        ("train.init_from=hf", "`flatout eval hf --tasks hellaswag`"),
+        spoil=exported,
+    ),
+    Case(
+        "an export for llama.cpp to start from",
+        "train my.yaml train.init_from=hf",
+        ("hf is a directory with model.gguf", "a file of model weights"),
+        ("does not read GGUF", "safetensors"),
+        spoil=exported_for_llama_cpp,
+    ),
+    Case(
+        "the score of an export without tasks",
+        "eval hf",
+        ("hf is an export, which has no validation text",),
+        ("`flatout eval hf --tasks hellaswag`",),
+        spoil=exported,
+    ),
+    Case(
+        "a directory of tasks without tasks",
+        "eval first --task-dir tasks",
+        ("--task-dir is for the questions of --tasks",),
+        ("add --tasks",),
     ),
 ]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from flatout.commands import eval as eval_command
 from flatout.commands.eval import evaluate
-from flatout.errors import ConfigError, DataError
+from flatout.commands.export import export
+from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
+from flatout.inference import exported
 from flatout.inference.continuations import encode_pair, score_pairs
 from flatout.inference.load import load_run
 
@@ -47,6 +51,8 @@ def without_package(monkeypatch):
         "lm_eval.api": module("lm_eval.api"),
         "lm_eval.api.model": module("lm_eval.api.model", LM=LM),
         "lm_eval.api.registry": module("lm_eval.api.registry", register_model=register_model),
+        "lm_eval.models": module("lm_eval.models"),
+        "lm_eval.models.huggingface": module("lm_eval.models.huggingface", HFLM=SimpleNamespace),
         "lm_eval.tasks": module("lm_eval.tasks", TaskManager=None),
     }
     for name, part in parts.items():
@@ -122,6 +128,89 @@ def test_data_that_cannot_be_read_is_an_error_with_a_fix(without_package, fox, m
     monkeypatch.setattr(without_package, "simple_evaluate", refuse)
     with pytest.raises(DataError, match="hellaswag cannot be read: Couldn't reach the hub"):
         without_package.score_tasks(load_run(fox), ["hellaswag"])
+
+
+@pytest.fixture(scope="module")
+def export_of_fox(fox, tmp_path_factory):
+    """An export of that run for transformers."""
+    out = tmp_path_factory.mktemp("exports") / "fox"
+    export(fox, out=out, checkpoint="last")
+    return out
+
+
+@pytest.fixture
+def complete(monkeypatch):
+    """Let all optional packages seem installed."""
+    monkeypatch.setattr(eval_command, "find_spec", lambda _name: True)
+    monkeypatch.setattr(exported, "find_spec", lambda _name: True)
+
+
+@pytest.mark.usefixtures("complete")
+def test_an_export_is_scored_by_the_class_of_the_harness(
+    without_package, export_of_fox, monkeypatch
+):
+    asked = []
+
+    def simple_evaluate(**settings):
+        asked.append(settings)
+        return {"results": {"hellaswag": {"acc,none": 0.5}}}
+
+    monkeypatch.setattr(without_package, "TaskManager", Tasks)
+    monkeypatch.setattr(without_package, "simple_evaluate", simple_evaluate)
+    monkeypatch.setattr(without_package, "pick_device", lambda _wanted, _machine: ("cpu", "CPU"))
+    result = evaluate(export_of_fox, tasks=["hellaswag"], limit=3)
+    assert [score.value for score in result.tasks] == [0.5]
+    assert (result.run, result.checkpoint) == (str(export_of_fox), str(export_of_fox))
+    assert asked[0]["limit"] == 3
+    assert vars(asked[0]["model"]) == {
+        "pretrained": str(export_of_fox.absolute()),
+        "trust_remote_code": False,
+        "device": "cpu",
+    }
+
+
+@pytest.mark.usefixtures("complete")
+def test_code_of_an_export_is_imported_only_if_the_user_says_so(
+    without_package, export_of_fox, tmp_path
+):
+    out = shutil.copytree(export_of_fox, tmp_path / "own")
+    (out / "flatout.json").write_text('{"format_version": 1, "to": "huggingface"}')
+    (out / "modeling_own.py").touch()
+    (out / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}')
+    with pytest.raises(UntrustedCode, match=r"modeling_own\.py"):
+        evaluate(out, tasks=["hellaswag"])
+    model = without_package.model_of_harness(exported.open_export(out, trust_code=True))
+    assert model.trust_remote_code
+
+
+def test_an_export_has_no_text_and_one_checkpoint(export_of_fox):
+    with pytest.raises(ConfigError, match="no validation text") as caught:
+        evaluate(export_of_fox)
+    assert f"`flatout eval {export_of_fox} --tasks hellaswag`" in caught.value.fix
+    with pytest.raises(ConfigError, match="--checkpoint 2 cannot choose"):
+        evaluate(export_of_fox, "2", tasks=["hellaswag"])
+
+
+@pytest.mark.usefixtures("complete")
+@pytest.mark.parametrize("to", ["gguf", "safetensors"])
+def test_exports_of_other_formats_are_refused(tmp_path, to):
+    (tmp_path / "flatout.json").write_text(json.dumps({"format_version": 1, "to": to}))
+    with pytest.raises(ConfigError, match=f"an export for {to}; transformers.* cannot load it"):
+        evaluate(tmp_path, tasks=["hellaswag"])
+
+
+@pytest.mark.usefixtures("complete")
+def test_an_export_that_was_changed_is_refused(export_of_fox, tmp_path):
+    out = shutil.copytree(export_of_fox, tmp_path / "fox")
+    (out / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json was changed"):
+        evaluate(out, tasks=["hellaswag"])
+
+
+@pytest.mark.parametrize("option", ["limit", "num_fewshot", "task_dir"])
+def test_options_of_tasks_need_tasks(fox, option):
+    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is for the questions"):
+        evaluate(fox, **{option: 1})
 
 
 QUESTIONS = [
@@ -203,6 +292,22 @@ def test_the_harness_completes_and_scores_whole_texts(fox, task_dir):
     assert by_task["planted_completions"].value == 0.0
     assert by_task["planted_completions"].samples == 2
     assert by_task["planted_texts"].value > 0
+
+
+@pytest.mark.filterwarnings("default")
+def test_an_export_has_the_scores_of_its_run(fox, export_of_fox, task_dir):
+    for package in ("lm_eval", "transformers", "accelerate"):
+        pytest.importorskip(package)
+    score_tasks = importlib.import_module(HARNESS).score_tasks
+    names = ["planted_choices", "planted_completions", "planted_texts"]
+    of_run = score_tasks(load_run(fox, "last"), names, folder=task_dir)
+    of_export = evaluate(export_of_fox, tasks=names, task_dir=task_dir).tasks
+    assert [(one.task, one.metric) for one in of_export] == [
+        (one["task"], one["metric"]) for one in of_run
+    ]
+    assert [one.value for one in of_export] == pytest.approx(
+        [one["value"] for one in of_run], rel=1e-5
+    )
 
 
 @pytest.mark.filterwarnings("default")

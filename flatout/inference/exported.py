@@ -1,0 +1,104 @@
+"""Models that `flatout export` wrote for transformers, as `flatout eval` takes them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from flatout.errors import CheckpointError, ConfigError, MissingPackage, UntrustedCode, in_shell
+from flatout.export_mark import MARK, format_of, require_as_exported
+from flatout.json_io import read_json
+from flatout.progress import SILENT, Progress
+from flatout.trust import BY_ARGUMENT
+
+CONFIGS = ("config.json", "tokenizer_config.json")
+"""Files that name code to import."""
+PACKAGES = ("transformers", "accelerate")
+"""What the harness needs to load such a model."""
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """An export that transformers can load."""
+
+    folder: Path
+    trust_code: bool = False
+    """Whether its own modeling file may be imported."""
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where its weights are."""
+        return self.folder
+
+
+def is_export(path: Path | str | None) -> bool:
+    """Return whether a path is the directory of an export."""
+    return path is not None and (Path(path) / MARK).is_file()
+
+
+def open_export(
+    folder: Path, *, trust_code: bool = False, progress: Progress = SILENT
+) -> ExportedModel:
+    """Return an export whose files are as they were written.
+
+    Raises: as `require_scorable`; CheckpointError when a file has changed.
+    Cost: reads every file.
+    """
+    require_scorable(folder, trust_code=trust_code)
+    require_as_exported(folder, progress=progress)
+    return ExportedModel(folder, trust_code)
+
+
+def require_scorable(folder: Path, *, trust_code: bool = False) -> None:
+    """Check that transformers can load an export, and that the code in it may be imported.
+
+    Raises: ConfigError for an export of another format; UntrustedCode; MissingPackage;
+            CheckpointError when a file of the configuration is missing or damaged.
+    """
+    made_for = format_of(folder)
+    if made_for != "huggingface":
+        raise ConfigError(
+            f"{folder} is an export for {made_for or 'an unknown format'}; transformers, which "
+            "asks the questions of the tasks, cannot load it.",
+            fix="Score the run itself, or export it with --to huggingface.",
+        )
+    if not (folder / CONFIGS[0]).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIGS[0]}.", fix="Export the run again.")
+    code = [name for name in CONFIGS if (folder / name).is_file() and _names_code(folder / name)]
+    if code and not trust_code:
+        files = ", ".join(str(path) for path in sorted(folder.glob("*.py"))) or "none is there"
+        raise UntrustedCode(
+            f"{folder / code[0]} names code that loading the model would execute ({files}).",
+            fix=f"Read that code. If you trust it, {BY_ARGUMENT}.",
+        )
+    missing = [package for package in PACKAGES if find_spec(package) is None]
+    if missing:
+        raise MissingPackage(
+            f"Scoring an export needs {' and '.join(missing)}, not installed here.",
+            fix='Install what the harness loads such models with: `pip install "lm-eval[hf]"`.',
+        )
+
+
+def _names_code(config: Path) -> bool:
+    document = read_json(config)
+    return isinstance(document, dict) and "auto_map" in document
+
+
+def require_tasks(folder: Path, checkpoint: str, *, has_tasks: bool) -> None:
+    """Check that the options suit an export, which has one model and no validation text.
+
+    Raises: ConfigError.
+    """
+    if not has_tasks:
+        raise ConfigError(
+            f"{folder} is an export, which has no validation text.",
+            fix=f"Score it on tasks, `flatout eval {in_shell(folder)} --tasks hellaswag`, or score "
+            "the run that it was made from.",
+        )
+    if checkpoint != "best":
+        raise ConfigError(
+            f"{folder} is an export of one checkpoint; --checkpoint {checkpoint} cannot choose "
+            "another.",
+            fix="Leave --checkpoint out, or score the run.",
+        )
