@@ -136,6 +136,13 @@ OtherData = Annotated[
         "It must have the run's tokenizer."
     ),
 ]
+MaxTokens = Annotated[
+    int | None,
+    Option(
+        "Score only the first tokens of the validation text, divided among the datasets of a mix.",
+        min=1,
+    ),
+]
 Tasks = Annotated[
     list[str] | None,
     Option(
@@ -173,14 +180,7 @@ def evaluate(
     run: RunOrExport = None,
     checkpoint: CheckpointName = "best",
     data: OtherData = None,
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            "Score only the first tokens of the validation text, divided among the datasets of a "
-            "mix.",
-            min=1,
-        ),
-    ] = None,
+    max_tokens: MaxTokens = None,
     trust_code: TrustTheCode = False,
     tasks: Tasks = None,
     limit: Limit = None,
