@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 BLOCK_BYTES = 2 << 20
-"""Size of one request."""
+"""Size of the first request, and of one after a jump or an error."""
+LARGEST_BLOCK_BYTES = 16 << 20
+"""Size to which the requests of a sequential reader grow: each one costs the server's latency."""
 
 _UNPACKED = {"headers": {"Accept-Encoding": "identity"}}
 _READ_OPTIONS: dict[str, Mapping[str, object]] = {
@@ -72,6 +74,8 @@ def open_remote(url: str) -> IO[bytes]:
 class RemoteFile(io.RawIOBase):
     """A seekable remote file; a short response is requested again, not taken as the file's end.
 
+    Each request of a sequential reader is twice as large as the one before, up to 16 MiB.
+
     Raises: DataError when the file does not exist or may not be read, or, with the byte, when the
             server keeps failing.
     """
@@ -109,16 +113,21 @@ class RemoteFile(io.RawIOBase):
         if self._position >= self.size or not len(buffer):
             return 0
         if not self._start <= self._position < self._start + len(self._block):
+            is_sequential = self._position == self._start + len(self._block)
+            num_bytes = min(2 * len(self._block), LARGEST_BLOCK_BYTES) if is_sequential else 0
             self._start = self._position
-            self._block = self._fetch(self._start, min(self._start + BLOCK_BYTES, self.size))
+            self._block = self._fetch(self._start, max(num_bytes, BLOCK_BYTES))
         offset = self._position - self._start
         piece = memoryview(self._block)[offset : offset + len(buffer)]
         buffer[: len(piece)] = piece
         self._position += len(piece)
         return len(piece)
 
-    def _fetch(self, start: int, end: int) -> bytes:
+    def _fetch(self, start: int, num_bytes: int) -> bytes:
+        sizes = iter([num_bytes])
+
         def fetch() -> bytes:
+            end = min(start + next(sizes, BLOCK_BYTES), self.size)
             block: bytes = self._filesystem.cat_file(
                 self._path, start=start, end=end, **self._options
             )

@@ -23,6 +23,7 @@ HOSTILE_REFERENCES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(reading, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(reading, "LARGEST_BLOCK_BYTES", 10_000)
     monkeypatch.setattr(connection, "FIRST_PAUSE_S", 0.0)
 
 
@@ -74,6 +75,30 @@ def test_a_web_server_is_read_in_blocks(web):
         ("/a.bin", "bytes=10000-19999"),
         ("/a.bin", "bytes=20000-24999"),
     ]
+
+
+def test_the_requests_of_a_sequential_reader_grow_until_one_fails(web, pauses, monkeypatch):
+    monkeypatch.setattr(reading, "LARGEST_BLOCK_BYTES", 40_000)
+    web.files["/a.bin"] = CONTENT[:100_000]
+    with open_remote(f"{web.address}/a.bin") as file:
+        assert file.read(50_000) == CONTENT[:50_000]
+        assert [ranges for _, ranges in web.asked] == [
+            "bytes=0-9999",
+            "bytes=10000-29999",
+            "bytes=30000-69999",
+        ]
+        web.asked.clear()
+        web.faults = [7]
+        assert file.read(45_000) == CONTENT[50_000:95_000]
+        assert [ranges for _, ranges in web.asked] == [
+            "bytes=70000-99999",
+            "bytes=70000-79999",
+            "bytes=80000-99999",
+        ]
+        web.asked.clear()
+        file.seek(20_000)
+        assert file.read(5) == CONTENT[20_000:20_005]
+        assert [ranges for _, ranges in web.asked] == ["bytes=20000-29999"]
 
 
 @pytest.mark.parametrize("faults", [["500"], [4000], [0, 9999, "503", "429"], ["500", 1]])
