@@ -1,6 +1,7 @@
 """An imaginary machine whose speed depends on every setting that tune varies."""
 
 import random
+from importlib.metadata import version
 
 from flatout.measure.trials.spec import TrialResult
 
@@ -69,5 +70,5 @@ class MadeUpSpeeds:
             data_ms=self.data_ms,
             peak_gib=0.5,
             rehearsed=spec.rehearse,
-            environment={"torch": "2.13.0"},
+            environment={"torch": version("torch")},
         )
