@@ -19,6 +19,7 @@ from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, DataError, in_shell
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel, model_of
+from flatout.models.uninitialised import uninitialised
 from flatout.progress import SILENT, Progress
 from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
@@ -100,7 +101,8 @@ def load_run(
     with progress.task(f"Loading {path.name} of {folder.name}"):
         recipe = assemble(_usable_speedups(config, precision))
         model_class, model_config = model_of(config)
-        model = model_class(model_config, ops_of(recipe))
+        with uninitialised(config.model.kind):
+            model = model_class(model_config, ops_of(recipe))
         try:
             model.load_state_dict(read_merged(path))
         except RuntimeError as error:

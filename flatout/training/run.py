@@ -224,6 +224,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             folder=request.folder,
             decisions=plan.decisions,
             left_out=read_left_out(request.folder).positions(),
+            initialises=plan.checkpoint is None,
         )
 
 

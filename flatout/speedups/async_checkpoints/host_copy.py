@@ -11,8 +11,10 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -35,6 +37,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
+        self._making_room: Thread | None = None
         self._unpin: weakref.finalize[..., HostCopy] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
@@ -63,6 +66,7 @@ class HostCopy:
 
     def has_room(self, needed: int, machine: Machine, local_world_size: int) -> bool:
         """Return whether the host has memory for `needed` bytes in each of its processes."""
+        self._await_room()
         return needed <= self._block.numel() or needed * local_world_size <= free_bytes(machine)
 
     def wait(self) -> None:
@@ -93,23 +97,53 @@ class HostCopy:
             self._copied = self._stream.record_event()
         self._sources = pairs  # keeps their memory from being reused before it is copied
 
+    def make_room_beside(self, num_bytes: int) -> None:
+        """Start to allocate memory on the host in a thread; the first copy waits for it.
+
+        Not for a GPU: pinning memory would break a CUDA graph that is being captured.
+        """
+        self._await_room()
+
+        def make() -> None:
+            with suppress(MemoryError):  # the first copy tries again, and raises
+                self._block = _mapped(num_bytes)
+
+        if num_bytes > self._block.numel():
+            self._making_room = Thread(target=make, name="memory for copies", daemon=True)
+            self._making_room.start()
+
+    def _await_room(self) -> None:
+        if self._making_room is not None:
+            self._making_room.join()
+            self._making_room = None
+
     def make_room(self, num_bytes: int, device: torch.device) -> None:
         """Allocate `num_bytes` unless there is a block that large, and pin it for a GPU.
 
-        Cost: about half a second per gigabyte, which would otherwise delay the first save.
+        Cost: up to two seconds per gigabyte, which would otherwise delay the first save; a tenth of
+              a second where the system maps it in huge pages.
         """
+        self._await_room()
         if num_bytes <= self._block.numel():
             return
         if self._unpin is not None:
             self._unpin()
         self._block = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
-        self._block = torch.empty(num_bytes, dtype=torch.uint8)
-        # The system maps memory at the first write, which is faster from several threads than from
-        # the driver's single one.
-        self._block[::PAGE] = 0
+        self._block = _mapped(num_bytes)
         if device.type == "cuda" and _pin(self._block, device):
             self._unpin = weakref.finalize(self, _unpin, self._block.data_ptr())
             self._unpin.atexit = False  # the system unpins the memory of a process that ends
+
+
+def _mapped(num_bytes: int) -> Tensor:
+    """Return new memory that the system has mapped: it does so at the first write.
+
+    That is faster from several threads than from the driver's single one, which pins it, and in
+    huge pages, for which numpy asks.
+    """
+    block = torch.from_numpy(np.empty(num_bytes, np.uint8))
+    block[::PAGE] = 0
+    return block
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

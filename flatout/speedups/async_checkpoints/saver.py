@@ -54,6 +54,8 @@ class BackgroundSaver:
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
         """Allocate memory for the copy, so that the first save is as fast as later ones.
 
+        On a CPU, training continues meanwhile.
+
         Returns: its bytes; 0 when the size is not known before the first step or the host has no
                  room: the first save then decides.
         """
@@ -63,6 +65,9 @@ class BackgroundSaver:
             num_bytes, run.machine, run.mesh.local_world_size
         ):
             return 0
+        if run.mesh.device.type == "cpu":
+            self._copy.make_room_beside(num_bytes)
+            return num_bytes
         with progress.task("Allocating memory for copies of the state"):
             self._copy.make_room(num_bytes, run.mesh.device)
         return num_bytes

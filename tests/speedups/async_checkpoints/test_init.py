@@ -123,18 +123,26 @@ def test_a_run_leaves_the_files_of_one_that_saves_in_the_loop(
 def test_memory_for_the_first_save_is_reserved_before_the_first_step(
     tiny_config, tmp_path, monkeypatch
 ):
-    made, make_room = [], HostCopy.make_room
+    reserved, made = [], []
+    make_room_beside, make_room = HostCopy.make_room_beside, HostCopy.make_room
+
+    def recorded_beside(copy, num_bytes):
+        reserved.append(num_bytes)
+        make_room_beside(copy, num_bytes)
 
     def recorded(copy, num_bytes, device):
+        copy.has_room(num_bytes, None, 1)  # waits for the memory
         made.append((num_bytes, num_bytes <= copy._block.numel()))
         make_room(copy, num_bytes, device)
 
+    monkeypatch.setattr(HostCopy, "make_room_beside", recorded_beside)
     monkeypatch.setattr(HostCopy, "make_room", recorded)
     run_training(
         tiny_config(train__steps=6, checkpoint__every_steps=3, speedups=BESIDE), tmp_path / "run"
     )
-    assert made == [(made[0][0], is_there) for is_there in (False, *[True] * len(made[1:]))]
-    assert len(made) > 2
+    assert len(reserved) == 1
+    assert set(made) == {(reserved[0], True)}
+    assert len(made) > 1
     events = read_events(tmp_path / "run")
     kinds = [event["event"] for event in events]
     assert kinds.index("reserve") < kinds.index("save")

@@ -297,6 +297,7 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
     run.mesh = mesh
     reserved = saver.reserve(run)
+    saver._copy.make_room(0, run.mesh.device)  # waits for the memory
     assert reserved == saver._copy._block.numel()
     run.mesh = alone
     train_step(run, next(run.feed))
