@@ -76,7 +76,7 @@ def test_the_ratio_is_computed_per_repeat(benchmark):
             "threads": 1,
             "commit": "",
             "resumes": RESUMES,
-            "restores": RESUMES,
+            "restores": {"url": RESUMES, "directory": RESUMES},
             "mirror": "a directory",
         }
     )
@@ -85,6 +85,7 @@ def test_the_ratio_is_computed_per_repeat(benchmark):
     assert "12.060 bytes per parameter, 0.50% more than weights and moments" in text
     assert "begins its first step 3.00 (3.00 to 3.00) s after its start; goal: under 5 s: k" in text
     assert "blocks the loop" not in text
+    assert "begins 3.00 (3.00 to 3.00) s after the start that restores it, and 3.00" in text
     assert "without: 37.5 (25.0 to 50.0)% less. An upload of 0.01 GB takes 2.0 (2.0" in text
 
 
