@@ -17,7 +17,8 @@ of its first step, whose own time is subtracted. The mirror is an S3 server on t
 and s3fs are installed, else a directory; either takes time from the same cores. Its cost is the
 difference in tokens/s of training with and without it, saves aside. A resume from the mirror starts
 without the run directory; since moto copies a whole file for every range of it, one from a
-directory as mirror is timed too. Nothing is compiled. Writes benchmarks/results/checkpoints.json and .md.
+directory as mirror is timed too. Nothing is compiled. Writes benchmarks/results/checkpoints.json
+and .md.
 """
 
 from __future__ import annotations
