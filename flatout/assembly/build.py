@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,6 @@ from flatout.errors import HardwareError
 from flatout.hardware import Machine
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import with_adapters
-from flatout.models.uninitialised import uninitialised
 from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
@@ -48,13 +46,11 @@ def build(
     folder: Path,
     decisions: Sequence[Decision],
     left_out: Mapping[int, int] | None = None,
-    initialises: bool = True,
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
     Weights are initialised with train.seed, identically on every rank; then each rank's generators
     get a different seed. `left_out` maps positions in the data to those to continue at instead.
-    `initialises=False` leaves the weights arbitrary, for a checkpoint to replace.
     """
     recipe = assemble(decisions)
     recipe.allocator()
@@ -62,8 +58,7 @@ def build(
     _seed(config.train.seed)
     torch.use_deterministic_algorithms(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.matmul)
-    with nullcontext() if initialises else uninitialised(config.model.kind):
-        core, model = _model(config, recipe, machine, mesh)
+    core, model = _model(config, recipe, machine, mesh)
     parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
     optimizers = optimizers_of(config, core, parts)
     reader = recipe.reader(dataset.tokenizer)

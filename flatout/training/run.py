@@ -23,6 +23,7 @@ from flatout.files import writing_run
 from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import JsonObject
 from flatout.launch import num_processes
+from flatout.models.uninitialised import uninitialised
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect, launcher, stated_ranks
 from flatout.progress import SILENT, Progress
@@ -212,10 +213,11 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
 
 
 def build_run(request: RunRequest, plan: RunPlan) -> Run:
-    """Build the planned run, at step 0."""
+    """Build the planned run, at step 0, without the random weights that a checkpoint replaces."""
     require_loggers(plan.config.log)
     mesh = make_mesh(plan.config.parallel, request.device)
-    with request.progress.task("Building the model"):
+    unset = uninitialised(plan.config.model.kind) if plan.checkpoint else nullcontext()
+    with request.progress.task("Building the model"), unset:
         return build(
             plan.config,
             machine=request.machine,
@@ -224,7 +226,6 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             folder=request.folder,
             decisions=plan.decisions,
             left_out=read_left_out(request.folder).positions(),
-            initialises=plan.checkpoint is None,
         )
 
 
