@@ -73,15 +73,27 @@ def read_conversation(value: Any, tools: Any = None) -> Conversation:
     messages, targets = [], []
     for number, turn in enumerate(value, 1):
         message = _message(turn, f"turn {number}")
-        weight = message.pop("weight", None)
+        weight = message.pop("weight", 1)
         messages.append(message)
-        targets.append(message["role"] == ASSISTANT and weight != 0)
+        targets.append(message["role"] == ASSISTANT and _counts(weight, f"turn {number}"))
     if not any(targets):
+        silent = any(message["role"] == ASSISTANT for message in messages)
+        found = "only assistant turns of weight 0" if silent else "no assistant turn"
         raise BadConversation(
-            "has no assistant turn, so nothing in it would count towards the loss",
-            reason="no assistant turn",
+            f"has {found}, so nothing in it would count towards the loss", reason=found
         )
     return Conversation(tuple(messages), tuple(targets), _tools(tools))
+
+
+def _counts(weight: Any, which: str) -> bool:
+    """Return whether the loss counts an assistant turn of this weight, which is 0 or 1."""
+    if weight in (0, 1):
+        return bool(weight)
+    raise BadConversation(
+        f"has the weight {weight!r} in {which}; a turn counts in full or not at all",
+        fix="Write 1 or 0, or skip such rows with --on-bad-row skip.",
+        reason="a weight that is not 0 or 1",
+    )
 
 
 def _message(turn: Any, which: str) -> JsonObject:

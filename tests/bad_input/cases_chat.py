@@ -12,6 +12,11 @@ def row(*turns: tuple[str, object]) -> str:
     return json.dumps({"messages": messages}) + "\n"
 
 
+def weighted(weight: float) -> str:
+    turn = {"role": "assistant", "content": "Hello", "weight": weight}
+    return json.dumps({"messages": [turn]}) + "\n"
+
+
 GOOD = row(("user", "Hi"), ("assistant", "Hello"))
 
 
@@ -45,6 +50,20 @@ CASES = [
         ("--on-bad-row skip",),
         chat_rows(row(("user", "Hi"))),
         progress="using plain",
+    ),
+    Case(
+        "a conversation whose assistant turns do not count",
+        f"prepare chat.jsonl {NEW} --chat chatml",
+        ("chat.jsonl, line 2", "only assistant turns of weight 0"),
+        ("--on-bad-row skip",),
+        chat_rows(weighted(0)),
+    ),
+    Case(
+        "an assistant turn that counts in part",
+        f"prepare chat.jsonl {NEW} --chat chatml",
+        ("chat.jsonl, line 2", "the weight 0.5 in turn 1"),
+        ("1 or 0", "--on-bad-row skip"),
+        chat_rows(weighted(0.5)),
     ),
     Case(
         "a turn of an unknown role",

@@ -38,6 +38,15 @@ def test_fields_that_are_null_are_left_out_and_others_reach_the_template():
     )
 
 
+def weighted(weight):
+    return {"role": "assistant", "content": "Hello", "weight": weight}
+
+
+@pytest.mark.parametrize("weight", [None, 1, 1.0, True])
+def test_an_assistant_turn_of_weight_1_counts(weight):
+    assert read_conversation([weighted(weight)]).targets == (True,)
+
+
 def test_an_assistant_turn_of_weight_0_does_not_count():
     found = read_conversation(
         [
@@ -67,6 +76,16 @@ def test_arguments_of_tool_calls_are_parsed():
         ("Hi", "no turns", "no list of turns"),
         (["Hi"], "a turn is not an object", "turn 1"),
         (turns(("user", "Hi")), "no assistant turn", "no assistant turn"),
+        (
+            [{"role": "user", "content": "Hi"}, weighted(0), weighted(0)],
+            "only assistant turns of weight 0",
+            "has only assistant turns of weight 0, so nothing",
+        ),
+        ([weighted(1), weighted(0.5)], "a weight that is not 0 or 1", "the weight 0.5 in turn 2"),
+        ([weighted(2)], "a weight that is not 0 or 1", "the weight 2 in turn 1"),
+        ([weighted("0")], "a weight that is not 0 or 1", "the weight '0' in turn 1"),
+        ([weighted([1])], "a weight that is not 0 or 1", "the weight [1] in turn 1"),
+        ([weighted(float("nan"))], "a weight that is not 0 or 1", "the weight nan in turn 1"),
         (turns(("user", "Hi"), ("bot", "Hello")), "unknown role", "the role 'bot' in turn 2"),
         ([{"content": "Hi"}], "unknown role", "no role in turn 1"),
         ([{"role": ["user"], "content": "Hi"}], "unknown role", "turn 1"),
