@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -124,6 +125,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
     with closing_feed(run), explained(run):
         differences = restore(run, plan, request.progress)
         if run.mesh.is_main:
+            own = configured_observers(run.config.log)
+            request = replace(request, observers=(*request.observers, *own))
             store_plan(run, plan, request.progress)
             suggest_bench(run, plan, request)
         with writing_run(run.folder):
@@ -287,12 +290,11 @@ def execute(
     if run.mesh.is_main:  # left by an early stop that this run now trains past
         (run.folder / layout.SUMMARY).unlink(missing_ok=True)
     say = request.progress.say if run.mesh.is_main else None
-    own = configured_observers(run.config.log) if run.mesh.is_main else []
     mirror = None
     if run.mesh.is_main:
         is_resumed = plan.checkpoint is not None
         mirror = claimed(run.folder, run.config.checkpoint, is_resumed, request.progress)
-    observers = [*request.observers, *own, *([mirror] if mirror else [])]
+    observers = [*request.observers, *([mirror] if mirror else [])]
     with (
         Watchdog(run, say=say),
         Log(run, observers, request.progress, run.config.log.to) as log,

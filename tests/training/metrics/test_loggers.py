@@ -311,6 +311,14 @@ def test_a_function_must_return_an_observer():
         configured_observers(config)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("own")
+def test_a_function_that_returns_no_observer_leaves_no_run_directory(tiny_config, tmp_path):
+    with pytest.raises(ConfigError, match="is not an observer"):
+        run_training(tiny_config(log__observers="own_loggers:make_nothing"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_missing_package_is_answered_with_its_install_line(name, monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda _: None)
