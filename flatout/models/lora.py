@@ -110,7 +110,7 @@ def with_adapters(model: M, config: LoraConfig) -> M:
     """Freeze a model and add the adapters that `config` describes, in place.
 
     Without a rank the model is returned unchanged.
-    Raises: ConfigError when the model has no such layer.
+    Raises: ConfigError when the model has no such layer, or the rank is larger than one has.
     """
     if config.rank is None:
         return model
@@ -122,6 +122,7 @@ def with_adapters(model: M, config: LoraConfig) -> M:
         parent, _, own = name.rpartition(".")
         layer = model.get_submodule(name)
         assert isinstance(layer, Linear)
+        _require_low_rank(config.rank, chosen, layer.in_features)
         setattr(model.get_submodule(parent), own, LoraLinear(layer, chosen, config))
     kinds_of_base = model.parameter_kinds
     added: dict[str, ParameterKind] = {
@@ -176,6 +177,21 @@ def _checked_targets(targets: Sequence[str], layers: Mapping[str, Mapping[str, R
                 fix=f"Did you mean {guess!r}?" if guess else f"Set lora.targets={EVERY}.",
             )
     return set(known) if EVERY in targets else set(targets)
+
+
+def _require_low_rank(rank: int, parts: Mapping[str, Rows], width_in: int) -> None:
+    """Check that the parts of a layer have at least this rank: more could not be expressed.
+
+    Raises: ConfigError.
+    """
+    for part, (start, end) in parts.items():
+        if rank > (most := min(end - start, width_in)):
+            raise ConfigError(
+                f"lora.rank={rank} is more than the layer {part} can have: its weight is "
+                f"{end - start} x {width_in}.",
+                fix=f"Set lora.rank to {most} or less, such as {min(8, most)}, or leave {part} out "
+                "of lora.targets.",
+            )
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:

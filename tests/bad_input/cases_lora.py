@@ -20,6 +20,12 @@ CASES = [
         ("leave it out",),
     ),
     Case(
+        "a rank above that of a layer",
+        "train my.yaml lora.rank=17 train.init_from=runs/first",
+        ("lora.rank=17", "q", "16 x 16"),
+        ("Set lora.rank to 16 or less",),
+    ),
+    Case(
         "no weights to adapt",
         "train my.yaml lora.rank=4",
         ("lora.rank=4", "train.init_from names none"),

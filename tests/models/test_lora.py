@@ -70,6 +70,14 @@ def test_a_new_adapter_changes_nothing(shape):
     assert torch.equal(plain.logits(tokens_BT), new.logits(tokens_BT))
 
 
+def test_the_rank_is_at_most_that_of_every_layer():
+    assert adapters_of(adapted(rank=16))  # two heads of width 8 have the keys
+    with pytest.raises(ConfigError, match=r"lora\.rank=17 .* layer k .* 16 x 32") as refused:
+        adapted(rank=17)
+    assert "16 or less" in refused.value.fix
+    assert adapters_of(adapted(rank=17, targets=("q", "down")))
+
+
 @every_model
 def test_only_adapters_have_gradients(shape):
     model = adapted(shape)
