@@ -135,7 +135,10 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     Raises: CheckpointError when the weights are missing, damaged or have changed, or `checkpoint`
             is one of another kind of run.
     """
-    source = together(run.mesh, lambda: _source(run, checkpoint), READING)
+    mesh = run.mesh
+    # The digest of a base costs a pass over its files: only the main rank computes it.
+    found = together(mesh, lambda: _source(run, checkpoint) if mesh.is_main else None, READING)
+    source, run.base = mesh.broadcast_object(found) or (None, None)
     if source is None:
         return
     if is_foreign(str(source)):
@@ -145,11 +148,11 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
         load_weights(run, source, check=catalog.check_size, progress=progress)
         return
     with progress.task(f"Loading the weights of {source.name}"):
-        together(run.mesh, partial(fill_merged, initial_weights(run.core), source), READING)
+        together(mesh, partial(fill_merged, initial_weights(run.core), source), READING)
 
 
-def _source(run: Run, checkpoint: Path | None) -> Path | None:
-    """Return the checkpoint whose weights to load first, and set `run.base` of a LoRA run."""
+def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject | None]:
+    """Return the checkpoint whose weights to load first, and `run.base` of a LoRA run."""
     adapters, init_from = adapters_of(run.core), run.config.train.init_from
     known = base_of(checkpoint) if checkpoint is not None else None
     if checkpoint is not None and (known is None) is bool(adapters):
@@ -158,11 +161,11 @@ def _source(run: Run, checkpoint: Path | None) -> Path | None:
         source: Path | None = find_base(checkpoint, known)
     else:
         source = Path(init_from) if checkpoint is None and init_from is not None else None
-    if adapters and source is not None:
-        rows = {plain_name(name): adapter.rows for name, adapter in adapters.items()}
-        path, digest = str(source.resolve()), digest_of(source)
-        run.base = Base(path, digest, scale_of(run.core), rows).to_dict()
-    return source
+    if not adapters or source is None:
+        return source, None
+    rows = {plain_name(name): adapter.rows for name, adapter in adapters.items()}
+    digest = known.digest if known is not None else digest_of(source)
+    return source, Base(str(source.resolve()), digest, scale_of(run.core), rows).to_dict()
 
 
 def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:

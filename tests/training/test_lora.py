@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from flatout.files import folder_bytes
 from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
 from flatout.models.lora import adapters_of, with_adapters
+from flatout.training import init_from
+from flatout.training.checkpoint import base as base_module
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.base import base_of
 from flatout.training.checkpoint.merged import MergedWeights, read_merged
@@ -209,6 +212,37 @@ def test_an_imported_model_is_a_base_too(lora_config, source, tmp_path, stop_at)
     weights.write_bytes(weights.read_bytes() + b" ")
     with pytest.raises(CheckpointError, match="have changed since the LoRA adapters"):
         evaluate(tmp_path / "whole")
+
+
+def test_the_files_of_a_base_are_read_once_per_start(
+    lora_config, source, tmp_path, stop_at, monkeypatch
+):
+    export(str(source), to="huggingface", out=tmp_path / "model", checkpoint="best")
+    config = lora_config(train__init_from=str(tmp_path / "model"))
+    read = []
+
+    def counted(path):
+        read.append(path)
+        return digest(path)
+
+    digest = base_module.digest_of
+    monkeypatch.setattr(base_module, "digest_of", counted)
+    monkeypatch.setattr(init_from, "digest_of", counted)
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[stop_at(3)])
+    assert read == [tmp_path / "model"]
+    run_training(config, tmp_path / "run")
+    assert read == [tmp_path / "model"] * 2
+
+
+def test_other_ranks_are_told_the_base_and_read_none_of_its_files():
+    base = {"path": "model", "digest": "0"}
+    mesh = SimpleNamespace(
+        is_main=False, world_size=1, broadcast_object=lambda _value: (None, base)
+    )
+    run = SimpleNamespace(mesh=mesh)  # no configuration, so it cannot look for the base
+    init_from.load_initial(run, None)
+    assert run.base == base
 
 
 def test_a_run_without_a_base_is_refused(tiny_config, tmp_path):
