@@ -11,6 +11,8 @@ from flatout.recognised import require_local
 VARIABLE = "FLATOUT_CACHE"
 """The environment variable that names another directory."""
 DEFAULT = Path("~/.cache/flatout")
+ELSEWHERE = f"name another cache directory with the environment variable {VARIABLE}"
+"""How to continue when the cache cannot be written."""
 
 
 def default_cache() -> Path:

@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 from flatout import files
+from flatout.cache import ELSEWHERE
 from flatout.errors import DataError
-from flatout.files import PART, unless_broken
+from flatout.files import PART, is_full, unless_broken
 from flatout.progress import SILENT, Progress, Task
 from flatout.transfer.connection import open_filesystem, with_retries
 from flatout.transfer.reading import BLOCK_BYTES, NotSeekable, RemoteFile
@@ -50,9 +51,10 @@ def download(
             )
         part.replace(target)
     except OSError as error:
+        own = "Free some space" if is_full(error) else "Make it writable"
         raise DataError(
             f"Cannot write {error.filename or part}: {error.strerror or error}.",
-            fix=unless_broken(error, "Free some space, or pass the file with --from FILE."),
+            fix=unless_broken(error, f"{own}, {ELSEWHERE}, or pass the file with --from FILE."),
         ) from error
     return target
 

@@ -119,8 +119,10 @@ def test_a_server_that_does_not_answer_is_an_error(tmp_path):
 
 def test_a_target_that_cannot_be_written_is_an_error(web, tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="Cannot write"):
+    with pytest.raises(DataError, match="Cannot write") as caught:
         fetch(web, tmp_path / "file" / "input.txt")
+    assert "Make it writable" in caught.value.fix
+    assert "the environment variable FLATOUT_CACHE" in caught.value.fix
 
 
 def test_a_local_file_is_checked(tmp_path):

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from flatout.cache import VARIABLE, default_cache
+from flatout.cache import ELSEWHERE, VARIABLE, default_cache
 from flatout.data.store.integrity import file_problems
 from flatout.data.store.manifest import MANIFEST, Manifest, parse_manifest, read_manifest
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, in_shell, without_secrets
-from flatout.files import PART, CheckedFile, expanded, lock, unless_broken
+from flatout.files import PART, CheckedFile, expanded, is_full, lock, unless_broken
 from flatout.progress import SILENT, Progress, readable_size
 from flatout.transfer.connection import ATTEMPTS, NothingThere, Unreachable
 from flatout.transfer.parallel import transfer_all
@@ -117,11 +117,14 @@ def explaining_cache_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        fix = f"Make it writable, or {ELSEWHERE}."
+        if is_full(error):
+            fix = (
+                "Free some space and run the same command again: finished work is kept. Or "
+                f"{ELSEWHERE}."
+            )
         raise DataError(
-            f"Cannot write {path}: {error.strerror or error}.",
-            fix=unless_broken(
-                error, "Free some space and run the same command again: finished work is kept."
-            ),
+            f"Cannot write {path}: {error.strerror or error}.", fix=unless_broken(error, fix)
         ) from error
 
 

@@ -257,8 +257,9 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(uploaded, store, tmp
 
 def test_a_cache_that_cannot_be_written_is_an_error(uploaded, tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(DataError, match=r"Cannot write .*cache.*: Not a directory"):
+    with pytest.raises(DataError, match=r"Cannot write .*cache.*: Not a directory") as caught:
         fetch_dataset(URL, cache=tmp_path / "cache")
+    assert "the environment variable FLATOUT_CACHE" in caught.value.fix
 
 
 def test_one_process_fetches_and_the_other_waits(uploaded, store, tmp_path, said):
