@@ -17,6 +17,8 @@ TOKENS_PER_PARAMETER = 20
 """Compute-optimal ratio of training tokens. Source: Hoffmann et al. 2022, arXiv:2203.15556."""
 MAX_SYMBOLS = 1024
 """Largest vocabulary taken to be one of characters or bytes."""
+CHAT = "chat-demo"
+"""The recipe for conversations."""
 GPT2_VOCABULARY = range(MAX_SYMBOLS, 50_304 + 1)
 """Vocabulary sizes that suit the recipes of GPT-2's shape."""
 MIN_SEQUENCES = 8
@@ -38,15 +40,21 @@ class Recommendation:
 
 
 def recommend(
-    path: str, tokens: int, vocab_size: int, machine: Machine, runs: Path = Path("runs")
+    path: str,
+    tokens: int,
+    vocab_size: int,
+    machine: Machine,
+    runs: Path = Path("runs"),
+    *,
+    is_chat: bool = False,
 ) -> Recommendation | None:
     """Return a run for the dataset at `path`; None when its training text is too short.
 
     The recipe is the largest model that gets TOKENS_PER_PARAMETER tokens from MAX_EPOCHS passes
-    over the text, or else the smallest one. The time is estimated from a finished run in `runs`
-    with the same model, or from the GPU's data sheet.
+    over the text, or else the smallest one; conversations have one of their own. The time is
+    estimated from a finished run in `runs` with the same model, or from the GPU's data sheet.
     """
-    name = _recipe(tokens, vocab_size, machine)
+    name = CHAT if is_chat else _recipe(tokens, vocab_size, machine)
     config = load_config(name)
     if tokens < MIN_SEQUENCES * config.data.seq_len:
         return None

@@ -39,6 +39,12 @@ def test_the_largest_recipe_with_enough_text_is_recommended(
     )
 
 
+@pytest.mark.parametrize("machine", [CPU, H100])
+def test_conversations_have_their_own_recipe(tmp_path, machine):
+    found = recommend("data/capitals", 100_000, 1000, machine, tmp_path, is_chat=True)
+    assert found.command.startswith("flatout train chat-demo data.path=data/capitals ")
+
+
 def test_too_little_text_has_no_recommendation(tmp_path):
     assert recommend("data", 500, 65, CPU, tmp_path) is None
 

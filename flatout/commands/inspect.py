@@ -123,6 +123,7 @@ def _recipe(dataset: Dataset) -> JsonObject | str:
         dataset.manifest.splits["train"].tokens,
         dataset.manifest.vocab_size,
         probe(),
+        is_chat="chat_template" in dataset.manifest.source,
     )
     return asdict(found) if found else "too little text to train on: use a few kilobytes or more"
 

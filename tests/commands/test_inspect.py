@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from flatout.commands.inspect import COMMAND, inspect
+from flatout.commands.prepare import prepare as prepare_dataset
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
@@ -92,6 +93,12 @@ def test_masked_text_is_marked_and_not_counted_in_bytes_per_token(tmp_path):
     )
     assert "first text; text in «» is excluded from the loss" in result.summary()
     assert inspect(tmp_path / "set", tokens=0).value("beginning") == ""
+
+
+def test_conversations_are_trained_on_with_the_recipe_for_them(tmp_path):
+    prepare_dataset(["capitals:documents=200"], tmp_path / "set", chat="auto", workers=1)
+    command = inspect(tmp_path / "set").value("recipe")["command"]
+    assert command.startswith(f"flatout train chat-demo data.path={tmp_path / 'set'} ")
 
 
 def test_text_without_a_mask_has_no_marks(folder):
