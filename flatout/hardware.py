@@ -18,6 +18,7 @@ import psutil
 
 from flatout.config.sections import Section
 from flatout.errors import ConfigError, HardwareError
+from flatout.progress import counted
 from flatout.registry import MACHINES, nearest
 
 GIB = 2**30
@@ -91,7 +92,7 @@ class Machine:
 
     def describe(self) -> str:
         """Return a one-line description."""
-        parts = [f"{self.cpu_name}, {self.cores} cores, {self.memory_gib:.0f} GiB"]
+        parts = [f"{self.cpu_name}, {counted(self.cores, 'core')}, {self.memory_gib:.0f} GiB"]
         parts += [
             f"{gpu.name}, {gpu.memory_gib:.0f} GiB"
             + ("" if row_of(gpu.name) else " (peak rates unknown)")
@@ -217,7 +218,8 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
     if wanted == "mps":
         return _pick_mps()
     obstacle = _cuda_obstacle(machine)
-    on_cpu = f"train.device=auto would run on the CPU ({machine.cpu_name}, {machine.cores} cores)"
+    on_cpu = f"train.device=auto would run on the CPU ({machine.cpu_name}, "
+    on_cpu += f"{counted(machine.cores, 'core')})"
     if obstacle is not None:
         if wanted == "auto":
             return "cpu", obstacle

@@ -61,4 +61,4 @@ def readable_size(num_bytes: int) -> str:
 
 def counted(number: int, one: str, more: str = "") -> str:
     """Return a number with its noun; `more` is an irregular plural."""
-    return f"{number} {one if number == 1 else more or one + 's'}"
+    return f"{number:,} {one if number == 1 else more or one + 's'}"

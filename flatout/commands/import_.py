@@ -8,7 +8,7 @@ from typing import Annotated
 from flatout.commands import Argument, Command, EndOfText, Option, Pattern, Result
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.files import expanded
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
 from flatout.token_formats import Documents
 from flatout.token_formats.find import find_tokens
@@ -81,8 +81,8 @@ class ImportResult(Result):
     def summary(self) -> str:
         """Return the path, the time and the counts."""
         verb = f"written in {self.seconds:.1f} s" if self.tokens_per_s else "already exists"
-        counts = f"{self.tokens:,} tokens of {self.documents:,} documents"
-        return f"{self.path}  {verb}\n  {counts}, from {self.chunks:,} files"
+        counts = f"{counted(self.tokens, 'token')} of {counted(self.documents, 'document')}"
+        return f"{self.path}  {verb}\n  {counts}, from {counted(self.chunks, 'file')}"
 
 
 def import_chunks(

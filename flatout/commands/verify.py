@@ -17,7 +17,7 @@ from flatout.errors import CheckpointError, ConfigError, FlatoutError
 from flatout.files import folder_bytes, sha256
 from flatout.json_io import Stored
 from flatout.measure.resume.proof import ResumeProof
-from flatout.progress import SILENT, Progress, readable_size
+from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.registry import RECIPES
 from flatout.training.checkpoint import catalog, contents
 from flatout.training.run_dir import layout
@@ -81,7 +81,8 @@ class VerifyResult(Result):
             return self.resume.text()
         if self.kind != "dataset":
             return "\n".join(self._checkpoint_lines())
-        read = f"{self.blocks:,} blocks of {self.files:,} files read, {self.bytes / 1e6:,.1f} MB"
+        read = f"{counted(self.blocks, 'block')} of {counted(self.files, 'file')} read"
+        read += f", {self.bytes / 1e6:,.1f} MB"
         if self.ok:
             return f"{self.path} is intact: {read}."
         fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
@@ -90,7 +91,7 @@ class VerifyResult(Result):
         )
 
     def _checkpoint_lines(self) -> list[str]:
-        read = f"{self.files:,} files read, {readable_size(self.bytes)}"
+        read = f"{counted(self.files, 'file')} read, {readable_size(self.bytes)}"
         state = "is valid" if self.ok else f"is damaged: {_count(self.problems)}"
         lines = [f"{self.path} {state}; {read}.", *self.problems]
         if self.kind == "run":

@@ -24,7 +24,10 @@ def duration(seconds: float) -> str:
 
 
 def amount(number: float, unit: str = "") -> str:
-    """Return a number with its unit in short form: 12.3 MB, 61.2 K tokens, 1,234 documents."""
+    """Return a number with its unit in short form: 12.3 MB, 61.2 K tokens, 1,234 documents.
+
+    A unit in the plural loses its `s` after 1.
+    """
     if unit in {"bytes", "B"}:
         for step, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
             if number >= step:
@@ -34,7 +37,7 @@ def amount(number: float, unit: str = "") -> str:
         if number >= least:
             return f"{number / step:.1f} {name} {unit}".rstrip()
     short = f"{number:.1f}" if number < 10 and number != int(number) else f"{number:,.0f}"
-    return f"{short} {unit}".rstrip()
+    return f"{short} {unit.removesuffix('s') if short == '1' else unit}".rstrip()
 
 
 def age(seconds: float) -> str:

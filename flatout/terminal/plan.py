@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from flatout.json_io import JsonObject
+from flatout.progress import counted
 from flatout.terminal.figures import amount, columns, duration, wrapped
 
 NAMES = 13
@@ -40,10 +41,11 @@ def _facts(plan: JsonObject) -> Iterator[tuple[str, str]]:
         f"{amount(plan['flops_per_token'])} per token, causal-exact; "
         f"{amount(plan['flops_per_token_palm'])} as PaLM counts them",
     )
-    batch = f"{plan['rows_per_device']} rows per device, accumulated {plan['accumulate']} times"
+    batch = f"{counted(plan['rows_per_device'], 'row')} per device, accumulated "
+    batch += counted(plan["accumulate"], "time")
     length = "length unknown"
     if plan["steps"]:
-        length = f"{plan['steps']:,} steps, {amount(plan['tokens'], 'tokens')}"
+        length = f"{counted(plan['steps'], 'step')}, {amount(plan['tokens'], 'tokens')}"
     yield "Batch", f"{batch}; {length}"
 
 

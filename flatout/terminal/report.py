@@ -211,7 +211,7 @@ def _logger_line(event: JsonObject) -> str:
             "metrics.jsonl has the same figures."
         )
     return (
-        f"The logger {event['logger']} receives nothing more ({event['reason']}). Training "
+        f"The logger {event['logger']} has failed and is left out ({event['reason']}). Training "
         "continues; metrics.jsonl has the same figures."
     )
 
@@ -320,7 +320,7 @@ def _closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
     memory = f", {value('peak_gib'):.2f} GiB peak" if value("peak_gib") else ""
     tokens = amount(summary["tokens"], "tokens")
     time = f"{duration(summary['wall_s'])}{total}"
-    yield "Trained", f"{summary['steps']:,} steps, {tokens} in {time}{memory}"
+    yield "Trained", f"{counted(summary['steps'], 'step')}, {tokens} in {time}{memory}"
     if losses := list(_losses(summary)):
         yield "Loss", ", ".join(losses)
     if value("skipped_steps"):

@@ -18,6 +18,7 @@ from flatout.assembly.run import Run
 from flatout.errors import RunFailed, in_shell
 from flatout.json_io import JsonObject, parsing, read_json, write_json
 from flatout.ops.float64 import in_float64
+from flatout.progress import counted
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.bad_steps import BadStep, in_json
 from flatout.training.metrics.log import LESS_STEEP, Log
@@ -101,7 +102,8 @@ def _rewind(run: Run, log: Log, bad: list[BadStep], good: Path | None, what: str
     start = catalog.step_of(Path(origin.checkpoint)) if origin else 0
     to_step = start if good is None else catalog.step_of(good)
     steps = [[one.start, one.stop] for one in bad]
-    text = f"The run goes back to step {to_step} and leaves out the data of {len(bad)} steps."
+    text = f"The run goes back to step {to_step} and leaves out the data of "
+    text += f"{counted(len(bad), 'step')}."
     if run.mesh.is_main:
         add_rewind(run.folder, Rewind(from_step=run.step, to_step=to_step, steps=steps))
         catalog.set_aside(run.folder, after=-1 if good is None else to_step)

@@ -23,6 +23,7 @@ from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
 from flatout.files import PART, writing_run
 from flatout.json_io import JsonObject, parsing
+from flatout.progress import counted
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
@@ -130,6 +131,7 @@ def _inherit_left_out(request: RunRequest, plan: RunPlan) -> None:
         return
     source = run_of(checkpoint)
     num_left_out = len(read_left_out(source).positions()) if source else 0
+    left_out = counted(num_left_out, "step")
     if source is None or not num_left_out:
         return
     known = layout.read_config(source)
@@ -141,13 +143,13 @@ def _inherit_left_out(request: RunRequest, plan: RunPlan) -> None:
         or not has_same_tokens(checkpoint, dataset_of(request, config))
     ):
         request.progress.say(
-            f"{source} leaves out the data of {num_left_out} steps. This run reads other data, or "
+            f"{source} leaves out the data of {left_out}. This run reads other data, or "
             "other steps of it, and leaves none of it out."
         )
         return
     with writing_run(request.folder):
         inherit(request.folder, source)
-    request.progress.say(f"The data of {num_left_out} steps is left out, as in {source}.")
+    request.progress.say(f"The data of {left_out} is left out, as in {source}.")
 
 
 def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:

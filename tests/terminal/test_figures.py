@@ -33,6 +33,8 @@ def test_duration(seconds, text):
         (0, "documents", "0 documents"),
         (3.25, "batches", "3.2 batches"),
         (1234, "documents", "1,234 documents"),
+        (1, "documents", "1 document"),
+        (1.04, "tokens", "1.0 tokens"),
         (61_234, "tokens", "61.2 K tokens"),
         (12_345_678, "bytes", "12.3 MB"),
         (999, "bytes", "999 bytes"),

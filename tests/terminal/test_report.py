@@ -347,6 +347,6 @@ def test_loggers_print_lines(terminal):
         "wandb: https://wandb.example/run",
         "TensorBoard's event file can no longer be written (Disk full); metrics.jsonl has the "
         "same figures.",
-        "The logger mlflow receives nothing more (refused). Training continues; metrics.jsonl has "
-        "the same figures.",
+        "The logger mlflow has failed and is left out (refused). Training continues; "
+        "metrics.jsonl has the same figures.",
     ]

@@ -105,7 +105,10 @@ def stock_family(source: Source) -> tuple[Architecture | None, dict[str, str]]:
 
 def no_stock_class(reasons: dict[str, str]) -> str:
     """Return the sentences that say why the export has a modeling file, and how to load it."""
-    why = " ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    why = " ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())
     return (
         f"No class of transformers has the shape of this model, so the export contains its own, in "
         f"{MODELING}.py: load it with trust_remote_code=True. {why}".rstrip()

@@ -23,6 +23,7 @@ from flatout.measure.trials.statistics import Figure
 from flatout.measure.tune.race import Race
 from flatout.measure.tune.search import NO_TIME, Search, Tried
 from flatout.measure.tune.space import Left, Setting
+from flatout.progress import counted
 
 FORMAT_VERSION = 1
 MARK = "# Written by `flatout tune`"
@@ -248,7 +249,8 @@ def header_lines(tuning: Tuning) -> list[str]:
         lines += ["", "Measured and not taken:", *choice_lines(rest)]
     late = [each.name for each in tuning.not_tried if each.reason == NO_TIME]
     if late:
-        lines += ["", f"There was not enough time for {len(late)} others; add --minutes."]
+        others = counted(len(late), "other")
+        lines += ["", f"There was not enough time for {others}; add --minutes."]
     return lines
 
 

@@ -36,7 +36,7 @@ from flatout.measure.tune.report import (
 )
 from flatout.measure.tune.search import Search
 from flatout.measure.tune.space import Space, make_space
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.training.run import warn_of_busy_cores
 
 
@@ -139,7 +139,8 @@ def require_figures(search: Search, ended_by: int | None) -> None:
         "out-of-memory": smaller(search.race),
     }
     raise RunFailed(
-        f"No setting could be used, and {len(failed)} trials failed; the last one: {last.reason}",
+        f"No setting could be used, and {counted(len(failed), 'trial')} failed; the last one: "
+        f"{last.reason}",
         fix=fixes.get(last.status, "Try the same recipe with `flatout train`."),
     )
 

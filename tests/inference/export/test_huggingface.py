@@ -9,7 +9,7 @@ from export_shapes import CLASSES, OWN_SHAPES, SHAPES
 
 from flatout.architectures.source import ForeignWeights, find_model
 from flatout.inference.export import modeling
-from flatout.inference.export.huggingface import MODELING, TRAINING_KEYS
+from flatout.inference.export.huggingface import MODELING, TRAINING_KEYS, no_stock_class
 from flatout.inference.export.shards import INDEX
 from flatout.inference.load import load_run
 from flatout.registry import MODELS
@@ -122,6 +122,11 @@ def test_a_shape_without_a_class_is_exported_with_its_code_and_says_so(make_run,
     assert note in (out / "README.md").read_text()
     assert (out / f"{MODELING}.py").read_text() == modeling_file("transformer").read_text()
     assert "auto_map" in json.loads((out / "config.json").read_text())
+
+
+def test_a_reason_that_families_share_is_given_once():
+    reasons = {"gpt2": "It is odd.", "llama": "It is wide.", "qwen3": "It is odd."}
+    assert no_stock_class(reasons).endswith(" gpt2, qwen3: It is odd. llama: It is wide.")
 
 
 def modeling_file(kind):
