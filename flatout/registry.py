@@ -30,27 +30,37 @@ SHORTEST_PART = 3
 """Minimum length of a name that is matched as a prefix of another."""
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` most likely meant, or None when no name is similar.
+def misspelt(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` is with a typing error or two, or None.
 
-    In this order: a name that shares more than four fifths of the letters, one that differs by a
-    single typing error, the longest name that `name` starts with, one that shares more than two
-    thirds of the letters, or the only one that starts with `name`. Case, leading dashes, and the
-    difference between - and _ are ignored.
+    It shares more than four fifths of the letters, or differs by one slip. Case, leading dashes,
+    and the difference between - and _ are ignored.
     """
     by_word = {_word(k): k for k in known}
     word = _word(name)
     found = difflib.get_close_matches(word, by_word, n=1, cutoff=0.81)
-    if len(word) >= SHORTEST_PART:
-        longer = [other for other in by_word if other.startswith(word)]
-        shorter = [o for o in by_word if len(o) >= SHORTEST_PART and word.startswith(o)]
-        found = (
-            found
-            or [other for other in by_word if _one_slip(word, other)]
-            or sorted(shorter, key=len, reverse=True)
-            or difflib.get_close_matches(word, by_word, n=1, cutoff=0.67)
-            or (longer if len(longer) == 1 else [])
-        )
+    if not found and len(word) >= SHORTEST_PART:
+        found = [other for other in by_word if _one_slip(word, other)]
+    return by_word[found[0]] if found else None
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that `name` most likely meant, or None when no name is similar.
+
+    In this order: one that it misspells, the longest name that `name` starts with, one that shares
+    more than two thirds of the letters, or the only one that starts with `name`.
+    """
+    by_word = {_word(k): k for k in known}
+    word = _word(name)
+    if (guess := misspelt(name, by_word.values())) or len(word) < SHORTEST_PART:
+        return guess
+    longer = [other for other in by_word if other.startswith(word)]
+    shorter = [o for o in by_word if len(o) >= SHORTEST_PART and word.startswith(o)]
+    found = (
+        sorted(shorter, key=len, reverse=True)
+        or difflib.get_close_matches(word, by_word, n=1, cutoff=0.67)
+        or (longer if len(longer) == 1 else [])
+    )
     return by_word[found[0]] if found else None
 
 
@@ -280,6 +290,24 @@ SUFFIXES = {".yaml", ".yml"}
 """A recipe name that ends in one of these is a path."""
 
 
+def _require_no_dataset(name: str) -> None:
+    """Check that a recipe's name is not that of a dataset.
+
+    Raises: ConfigError with the commands that prepare and use it.
+    """
+    known = DATASETS.names()
+    dataset = name if name in known else name_for("dataset", name, known)
+    if dataset is None or name_for("recipe", name, RECIPES.names()):
+        return
+    here = f"data/{dataset}"
+    what = "a dataset" if name == dataset else f"the dataset {dataset}"
+    raise ConfigError(
+        f"There is no recipe named {name!r}: it is {what}.",
+        fix=f"Prepare it with `flatout prepare {dataset} --out {here}`, then train a recipe on it: "
+        f"`flatout train RECIPE data.path={here}`; `flatout list recipes` shows the recipes.",
+    )
+
+
 def recipe_path(recipe: str | Path) -> Path:
     """Return the path of a recipe: a YAML file, or the name of a built-in recipe.
 
@@ -304,6 +332,8 @@ def recipe_path(recipe: str | Path) -> Path:
                 f"There is no recipe named {str(recipe)!r}, but there is a file {files[0]}.",
                 fix=f"Name the file: {str(files[0])!r}.",
             )
+        if str(recipe) not in RECIPES.names():
+            _require_no_dataset(str(recipe))
         return RECIPES.path(str(recipe))
     if not path.exists():
         here = path.parent.iterdir() if path.parent.is_dir() else ()

@@ -28,7 +28,7 @@ class Word:
     option: str = ""
     """The option of `flatout prepare`, for the group `prepare`."""
     unit: str = ""
-    """How `config/units.py` converts the value."""
+    """How `config/units` converts the value; of keys to leave out, it checks that they can be."""
     note: str = ""
     """A sentence; after a colon for the groups `left_out` and `missing`."""
 
@@ -106,6 +106,12 @@ def word_for(key: str) -> Word | None:
     return next((found for found in sections if found and not found.key), None)
 
 
+def known_words() -> dict[str, Word]:
+    """Return every word by each of its names, without those of a section."""
+    table = _by_name("keys", "left_out", "missing", "prepare")
+    return {name: word for name, word in table.items() if "." not in name}
+
+
 def prepare_word_for(option: str) -> Word | None:
     """Return what an option of another tool's preparation means, or None."""
     return _by_name("prepare").get(_plain(option))
@@ -120,6 +126,15 @@ def name_for(noun: str, name: str, known: Collection[str]) -> str | None:
     spellings = (name.lower(), _plain(name), _plain(name).replace("_", "-"))
     found = next((names[one] for one in spellings if one in names), None)
     return found if found in known else None
+
+
+def shape_for(name: str) -> dict[str, Any] | None:
+    """Return the keys of model that a model's name stands for, or None.
+
+    `recipe` among them stands for those of a recipe, and `note` is a remark.
+    """
+    found: dict[str, Any] | None = _document()["shapes"].get(name.lower())
+    return found
 
 
 def value_for(key: str, value: object) -> str | None:

@@ -9,9 +9,11 @@ import yaml
 from pydantic import Field
 
 from flatout.commands import Argument, Command, Option, Result
-from flatout.config.convert import Conversion, Item, convert, read_settings
+from flatout.config.convert import Conversion, Item, convert
+from flatout.config.foreign import read_settings
 from flatout.config.overrides import nested
-from flatout.errors import ConfigError
+from flatout.config.units import HUB, SOURCE
+from flatout.errors import ConfigError, in_shell
 from flatout.files import expanded, write_text, writing
 from flatout.json_io import JsonObject
 from flatout.recognised import require_local
@@ -19,6 +21,7 @@ from flatout.registry import SUFFIXES
 
 MARK = "# Converted by `flatout convert`"
 """Start of a file that may be overwritten."""
+PREPARE = "Prepare the data first"
 HEADINGS = {
     "mapped": "Mapped",
     "missing": "Not in flatout",
@@ -36,7 +39,7 @@ class ConvertResult(Result):
     tool: str | None
     """The tool that the config belongs to, if it was recognised."""
     mapped: int
-    """Keys with a counterpart, which the recipe has."""
+    """Keys with a counterpart, which the recipe or a command of `prepare` has."""
     unnecessary: int
     """Keys that need none."""
     missing: int
@@ -47,6 +50,8 @@ class ConvertResult(Result):
     """Every key with its value, what it becomes and why."""
     defaults: JsonObject
     """The tool's own defaults that the recipe states, by the tool's keys."""
+    prepare: list[str]
+    """The commands that prepare the data, with the options that the config's keys ask for."""
     closing: str = Field(exclude=True, repr=False)
     """The summary, as text."""
 
@@ -86,6 +91,7 @@ def convert_config(
         tool=found.tool.name if found.tool else None,
         items=found.items,
         defaults=found.defaults,
+        prepare=_preparation(found),
         closing=_closing(source, target, found),
         mapped=counts["mapped"],
         unnecessary=counts["unnecessary"],
@@ -113,6 +119,7 @@ def _recipe(source: Path, found: Conversion) -> str:
     lacks = [item for item in found.items if item.outcome in ("missing", "unknown")]
     lines = [f"{MARK} from {source.name}{_of_tool(found)}"]
     lines += [f"# Not converted: {_shown(item)}: {item.why}" for item in lacks]
+    lines += [f"# {PREPARE}: {command}" for command in _preparation(found)]
     return "\n".join(" ".join(line.split()) for line in lines) + f"\n{body}"
 
 
@@ -127,9 +134,24 @@ def _closing(source: Path, target: Path, found: Conversion) -> str:
         stated = ", ".join(f"{key}={value}" for key, value in found.defaults.items())
         lines += ["", f"Added, as defaults of {found.tool.name}: {stated}"]
     lines += ["", f"Next: flatout plan {target}"]
-    if path := found.values.get("data.path"):
-        lines += [f"Prepare the data first: flatout prepare SOURCE --out {path}"]
+    lines += [f"{PREPARE}: {command}" for command in _preparation(found)]
     return "\n".join(lines)
+
+
+def _preparation(found: Conversion) -> list[str]:
+    """Return the command that prepares each dataset; weights from a hub have their tokenizer."""
+    options = dict(found.options)
+    source = options.pop(SOURCE, SOURCE)
+    path, mix = found.values.get("data.path"), found.values.get("data.mix", {})
+    weights = str(found.values.get("train.init_from"))
+    if weights.startswith(HUB):
+        options.setdefault("--tokenizer", weights.removeprefix(HUB))
+    words = " ".join(f"{option} {in_shell(value)}" for option, value in options.items())
+    paths = [path] if path else [*mix] or (["data/mine"] if found.options else [])
+    return [
+        f"flatout prepare {in_shell(source)} --out {in_shell(one)} {words}".rstrip()
+        for one in paths
+    ]
 
 
 def _of_tool(found: Conversion) -> str:

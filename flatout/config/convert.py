@@ -1,27 +1,19 @@
-"""Converts the config of another tool: every key is mapped, unnecessary, missing here, or unknown.
-
-Files are parsed and never executed: of a Python file, assignments of literals and of arithmetic on
-numbers are read.
-"""
+"""Converts another tool's config: every key is mapped, unnecessary, missing here, or unknown."""
 
 from __future__ import annotations
 
-import ast
-import json
 import math
-import operator
-import tomllib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from flatout.config.messages import field_at
 from flatout.config.overrides import nested
 from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, validate
-from flatout.config.units import LATE, UNITS, is_off
-from flatout.documents import parse_yaml, read_text
+from flatout.config.units import EARLY, LATE, SOURCE, THEIRS, UNITS, Unneeded, is_off
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject, Stored
 from flatout.registry import MODELS
@@ -45,14 +37,12 @@ PREFERRED = (
 SECRETS, HIDDEN = ("hub_token", "api_key", "password", "secret"), "(hidden)"
 """Ends of keys whose values are not repeated, and what is shown instead."""
 EVERY_MODEL = {"model.kind", "model.vocab_size", "model.logit_softcap", "model.z_loss"}
-OPERATORS: dict[type[ast.operator], Any] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
-"""Arithmetic that a Python file may contain; powers are left out, since they can be very large."""
+FREE_OF_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_size"}
+"""Keys of the model that stay beside train.init_from; the weights have a shape of their own."""
+OF_WEIGHTS = Unneeded("The shape is that of the weights which train.init_from names.")
+CONSTANT = Unneeded("The rate is constant.")
+ANOTHER = "Another key states it."
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 class Item(Stored):
@@ -82,71 +72,8 @@ class Conversion:
     """The tool's own defaults that were added, by its key."""
     values: JsonObject = field(default_factory=dict)
     """Values of flatout by dotted key."""
-
-
-def read_settings(path: Path) -> tuple[JsonObject, list[str]]:
-    """Return the values in a YAML, JSON, TOML or Python file, and the names of computed ones.
-
-    Raises: ConfigError when the file cannot be read or is not a mapping.
-    """
-    text, kind = read_text(path, "a config"), path.suffix.lower()
-    try:
-        if kind == ".py":
-            return _python_values(text)
-        document = (
-            json.loads(text)
-            if kind == ".json"
-            else tomllib.loads(text)
-            if kind == ".toml"
-            else parse_yaml(text, name=str(path))
-        )
-    except (ValueError, SyntaxError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not valid {kind[1:].upper() if kind != '.py' else 'Python'}: {error}.",
-            fix="Correct it there.",
-        ) from error
-    if not isinstance(document, dict) or not document:
-        raise ConfigError(
-            f"{path} is not a mapping of keys to values.",
-            fix="Name the config of another tool: YAML, JSON, TOML, or a Python file that assigns "
-            "values.",
-        )
-    return document, []
-
-
-def _python_values(text: str) -> tuple[JsonObject, list[str]]:
-    values: JsonObject = {}
-    computed: list[str] = []
-    targets: list[ast.expr]
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign):
-            targets, value = node.targets, node.value
-        elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            targets, value = [node.target], node.value
-        else:
-            continue
-        for target in targets:
-            if not isinstance(target, ast.Name) or target.id.startswith("_"):
-                continue
-            try:
-                values[target.id] = _literal(value)
-            except (ValueError, TypeError, ArithmeticError):
-                computed.append(target.id)
-    return values, computed
-
-
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal, or of arithmetic on numbers.
-
-    Raises: ValueError for anything else.
-    """
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _literal(node.left), _literal(node.right)
-        if isinstance(left, int | float) and isinstance(right, int | float):
-            return OPERATORS[type(node.op)](left, right)
-    value = ast.literal_eval(node)
-    json.dumps(value)  # bytes, sets and complex numbers have no place in a config
-    return value
+    options: JsonObject = field(default_factory=dict)
+    """Options of `flatout prepare`, and SOURCE, its argument."""
 
 
 def convert(document: JsonObject, computed: list[str]) -> Conversion:
@@ -154,23 +81,37 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
     flat = dict(_flat(document))
     found = Conversion(_tool_of(set(flat)))
     entries = [_Entry(key, value, word_for(key)) for key, value in flat.items()]
+    entries += _defaults(found.tool, entries)
+    reading = _Reading(flat)
+    for entry in sorted(entries, key=lambda one: (one.unit in LATE) - (one.unit in EARLY)):
+        reading.read(entry)
+    found.values, found.options = reading.finish(found.tool)
+    items = [(entry, reading.item(entry)) for entry in entries]
+    found.defaults = {
+        entry.key: entry.value
+        for entry, item in items
+        if entry.is_default and item.outcome == "mapped"
+    }
+    found.items = [
+        item for entry, item in items if not entry.is_default or item.outcome == "missing"
+    ]
+    found.items += [_computed(key) for key in computed]
+    return found
+
+
+def _defaults(tool: Tool | None, entries: list[_Entry]) -> list[_Entry]:
+    """Return the tool's defaults that no key states; those of a section only if the file has it."""
     used = {(one.key_of, one.unit) for one in entries if one.value is not None and one.value != -1}
-    stated = {key for key, _ in used}
-    for key, value in (found.tool.defaults if found.tool else {}).items():
+    stated = {key for key, _ in used if key}
+    sections = {one.key.rpartition(".")[0] for one in entries}
+    found = []
+    for key, value in (tool.defaults if tool else {}).items():
         entry = _Entry(key, value, word_for(key), is_default=True)
         rivals = {other for group in ALTERNATIVES if entry.key_of in group for other in group}
         shared = {entry.key_of} - {"optim.betas"}  # half of it may be stated
-        if (entry.key_of, entry.unit) not in used and not stated & (rivals | shared):
-            entries.append(entry)
-            found.defaults[key] = value
-    reading = _Reading()
-    for late in (False, True):
-        for entry in entries:
-            if (entry.unit in LATE) is late:
-                reading.read(entry)
-    found.values = reading.finish(found.tool)
-    found.items = [reading.item(entry) for entry in entries if not entry.is_default]
-    found.items += [_computed(key) for key in computed]
+        is_free = (entry.key_of, entry.unit) not in used and not stated & (rivals | shared)
+        if is_free and key.rpartition(".")[0] in {"", *sections}:
+            found.append(entry)
     return found
 
 
@@ -185,6 +126,8 @@ def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in document.items():
         word = word_for(f"{prefix}{key}")
         as_one = word is not None and (not word.key or word.key in MAPPINGS)
+        if key == "datasets" and isinstance(value, list) and [*map(type, value)] == [dict]:
+            as_one, value = False, value[0]  # Axolotl's list of one
         if isinstance(value, dict) and value and not as_one:
             yield from _flat(value, f"{prefix}{key}.")
         else:
@@ -218,6 +161,15 @@ class _Entry:
         return self.word.key if self.word else ""
 
 
+def _number(value: Any, key: str) -> Any:
+    """Return quoted numbers as numbers, unless the key of flatout is text."""
+    field = field_at(RunConfig, key)
+    is_text = field is not None and not re.search(r"\b(int|float)\b", str(field.annotation))
+    if is_text or not isinstance(value, str) or not NUMBER.fullmatch(value):
+        return value
+    return float(value) if re.search(r"[.eE]", value) else int(value)
+
+
 def _preference(key: str) -> int:
     return PREFERRED.index(key) if key in PREFERRED else len(PREFERRED)
 
@@ -230,7 +182,8 @@ def _as_it_is(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject:
 class _Reading:
     """Collects values of flatout, each from the first key that states it."""
 
-    def __init__(self) -> None:
+    def __init__(self, theirs: JsonObject) -> None:
+        self._theirs = {f"{THEIRS}{key}": value for key, value in theirs.items()}
         self._values: JsonObject = {}
         self._implied: JsonObject = {}
         self._speedups: list[str] = []
@@ -240,12 +193,14 @@ class _Reading:
     def read(self, entry: _Entry) -> None:
         """Convert one entry, and keep what no earlier one has set."""
         word = entry.word
-        if word is None or not word.key or entry.value is None:
+        if word is None or not (word.key or word.unit) or entry.value is None:
             return
         _, _, argument = word.unit.partition(" ")
         convert_value = UNITS.get(entry.unit, _as_it_is)
+        known = self._theirs | self._implied | self._values
         try:
-            result = convert_value(entry.value, argument or word.key, self._implied | self._values)
+            value = _number(entry.value, word.key)
+            result = convert_value(value, argument or word.key or word.option, known)
         except (TypeError, ValueError, ArithmeticError):
             result = f"The value {entry.value!r} cannot be converted."
         if isinstance(result, str):
@@ -254,6 +209,9 @@ class _Reading:
         for key, value in result.items():
             if key == "speedups":
                 self._speedups.append(value)
+            elif not key:
+                entry.why = value
+                continue
             elif key.startswith("~"):
                 self._implied.setdefault(key[1:], value)
             elif self._values.setdefault(key, value) != value and key != "optim.betas":
@@ -263,13 +221,16 @@ class _Reading:
                 self._values[key] = value
             entry.wrote[key.lstrip("~")] = value
 
-    def finish(self, tool: Tool | None) -> JsonObject:
-        """Return all values, without contradictions, as `RunConfig` accepts them."""
+    def finish(self, tool: Tool | None) -> tuple[JsonObject, JsonObject]:
+        """Return all values, without contradictions, as `RunConfig` accepts them, and the options
+        of `flatout prepare`.
+        """
         values = self._values
-        for key, value in {**self._implied, **(tool.implies if tool else {})}.items():
+        for key, value in {**(tool.implies if tool else {}), **self._implied}.items():
             group = next((group for group in ALTERNATIVES if key in group), {key})
             if not group & values.keys():
                 values[key] = value
+        self._without_effect()
         recurrent = {"model.num_eigenstates", "model.scales", "model.chunk_size"} & values.keys()
         if recurrent and "model.kind" not in values:
             values["model.kind"] = "eigenstate"
@@ -284,7 +245,18 @@ class _Reading:
             self._drop(f"model.{field_name}", f"The model {model} has no such key.")
         if self._speedups:
             values["speedups"] = ",".join(["auto", *dict.fromkeys(self._speedups)])
-        return self._valid(values)
+        options = {key: value for key, value in values.items() if key.startswith(("--", SOURCE))}
+        return self._valid({key: values[key] for key in values if key not in options}), options
+
+    def _without_effect(self) -> None:
+        """Drop keys that another key makes irrelevant."""
+        values = self._values
+        if "train.init_from" in values:
+            shape = {key for key in values if key.startswith("model.")} - FREE_OF_WEIGHTS
+            for key in shape:
+                self._drop(key, OF_WEIGHTS)
+        if values.get("schedule.kind") == "constant":
+            self._drop("schedule.min_lr", CONSTANT)
 
     def _two_batch_sizes(self, tool: Tool | None) -> None:
         """Leave two of the three sizes of a batch; the third follows."""
@@ -324,25 +296,30 @@ class _Reading:
             if key in ("speedups", "optim.betas") or values[key] == value
         }
         lost = next((self._dropped[key] for key in entry.wrote if key in self._dropped), "")
-        follows = lost == FOLLOWS
+        reason = entry.why or lost
         outcome: Outcome
-        if word is None:
-            outcome, why = "unknown", "flatout does not know it."
-        elif entry.value is None:
+        if entry.value is None:
             outcome, why = "unnecessary", "It is not set."
+        elif word is None:
+            outcome, why = "unknown", "flatout does not know it."
+        elif becomes or lost == FOLLOWS:
+            outcome, why = "mapped", reason
+        elif reason:
+            outcome, why = ("unnecessary" if isinstance(reason, Unneeded) else "missing"), reason
         elif word.group == "missing":
             off = is_off(entry.value) or (entry.value == 1 and entry.value is not True)
             outcome = "unnecessary" if off else "missing"
             why = "It is off." if off else word.note
-        elif not word.key:
-            outcome, why = "unnecessary", word.note if word.group == "left_out" else word.advice
-        elif becomes or follows:
-            outcome, why = "mapped", lost
-        elif entry.why or lost:
-            outcome, why = "missing", entry.why or lost
+        elif word.group == "left_out":
+            outcome, why = "unnecessary", word.note
+        elif is_off(entry.value) or entry.value == -1:
+            outcome, why = "unnecessary", "It is off."
+        elif word.group == "prepare":
+            outcome, why = ("missing" if word.option else "unnecessary"), word.advice
         else:
-            off = is_off(entry.value) or entry.value == -1
             outcome = "unnecessary"
-            why = "It is off." if off else word.note or "flatout does this by default."
+            why = ANOTHER if entry.wrote else word.note or "flatout does this by default."
+        if entry.is_default:
+            why += " It is the tool's default."
         value = HIDDEN if entry.key.endswith(SECRETS) else entry.value
         return Item(key=entry.key, value=value, outcome=outcome, becomes=becomes, why=why)

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ValidationError
+from typing import Annotated, Any, TypeGuard
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from flatout.config.units import UNITS, is_off
 from flatout.errors import ConfigError
-from flatout.registry import nearest
-from flatout.words import value_for, word_for
+from flatout.registry import misspelt, nearest
+from flatout.words import Word, known_words, value_for, word_for
 
+NO_NUMBER = "no_number"
+"""The type of the error about true or false in a field that accepts neither."""
+EXTRAS = {"fp16", "cpu", "to_wandb", "to_mlflow", "unless", "asked", "adapter"}
+"""Units of features that are off by default."""
+SWITCHES = {
+    "auto",
+    "bf16",
+    "clip",
+    "decays",
+    "eval_strategy",
+    "flag",
+    "hten",
+    "loggers",
+    "precision",
+    "rmsnorm",
+    "schedule",
+    "to_tensorboard",
+}
+"""Units with a value of flatout for what is off."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -28,17 +50,19 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     first = problems[0]
     key = _key_of(first, prefix)
     if first["type"] == "extra_forbidden":
-        return unknown_key(key, all_keys(section, prefix))
-    if first["type"] == "model_type":
+        return unknown_key(*_whole(key, first["input"]), all_keys(section, prefix))
+    field = field_at(section, key.removeprefix(prefix))
+    if first["type"] == "model_type" or (field is not None and _is_section(field.annotation)):
         inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
         return ConfigError(
             f"{key}={first['input']!r} is not valid: {key} is a section.",
             fix=f"Set one of its keys: {', '.join(inside)}.",
         )
+    if first["type"] == NO_NUMBER and field is not None:
+        problems = _problems_of(field, key.removeprefix(prefix))
     expected = dict.fromkeys(
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
     )
-    field = field_at(section, key.removeprefix(prefix))
     described = " ".join((field.description or "").split()) if field else ""
     help_text = f" {key}: {described}" if described else ""
     default = _default(field)
@@ -56,10 +80,28 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     )
 
 
-def unknown_key(key: str, known: list[str]) -> ConfigError:
+def _problems_of(field: FieldInfo, key: str) -> list[ErrorDetails]:
+    """Return what a field reports about a value of no valid type."""
+    try:
+        kind: Any = Annotated[field.annotation, field]
+        TypeAdapter(kind).validate_python(object())
+    except ValidationError as error:
+        return [{**one, "loc": (*key.split("."), *one["loc"])} for one in error.errors()]
+    return []
+
+
+def _whole(key: str, value: object) -> tuple[str, object]:
+    """Return the whole of another tool's dotted key and its value: wandb.enabled, of wandb."""
+    while isinstance(value, dict) and len(value) == 1 and word_for(key):
+        ((inner, value),) = value.items()
+        key = f"{key}.{inner}"
+    return key, value
+
+
+def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     """Return the error for an unknown config key, with the key that was most likely meant.
 
-    Another tool's key is answered with its counterpart, never with a similar name.
+    Another tool's key is answered with its counterpart for the value, never with a similar name.
     """
     section, _, last = key.rpartition(".")
     by_last = _by_last(known)
@@ -70,16 +112,43 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
     dotted = key.lower().replace("_", ".", 1)  # train_steps for train.steps
     word = None if dotted in known else word_for(key)
     if word is not None:
-        return ConfigError(f"There is no config key {key!r}.", fix=word.advice)
+        return ConfigError(f"There is no config key {key!r}.", fix=_advice(word, value))
     guess = dotted if dotted in known else same_key(last, known)
-    for names in (siblings, tops, by_last):
-        close = None if guess else nearest(last, names)
-        guess = names[close] if close else guess
+    near = [names[close] for names in (siblings, tops, by_last) if (close := misspelt(last, names))]
+    theirs = None if guess or near else misspelt(last, known_words())
+    if theirs:
+        advice = _advice(known_words()[theirs], value)
+        return ConfigError(
+            f"There is no config key {key!r}; other tools have {theirs!r}.", fix=advice
+        )
+    near += [names[close] for names in (siblings, tops, by_last) if (close := nearest(last, names))]
+    guess = guess or next(iter(near), None)
     listing = ", ".join(siblings.values() if section and siblings else known)
     return ConfigError(
         f"There is no config key {key!r}.",
         fix=f"Did you mean {guess!r}?" if guess else f"Known keys: {listing}.",
     )
+
+
+def _advice(word: Word, value: object) -> str:
+    """Return what to write for another tool's word; false, no and the like turn a switch off."""
+    name, _, argument = word.unit.partition(" ")
+    if not (isinstance(value, bool | str) and is_off(value) and name in EXTRAS | SWITCHES):
+        return word.advice
+    if name in EXTRAS:
+        return f"Leave it out: it is off unless {word.key} asks for it."
+    found = UNITS[name](value, argument or word.key, {})
+    if not isinstance(found, dict):
+        return word.advice
+    written = " ".join(f"{key.lstrip('~')}={_written(key, one)}" for key, one in found.items())
+    return f"Did you mean {next(iter(found)).lstrip('~')!r}? Write {written}."
+
+
+def _written(key: str, value: object) -> str:
+    """Return a value as an override has it."""
+    if key == "speedups":
+        return f"auto,{value}"
+    return "none" if value == [] else str(value).lower() if isinstance(value, bool) else f"{value}"
 
 
 def same_key(name: str, known: list[str]) -> str | None:
@@ -96,7 +165,7 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     keys: list[str] = []
     for name, field in section.model_fields.items():
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if _is_section(kind):
             keys.extend(all_keys(kind, f"{prefix}{name}."))
         else:
             keys.append(f"{prefix}{name}")
@@ -108,9 +177,13 @@ def field_at(section: type[BaseModel], key: str) -> FieldInfo | None:
     top, _, rest = key.partition(".")
     field = section.model_fields.get(top)
     kind = field.annotation if field else None
-    if rest and isinstance(kind, type) and issubclass(kind, BaseModel):
+    if rest and _is_section(kind):
         return field_at(kind, rest)
     return None if rest else field
+
+
+def _is_section(kind: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
 def _default(field: FieldInfo | None) -> object:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from flatout.config.messages import NO_NUMBER
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 
@@ -28,7 +29,7 @@ class Section(BaseModel):
     def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         field = cls.model_fields.get(info.field_name or "")
         if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-            raise PydanticCustomError("no_number", "something other than true or false")
+            raise PydanticCustomError(NO_NUMBER, "something other than true or false")
         return value
 
 

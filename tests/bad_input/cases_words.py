@@ -10,6 +10,18 @@ CASES = [
         ("'speedups'", "speedups=auto,+checkpointing"),
     ),
     Case(
+        "another tool's switch, turned off",
+        "train my.yaml bf16=false",
+        ("'bf16'",),
+        ("train.precision=fp32",),
+    ),
+    Case(
+        "another tool's key, misspelt",
+        "train my.yaml gradient_clp=1",
+        ("'gradient_clp'", "other tools have 'gradient_clip'"),
+        ("'optim.clip'",),
+    ),
+    Case(
         "another tool's key that flatout does not need",
         "train my.yaml pin_memory=true",
         ("'pin_memory'",),
@@ -44,6 +56,12 @@ CASES = [
         "train small_32k",
         ("'small_32k'",),
         ("Did you mean 'eigenstate-small-32k'?",),
+    ),
+    Case(
+        "a dataset in place of a recipe",
+        "train finewebedu",
+        ("'finewebedu'", "the dataset fineweb-edu-10bt"),
+        ("flatout prepare fineweb-edu-10bt", "data.path=data/fineweb-edu-10bt"),
     ),
     Case(
         "another tool's name of a dataset",

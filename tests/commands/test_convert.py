@@ -1,6 +1,7 @@
 """`flatout convert` writes a recipe that loads, and answers every key."""
 
 import json
+import shlex
 
 import pytest
 
@@ -8,6 +9,7 @@ from flatout import cli
 from flatout.commands.convert import MARK, convert_config
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
+from flatout.parser import parse
 
 
 @pytest.fixture
@@ -65,3 +67,29 @@ def test_nothing_is_written_when_no_key_is_known(tmp_path):
     with pytest.raises(ConfigError, match="no key with a counterpart"):
         convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
     assert not (tmp_path / "my.yaml").exists()
+
+
+def test_the_printed_prepare_has_what_the_config_asks_for(tmp_path):
+    (tmp_path / "old.yaml").write_text(
+        "base_model: ORG/Small\nval_set_size: 0.1\nsequence_len: 64\ndatasets:\n"
+        "  - {path: talks.jsonl, type: chat_template}\n"
+    )
+    result = convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
+    command = (
+        "flatout prepare SOURCE --out data/talks-jsonl --chat auto --split 'hash 0.1' "
+        "--tokenizer ORG/Small"
+    )
+    assert result.prepare == [command]
+    assert f"Prepare the data first: {command}" in result.summary()
+    assert f"# Prepare the data first: {command}\n" in (tmp_path / "my.yaml").read_text()
+    words = shlex.split(command)[2:]
+    assert parse("prepare", words)["split"] == "hash 0.1"
+
+
+def test_each_dataset_of_a_mix_is_prepared(tmp_path):
+    (tmp_path / "old.json").write_text(json.dumps({"blend": {"a": 1, "b": 2}, "test_size": 0.1}))
+    result = convert_config(tmp_path / "old.json", tmp_path / "my.yaml")
+    assert [command.split("--out ")[1] for command in result.prepare] == [
+        "data/a --split 'hash 0.1'",
+        "data/b --split 'hash 0.1'",
+    ]

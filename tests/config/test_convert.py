@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.config.convert import convert, read_settings
+from flatout.config.convert import convert
+from flatout.config.foreign import read_settings
 from flatout.config.overrides import nested
 from flatout.config.schema import validate
 from flatout.errors import ConfigError
+from flatout.registry import RECIPES
 
 NANOGPT = """\
 # the recipe for characters of Shakespeare
@@ -111,6 +113,15 @@ def outcomes(found):
     return {item.key: item.outcome for item in found.items}
 
 
+def shape_of(values):
+    return nested(values)["model"]
+
+
+def item_of(found, key):
+    (item,) = [item for item in found.items if item.key == key]
+    return item
+
+
 def test_a_nanogpt_config_is_converted_without_running_it(tmp_path):
     found = from_text(tmp_path, "train.py", NANOGPT)
     assert found.tool.name == "nanoGPT"
@@ -120,6 +131,7 @@ def test_a_nanogpt_config_is_converted_without_running_it(tmp_path):
         "model.d_model": 384,
         "model.dropout": 0.2,
         "model.positions": "learned",
+        "model.activation": "gelu_exact",
         "data.path": "data/shakespeare",
         "data.seq_len": 256,
         "batch.rows_per_device": 64,
@@ -140,6 +152,7 @@ def test_a_nanogpt_config_is_converted_without_running_it(tmp_path):
     assert kinds["wandb_log"] == kinds["lr_decay_iters"] == kinds["out_dir"] == "unnecessary"
     assert kinds["gradient_accumulation_steps"] == "mapped"
     assert found.defaults == {"log_interval": 1}
+    assert found.options == {"SOURCE": "shakespeare", "--tokenizer": "char"}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +203,7 @@ def test_a_torchtitan_config_is_converted(tmp_path):
     assert values["train.eval_tokens"] == 10 * 8 * 2048
     assert values["checkpoint.every_steps"] == 500
     assert values["speedups"] == "auto,+selective-checkpointing"
+    assert shape_of(values) == RECIPES.get("llama-8b")["model"]
     kinds = outcomes(found)
     assert kinds["parallelism.tensor_parallel_degree"] == "missing"
     assert kinds["parallelism.context_parallel_degree"] == "unnecessary"
@@ -310,6 +324,7 @@ def test_an_unknown_key_is_listed():
 
 def test_several_datasets_need_weights():
     one = converted({"datasets": [{"path": "roneneldan/TinyStories", "type": "completion"}]})
+    assert converted({"datasets": ["roneneldan/TinyStories"]}).values == one.values
     assert one.values == {"data.path": "data/tinystories"}
     two = converted({"datasets": [{"path": "a"}, {"path": "b"}], "lr": 1e-3})
     assert "data.mix" in two.items[0].why

@@ -56,10 +56,12 @@ def error_of(*overrides: str) -> ConfigError:
             "train.deterministic='maybe' is not valid: it must be true or false.",
         ),
         ("speedups=3", "speedups=3 is not valid: it must be text or a list."),
+        ("speedups=false", "speedups=False is not valid: it must be text or a list."),
+        ("optim.lr=true", "optim.lr=True is not valid: it must be a number."),
+        ("lora=false", "lora=False is not valid: lora is a section."),
         (
             "batch.rows_per_device=true",
-            "batch.rows_per_device=True is not valid: it must be something other than true or "
-            "false.",
+            "batch.rows_per_device=True is not valid: it must be a whole number or 'auto'.",
         ),
         (
             "schedule.warmup=1.5",
@@ -123,6 +125,40 @@ def test_an_unknown_key_suggests_the_nearest(key, expected):
     error = error_of(f"{key}=1")
     assert error.what.startswith("There is no config key ")
     assert error.fix.startswith(f"Did you mean {expected!r}?")
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("bf16=false", "Did you mean 'train.precision'? Write train.precision=fp32."),
+        ("bf16=true", "Did you mean 'train.precision'? train.precision=bf16."),
+        ("wandb=false", "Leave it out: it is off unless log.to asks for it."),
+        ("wandb.enabled=false", "Leave it out: it is off unless log.to asks for it."),
+        ("use_cpu=no", "Leave it out: it is off unless train.device asks for it."),
+        ("no_compile=false", "Leave it out: it is off unless speedups asks for it."),
+        ("compile=false", "Did you mean 'speedups'? Write speedups=auto,-compile."),
+        ("tensorboard=off", "Did you mean 'log.to'? Write log.to=none."),
+        ("packing=false", "Did you mean 'data.document_mask'? Write data.document_mask=false."),
+        ("mixed_precision=no", "Did you mean 'train.precision'? Write train.precision=fp32."),
+        ("use_hten=false", "Did you mean 'model.scales'? Write model.scales=[1]."),
+    ],
+)
+def test_a_switch_that_is_off_is_answered_as_off(override, fix):
+    assert error_of(override).fix == fix
+
+
+@pytest.mark.parametrize(
+    ("key", "word", "expected"),
+    [
+        ("gradient_clp", "gradient_clip", "Did you mean 'optim.clip'?"),
+        ("num_layerz", "num_layers", "Did you mean 'model.num_layers'?"),
+        ("pin_memmory", "pin_memory", "Leave it out: tokens go to a GPU"),
+    ],
+)
+def test_a_misspelt_word_of_another_tool_is_answered_with_its_counterpart(key, word, expected):
+    error = error_of(f"{key}=1")
+    assert error.what == f"There is no config key {key!r}; other tools have {word!r}."
+    assert error.fix.startswith(expected)
 
 
 def test_a_key_without_a_near_match_lists_its_section():

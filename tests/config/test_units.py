@@ -31,10 +31,41 @@ def test_several_devices_are_kept(devices, values):
         ({"eval_steps": 500, "eval_strategy": "epoch"}, {"train.eval_every_epochs": 1}),
         ({"eval_strategy": "steps", "eval_steps": 500}, {"train.eval_every": 500}),
         ({"eval_strategy": "no"}, {"train.eval_every": 0}),
+        (
+            {"eval_strategy": "steps", "logging_steps": 50},
+            {"train.eval_every": 50, "log.every": 50},
+        ),
+        (
+            {"eval_strategy": "steps", "logging_steps": 50, "eval_steps": 20},
+            {"train.eval_every": 20, "log.every": 50},
+        ),
+        (
+            {"eval_steps": 0.1, "num_epochs": 2},
+            {"train.eval_every_epochs": 0.2, "train.epochs": 2},
+        ),
+        ({"save_steps": 0.5, "epochs": 1}, {"checkpoint.every_epochs": 0.5, "train.epochs": 1}),
+        ({"eval_steps": 0.1, "max_steps": 50}, {"train.eval_every": 5, "train.steps": 50}),
+        ({"eval_steps": 0.1, "epochs": 2, "max_tokens": 9}, {"train.tokens": 9}),
+        ({"eval_steps": 0.1, "eval_strategy": "epoch"}, {"train.eval_every_epochs": 1}),
         ({"evals_per_epoch": 4}, {"train.eval_every_epochs": 0.25}),
         ({"evals_per_epoch": 0, "lr": 1e-3}, {"optim.lr": 1e-3}),
     ],
-    ids=["epoch", "epoch first", "epoch second", "steps", "off", "per epoch", "not per epoch"],
+    ids=[
+        "epoch",
+        "epoch first",
+        "epoch second",
+        "steps",
+        "off",
+        "steps of the log",
+        "steps of their own",
+        "share of epochs",
+        "saves",
+        "share of steps",
+        "share of tokens",
+        "share beside epochs",
+        "per epoch",
+        "not per epoch",
+    ],
 )
 def test_evaluations_are_counted_in_what_the_tool_counts(document, values):
     assert values_of(document) == values
@@ -53,3 +84,64 @@ def test_evaluations_are_counted_in_what_the_tool_counts(document, values):
 )
 def test_a_line_that_starts_late_is_wsd(document, kind):
     assert values_of(document)["schedule.kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("document", "values"),
+    [
+        ({"learning_rate": "2e-4"}, {"optim.lr": 2e-4}),
+        (
+            {"cosine_min_lr_ratio": "0.1", "learning_rate": "2e-4"},
+            {"optim.lr": 2e-4, "schedule.min_lr": pytest.approx(2e-5)},
+        ),
+        ({"max_steps": "10", "n_layer": "2"}, {"train.steps": 10, "model.num_layers": 2}),
+        ({"run_name": "10", "dtype": "16"}, {"log.run_name": "10", "train.precision": "fp16"}),
+        ({"learning_rate": "2 rates", "max_steps": 1}, {"train.steps": 1}),
+    ],
+    ids=["rate", "share of a rate", "whole numbers", "text stays text", "no number"],
+)
+def test_quoted_numbers_are_numbers(document, values):
+    assert values_of(document) == values
+
+
+@pytest.mark.parametrize(
+    ("document", "outcome", "why"),
+    [
+        ({"max_iters": 20, "lr_decay_iters": 20}, "unnecessary", "The decay ends with the run."),
+        ({"max_iters": 20, "lr_decay_iters": 10}, "missing", "at step 20, not at step 10"),
+        ({"max_iters": 20, "lr_decay_iters": 30}, "missing", "at step 20, not at step 30"),
+        ({"max_iters": 20}, "missing", "not at step 600000. It is the tool's default."),
+        ({"max_iters": 20, "lr_decay_iters": 10, "decay_lr": False}, "unnecessary", "is constant"),
+        ({"epochs": 2, "lr_decay_steps": 10}, "missing", "is not stated"),
+    ],
+    ids=["at the end", "before it", "after it", "by default", "constant", "in epochs"],
+)
+def test_a_decay_that_does_not_end_with_the_run_is_reported(document, outcome, why):
+    tool = {} if "epochs" in document else {"block_size": 8}
+    items = convert(document | tool, []).items
+    (item,) = [item for item in items if item.key.startswith("lr_decay")]
+    assert item.outcome == outcome
+    assert why in item.why
+
+
+def test_a_constant_rate_of_nanogpt_has_no_warm_up():
+    values = values_of({"warmup_iters": 100, "decay_lr": False, "max_iters": 500, "block_size": 8})
+    assert values["schedule.kind"] == "constant"
+    assert values["schedule.warmup"] == 0
+    assert "schedule.min_lr" not in values
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        ({"eval_strategy": "steps"}, "eval_steps counts them."),
+        ({"save_strategy": "steps"}, "save_steps counts them."),
+        ({"init_from": "resume"}, "The same command resumes a run"),
+        ({"init_from": "scratch"}, "A run starts with random weights"),
+        ({"model_config": None}, "It is not set."),
+    ],
+)
+def test_what_needs_nothing_has_a_reason_for_its_value(document, why):
+    (item,) = convert(document, []).items
+    assert item.outcome == "unnecessary"
+    assert item.why.startswith(why)

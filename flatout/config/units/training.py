@@ -1,42 +1,28 @@
-"""How values of other tools become flatout's: a function for each `unit` of words.yaml.
-
-A unit receives the value, the key of flatout (or the unit's argument), and the values found so far.
-It returns values by key, none when the value says that nothing is set, or the reason why the value
-cannot be converted. A key after `~` is set only when nothing else sets it.
-"""
+"""Units of the batch, the optimizer, the schedule, devices, checkpoints and logs."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from flatout.config.units.base import (
+    HUB,
+    THEIRS,
+    UNITS,
+    Unneeded,
+    early,
+    is_off,
+    late,
+    times,
+    unit,
+)
 from flatout.json_io import JsonObject
-from flatout.registry import DATASETS, LOGGERS, MODELS, OPTIMIZERS
+from flatout.registry import LOGGERS, OPTIMIZERS
 from flatout.words import name_for, value_for
 
-Unit = Callable[[Any, str, Mapping[str, Any]], "JsonObject | str"]
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16")
-CHOICES = {
-    "model.norm": ("layernorm", "rmsnorm"),
-    "model.activation": ("gelu", "gelu_exact", "swiglu", "geglu", "relu2"),
-    "model.positions": ("learned", "rotary"),
-}
-OFF = {"none", "no", "off", "false", "disabled", "eager", "for-loop", "foreach", "0"}
-"""Values, as text, that turn a feature off."""
-LATE = {
-    "sequences",
-    "batches",
-    "of_lr",
-    "of_width",
-    "of_head",
-    "schedule",
-    "eval_interval",
-    "save_interval",
-    "hten",
-}
-"""Units that need the values of other keys."""
 GPT2 = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
 """Names of GPT-2's sizes in nanoGPT."""
 BETAS = (0.9, 0.95)
@@ -49,59 +35,33 @@ OUTPUT = {"lm_head", "embed_out", "embed_tokens", "wte"}
 """Layers outside the blocks, which have no adapters."""
 USUAL_RANK = 8
 """The rank of adapters that a config asks for without one: peft's default."""
-UNITS: dict[str, Unit] = {
+UNITS |= {
     "clip": lambda value, key, known: {key: value or 0},
     "beta1": lambda value, key, known: {key: [value, known.get(key, BETAS)[1]]},
     "beta2": lambda value, key, known: {key: [known.get(key, BETAS)[0], value]},
-    "decays": lambda value, key, known: {key: "constant"} if is_off(value) else {},
     "fp16": lambda value, key, known: {} if is_off(value) else {key: "fp16"},
     "cpu": lambda value, key, known: {} if is_off(value) else {key: "cpu"},
     "flag": lambda value, key, known: {key: not is_off(value)},
     "kept": lambda value, key, known: {key: "all" if times(value, 1) < 1 else value},
     "all_linear": lambda value, key, known: {} if is_off(value) else {f"~{key}": ["all-linear"]},
     "one_layer": lambda value, key, known: {} if is_off(value) else ONE_LAYER,
-    "rmsnorm": lambda value, key, known: {key: "layernorm" if is_off(value) else "rmsnorm"},
-    "positions": lambda value, key, known: {key: value, "~data.seq_len": value},
-    "hten": lambda value, key, known: {key: [1]} if is_off(value) else {f"~{key}": [1, 2, 4, 8]},
-    "save_strategy": lambda value, key, known: {key: 1} if value == "epoch" else {},
     "saves_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
     "evals_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
-    "to_wandb": lambda value, key, known: {} if is_off(value) else {key: ["tensorboard", "wandb"]},
-    "to_mlflow": lambda value, key, known: (
-        {} if is_off(value) else {key: ["tensorboard", "mlflow"]}
-    ),
-    "to_tensorboard": lambda value, key, known: {
-        f"~{key}": [] if is_off(value) else ["tensorboard"]
-    },
+    "to_wandb": lambda value, key, known: {} if is_off(value) else {key: [*BOARD, "wandb"]},
+    "to_mlflow": lambda value, key, known: {} if is_off(value) else {key: [*BOARD, "mlflow"]},
+    "to_tensorboard": lambda value, key, known: {f"~{key}": [] if is_off(value) else BOARD},
     "auto": lambda value, name, known: {"speedups": f"-{name}"} if is_off(value) else {},
     "unless": lambda value, name, known: {} if is_off(value) else {"speedups": f"-{name}"},
     "asked": lambda value, name, known: (
         {} if is_off(value) else {"speedups": f"+{SELECTIVE * (value == 'selective')}{name}"}
     ),
-    "eval_strategy": lambda value, key, known: (
-        {key: 1} if value == "epoch" else {"~train.eval_every": 0} if is_off(value) else {}
-    ),
 }
 """Units of one expression; `auto`, `unless` and `asked` edit the speedups."""
-
-
-def unit(function: Unit) -> Unit:
-    """Register a function under its name."""
-    UNITS[function.__name__] = function
-    return function
-
-
-def times(value: Any, factor: Any) -> Any:
-    """Return the product of two numbers; text must not be repeated.
-
-    Raises: TypeError when one of them is no number.
-    """
-    return (value + 0) * (factor + 0)  # text plus 0 is an error; text times a number is not
-
-
-def is_off(value: object) -> bool:
-    """Return whether a value of another tool turns its feature off."""
-    return not value or str(value).lower() in OFF
+IN_EPOCHS = {
+    "train.eval_every": "train.eval_every_epochs",
+    "checkpoint.every_steps": "checkpoint.every_epochs",
+}
+"""The key that counts epochs, by the one that counts steps."""
 
 
 @unit
@@ -110,22 +70,25 @@ def positive(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str
     return {} if value is False or (isinstance(value, int | float) and value <= 0) else {key: value}
 
 
-@unit
+@late
 def steps(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return a number of steps; a fraction below 1 is a share of the run."""
+    strategy = f"{'eval' if key == 'train.eval_every' else 'save'}_strategy"
     if not isinstance(value, int | float) or value <= 0:
         return {}
+    if known.get(f"{THEIRS}{strategy}") == "epoch":
+        return Unneeded(f"{strategy}=epoch counts epochs instead.")
     if value >= 1:
         return {key: round(value)}
-    total = known.get("train.steps")
-    return (
-        {key: max(1, round(times(value, total)))}
-        if total
-        else "It is a share of an unknown length."
-    )
+    if total := known.get("train.steps"):
+        return {key: max(1, round(times(value, total)))}
+    epochs = None if "train.tokens" in known else known.get("train.epochs")
+    if not epochs:
+        return "It is a share of an unknown length."
+    return {IN_EPOCHS[key]: times(value, epochs)}
 
 
-@unit
+@late
 def sequences(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the tokens of a number of sequences."""
     if not isinstance(value, int) or value <= 0:
@@ -134,7 +97,7 @@ def sequences(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | st
     return {key: times(value, length)} if length else "It counts sequences of an unknown length."
 
 
-@unit
+@late
 def batches(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the tokens of a number of micro-batches; -1 and the share 1.0 are all of them."""
     if value == -1 or (isinstance(value, float) and value == 1):
@@ -145,7 +108,7 @@ def batches(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     return {key: times(value, times(rows, length))}
 
 
-@unit
+@late
 def of_lr(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return a share of the peak learning rate."""
     peak = known.get("optim.lr")
@@ -154,27 +117,6 @@ def of_lr(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
         if peak
         else "It is a share of a learning rate that is not stated."
     )
-
-
-@unit
-def of_width(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return a multiple of the model's width."""
-    width = known.get("model.d_model")
-    return (
-        {key: round(times(value, width))} if width else "It multiplies a width that is not stated."
-    )
-
-
-@unit
-def of_head(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return a share of a head as a number of components, an even one; 1 is the whole head."""
-    width, heads = known.get("model.d_model"), known.get("model.num_heads")
-    size = known.get("model.head_dim") or (width // heads if width and heads else None)
-    if value == 1:
-        return {}
-    if not size:
-        return "It is a share of a head whose size is not stated."
-    return {key: round(times(value, size) / 2) * 2}
 
 
 @unit
@@ -187,7 +129,7 @@ def optimizer(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | st
     return {key: kind} | ({"speedups": "+adamw-8bit"} if "8bit" in last else {})
 
 
-@unit
+@late
 def schedule(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the schedule; a line that starts late, by another key, is wsd."""
     name = str(value).lower()
@@ -197,12 +139,34 @@ def schedule(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str
     return {key: "wsd" if kind == "linear" and known.get("schedule.decay", 1) < 1 else kind}
 
 
+@early
+def decays(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return a constant rate, without warm-up, when nanoGPT's switch is off."""
+    return {key: "constant", "schedule.warmup": 0} if is_off(value) else {}
+
+
 @unit
 def warmup(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return steps or a fraction; 0 may leave it to another key."""
+    if known.get("schedule.kind") == "constant" and known.get(key) == 0:
+        return Unneeded("The rate is constant from the first step on.")
     if isinstance(value, float) and value >= 1:
         value = round(value)
     return {key: value} if value else {"~schedule.warmup": 0}
+
+
+@late
+def decay_end(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return why the decay cannot end at a step, unless it is the last one."""
+    last = known.get("train.steps")
+    if known.get("schedule.kind") == "constant":
+        return Unneeded("The rate is constant.")
+    if value == last:
+        return Unneeded("The decay ends with the run.")
+    if not last:
+        return "The decay ends with the run, whose length in steps is not stated."
+    shorter = f" train.steps={value} ends both there." if value < last else ""
+    return f"The decay ends with the run, at step {last}, not at step {value}.{shorter}"
 
 
 @unit
@@ -246,7 +210,7 @@ def in_epochs(value: Any, known: Mapping[str, Any]) -> bool:
     return epochs is not None and isinstance(value, int | float) and 0 < value <= epochs
 
 
-@unit
+@late
 def eval_interval(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return steps between evaluations, or epochs if it counts these."""
     if in_epochs(value, known):
@@ -254,7 +218,7 @@ def eval_interval(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject 
     return steps(value, key, known)
 
 
-@unit
+@late
 def save_interval(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return steps between saves, or epochs if it counts these."""
     if in_epochs(value, known):
@@ -262,30 +226,27 @@ def save_interval(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject 
     return steps(value, key, known)
 
 
-@unit
-def dataset(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return the directory to prepare a dataset in."""
-    if not isinstance(value, str) or not value.strip("./ "):
-        return "Prepare the data with `flatout prepare`, and set data.path."
-    last = value.rstrip("/").rpartition("/")[2].rpartition("data.")[2].lower()
-    name = name_for("dataset", last, DATASETS.names()) or last
-    return {key: f"data/{re.sub(r'[^a-z0-9.]+', '-', name).strip('-')}"}
+@late
+def eval_strategy(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return one epoch, or as many steps as between log records, which is the Trainer's default."""
+    if value == "epoch":
+        return {key: 1}
+    if is_off(value):
+        return {"~train.eval_every": 0}
+    stated = known.keys() & {f"{THEIRS}eval_steps", "train.eval_every", key}
+    if value == "steps" and not stated and "log.every" in known:
+        return {"~train.eval_every": known["log.every"]}
+    return Unneeded("eval_steps counts them.")
 
 
 @unit
-def mix(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return datasets with weights; a list of one is a dataset."""
-    if isinstance(value, list) and len(value) == 1:
-        one = value[0].get("path") if isinstance(value[0], dict) else value[0]
-        return dataset(one, "data.path", known)
-    weights: JsonObject = {}
-    for name, weight in value.items() if isinstance(value, dict) else ():
-        found = dataset(name, key, known)
-        if isinstance(found, dict) and isinstance(weight, int | float):
-            weights[found[key]] = weight
-    if weights and len(weights) == len(value):
-        return {key: weights}
-    return "Prepare each dataset with `flatout prepare`, and set data.mix='{data/a: 3, data/b: 1}'."
+def save_strategy(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return one epoch; steps are counted by another key."""
+    if value == "epoch":
+        return {key: 1}
+    if value == "best":
+        return Unneeded("The best checkpoint is always kept.")
+    return {} if is_off(value) else Unneeded("save_steps counts them.")
 
 
 @unit
@@ -318,44 +279,20 @@ def wandb_mode(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | s
 
 
 @unit
-def kind(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return the model that an architecture is."""
-    first = value[0] if isinstance(value, list) and value else value
-    name = re.sub(r"(for_?causal_?lm|lm_?head_?model|model)$", "", str(first).lower())
-    if "eigenstate" in name:
-        return {key: "eigenstate"}
-    found = name if name in MODELS.names() else name_for("model", name, MODELS.names())
-    return {key: found} if found else f"There is no model {first}: {', '.join(MODELS.names())}."
-
-
-@unit
-def named(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return the name of a choice."""
-    meant = value_for(key, value) or str(value).lower()
-    choices = CHOICES[key]
-    return {key: meant} if meant in choices else f"{key} is {' or '.join(choices)}."
-
-
-@unit
-def scales(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
-    """Return the scales, which a list or text states; a switch may turn them off."""
-    parts = re.findall(r"\d+", value) if isinstance(value, str) else value
-    return {"~model.scales": [int(part) for part in parts]}
-
-
-@unit
 def weights(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return where weights come from; nothing for random weights or a resumed run.
 
     ORG/NAME is a repository of the hub, and so are the names that nanoGPT has for GPT-2.
     """
-    if is_off(value) or value in ("scratch", "resume"):
-        return {}
+    if value == "resume":
+        return Unneeded("The same command resumes a run; `--resume PATH` continues another one.")
+    if is_off(value) or value == "scratch":
+        return Unneeded("A run starts with random weights unless train.init_from names others.")
     text = str(value)
     if text in GPT2:
-        return {key: f"hf:openai-community/{text}"}
+        return {key: f"{HUB}openai-community/{text}"}
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and not text.endswith(".pt")
-    return {key: f"hf:{text}" if is_on_hub else text}
+    return {key: f"{HUB}{text}" if is_on_hub else text}
 
 
 @unit
