@@ -76,7 +76,7 @@ def test_the_printed_prepare_has_what_the_config_asks_for(tmp_path):
     )
     result = convert_config(tmp_path / "old.yaml", tmp_path / "my.yaml")
     command = (
-        "flatout prepare SOURCE --out data/talks-jsonl --chat auto --split 'hash 0.1' "
+        "flatout prepare talks.jsonl --out data/talks.jsonl --split 'hash 0.1' --chat auto "
         "--tokenizer ORG/Small"
     )
     assert result.prepare == [command]

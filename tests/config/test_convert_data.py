@@ -33,7 +33,10 @@ def item_of(found, key):
             {"datasets": [{"path": "ORG/T", "type": "completion", "field": "body"}]},
             {"SOURCE": "hub:ORG/T", "--text-field": "body"},
         ),
-        ({"datasets": [{"path": "talks.jsonl", "type": "sharegpt"}]}, {"--chat": "auto"}),
+        (
+            {"datasets": [{"path": "in/talks.jsonl", "type": "sharegpt"}]},
+            {"SOURCE": "in/talks.jsonl", "--chat": "auto"},
+        ),
         ({"datasets": [{"path": "a"}, {"path": "b"}], "test_size": 0.1}, {"--split": "hash 0.1"}),
         ({"subset_size": 100, "num_proc": 4}, {"--max-documents": 100, "--workers": 4}),
         ({"tokenizer": "gpt2", "dedup": True}, {
@@ -44,6 +47,8 @@ def item_of(found, key):
             "--text-field": "text",
             "--mask-field": "ask",
         }),
+        ({"data_dir": "data/web"}, {}),
+        ({"dataset_name": "ORG/T"}, {"SOURCE": "hub:ORG/T"}),
         ({"dataset": "finewebedu"}, {"SOURCE": "fineweb-edu-10bt"}),
     ],
 )  # fmt: skip

@@ -32,11 +32,11 @@ def test_several_devices_are_kept(devices, values):
         ({"eval_strategy": "steps", "eval_steps": 500}, {"train.eval_every": 500}),
         ({"eval_strategy": "no"}, {"train.eval_every": 0}),
         (
-            {"eval_strategy": "steps", "logging_steps": 50},
+            {"eval_strategy": "steps", "log_interval": 50},
             {"train.eval_every": 50, "log.every": 50},
         ),
         (
-            {"eval_strategy": "steps", "logging_steps": 50, "eval_steps": 20},
+            {"eval_strategy": "steps", "log_interval": 50, "eval_steps": 20},
             {"train.eval_every": 20, "log.every": 50},
         ),
         (

@@ -17,6 +17,9 @@ TYPE = f"{THEIRS}datasets.type"
 CONVERSATIONS = {"chat_template", "sharegpt", "chat"}
 TEXTS = {"completion", "pretrain"}
 """Forms of rows in Axolotl."""
+FILES = {".jsonl", ".json", ".parquet", ".csv", ".txt"}
+ON_HUB = (f"{THEIRS}datasets.path", f"{THEIRS}dataset_name")
+"""Keys whose ORG/NAME is a dataset of the Hugging Face hub."""
 TOKENIZERS = ("openai-community/gpt2", "char", "byte", "train:4096")
 """What names of tokenizers elsewhere stand for."""
 
@@ -33,8 +36,10 @@ def dataset(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
         found["~--tokenizer"] = "char"
     if name in DATASETS.names():
         found[f"~{SOURCE}"] = name
-    elif re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", value) and not Path(value).suffix:
-        found[f"~{SOURCE}"] = value if Path(value).exists() else f"hub:{value}"
+    elif Path(value).suffix in FILES or Path(value).is_file():
+        found[f"~{SOURCE}"] = value
+    elif value in map(known.get, ON_HUB) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value):
+        found[f"~{SOURCE}"] = f"hub:{value}"
     return found
 
 
