@@ -117,11 +117,6 @@ def shape_of(values):
     return nested(values)["model"]
 
 
-def item_of(found, key):
-    (item,) = [item for item in found.items if item.key == key]
-    return item
-
-
 def test_a_nanogpt_config_is_converted_without_running_it(tmp_path):
     found = from_text(tmp_path, "train.py", NANOGPT)
     assert found.tool.name == "nanoGPT"
@@ -370,35 +365,3 @@ def test_secrets_are_not_repeated():
 def test_text_is_not_multiplied():
     found = converted({"seq_len": "long", "global_batch_size": 10**15, "lr": 1e-3})
     assert found.values == {"optim.lr": 1e-3}
-
-
-@pytest.mark.parametrize(
-    ("document", "values"),
-    [
-        ({"report_to": "none"}, {"log.to": []}),
-        ({"report_to": ["tensorboard", "clearml"]}, {"log.to": ["tensorboard"]}),
-        ({"report_to": "all"}, {}),
-        ({"wandb_log": True}, {"log.to": ["tensorboard", "wandb"]}),
-        ({"use_mlflow": True}, {"log.to": ["tensorboard", "mlflow"]}),
-        ({"tensorboard": False}, {"log.to": []}),
-        ({"tensorboard": False, "logger_name": "csv"}, {"log.to": ["csv"]}),
-        (
-            {"wandb": {"project": "mine", "name": "first", "enabled": False}},
-            {"log.project": "mine", "log.run_name": "first"},
-        ),
-        (
-            {"wandb_project": "mine", "wandb_tags": ["a"]},
-            {"log.project": "mine", "log.tags": ["a"]},
-        ),
-        ({"wandb_mode": "dryrun"}, {"log.wandb_mode": "offline"}),
-        ({"wandb_mode": "disabled"}, {}),
-    ],
-)
-def test_loggers_of_other_tools(document, values):
-    assert converted(document).values == values
-
-
-def test_a_logger_that_does_not_exist_here_is_missing():
-    (item,) = converted({"report_to": ["clearml"]}).items
-    assert item.outcome == "missing"
-    assert "csv, mlflow, tensorboard, wandb" in item.why

@@ -145,3 +145,35 @@ def test_what_needs_nothing_has_a_reason_for_its_value(document, why):
     (item,) = convert(document, []).items
     assert item.outcome == "unnecessary"
     assert item.why.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("document", "values"),
+    [
+        ({"report_to": "none"}, {"log.to": []}),
+        ({"report_to": ["tensorboard", "clearml"]}, {"log.to": ["tensorboard"]}),
+        ({"report_to": "all"}, {}),
+        ({"wandb_log": True}, {"log.to": ["tensorboard", "wandb"]}),
+        ({"use_mlflow": True}, {"log.to": ["tensorboard", "mlflow"]}),
+        ({"tensorboard": False}, {"log.to": []}),
+        ({"tensorboard": False, "logger_name": "csv"}, {"log.to": ["csv"]}),
+        (
+            {"wandb": {"project": "mine", "name": "first", "enabled": False}},
+            {"log.project": "mine", "log.run_name": "first"},
+        ),
+        (
+            {"wandb_project": "mine", "wandb_tags": ["a"]},
+            {"log.project": "mine", "log.tags": ["a"]},
+        ),
+        ({"wandb_mode": "dryrun"}, {"log.wandb_mode": "offline"}),
+        ({"wandb_mode": "disabled"}, {}),
+    ],
+)
+def test_loggers_of_other_tools(document, values):
+    assert values_of(document) == values
+
+
+def test_a_logger_that_does_not_exist_here_is_missing():
+    (item,) = convert({"report_to": ["clearml"]}, []).items
+    assert item.outcome == "missing"
+    assert "csv, mlflow, tensorboard, wandb" in item.why
