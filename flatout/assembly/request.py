@@ -18,6 +18,10 @@ class Request:
     named: tuple[str, ...]
     dropped: tuple[str, ...]
 
+    def includes(self, name: str) -> bool:
+        """Return whether a speedup is named, or may be chosen by `auto`."""
+        return name in self.named or (self.auto and name not in self.dropped)
+
 
 def parse_request(speedups: str | Sequence[str]) -> Request:
     """Parse auto, none, a list of names, or edits of auto such as `auto,-compile,+fused-adamw`.

@@ -86,27 +86,27 @@ def stored_decisions(
     """Return the decisions stored in a resolved configuration; a resumed run makes no new ones.
 
     `requested` is the configuration that the run was started with; it shows whether the micro-batch
-    was chosen or stated.
+    was stated or chosen, and what chose it: the resolved one has only the rows.
     """
     on = parse_request(config.speedups).named
     before = "as when the run started"
-    rows_were_chosen = (
-        requested is not None
-        and requested.batch.rows_per_device == "auto"
-        and requested.batch.accumulate is None
-    )
+    chooser = None
+    if requested is not None and requested.batch.chooses_rows:
+        chooser = parse_request(requested.speedups)
     decisions = []
     for speedup in known_speedups(on):
         against = speedup.reason_against(machine, config)
         reason = against or before
-        if speedup.name in on and against:
+        is_on = speedup.name in on
+        if is_on and against:
             reason = f"{before}; but now: {against}"
-        if rows_were_chosen and "micro_batch" in speedup.fills:
+        if chooser is not None and "micro_batch" in speedup.fills:
+            is_on |= chooser.includes(speedup.name)
             rows = config.batch.rows_per_device
             reason = (
                 f"the micro-batch was chosen when the run started (batch.rows_per_device={rows})"
             )
-        decisions.append(Decision(speedup.name, speedup.name in on, reason))
+        decisions.append(Decision(speedup.name, is_on, reason))
     return decisions
 
 

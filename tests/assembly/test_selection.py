@@ -8,8 +8,10 @@ import pytest
 
 from flatout.assembly.auto import all_speedups
 from flatout.assembly.parts import Decision
+from flatout.assembly.resolve import resolve
 from flatout.assembly.selection import assemble, select, stored_decisions
 from flatout.config.schema import load_config
+from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine
 from flatout.registry import RECIPES, SPEEDUPS
@@ -303,6 +305,15 @@ def test_stored_decisions_distinguish_a_stated_micro_batch_from_a_chosen_one(sta
         d.name: d for d in stored_decisions(stored, CPU, requested=load_config(None, stated))
     }
     assert decisions["micro-batch"].reason == reason
+
+
+@pytest.mark.parametrize("speedups", ["auto", "micro-batch", "auto,-micro-batch", "none"])
+def test_a_resumed_run_has_the_speedups_of_its_start(speedups, tiny_set):
+    asked = [f"speedups={speedups}", f"data.path={tiny_set}", "data.seq_len=16"]
+    requested = load_config(None, [*asked, "train.device=cpu"])
+    resolved, chosen = resolve(requested, machine=CPU, dataset=Dataset.open(tiny_set), world_size=1)
+    again = stored_decisions(resolved, CPU, requested=requested)
+    assert [(d.name, d.on) for d in again] == [(d.name, d.on) for d in chosen]
 
 
 def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):

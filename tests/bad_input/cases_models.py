@@ -40,11 +40,13 @@ def pickled_code(world: World) -> None:
 
 
 def with_weights(world: World, change: str) -> None:
-    """Remove a tensor, or give it another shape."""
+    """Remove a tensor, give it another shape, or spoil one of its values."""
     weights = foreign_weights(MODEL)
     name = "model.layers.1.mlp.up_proj.weight"
     if change == "missing":
         del weights[name]
+    elif change == "nan":
+        weights[name][0, 0] = float("nan")
     else:
         weights[name] = weights[name][:-8].clone()
     write_model(model(world), MODEL, weights)
@@ -100,6 +102,14 @@ CASES = [
         ("up_proj.weight is [40, 32], and its configuration means [48, 32]",),
         ("Get all files again",),
         lambda w: with_weights(w, "reshaped"),
+    ),
+    Case(
+        "a model with a value that is not a number",
+        LINE,
+        ("up_proj.weight of theirs has values that are not finite",),
+        ("damaged", "diverged"),
+        lambda w: with_weights(w, "nan"),
+        progress="Starting with the weights",
     ),
     Case(
         "a model with a file missing",

@@ -19,7 +19,7 @@ from flatout.models.split_weights import SplitTensor, join, split, whole
 from flatout.registry import SPEEDUPS
 from flatout.speedups import adamw_8bit_bitsandbytes
 from flatout.speedups.adamw_8bit import torchao
-from flatout.training.checkpoint import read_write
+from flatout.training.checkpoint import optimizer_state, read_write
 from flatout.training.step import train_step
 
 MAKERS = {"torchao": torchao.adamw_8bit, "bitsandbytes": adamw_8bit_bitsandbytes.adamw_8bit}
@@ -86,6 +86,16 @@ def test_weights_and_codes_are_torchaos_own():
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(state[name], wanted[name].codes)
         assert torch.equal(state[f"{name}_scale"], wanted[name].scale)
+
+
+@pytest.mark.parametrize("saved_on_cpu", [True, False])
+def test_the_step_is_restored_on_the_device_of_the_weights(saved_on_cpu):
+    """A run on a CPU, or with the loop over parameters on a GPU, saved it from the CPU."""
+    matrix = torch.nn.Parameter(torch.empty(128, 32, device="meta"))
+    made = torchao.AdamW8bit([{"params": [matrix]}], KEYWORDS, codec=None)
+    (group,) = made.param_groups
+    found = optimizer_state.device_of("step", group, matrix, saved_on_cpu=saved_on_cpu)
+    assert found == matrix.device
 
 
 def test_a_new_rate_does_not_recompile():

@@ -60,7 +60,7 @@ class AdamW8bit(Optimizer):
         self, groups: list[ParameterGroup], keywords: AdamWSettings, codec: ModuleType
     ) -> None:
         """`codec` is torchao's module of functions that turn moments into codes and back."""
-        super().__init__(groups, dict(keywords))
+        super().__init__(groups, dict(keywords) | {"fused": True})  # so `step` is on the device
         self._codec = codec
         self._update = torch.compile(_update_with(codec), fullgraph=True, dynamic=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -143,8 +143,6 @@ class AdamW8bit(Optimizer):
                 )
                 num_blocks = parameter.numel() // BLOCK
                 state[f"{name}_scale"] = torch.zeros(num_blocks, device=parameter.device)
-        elif state["step"].device != parameter.device:  # as earlier versions stored it
-            state["step"] = state["step"].to(parameter.device)
         return state
 
     def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
