@@ -287,11 +287,10 @@ def execute(
 
     Raises: Stopped when a signal ended it after a save; RunFailed.
     """
-    if run.mesh.is_main:  # left by an early stop that this run now trains past
-        (run.folder / layout.SUMMARY).unlink(missing_ok=True)
     say = request.progress.say if run.mesh.is_main else None
     mirror = None
     if run.mesh.is_main:
+        (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early stop, trained past now
         is_resumed = plan.checkpoint is not None
         mirror = claimed(run.folder, run.config.checkpoint, is_resumed, request.progress)
     observers = [*request.observers, *([mirror] if mirror else [])]
