@@ -231,10 +231,15 @@ def table(found: dict) -> str:
         + f"\n\nMeasured by leaving all out, a step with guards takes {share(measured)} more CPU "
         f"time (median of {len(measured)} pairs, 95% interval{noise}); goal 0.5%: {verdict}. "
         f"A step of {found['parameters'] / 1e6:.1f}M parameters, "
-        f"{found['tokens_per_step']:,} tokens and {found['micro_batches']} micro-batches takes "
+        f"{found['tokens_per_step']:,} tokens and {count(found['micro_batches'])} takes "
         f"{1e3 * step:.1f} ms without.\n\n{found['machine']}, one thread, torch {found['torch']}, "
         f"commit {found['commit']}; `python benchmarks/guards.py`.\n"
     )
+
+
+def count(micro_batches: int) -> str:
+    """Return a number of micro-batches, in words."""
+    return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
 if __name__ == "__main__":
