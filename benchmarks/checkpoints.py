@@ -60,6 +60,7 @@ STATE_BYTES = 12
 """fp32 weights and AdamW's two moments, per parameter."""
 LIMITS = {"share": 0.01, "bytes": 0.01, "resume_s": 5.0, "blocked_ms on a GPU": 50.0}
 START_LIMIT_S = 600.0
+LONG_STEPS = 100_000
 
 
 def main() -> None:
@@ -119,7 +120,8 @@ def measure(folder: Path, url: str, repeats: int, saves: int, every: int, device
             )
             remove(run)
             empty(url)
-    config = settings(data, saves, every, device, WAYS[BESIDE]).with_values({"log.every": 1})
+    longer = {"log.every": 1, "train.steps": LONG_STEPS}  # it does not end before it is killed
+    config = settings(data, saves, every, device, WAYS[BESIDE]).with_values(longer)
     resumes = resumed(folder, config, repeats)
     mirrors = {"url": url, "directory": f"file://{folder / 'mirror'}"}
     restores = {
@@ -206,7 +208,7 @@ def resumed(folder: Path, config: RunConfig, repeats: int) -> list[dict]:
         if has_mirror:
             shutil.rmtree(run)
         starts = 1 if has_mirror else number
-        record = partial(first_record, run, saved, starts)
+        record = partial(first_record, run, starts)
         seconds = started_until(command, folder, record)
         step_s = record()["perf/step_ms"] / 1e3
         rows.append({"seconds": seconds - step_s, "step_s": step_s})
@@ -219,11 +221,13 @@ def count(run: Path, kind: str) -> int:
     return sum(event["event"] == kind for event in read_events(run))
 
 
-def first_record(run: Path, saved: int, number: int) -> dict | None:
-    """Return the first record after the `number`-th resume from a step, or None before it."""
-    if count(run, "resume") < number:  # the later records are still those of the killed process
+def first_record(run: Path, number: int) -> dict | None:
+    """Return the first record after the `number`-th resume, or None before it."""
+    resumes = [event for event in read_events(run) if event["event"] == "resume"]
+    if len(resumes) < number:  # the later records are still those of the killed process
         return None
-    return next((record for record in records(run) if record["step"] > saved), None)
+    step = resumes[-1]["step"]
+    return next((record for record in records(run) if record["step"] > step), None)
 
 
 def records(run: Path) -> list[dict]:

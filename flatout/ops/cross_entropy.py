@@ -26,6 +26,7 @@ from flatout.ops import (
 from flatout.ops.autograd import Context
 from flatout.ops.loss_chunks import IGNORED as IGNORED
 from flatout.ops.loss_chunks import capped as capped
+from flatout.ops.uncompiled import uncompiled
 
 
 def reference(
@@ -205,7 +206,7 @@ def liger(
     return loss_sum, valid_BT.sum()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # reading back breaks the graph
+@uncompiled  # reading back breaks the graph
 def _by_liger(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, softcap: float | None, z_loss: float
 ) -> Tensor:

@@ -17,6 +17,7 @@ from flatout.errors import ShapeError
 from flatout.ops import scan_passes, triton_kernels
 from flatout.ops.autograd import Context
 from flatout.ops.scan_solvers import by_fft, by_products, eigenvalues, pairs, times
+from flatout.ops.uncompiled import uncompiled
 
 Solve = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(log_decay, angle, drive_BT2K, resets_BT) -> states_BT2K, starting from a state of zero; autograd
@@ -74,7 +75,7 @@ def _loop(
     return torch.stack(states, dim=1).flatten(-2)
 
 
-_token_by_token: Callable[..., Any] = torch.compiler.disable(_loop)  # type: ignore[no-untyped-call]
+_token_by_token: Callable[..., Any] = uncompiled(_loop)
 """A compiler would unroll the loop over tokens, which takes hours for a long sequence."""
 
 

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from flatout.ops import product_dtype
 from flatout.ops.flex_attention import autocast
+from flatout.ops.uncompiled import constant_in_graphs
 
 TOKENS_PER_DOCUMENT = 64
 """Minimum average length of the documents in a micro-batch. It fixes the size of the kernel's grid,
@@ -95,7 +96,7 @@ def _kernel() -> Callable[..., Tensor]:
     return varlen_attn  # type: ignore[return-value]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def _kernel_has(parameter: str) -> bool:
     """Return whether torch's kernel has a parameter.
 

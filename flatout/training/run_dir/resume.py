@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 from flatout import trust
 from flatout.config.schema import RunConfig, difference, flat
@@ -129,7 +133,9 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
     path = str(Path(resume).resolve())
     of_this_run = resume == "auto" or path == str(folder.resolve())
     if of_this_run or (origin and path in (origin.asked, origin.checkpoint)):
-        newest = catalog.latest(folder, exclude=steps_before(folder, origin), progress=progress)
+        earlier = steps_before(folder, origin)
+        with _importing("torch._dynamo"):
+            newest = catalog.latest(folder, exclude=earlier, progress=progress)
         if newest is not None and not of_this_run and origin:
             progress.say(
                 f"Resuming from {newest.name} of {folder}, which continues {origin.checkpoint}."
@@ -143,6 +149,25 @@ def resume_from(folder: Path, resume: str = "auto", *, progress: Progress = SILE
         folder.mkdir(parents=True, exist_ok=True)
         write_origin(folder, requested=path, checkpoint=checkpoint)
     return checkpoint
+
+
+@contextmanager
+def _importing(module: str) -> Iterator[None]:
+    """Import a module in a thread, for a caller that computes checksums and imports nothing.
+
+    Of torch's modules that every optimizer needs, this one takes a second to import.
+    """
+
+    def attempt() -> None:
+        with suppress(Exception):  # the optimizer raises it again
+            import_module(module)
+
+    thread = Thread(target=attempt, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def is_own(checkpoint: Path, folder: Path) -> bool:
