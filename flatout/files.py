@@ -38,6 +38,7 @@ BROKEN = (
     "then run the same command again."
 )
 """The fix for EIO."""
+TOO_LARGE = "A file may not be that large here: raise `ulimit -f`, or use another file system."
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
@@ -370,8 +371,8 @@ def writing_run(folder: Path) -> Iterator[None]:
 
 
 def unless_broken(error: OSError, fix: str) -> str:
-    """Return `fix`, or BROKEN when the disk failed (EIO)."""
-    return BROKEN if error.errno == errno.EIO else fix
+    """Return `fix`, or BROKEN when the disk failed (EIO), TOO_LARGE for a limit of size (EFBIG)."""
+    return {errno.EIO: BROKEN, errno.EFBIG: TOO_LARGE}.get(error.errno or 0, fix)
 
 
 def disk_fix(error: Exception) -> str:
@@ -394,7 +395,8 @@ def disk_fix(error: Exception) -> str:
         )
     if number == errno.ENAMETOOLONG:
         return "Choose a shorter path with --run-dir DIR."
-    return "Free space on that disk, then run the same command again."
+    full = "Free space on that disk, then run the same command again."
+    return TOO_LARGE if number == errno.EFBIG else full
 
 
 def is_full(error: Exception) -> bool:

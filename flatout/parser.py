@@ -165,7 +165,9 @@ def _explained(error: click.ClickException, name: str, parser: click.Command) ->
             param = next((one for one in parser.params if error.option_name in one.opts), None)
         if isinstance(param, click.Option) and not param.required:
             default = f" for the default, {param.default}" if param.show_default else ""
-            see = f"Leave {param.opts[0]} out{default}; `flatout {name} --help` explains it."
+            least = getattr(param.type, "min", None)
+            other = "" if least is None else f", or give a number from {least:g}"
+            see = f"Leave {param.opts[0]} out{default}{other}; `flatout {name} --help` explains it."
         elif isinstance(param, click.Argument):
             see = f"{param.make_metavar(click.Context(parser))}: {param.help} {see}"
         return ConfigError(f"`flatout {name}`: {message[:1].lower()}{message[1:]}.", fix=see)

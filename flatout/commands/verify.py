@@ -13,7 +13,7 @@ from flatout.config.schema import load_config
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import Verified, verify_dataset, verify_remote
-from flatout.errors import CheckpointError, ConfigError, FlatoutError
+from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.files import folder_bytes, sha256
 from flatout.json_io import Stored
 from flatout.measure.resume.proof import ResumeProof
@@ -154,6 +154,7 @@ def verify(
         return _verify_run(run, progress)
     if catalog.is_checkpoint(folder):
         return _verify_checkpoint(folder, progress)
+    _require_dataset(shown)
     return _of_dataset(shown, verify_dataset(folder, progress=progress))
 
 
@@ -174,6 +175,32 @@ def _require_plain(overrides: list[str] | None, steps: str | None, trust_code: b
         raise ConfigError(
             f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
             fix=f"Leave {given[0]} out, or add --resume.",
+        )
+
+
+def _require_dataset(path: str) -> None:
+    """Check that a path can be a dataset: not a recipe, nor a checkpoint that does not exist.
+
+    Raises: ConfigError; CheckpointError that names the steps that have a checkpoint.
+    """
+    given = Path(path)
+    is_file = given.is_file() and given.suffix in (".yaml", ".yml")
+    if is_file or (path in RECIPES.names() and not given.exists()):
+        raise ConfigError(
+            f"{path} is a recipe, not a dataset, a checkpoint or a run.",
+            fix=f"`flatout verify --resume {in_shell(path)}` proves that it resumes exactly.",
+        )
+    known = catalog.steps_in(given.parent)
+    if known and not given.exists():
+        raise CheckpointError(
+            f"There is no checkpoint {path}.",
+            fix=f"Steps that have one: {', '.join(map(str, known))}.",
+        )
+    inside = catalog.steps_in(given)
+    if inside:
+        raise CheckpointError(
+            f"{path} is a directory of checkpoints.",
+            fix=f"Name one of them, {given / f'step-{inside[-1]}'} for example, or the run.",
         )
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from flatout.assembly.run import Run
 from flatout.data.store.mix import members_of
 from flatout.errors import DiskFull, RunFailed
+from flatout.files import TOO_LARGE
 from flatout.hardware import fingerprint
 from flatout.json_io import JsonObject
 from flatout.progress import readable_size
@@ -138,13 +139,15 @@ def stating_room(run: Run) -> Iterator[None]:
 
 def no_room(run: Run, error: DiskFull) -> DiskFull:
     """Return the error with what a checkpoint of this run needs, and what is free."""
+    what = f"At step {run.step}, {error.what[0].lower()}{error.what[1:]}"
+    if error.fix == TOO_LARGE:  # whatever is free
+        return DiskFull(what, fix=error.fix)
     tensors = tensors_to_save(run) or []
     needed = run.mesh.world_size * sum(tensor.nbytes for tensor in tensors)
     disk = existing(checkpoints_folder(run.folder))
     free = readable_size(shutil.disk_usage(disk).free)
     needs = f"It needs about {readable_size(needed)}, and " if needed else ""
-    what = error.what[0].lower() + error.what[1:]
-    return DiskFull(f"At step {run.step}, {what} {needs}{free} are free in {disk}.", fix=error.fix)
+    return DiskFull(f"{what} {needs}{free} are free in {disk}.", fix=error.fix)
 
 
 def info_of(run: Run, log: Log) -> CheckpointInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 from time import sleep
@@ -42,6 +43,15 @@ _INTERPRETING = {"reference"}
 """Filesystems that execute instructions in a file: fsspec before 2026 renders the templates of
 `reference://` with full Jinja, which can run code.
 """
+_REFUSED = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOENT,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+}
+"""Errors of a local file system that a retry does not change."""
 _CHECK_NETWORK = "Check the network and the server, then run the same command again."
 _PRESENT_PARTICIPLE = {"read": "Reading", "write": "Writing"}
 
@@ -176,16 +186,28 @@ def _permanent_error(url: str, error: BaseException, access: Access) -> DataErro
     )
     message = _message_of(error)
     doing = _PRESENT_PARTICIPLE[access]
+    if is_local(url) and isinstance(error, NotADirectoryError):
+        fix = "Name a directory: a part of that path is a file."
+        return DataError(f"Cannot {access} {url}: {message}.", fix=fix)
+    if is_local(url) and access == "write" and getattr(error, "errno", None) in _REFUSED:
+        fix = "Make it writable for this user, or name another directory."
+        return DataError(f"Cannot write {url}: {message}.", fix=fix)
     if (
         isinstance(error, PermissionError)
         or status in (401, 403)
         or type(error).__name__ == "NoCredentialsError"
     ):
         fix = _CREDENTIALS.get(protocol_of(url), "Check the URL and your permissions there.")
+        if access == "write":
+            fix += " The account must be allowed to write."
         return DataError(f"{doing} {url} is not allowed: {message or 'forbidden'}.", fix=fix)
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         reason = f" ({message})" if message and message not in url else ""
-        return NothingThere(f"There is nothing at {url}{reason}.", fix="Check the URL.")
+        fix = "Check the URL, and whether you may write there."
+        return NothingThere(
+            f"There is nothing at {url}{reason}.",
+            fix=fix if access == "write" else "Check the URL.",
+        )
     if isinstance(error, NotImplementedError):
         return DataError(
             f"{doing} {url} is not possible: {protocol_of(url)} does not support it.",

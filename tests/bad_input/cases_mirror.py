@@ -31,6 +31,12 @@ def in_runs(world: World) -> None:
     world.write("my.yaml", f"{recipe}checkpoint: {{mirror: 'file://{world.path}/runs'}}\n")
 
 
+def in_a_file(world: World) -> None:
+    """Make the directory of the mirror a file, which nobody can write into."""
+    with_mirror(world)
+    world.write("mirror", "")
+
+
 CASES = [
     Case(
         "a path as checkpoint.mirror",
@@ -62,6 +68,13 @@ CASES = [
         ("the mirror would be ", "runs/new has the run itself"),
         ("a directory elsewhere",),
         in_runs,
+    ),
+    Case(
+        "a file as the mirror",
+        "train my.yaml --run-dir runs/new",
+        ("Cannot read file://", "/mirror/new: [Errno 20] Not a directory"),
+        ("a part of that path is a file",),
+        in_a_file,
     ),
     Case(
         "a mirror with another run of that name",

@@ -52,6 +52,36 @@ CASES = [
         (),
     ),
     Case(
+        "`verify` of a step without a checkpoint",
+        "verify runs/first/checkpoints/step-999",
+        ("There is no checkpoint runs/first/checkpoints/step-999",),
+        ("Steps that have one: 2.",),
+    ),
+    Case(
+        "`verify` of a directory of checkpoints",
+        "verify runs/first/checkpoints",
+        ("runs/first/checkpoints is a directory of checkpoints",),
+        ("runs/first/checkpoints/step-2",),
+    ),
+    Case(
+        "`verify` of a recipe",
+        "verify my.yaml",
+        ("my.yaml is a recipe",),
+        ("`flatout verify --resume my.yaml`",),
+    ),
+    Case(
+        "`checkpoints` that would keep none",
+        "checkpoints first --keep 0",
+        ("'--keep'", "x>=1"),
+        ("Leave --keep out, or give a number from 1",),
+    ),
+    Case(
+        "`checkpoints --keep` without reading them",
+        "checkpoints first --keep 1 --quick",
+        ("--quick does not find out which ones are valid",),
+        ("Leave --quick out",),
+    ),
+    Case(
         "`verify` of a run without checkpoints",
         "verify first",
         ("The run runs/first has no checkpoint yet",),

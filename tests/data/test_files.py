@@ -166,6 +166,7 @@ def test_the_size_of_a_folder_is_that_of_its_files(tmp_path):
     ("number", "fix"),
     [
         (errno.ENOSPC, "Free space"),
+        (errno.EFBIG, "A file may not be that large here: raise `ulimit -f`"),
         (errno.ENOENT, "Do not move the run directory"),
         (errno.ENAMETOOLONG, "Choose a shorter path"),
     ],

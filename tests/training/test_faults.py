@@ -40,7 +40,7 @@ def test_kills_between_any_two_file_operations_lose_nothing(tmp_path):
 
 @WAYS
 def test_a_full_disk_keeps_existing_checkpoints(tmp_path, way):
-    assert "Free space" in saver(tmp_path, way, "full")
+    assert "`ulimit -f`" in saver(tmp_path, way, "full")
 
 
 @pytest.mark.faults

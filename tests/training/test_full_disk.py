@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.errors import RunFailed
+from flatout.errors import DiskFull, RunFailed
 from flatout.training.checkpoint import catalog, job
 from flatout.training.metrics import records as lines
 from flatout.training.run import run_training
@@ -122,6 +122,14 @@ def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
     assert "It needs about 0." in failed["text"]
     assert failed["text"].endswith("Training continues; the newest checkpoint is that of step 2.")
     assert failed["text"] in messages.lines
+
+
+def test_a_limit_of_file_size_is_not_called_a_full_disk(tiny_config, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "write_share", lambda *_: refusing(errno.EFBIG)())
+    with pytest.raises(DiskFull, match=r"^At step 6, a checkpoint cannot write") as raised:
+        run_training(tiny_config(), tmp_path / "run")
+    assert "are free" not in raised.value.what
+    assert "`ulimit -f`" in raised.value.fix
 
 
 def test_a_full_disk_while_locking_is_named_and_leaves_nothing(tiny_config, tmp_path, monkeypatch):

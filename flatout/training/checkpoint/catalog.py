@@ -72,7 +72,11 @@ def step_of(checkpoint: Path) -> int:
 
 def steps(run_folder: Path) -> list[int]:
     """Return the steps that have a checkpoint, complete or not, in ascending order."""
-    folder = checkpoints_folder(run_folder)
+    return steps_in(checkpoints_folder(run_folder))
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Return the steps with a checkpoint in a directory of checkpoints, in ascending order."""
     if not folder.is_dir():
         return []
     return sorted(
