@@ -14,6 +14,7 @@ import ast
 import difflib
 import importlib
 import sys
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -28,6 +29,18 @@ from flatout.words import name_for
 PACKAGE_DIR = Path(__file__).parent
 SHORTEST_PART = 3
 """Minimum length of a name that is matched as a prefix of another."""
+
+
+@cache
+def is_user_code(file: str) -> bool:
+    """Return whether a file is neither part of Python, nor installed, nor part of flatout."""
+    if file.startswith("<"):
+        return file.startswith(("<ipython-input", "<stdin"))
+    path = Path(file)
+    if {"site-packages", "dist-packages"} & {*path.parts}:
+        return False
+    library = sysconfig.get_path("stdlib")
+    return not any(path.is_relative_to(folder) for folder in (PACKAGE_DIR, library))
 
 
 def misspelt(name: str, known: Iterable[str]) -> str | None:

@@ -32,6 +32,7 @@ from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh
+from flatout.progress import readable_memory
 
 if TYPE_CHECKING:
     from flatout.data.load.feed import DirectFeed, PrefetchFeed
@@ -121,8 +122,8 @@ def _model(
 def _require_room(weights_bytes: int, free_bytes: int) -> None:
     if weights_bytes > free_bytes:
         raise HardwareError(
-            f"The model's weights alone take {weights_bytes / 2**30:,.1f} GiB, "
-            f"and only {free_bytes / 2**30:,.1f} GiB are available.",
+            f"The model's weights alone take {readable_memory(weights_bytes)}, "
+            f"and only {readable_memory(free_bytes)} are available.",
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
         )

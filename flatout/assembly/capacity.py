@@ -13,6 +13,7 @@ from flatout.assembly.prediction import CUDA_CONTEXT, CUDA_RESERVED, MemoryPredi
 from flatout.config.schema import RunConfig
 from flatout.errors import HardwareError
 from flatout.hardware import Machine, row_named
+from flatout.progress import readable_memory
 from flatout.registry import MACHINES
 
 COUNTS = tuple(2**power for power in range(11))
@@ -56,10 +57,10 @@ def require_fitting(
     Raises: HardwareError with the largest micro-batch that fits, when this one certainly does not.
     """
     rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
-    need = f"batch.rows_per_device={rows} needs about {memory.total / GIB:,.1f} GiB"
+    need = f"batch.rows_per_device={rows} needs about {readable_memory(memory.total)}"
     if memory.least > capacity.whole:
         raise HardwareError(
-            f"{need}, and this {capacity.name} has {capacity.whole / GIB:,.1f} GiB.",
+            f"{need}, and this {capacity.name} has {readable_memory(capacity.whole)}.",
             fix=fewer_rows_advice(workload, rows, accumulate, capacity.whole)
             or _larger_machine_advice(workload),
         )
@@ -67,7 +68,7 @@ def require_fitting(
     expected = memory.least if memory.error is None else memory.total
     if expected <= capacity.free:
         return None
-    need += f", and {capacity.free / GIB:,.1f} GiB of this {capacity.name} are free"
+    need += f", and {readable_memory(capacity.free)} of this {capacity.name} are free"
     advice = fewer_rows_advice(workload, rows, accumulate, capacity.free)
     if memory.on_gpu:
         return f"{need}: it may run out of memory. {advice or _larger_machine_advice(workload)}"

@@ -30,6 +30,7 @@ from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
 from flatout.parallel.mesh import Mesh
+from flatout.progress import readable_memory
 from flatout.registry import OPTIMIZERS
 
 GIB = 2**30
@@ -182,8 +183,8 @@ def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> in
     least = need(1)
     if least > available:
         raise HardwareError(
-            f"One sequence of {workload.seq_len} tokens needs about {least / GIB:.2f} GiB, "
-            f"and {available / GIB:.2f} GiB are available.",
+            f"One sequence of {workload.seq_len} tokens needs about {readable_memory(least)}, "
+            f"and {readable_memory(available)} are available.",
             fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
         )
     fits, step, too_many = 1, FIRST_STEP, MOST_ROWS

@@ -98,7 +98,8 @@ def _verdict(plan: JsonObject) -> str:
         return ""
     largest = plan["largest_rows_per_device"]
     answer = "fits" if plan["fits"] else "does not fit"
-    rows = f"at most {largest:,} rows fit" if largest else "not even one row fits"
+    most = "1 row fits" if largest == 1 else f"{largest or 0:,} rows fit"
+    rows = f"at most {most}" if largest else "not even one row fits"
     return f" of {available:.2f} GiB: {answer}; {rows}"
 
 

@@ -317,7 +317,7 @@ def _closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
     yield "Run", str(summary["run"])
     has_total = value("resumed_from") and value("elapsed_s")
     total = f" ({duration(value('elapsed_s'))} in total)" if has_total else ""
-    memory = f", {value('peak_gib'):.2f} GiB peak" if value("peak_gib") else ""
+    memory = f", {_gib(value('peak_gib'))} peak" if value("peak_gib") else ""
     tokens = amount(summary["tokens"], "tokens")
     time = f"{duration(summary['wall_s'])}{total}"
     yield "Trained", f"{counted(summary['steps'], 'step')}, {tokens} in {time}{memory}"
@@ -356,12 +356,17 @@ def _losses(summary: JsonObject) -> Iterator[str]:
         yield f"{value('bits_per_byte'):.3f} bits per byte"
 
 
+def _gib(gib: float) -> str:
+    """Return memory in GiB, or in MiB where two digits would hide it."""
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{1024 * gib:.1f} MiB"
+
+
 def _predicted(summary: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield what was predicted before the run, and how far it was from what was measured."""
     forms: dict[str, Callable[[float], str]] = {
         "wall_s": duration,
         "tokens_per_s": lambda rate: f"{amount(rate)} tokens/s",
-        "peak_gib": lambda gib: f"{gib:.2f} GiB",
+        "peak_gib": _gib,
     }
     if summary.get("stopped_early"):
         del forms["wall_s"]

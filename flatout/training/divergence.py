@@ -76,13 +76,21 @@ def _diverged(run: Run, log: Log) -> NoReturn:
         write_json(run.folder / DIVERGENCE, _report(run, bad, repeated, good))
     largest = ", ".join(f"{name} ({norm:.3g})" for name, norm in _largest(repeated.norms)[:3])
     what = (
-        f"Training has diverged: {len(bad)} bad steps in a row, the last one step {bad[-1].step}: "
+        f"Training has diverged: {_in_a_row(bad)}: "
         f"{bad[-1].reason}. Its largest gradients: {largest}. "
         f"{run.folder / DIVERGENCE} names its data."
     )
     if run.config.train.on_divergence == "rewind" and rewinds < run.config.train.max_rewinds:
         _rewind(run, log, bad, good, what)
     raise RunFailed(what, fix=_fix(run, good, rewinds))
+
+
+def _in_a_row(bad: list[BadStep]) -> str:
+    """Return how many bad steps there were, and which was the last one."""
+    last = bad[-1]  # the first ones may be of an earlier process
+    if last.in_a_row == 1:
+        return f"step {last.step} was bad"
+    return f"{last.in_a_row} bad steps in a row, the last one step {last.step}"
 
 
 def _fix(run: Run, good: Path | None, rewinds: int) -> str:

@@ -9,6 +9,7 @@ from flatout.assembly.prediction import Prediction
 from flatout.assembly.run import Run
 from flatout.errors import Stopped
 from flatout.json_io import JsonObject
+from flatout.progress import counted
 from flatout.roof import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
@@ -100,7 +101,7 @@ def early_stop_reason(run: Run) -> str | None:
     if not ends_early(run):
         return None
     return (
-        f"No better validation loss in {run.config.train.patience} evaluations: "
+        f"No better validation loss in {counted(run.config.train.patience, 'evaluation')}: "
         f"best {run.best_val_loss:.4f} at step {run.best_step}, "
         f"stopped at step {run.step} of {run.last_step}."
     )

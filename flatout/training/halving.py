@@ -19,6 +19,7 @@ from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import SmallerBatch
+from flatout.progress import counted
 from flatout.training.evaluation import batch_shapes
 from flatout.training.metrics.log import Log
 from flatout.training.out_of_memory import fewer_rows, is_out_of_memory
@@ -83,7 +84,8 @@ def _end_for_fewer_rows(run: Run, rows: int, error: Exception) -> NoReturn:
     before, stored = run.rows_per_device, layout.read_config(run.folder)
     if stored is None:
         raise error
-    text = f"Out of memory on rank {run.mesh.rank} after step {run.step:,} with {before} rows"
+    with_rows = counted(before, "row")
+    text = f"Out of memory on rank {run.mesh.rank} after step {run.step:,} with {with_rows}"
     try:
         layout.write_config(run.folder, _with_rows(stored, run, rows))
         layout.append_event(
@@ -123,7 +125,7 @@ def _use_rows(run: Run, log: Log, rows: int) -> None:
             layout.write_config(run.folder, stored)
     text = (
         f"Out of memory after step {run.step:,} with {before} rows per device: continuing with "
-        f"{rows} rows, and the same tokens per step."
+        f"{counted(rows, 'row')}, and the same tokens per step."
     )
     log.event("smaller_batch", text=text, rows_before=before, rows_per_device=rows)
     log.progress.say(text)

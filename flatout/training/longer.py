@@ -10,7 +10,7 @@ from flatout.assembly.selection import assemble, stored_decisions
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, in_shell
 from flatout.optimizers.schedule import factor, warmup_steps
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.training.checkpoint import catalog, location
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
@@ -42,7 +42,7 @@ class Longer:
             for path in catalog.set_aside(run_folder, after=catalog.step_of(self.checkpoint)):
                 progress.say(
                     f"Set {path.name.partition('.')[0]} aside: "
-                    f"its learning rates were those of a run of {self.steps_before} steps."
+                    f"its learning rates were those of {counted(self.steps_before, 'step')}."
                 )
         layout.replace_config(run_folder, self.config, requested=self.requested)
 
@@ -70,7 +70,7 @@ def lengthen(
         return None
     if steps < before:
         raise ConfigError(
-            f"{folder} is planned for {before} steps, and {steps} were requested.",
+            f"{folder} is planned for {counted(before, 'step')}, and {steps} were requested.",
             fix=f"Set train.steps={before}, or more to make it longer. "
             "For a shorter run, choose another directory with --run-dir DIR.",
         )
@@ -80,10 +80,10 @@ def lengthen(
         {"train.steps": steps} | ({"schedule.warmup": warmup} if keeps_warmup else {})
     )
     start = _checkpoint_with_equal_rates(request, stored, config, resume, checkpoint)
-    message = f"{folder} was planned for {before} steps and now trains to step {steps}"
+    message = f"{folder} was planned for {counted(before, 'step')} and now trains to step {steps}"
     if start is not None and start != checkpoint:
         message += f", from step {catalog.step_of(start)}, before its learning rate starts to fall"
-    message += f". Its warm-up stays at {warmup} steps." if keeps_warmup else "."
+    message += f". Its warm-up stays at {counted(warmup, 'step')}." if keeps_warmup else "."
     requested = requested.with_values(length)
     return Longer(config, requested, start, before, message)
 
@@ -129,7 +129,7 @@ def require_steps_left(folder: Path, config: RunConfig, checkpoint: Path | None)
     if step < steps:
         return
     raise ConfigError(
-        f"{checkpoint} is at step {step}, and this run has {steps} steps: "
+        f"{checkpoint} is at step {step}, and this run has {counted(steps, 'step')}: "
         "nothing is left to train.",
         fix=f"Set train.steps to more than {step}, resume from an earlier checkpoint, or replace "
         f"--resume with train.init_from={in_shell(checkpoint)}, "

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from flatout.assembly.capacity import capacity_of, rows_advice, smaller_batch
-from flatout.assembly.memory import GIB, MemoryEstimate, Workload, estimate
+from flatout.assembly.memory import MemoryEstimate, Workload, estimate
 from flatout.assembly.plain import USED_MEMORY
 from flatout.assembly.resolve import memory_bytes, workload_of
 from flatout.assembly.run import Run
@@ -18,6 +18,7 @@ from flatout.assembly.transforms import recompute_blocks
 from flatout.errors import OutOfMemory, RunFailed
 from flatout.models.language_model import LanguageModel
 from flatout.parallel.mesh import Mesh
+from flatout.progress import counted, readable_memory
 
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
@@ -100,18 +101,19 @@ def out_of_memory(run: Run) -> OutOfMemory:
     except Exception:  # a custom model may need values, and the error at hand matters more
         half = _smaller(rows, accumulate)
         return OutOfMemory(
-            f"{what}has {rows} rows per device, and the {device} has {free / GIB:.1f} GiB for it.",
+            f"{what}has {counted(rows, 'row')} per device, and the {device} has "
+            f"{readable_memory(free)} for it.",
             fix=f"Set {rows_advice(half)}" if half else OTHERWISE,
         )
     return OutOfMemory(
-        f"{what}needs about {need.total / GIB:.1f} GiB with {rows} rows per device "
-        f"({parts_of(need)}), and the {device} has {free / GIB:.1f} GiB for it.",
+        f"{what}needs about {readable_memory(need.total)} with {counted(rows, 'row')} per device "
+        f"({parts_of(need)}), and the {device} has {readable_memory(free)} for it.",
         fix=_fix(run, workload, need, free, recomputes="activations" in recipe.filled_by),
     )
 
 
 def parts_of(need: MemoryEstimate) -> str:
-    """Return the parts of an estimate in GiB, and the moment at which most of them exist."""
+    """Return the parts of an estimate, and the moment at which most of them exist."""
     sizes = {
         "weights": need.weights,
         "optimizer state": need.optimizer,
@@ -119,7 +121,7 @@ def parts_of(need: MemoryEstimate) -> str:
         "activations": need.activations,
         "logits": need.logits,
     }
-    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
+    listed = ", ".join(f"{name} {readable_memory(size)}" for name, size in sizes.items())
     return f"{listed}; most in {need.peak.name}"
 
 
@@ -153,7 +155,7 @@ def _fix(run: Run, workload: Workload, need: MemoryEstimate, free: int, *, recom
     if saved > (1 - MAX_SHARE_LEFT) * need.total:
         fixes.append(
             f"{'Or add' if fixes else 'Add'} activation checkpointing (+checkpointing in "
-            f"speedups): about {saved / GIB:.2f} GiB less, for a third more compute."
+            f"speedups): about {readable_memory(saved)} less, for a third more compute."
         )
     return " ".join(fixes) or OTHERWISE
 
@@ -190,4 +192,5 @@ def _leaner_keys(workload: Workload, rows: int) -> str:
     if after > MAX_SHARE_LEFT * before:
         return ""
     words = " ".join(f"model.{key}={value}" for key, value in settings.items())
-    return f"Set {words}: it changes no result and saves about {(before - after) / GIB:.1f} GiB."
+    saved = readable_memory(before - after)
+    return f"Set {words}: it changes no result and saves about {saved}."

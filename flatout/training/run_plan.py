@@ -134,6 +134,7 @@ def _inherit_left_out(request: RunRequest, plan: RunPlan) -> None:
     left_out = counted(num_left_out, "step")
     if source is None or not num_left_out:
         return
+    left_out = counted(num_left_out, "step")
     known = layout.read_config(source)
     keys = ("train.seed", "data.seq_len", "batch.tokens_per_step")
     if (

@@ -25,6 +25,7 @@ import torch
 from flatout.errors import Stopped
 from flatout.files import open_own
 from flatout.recognised import read_regular
+from flatout.registry import is_user_code
 from flatout.training.run_dir import layout
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ SILENT_S = 10.0
 STUCK_DISK_S = 30.0
 """How long the end of a process waits for a report to be written."""
 PACKAGE = str(Path(__file__).parents[1])
+ENTRY = str(Path(__file__).with_name("run.py"))
+"""The file through which a program starts training: what calls it is not where the run hangs."""
 
 
 @dataclass(frozen=True)
@@ -231,13 +234,14 @@ def doing(device: torch.device, loop_id: int) -> list[str]:
     """
     frames = sys._current_frames()
     frame = {thread.name: frames.get(thread.ident or 0) for thread in threading.enumerate()}
-    lines = [f"The loop is in {_place(frames.get(loop_id))}."]
+    loop = frames.get(loop_id)
+    lines = [f"The loop is in {_place(loop)}.{_in_your_code(loop)}"]
     feed, writer = frame.get("flatout-feed"), frame.get("checkpoint")
     if feed is not None:
         own = _own_frame(feed)
         is_ahead = own is not None and own.f_code.co_name == "_read"
         what = "has read ahead" if is_ahead else f"is reading in {_place(feed)}"
-        lines.append(f"The feed {what}.")
+        lines.append(f"The feed {what}.{_in_your_code(feed)}")
     if writer is not None:
         lines.append(f"A checkpoint is being written, in {_place(writer)}.")
     if device.type == "cuda":
@@ -270,8 +274,21 @@ def _place(frame: FrameType | None) -> str:
     shown = own or frame
     if frame is None or shown is None:
         return "no Python code"
-    where = f"{shown.f_code.co_name} ({Path(shown.f_code.co_filename).name}:{shown.f_lineno})"
+    where = _line(shown)
     return where if shown is frame else f"{where}, which calls {frame.f_code.co_name}"
+
+
+def _in_your_code(frame: FrameType | None) -> str:
+    """Return a sentence that names the innermost function of the user's own code, or ""."""
+    while frame is not None and frame.f_code.co_filename != ENTRY:
+        if is_user_code(frame.f_code.co_filename):
+            return f" In your code, that is in {_line(frame)}."
+        frame = frame.f_back
+    return ""
+
+
+def _line(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
 
 def _gpu_state(device: torch.device) -> str:

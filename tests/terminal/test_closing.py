@@ -78,6 +78,11 @@ def test_skipped_steps_are_shown_if_there_are_any(tmp_path, number, said):
     assert all(said in line for line in lines)
 
 
+def test_one_step_and_little_memory_are_worded_as_such(tmp_path):
+    lines = lines_of({"steps": 1, "best_step": 1, "peak_gib": 0.004}, tmp_path)
+    assert "Trained    1 step, 2.0 M tokens in 1 min 58 s, 4.1 MiB peak" in lines
+
+
 def test_unknown_appears_once_in_a_reason(tmp_path):
     assert "MFU        unknown: no data sheet" in lines_of(
         {"mfu_of": "unknown: no data sheet"}, tmp_path

@@ -120,6 +120,16 @@ def test_too_many_bad_steps_stop_the_run_with_a_report(allergic, tmp_path):
     assert all(row["documents"][0] <= row["documents"][1] for row in micro["data"])
 
 
+def test_a_single_bad_step_is_singular(allergic, tmp_path, events):
+    config = allergic(4, train__max_bad_steps=1, train__on_divergence="rewind")
+    run_training(config, tmp_path / "run")
+    (rewind,) = events(tmp_path / "run", "rewind")
+    assert rewind["text"].endswith("and leaves out the data of 1 step.")
+    config = config.with_values({"train.on_divergence": "stop"})
+    with pytest.raises(RunFailed, match=r"^Training has diverged: step 4 was bad: the training"):
+        run_training(config, tmp_path / "other")
+
+
 def test_a_named_sequence_is_the_one_at_fault(allergic, tmp_path, tiny_set):
     """The shard and the token in the report lead to the tokens that the model cannot bear."""
     with pytest.raises(RunFailed):

@@ -109,7 +109,7 @@ def test_rows_that_the_user_set_are_not_changed(tiny_config, tmp_path, device, e
 
 def test_a_single_row_that_does_not_fit_is_an_error(tiny_config, tmp_path, device):
     device.most_rows = 0
-    with pytest.raises(OutOfMemory, match="with 1 rows per device"):
+    with pytest.raises(OutOfMemory, match="with 1 row per device"):
         run_training(tiny_config(**AUTO), tmp_path / "run")
 
 

@@ -26,7 +26,7 @@ def test_out_of_memory_reports_the_need_and_what_fits(tiny_config, tmp_path, mon
 
     monkeypatch.setattr(loop, "train_step", fail)
     message = (
-        r"Out of memory at step 0: this run needs about .* GiB with 4 rows "
+        r"Out of memory at step 0: this run needs about [\d.]+ MiB with 4 rows "
         r".*rows_per_device=2 batch.accumulate=4"
     )
     with pytest.raises(RunFailed, match=message):

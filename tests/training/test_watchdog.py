@@ -126,6 +126,24 @@ def test_the_threads_of_the_feed_and_of_a_checkpoint_are_described():
     assert writer.startswith("A checkpoint is being written, in wait (threading.py:")
 
 
+def test_the_users_own_code_is_named_but_not_the_program_that_started_the_run(monkeypatch):
+    done = threading.Event()
+
+    def users_model():
+        torch.nn.Identity()(None)
+        done.wait()
+
+    thread = threading.Thread(target=users_model, name="flatout-feed")
+    thread.start()
+    number = users_model.__code__.co_firstlineno + 2
+    feed_in = f"In your code, that is in users_model (test_watchdog.py:{number})."
+    wait_until(lambda: doing(torch.device("cpu"), thread.ident)[1].endswith(feed_in))
+    monkeypatch.setattr(watchdog, "ENTRY", __file__)
+    assert "your code" not in " ".join(doing(torch.device("cpu"), threading.get_ident()))
+    done.set()
+    thread.join()
+
+
 @pytest.mark.slow
 def test_a_source_that_hangs_is_reported_with_its_stack(
     tiny_config, tmp_path, monkeypatch, messages, events
@@ -220,5 +238,6 @@ def test_the_rank_that_hangs_is_named_and_the_run_can_be_started_again(
     assert read_exit_code(run) == 75
     (stall,) = events(run, "stall")
     assert "The others wait for rank 1" in stall["text"]
+    assert "In your code" not in stall["text"], "the main rank waits in flatout"
     (stacks,) = (run / "watchdog").glob("*-rank-1.txt")
-    assert "hanging.py" in stacks.read_text()
+    assert "In your code, that is in forward (hanging.py:11)." in stacks.read_text()

@@ -10,20 +10,17 @@ import faulthandler
 import linecache
 import os
 import re
-import sysconfig
 import tempfile
 import threading
 import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import IO, Self
 
 from flatout.measure.instruments.evidence import CallSite
-from flatout.registry import PACKAGE_DIR
+from flatout.registry import PACKAGE_DIR, is_user_code
 
 INTERVAL_S = 0.004
 """Time between two samples."""
@@ -56,18 +53,6 @@ Line = tuple[str, int]
 _THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in ')
 _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
-
-
-@cache
-def is_user_code(file: str) -> bool:
-    """Return whether a file is neither part of Python, nor installed, nor part of flatout."""
-    if file.startswith("<"):
-        return file.startswith(("<ipython-input", "<stdin"))
-    path = Path(file)
-    if {"site-packages", "dist-packages"} & {*path.parts}:
-        return False
-    library = sysconfig.get_path("stdlib")
-    return not any(path.is_relative_to(folder) for folder in (PACKAGE_DIR, library))
 
 
 def line_of(file: str, number: int) -> str:

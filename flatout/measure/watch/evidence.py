@@ -22,9 +22,10 @@ from flatout.measure.instruments.evidence import (
     Roof,
 )
 from flatout.measure.instruments.machine_facts import host_facts
-from flatout.measure.instruments.sampling import is_user_code, site_at
+from flatout.measure.instruments.sampling import site_at
 from flatout.measure.watch.hooks import Hooks
 from flatout.measure.watch.windows import CALLED_STEPS, PERIODIC, Windows
+from flatout.registry import is_user_code
 from flatout.training.metrics.device import process_peak_bytes
 
 FEW_STEPS = 5

@@ -148,7 +148,12 @@ def run_name(config: RunConfig) -> str:
 
 def keys_that_may_change() -> str:
     """Return the sentence that lists the keys that may change when a run resumes."""
-    shown = [key + "*" if key.endswith((".", "_")) else key for key in FREE_KEYS if key != "name"]
+    keys = flat(RunConfig().to_dict()).keys()
+    shown = [
+        f"{prefix}*" if any(key.startswith(prefix) for key in keys - {prefix}) else prefix
+        for prefix in FREE_KEYS
+        if prefix != "name"
+    ]
     return (
         f"Only these may change: {', '.join(shown)}; the paths of the same data; the "
         "micro-batch (batch.rows_per_device, batch.accumulate), if a step keeps its tokens; and "

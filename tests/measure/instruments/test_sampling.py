@@ -14,12 +14,12 @@ from flatout.measure.instruments import sampling
 from flatout.measure.instruments.phase_timer import PhaseTimer
 from flatout.measure.instruments.sampling import (
     LineSampler,
-    is_user_code,
     line_of,
     pause_s,
     read_stacks,
     user_frame,
 )
+from flatout.registry import is_user_code
 from flatout.training import loop
 
 

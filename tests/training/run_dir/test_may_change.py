@@ -68,3 +68,12 @@ def test_the_keys_that_may_change_are_those_that_the_message_and_the_reference_n
     named = (*layout.FREE_KEYS, *layout.LENGTH_KEYS, "data.path")
     keys = flat(STORED.to_dict()).keys() - {"name"}
     assert accepted == sorted(key for key in keys if key.startswith(named))
+
+
+def test_the_message_marks_what_is_the_beginning_of_several_keys(accepted):
+    shown = layout.keys_that_may_change().partition(": ")[2].partition(";")[0].split(", ")
+    keys = [*flat(STORED.to_dict())]
+    assert "checkpoint.keep*" in shown
+    for name in shown:
+        found = [key for key in keys if key.startswith(name.removesuffix("*"))]
+        assert found == [name] if name in keys else name.endswith("*")
