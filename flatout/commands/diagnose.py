@@ -179,8 +179,7 @@ def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None
         if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
             raise unknown_name("recipe or run", name, [*known, *run_names()])
         return load_config(recipe, overrides or ())
-    asked = folder / layout.REQUESTED
-    return load_config(asked if asked.exists() else folder / layout.CONFIG, overrides or ())
+    return load_config(layout.settings_file(folder), overrides or ())
 
 
 def _require_no_records(name: str | Path) -> None:

@@ -260,7 +260,7 @@ def _run_problems(run: Path, items: Sequence[CheckpointItem]) -> list[str]:
     try:
         stored = layout.read_config(run)
         if stored is not None:
-            require_unedited(run / layout.CONFIG, stored, free=(*layout.NAMELESS_KEYS, "data.path"))
+            require_unedited(run / layout.CONFIG, stored, free=layout.UNSEALED_KEYS)
     except FlatoutError as error:
         problems.append(error.what)
     valid = [item for item in items if item.is_valid]
@@ -300,10 +300,7 @@ def _verify_resume(
     progress: Progress,
 ) -> VerifyResult:
     run = run_at(Path(recipe)) if str(recipe) not in RECIPES.names() else None
-    named: str | Path = recipe
-    if run is not None:
-        asked = run / layout.REQUESTED
-        named = asked if asked.exists() else run / layout.CONFIG
+    named = recipe if run is None else layout.settings_file(run)
     config = load_config(named, overrides or (), trust_code=trust_code)
     preflight.check(config, progress=progress)
     from flatout.measure.resume.check import prove_resume, steps_of

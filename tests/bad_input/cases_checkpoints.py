@@ -76,4 +76,18 @@ CASES = [
         ("copy",),
         lambda w: w.write("runs/first/asked.yaml", ""),
     ),
+    Case(
+        "an edited asked.yaml in `verify --resume`",
+        "verify --resume runs/first",
+        ("runs/first/asked.yaml was changed",),
+        ("Restore it from a copy",),
+        lambda w: replace_text(w, "runs/first/asked.yaml", "lr: 0.001", "lr: 0.003"),
+    ),
+    Case(
+        "an edited asked.yaml in `diagnose --fix`",
+        "diagnose runs/first --fix",
+        ("runs/first/asked.yaml was changed",),
+        ("Restore it from a copy",),
+        lambda w: replace_text(w, "runs/first/asked.yaml", "lr: 0.001", "lr: 0.003"),
+    ),
 ]

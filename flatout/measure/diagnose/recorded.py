@@ -58,7 +58,7 @@ def recorded_evidence(folder: Path) -> Evidence:
         raise CheckpointError(
             f"{folder} has no record of a step yet.",
             fix="Train it first, or measure its recipe: `flatout diagnose "
-            f"{in_shell(folder / layout.REQUESTED)}`.",
+            f"{in_shell(layout.settings_file(folder))}`.",
         )
     summary = _summary(folder, notes)
     start = next((one for one in events if one.get("event") in ("start", "resume")), {})

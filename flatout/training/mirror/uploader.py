@@ -227,6 +227,10 @@ class Uploader(Observer):
             for last in self._there.keys() & set(self._record.sending):  # after a kill
                 self._store.checkpoint(last).remove(SENDING)
             self._remove_halves(self._there)
+            local = local_digests(self._run_folder)
+            newest = max(local, default=0)
+            if newest in local and self._there.get(newest) == local[newest]:
+                self._prune(newest, self._there)  # a kill may have come between upload and this
         while (step := self._next_step(self._there)) is not None:
             with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:

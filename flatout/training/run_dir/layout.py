@@ -57,6 +57,7 @@ from flatout.training.checkpoint.location import OWNER, claim, existing, folder_
 from flatout.training.run_dir.config_seal import (
     COPY,
     require_as_trained,
+    require_unedited,
     require_whole,
     write_sealed,
     write_sealed_at_top,
@@ -90,6 +91,8 @@ LENGTH_KEYS = ("train.steps", "train.tokens", "train.epochs")
 """One of them sets the length of a run; training/longer.py decides when it may grow."""
 NAMELESS_KEYS = (*FREE_KEYS, "checkpoint.dir")
 """Prefixes of the keys that do not affect a run's name."""
+UNSEALED_KEYS = (*NAMELESS_KEYS, "data.path")
+"""Prefixes of the keys that may be edited in config.yaml."""
 
 CONFIG, REQUESTED, EVENTS, SUMMARY, EXIT_CODE, LOCK, ORIGIN = (
     "config.yaml",
@@ -216,6 +219,20 @@ def read_requested(folder: Path) -> RunConfig | None:
     if path.exists() and not read_document(path):
         raise ConfigError(f"{path} is damaged: it is empty.", fix=RESTORE)
     return _read_yaml(path)
+
+
+def settings_file(folder: Path) -> Path:
+    """Return the file with the settings that a run was started with, to train them again.
+
+    It is asked.yaml, or config.yaml if an earlier version, which did not store it, started the run.
+    Raises: ConfigError when it was changed or damaged.
+    """
+    if read_requested(folder) is not None:
+        return folder / REQUESTED
+    path, config = folder / CONFIG, read_config(folder)
+    if config is not None:
+        require_unedited(path, config, free=UNSEALED_KEYS)
+    return path
 
 
 def read_settings(folder: Path) -> JsonObject:

@@ -22,8 +22,9 @@ from flatout.training.run_dir.layout import (
     FREE_KEYS,
     LENGTH_KEYS,
     LOCK,
-    NAMELESS_KEYS,
+    REQUESTED,
     SUMMARY,
+    UNSEALED_KEYS,
     keys_that_may_change,
     read_config,
     read_requested,
@@ -59,13 +60,17 @@ def config_to_resume(
     trust.require_trusted(
         folder, stored.references(), named=requested.references(), trust_code=trust_code
     )
-    require_unedited(folder / CONFIG, stored, free=(*NAMELESS_KEYS, "data.path"))
+    require_unedited(folder / CONFIG, stored, free=UNSEALED_KEYS)
     config, contradictions = continued(stored, first, requested)
     if contradictions:
+        asked = folder / REQUESTED
+        lost = "" if first is not None else f" {asked}, with the settings as requested, is missing."
+        restore = "" if first is not None else f"Restore {in_shell(asked)} if there is a copy. "
         raise ConfigError(
-            f"{folder} contains a run with other settings: {'; '.join(contradictions)}.",
-            fix=f"Keep the stored settings, or start another run; `--resume {in_shell(folder)} "
-            f"--run-dir DIR` starts it from this one. {keys_that_may_change()}",
+            f"{folder} contains a run with other settings: {'; '.join(contradictions)}.{lost}",
+            fix=f"{restore}Keep the stored settings, or start another run; "
+            f"`--resume {in_shell(folder)} --run-dir DIR` starts it from this one. "
+            f"{keys_that_may_change()}",
         )
     return config
 

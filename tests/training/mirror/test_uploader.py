@@ -12,7 +12,7 @@ from flatout.progress import SILENT
 from flatout.training.mirror import files
 from flatout.training.mirror import uploader as module
 from flatout.training.mirror.remote import MirrorStore, Sender
-from flatout.training.mirror.uploader import Uploader
+from flatout.training.mirror.uploader import GivenUp, Uploader
 
 FILES = {"index.json", "manifest.json", "model.safetensors", "state.json"}
 
@@ -125,16 +125,17 @@ def test_a_checkpoint_that_replaces_one_of_the_same_step_replaces_it_there(
     assert store.cat("/bucket/runs/run/step-5/model.safetensors") == b"WEIGHTS OF 5"
 
 
-def test_what_is_deleted_here_is_deleted_there_after_the_next_upload(run, mirrored):
+def test_what_is_deleted_here_is_deleted_there_once_a_newer_one_is_complete(run, mirrored):
     for step in (1, 2):
         run.checkpoint(step)
     run.send()
     run.delete(1)
-    assert run.send() == []
-    assert mirrored(1) == FILES
     run.checkpoint(3)
     run.send()
     assert (mirrored(1), mirrored(2), mirrored(3)) == (set(), FILES, FILES)
+    run.delete(2)
+    assert run.send() == []
+    assert (mirrored(2), mirrored(3)) == (set(), FILES)
 
 
 def test_the_mirror_keeps_what_this_directory_has_not_sent(run, store, mirrored):
@@ -360,3 +361,25 @@ def test_the_mark_of_an_unfinished_upload_is_removed_after_a_kill(run, store, mi
     store.pipe_file("/bucket/runs/run/step-1/sending.json", b"")
     run.send()
     assert mirrored(1) == FILES
+
+
+def test_what_a_kill_left_in_the_mirror_is_deleted_at_the_next_start(run, mirrored, monkeypatch):
+    def kill(*_):
+        raise GivenUp("killed", fix="")
+
+    for step in (1, 2):
+        run.checkpoint(step)
+    run.send()
+    run.checkpoint(3)
+    run.delete(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Uploader, "_send_checkpoint", kill)
+        run.send()
+    assert "manifest.json" in mirrored(2), "it stays until a newer one is complete"
+    with monkeypatch.context() as patched:
+        patched.setattr(Uploader, "_prune", kill)
+        run.send()
+    assert "manifest.json" in mirrored(2) & mirrored(3)
+    run.send()
+    assert mirrored(2) == set()
+    assert "manifest.json" in mirrored(1) & mirrored(3)

@@ -9,6 +9,7 @@ import yaml
 
 from flatout.errors import ConfigError, Stopped
 from flatout.training.run import run_training
+from flatout.training.run_dir import layout
 from flatout.training.run_dir.config_seal import COPY
 
 pytestmark = pytest.mark.slow
@@ -137,3 +138,17 @@ def test_a_request_of_an_earlier_version_has_no_digest(tiny_config, stopped):
     path = stopped / "asked.yaml"
     path.write_text(path.read_text().partition("\n")[2])
     assert run_training(tiny_config(), stopped)["steps"] == 6
+
+
+def test_settings_to_train_again_are_checked_like_those_of_a_resume(stopped):
+    asked, config = stopped / "asked.yaml", stopped / "config.yaml"
+    assert layout.settings_file(stopped) == asked
+    whole = asked.read_text()
+    asked.write_text(whole.replace("lr: 0.01", "lr: 0.03"))
+    with pytest.raises(ConfigError, match=r"asked\.yaml was changed"):
+        layout.settings_file(stopped)
+    asked.unlink()
+    assert layout.settings_file(stopped) == config, "an earlier version wrote no asked.yaml"
+    config.write_text(config.read_text().replace("lr: 0.01", "lr: 0.03"))
+    with pytest.raises(ConfigError, match=r"config\.yaml was changed .*lr: 0\.01 -> 0\.03"):
+        layout.settings_file(stopped)

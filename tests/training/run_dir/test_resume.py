@@ -161,6 +161,20 @@ def test_any_other_key_is_refused_with_the_difference_and_the_keys_that_may_chan
     assert "log.*, data.cache, checkpoint.every_*" in refused.value.fix
 
 
+def test_a_missing_request_is_named_where_it_would_have_been_compared(tmp_path):
+    asked = load_config(None, ["speedups=auto,-compile"])
+    layout.write_config(tmp_path, asked.with_values({"speedups": ["bf16"]}), requested=asked)
+    fake_checkpoint(tmp_path, 5)
+    config_to_resume(tmp_path, asked)
+    (tmp_path / "asked.yaml").unlink()
+    with pytest.raises(ConfigError) as refused:
+        config_to_resume(tmp_path, asked)
+    assert refused.value.what.endswith(
+        f"{tmp_path / 'asked.yaml'}, with the settings as requested, is missing."
+    )
+    assert refused.value.fix.startswith(f"Restore {tmp_path / 'asked.yaml'} if there is a copy. ")
+
+
 def test_checkpoint_dir_cannot_change(tmp_path):
     layout.write_config(tmp_path / "run", load_config(None, [f"checkpoint.dir={tmp_path / 'one'}"]))
     fake_checkpoint(tmp_path / "one" / "run", 5, inside="")
