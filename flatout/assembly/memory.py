@@ -180,8 +180,7 @@ def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> in
     def need(rows: int) -> int:
         return estimate(workload, rows, accumulate).total
 
-    least = need(1)
-    if least > available:
+    if (least := need(1)) > available:
         raise HardwareError(
             f"One sequence of {workload.seq_len} tokens needs about {readable_memory(least)}, "
             f"and {readable_memory(available)} are available.",

@@ -42,7 +42,6 @@ from flatout.training.loop import ends_early
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
-from flatout.training.mirror.remote import require_elsewhere
 from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
@@ -77,7 +76,6 @@ def run_training(
             changed; RunFailed.
     """
     check_paths(config)
-    require_elsewhere(config.checkpoint, folder)
     machine = probe()
     device, device_reason = pick_device(config.train.device, machine)
     require_devices(config.train, machine)

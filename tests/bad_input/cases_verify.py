@@ -70,13 +70,7 @@ CASES = [
         ("`flatout verify --resume my.yaml`",),
     ),
     Case(
-        "`checkpoints` that would keep none",
-        "checkpoints first --keep 0",
-        ("'--keep'", "x>=1"),
-        ("Leave --keep out, or give a number from 1",),
-    ),
-    Case(
-        "`checkpoints --keep` without reading them",
+        "--keep of `checkpoints` with --quick",
         "checkpoints first --keep 1 --quick",
         ("--quick does not find out which ones are valid",),
         ("Leave --quick out",),

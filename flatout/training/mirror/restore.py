@@ -36,6 +36,7 @@ from flatout.training.mirror.remote import (
     Record,
     mirror_url,
     read_record,
+    require_elsewhere,
     write_record,
 )
 from flatout.training.run_dir import layout
@@ -63,10 +64,11 @@ def restore_lost(
     `dataset_of` returns the dataset with which this command trains a configuration.
 
     Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
-            and CheckpointError when the mirror has a run of other settings or data, before anything
-            is written here; UntrustedCode, before any checkpoint is fetched; DataError when the
+            and CheckpointError when the mirror has a run of other settings or data, or is inside
+            the run's own directory, before anything is written here; UntrustedCode, before any checkpoint is fetched; DataError when the
             server fails; MissingPackage; OSError.
     """
+    require_elsewhere(requested.checkpoint, folder)
     known = layout.read_config(folder)
     stated = requested.checkpoint.mirror or (known.checkpoint.mirror if known else None)
     url = mirror_url(stated, folder)
