@@ -65,8 +65,8 @@ def restore_lost(
 
     Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
             and CheckpointError when the mirror has a run of other settings or data, or is inside
-            the run's own directory, before anything is written here; UntrustedCode, before any checkpoint is fetched; DataError when the
-            server fails; MissingPackage; OSError.
+            the run's own directory, before anything is written here; UntrustedCode, before any
+            checkpoint is fetched; DataError when the server fails; MissingPackage; OSError.
     """
     require_elsewhere(requested.checkpoint, folder)
     known = layout.read_config(folder)
