@@ -55,6 +55,10 @@ class Tool:
     """Keys that its configs have, some of them dotted."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Its values of keys that a config leaves out."""
+    optional: str = ""
+    """A section whose defaults count only if the config has it."""
+    renames: Mapping[str, str] = field(default_factory=dict)
+    """Its keys that mean something else elsewhere, and names for what they mean."""
     implies: Mapping[str, Any] = field(default_factory=dict)
     """Values of flatout's keys that it has no key for."""
     accumulate_over_devices: bool = False

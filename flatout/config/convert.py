@@ -41,7 +41,9 @@ FREE_OF_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_s
 """Keys of the model that stay beside train.init_from; the weights have a shape of their own."""
 OF_WEIGHTS = Unneeded("The shape is that of the weights which train.init_from names.")
 CONSTANT = Unneeded("The rate is constant.")
-ANOTHER = "Another key states it."
+FROM_WARMUP = Unneeded("The decay starts after the warm-up.")
+ONLY_WSD = "Only schedule.kind=wsd keeps the rate before it falls."
+ANOTHER, BY_DEFAULT = "Another key states it.", "flatout does this by default."
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -80,7 +82,8 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
     """Convert the values of a config; `computed` names keys whose values are unknown."""
     flat = dict(_flat(document))
     found = Conversion(_tool_of(set(flat)))
-    entries = [_Entry(key, value, word_for(key)) for key, value in flat.items()]
+    renames = found.tool.renames if found.tool else {}
+    entries = [_Entry(key, one, word_for(renames.get(key, key))) for key, one in flat.items()]
     entries += _defaults(found.tool, entries)
     reading = _Reading(flat)
     for entry in sorted(entries, key=lambda one: (one.unit in LATE) - (one.unit in EARLY)):
@@ -100,7 +103,7 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
 
 
 def _defaults(tool: Tool | None, entries: list[_Entry]) -> list[_Entry]:
-    """Return the tool's defaults that no key states; those of a section only if the file has it."""
+    """Return the tool's defaults that no key states."""
     used = {(one.key_of, one.unit) for one in entries if one.value is not None and one.value != -1}
     stated = {key for key, _ in used if key}
     sections = {one.key.rpartition(".")[0] for one in entries}
@@ -110,7 +113,8 @@ def _defaults(tool: Tool | None, entries: list[_Entry]) -> list[_Entry]:
         rivals = {other for group in ALTERNATIVES if entry.key_of in group for other in group}
         shared = {entry.key_of} - {"optim.betas"}  # half of it may be stated
         is_free = (entry.key_of, entry.unit) not in used and not stated & (rivals | shared)
-        if is_free and key.rpartition(".")[0] in {"", *sections}:
+        section = key.rpartition(".")[0]
+        if is_free and (tool is None or section != tool.optional or section in sections):
             found.append(entry)
     return found
 
@@ -128,10 +132,18 @@ def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
         as_one = word is not None and (not word.key or word.key in MAPPINGS)
         if key == "datasets" and isinstance(value, list) and [*map(type, value)] == [dict]:
             as_one, value = False, value[0]  # Axolotl's list of one
+        elif key == "datasets" and isinstance(value, list) and (form := _form_of(value)):
+            yield f"{prefix}datasets.type", form
         if isinstance(value, dict) and value and not as_one:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _form_of(datasets: list[Any]) -> Any:
+    """Return the form of the rows that all of Axolotl's datasets have, or None."""
+    forms = [one.get("type") if isinstance(one, dict) else None for one in datasets]
+    return forms[0] if forms and all(form == forms[0] for form in forms) else None
 
 
 def _tool_of(keys: set[str]) -> Tool | None:
@@ -257,6 +269,9 @@ class _Reading:
                 self._drop(key, OF_WEIGHTS)
         if values.get("schedule.kind") == "constant":
             self._drop("schedule.min_lr", CONSTANT)
+        if values.get("schedule.kind", "wsd") != "wsd":
+            whole = values.get("schedule.decay") == 1
+            self._drop("schedule.decay", FROM_WARMUP if whole else ONLY_WSD)
 
     def _two_batch_sizes(self, tool: Tool | None) -> None:
         """Leave two of the three sizes of a batch; the third follows."""
@@ -318,7 +333,7 @@ class _Reading:
             outcome, why = ("missing" if word.option else "unnecessary"), word.advice
         else:
             outcome = "unnecessary"
-            why = ANOTHER if entry.wrote else word.note or "flatout does this by default."
+            why = ANOTHER if entry.wrote else BY_DEFAULT
         if entry.is_default:
             why += " It is the tool's default."
         value = HIDDEN if entry.key.endswith(SECRETS) else entry.value

@@ -48,6 +48,12 @@ def item_of(found, key):
             "--mask-field": "ask",
         }),
         ({"data_dir": "data/web"}, {}),
+        ({"tokenizer_dir": "checkpoints/ORG/Small"}, {"--tokenizer": "ORG/Small"}),
+        (
+            {"datasets": [{"path": "a", "type": "chat"}, {"path": "b", "type": "chat"}]},
+            {"--chat": "auto"},
+        ),
+        ({"datasets": [{"path": "a", "type": "chat"}, {"path": "b"}]}, {}),
         ({"dataset_name": "ORG/T"}, {"SOURCE": "hub:ORG/T"}),
         ({"dataset": "finewebedu"}, {"SOURCE": "fineweb-edu-10bt"}),
     ],

@@ -109,6 +109,15 @@ def test_the_formula_of_the_gelu_is_kept(document, activation):
     assert shape_of(converted(document)) == {"activation": activation}
 
 
+def test_litgpts_checkpoint_is_the_model_to_start_from():
+    document = {"checkpoint_dir": "checkpoints/ORG/Small", "lora_query": True, "lora_r": 8}
+    found = converted(document | {"train": {"micro_batch_size": 1}, "data": {"class_path": "A"}})
+    assert found.values["train.init_from"] == "hf:ORG/Small"
+    assert "checkpoint.dir" not in found.values
+    assert shape_of(found) == {}
+    assert converted({"checkpoint_dir": "out"}).values == {"checkpoint.dir": "out"}
+
+
 def test_weights_have_a_shape_of_their_own():
     found = converted(GPT2 | {"n_layer": 12, "n_head": 12, "n_embd": 768, "dropout": 0.1})
     assert found.values["train.init_from"] == "hf:openai-community/gpt2-medium"

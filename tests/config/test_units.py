@@ -87,6 +87,27 @@ def test_a_line_that_starts_late_is_wsd(document, kind):
 
 
 @pytest.mark.parametrize(
+    ("kind", "ratio", "values", "why"),
+    [
+        ("cosine", 0.4, {"schedule.kind": "cosine"}, "Only schedule.kind=wsd"),
+        ("linear", 1.0, {"schedule.kind": "linear"}, "after the warm-up"),
+        ("wsd", 0.4, {"schedule.kind": "wsd", "schedule.decay": 0.4}, ""),
+    ],
+)
+def test_a_share_of_decay_needs_a_schedule_that_has_one(kind, ratio, values, why):
+    found = convert({"decay_ratio": ratio, "decay_type": kind}, [])
+    assert found.values == values
+    assert why in found.items[0].why
+
+
+def test_torchtitan_decays_on_a_line_by_default():
+    document = {"training": {"seq_len": 8, "local_batch_size": 1}, "optimizer": {"lr": 1e-3}}
+    values = values_of(document)
+    assert values["schedule.kind"] == "linear"
+    assert (values["schedule.warmup"], values["train.steps"]) == (200, 10000)
+
+
+@pytest.mark.parametrize(
     ("document", "values"),
     [
         ({"learning_rate": "2e-4"}, {"optim.lr": 2e-4}),
@@ -139,10 +160,15 @@ def test_a_constant_rate_of_nanogpt_has_no_warm_up():
         ({"init_from": "resume"}, "The same command resumes a run"),
         ({"init_from": "scratch"}, "A run starts with random weights"),
         ({"model_config": None}, "It is not set."),
+        ({"devices": 1}, "flatout does this by default."),
+        ({"devices": "auto"}, "One device is the default"),
+        ({"rotary_pct": 1.0}, "flatout does this by default."),
+        ({"wandb_mode": "disabled"}, "log.to names W&B"),
+        ({"save_steps": 0.5, "save_strategy": "epoch"}, "save_strategy=epoch counts epochs"),
     ],
 )
 def test_what_needs_nothing_has_a_reason_for_its_value(document, why):
-    (item,) = convert(document, []).items
+    item = convert(document, []).items[0]
     assert item.outcome == "unnecessary"
     assert item.why.startswith(why)
 

@@ -19,6 +19,8 @@ THEIRS = "their "
 """Before a key of the other tool's file, among the values found so far: its own value."""
 SOURCE = "SOURCE"
 """The argument of `flatout prepare`."""
+LITGPT = r"^checkpoints/(?=[^/]+/[^/]+$)"
+"""Start of a path where litgpt stores ORG/NAME of the hub."""
 HUB = "hf:"
 """Start of a model of the Hugging Face hub in train.init_from."""
 OFF = {"none", "no", "off", "false", "disabled", "eager", "for-loop", "foreach", "0"}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flatout.config.units.base import SOURCE, THEIRS, Unneeded, is_off, late, unit
+from flatout.config.units.base import LITGPT, SOURCE, THEIRS, Unneeded, is_off, late, unit
 from flatout.json_io import JsonObject
 from flatout.registry import DATASETS
 from flatout.words import name_for
@@ -90,7 +90,7 @@ def class_name(value: Any, option: str, known: Mapping[str, Any]) -> JsonObject 
 @unit
 def tokenizer(value: Any, option: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the tokenizer, which may have another name here."""
-    name = str(value)
+    name = re.sub(LITGPT, "", str(value))
     return {option: name_for("tokenizer", name, TOKENIZERS) or name}
 
 

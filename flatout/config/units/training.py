@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout.config.units.base import (
     HUB,
+    LITGPT,
     THEIRS,
     UNITS,
     Unneeded,
@@ -199,6 +200,8 @@ def device(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
 @unit
 def devices(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the number of devices; -1 is all of them, and one is the default."""
+    if value == "auto":
+        return Unneeded("One device is the default; train.devices=all takes every GPU.")
     if value in (-1, "-1"):
         return {key: "all"}
     return {key: value} if isinstance(value, int) and value > 1 else {}
@@ -275,7 +278,7 @@ def loggers(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
 def wandb_mode(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the mode; `disabled` turns the logger off, which is another key."""
     mode = {"dryrun": "offline", "run": "online"}.get(str(value), str(value))
-    return {key: mode} if mode in ("online", "offline") else {}
+    return {key: mode} if mode in ("online", "offline") else Unneeded("log.to names W&B, or not.")
 
 
 @unit
@@ -288,7 +291,7 @@ def weights(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
         return Unneeded("The same command resumes a run; `--resume PATH` continues another one.")
     if is_off(value) or value == "scratch":
         return Unneeded("A run starts with random weights unless train.init_from names others.")
-    text = str(value)
+    text = re.sub(LITGPT, "", str(value))
     if text in GPT2:
         return {key: f"{HUB}openai-community/{text}"}
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and not text.endswith(".pt")
