@@ -57,7 +57,7 @@ def build(
     recipe.allocator()
     precision = recipe.precision
     _seed(config.train.seed)
-    torch.use_deterministic_algorithms(config.train.deterministic)
+    set_deterministic(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.matmul)
     core, model = _model(config, recipe, machine, mesh)
     parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
@@ -92,6 +92,15 @@ def build(
     run.zero_grad(run.trained())
     run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
     return run
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Make torch use deterministic operations, or any, if it does not yet.
+
+    The call imports torch's compiler, which takes a second.
+    """
+    if torch.are_deterministic_algorithms_enabled() != wanted:
+        torch.use_deterministic_algorithms(wanted)
 
 
 def _guard(train: TrainConfig, core: LanguageModel, mesh: Mesh) -> StepGuard:

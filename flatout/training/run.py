@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from flatout.assembly.build import build
+from flatout.assembly.build import build, set_deterministic
 from flatout.assembly.measured import advice, gpu_name
 from flatout.assembly.prediction import Prediction
 from flatout.assembly.preflight import check_paths, open_dataset
@@ -81,7 +81,7 @@ def run_training(
     require_devices(config.train, machine)
     if device == "mps":
         require_mps_model(config, progress)
-    torch.use_deterministic_algorithms(config.train.deterministic)  # NCCL reads it on connecting
+    set_deterministic(config.train.deterministic)  # NCCL reads it on connecting
     ranks = connect(device)
     with ExitStack() as stack:
         stack.callback(disconnect)
