@@ -297,7 +297,7 @@ def table(found: dict) -> str:
         f"Blocked by {spread(less, 1)}% less.",
         *goals(found),
         (
-            f"{found['machine']}, on {found['device']}, {found['threads']} threads;"
+            f"{found['machine']}, on {found['device']}, {threads_in(found)};"
             f" {found['repeats']} repeats of {found['saves']} saves, {found['every']} steps apart;"
             f" median (smallest to largest); commit {found['commit']};"
             " `python benchmarks/checkpoints.py`."
@@ -356,6 +356,11 @@ def cost_of_mirror(found: dict) -> str:
         f" step begins {restores['url']} s after the start that restores it, and"
         f" {restores['directory']} s with a directory as mirror."
     )
+
+
+def threads_in(found: dict) -> str:
+    """Return the number of threads, in words."""
+    return f"{found['threads']} thread{'s' * (found['threads'] != 1)}"
 
 
 def under(value: float, limit: float, text: str) -> str:
