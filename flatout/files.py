@@ -24,8 +24,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from flatout.errors import CheckpointError, DataError, RunFailed, in_shell
 from flatout.recognised import open_regular, require_local
 
-HASHED_BYTES = 8 << 20
-"""Size of one read of a file whose SHA-256 is computed."""
 BLOCK_BYTES = 4 * 1024 * 1024
 """Each block of this size has its own CRC-32; the last block of a file may be shorter."""
 
@@ -210,15 +208,10 @@ def entry_of(path: Path) -> FileEntry:
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal.
 
-    Other threads run meanwhile; large blocks rarely wait for them.
+    Other threads run meanwhile; it rarely waits for them, since the blocks are large.
     """
-    digest = hashlib.sha256()
-    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        block = memoryview(bytearray(max(min(size, HASHED_BYTES), 1)))
-        while num_bytes := file.readinto(block):
-            digest.update(block[:num_bytes])
-    return digest.hexdigest()
+    with os.fdopen(open_regular(path), "rb") as file:
+        return hashlib.file_digest(file, "sha256", _bufsize=BLOCK_BYTES).hexdigest()
 
 
 def folder_bytes(folder: Path) -> int:
