@@ -206,10 +206,7 @@ def entry_of(path: Path) -> FileEntry:
 
 
 def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal.
-
-    Other threads run meanwhile; it rarely waits for them, since the blocks are large.
-    """
+    """Return the SHA-256 of a file's content, in hexadecimal; other threads run meanwhile."""
     with os.fdopen(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256", _bufsize=BLOCK_BYTES).hexdigest()
 
