@@ -13,6 +13,7 @@ from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError, ConfigError, FlatoutError
 from flatout.training.mirror.remote import Sender
 from flatout.training.run_dir import layout
+from flatout.training.run_dir.config_seal import require_unedited
 from flatout.training.run_dir.data_location import require_same_data, require_tokenizer
 from flatout.training.run_dir.resume import continued
 
@@ -44,6 +45,8 @@ def require_same_run(
     """
     try:
         stored, first = layout.read_config(copy), layout.read_requested(copy)
+        if stored is not None:  # an empty file would be the defaults
+            require_unedited(copy / layout.CONFIG, stored, free=layout.UNSEALED_KEYS)
     except FlatoutError as error:
         raise CheckpointError(_there(error, copy, url), fix=START_WITHOUT) from error
     if stored is None:

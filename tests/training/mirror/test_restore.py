@@ -184,11 +184,18 @@ def test_another_run_of_that_name_is_refused_before_anything_is_written(
     restore("log.every=3", path=elsewhere)
 
 
-def test_a_damaged_configuration_in_the_mirror_is_named_by_its_url(lost, restore, store):
-    store.pipe_file("/bucket/runs/run/config.yaml", b"- a\n")
-    with pytest.raises(CheckpointError, match=rf"^{URL}/run/config\.yaml.*mirror=none"):
-        restore()
-    assert list(lost.path.iterdir()) == []
+def test_a_damaged_configuration_in_the_mirror_is_named(lost, restore, store):
+    path = "/bucket/runs/run/config.yaml"
+    text = store.cat(path)
+    assert b"seed: 0" in text
+    for content, said in (
+        (b"- a\n", r"/config\.yaml"),
+        (text.replace(b"seed: 0", b"seed: 5"), r" cannot be resumed: config\.yaml was changed"),
+    ):
+        store.pipe_file(path, content)
+        with pytest.raises(CheckpointError, match=rf"^{URL}/run{said}.*mirror=none"):
+            restore("train.seed=5")
+        assert list(lost.path.iterdir()) == []
 
 
 def test_code_that_the_mirror_names_must_be_trusted(run, restore):
