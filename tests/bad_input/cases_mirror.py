@@ -20,7 +20,7 @@ def with_checkpoint(world: World) -> None:
 def with_run(world: World) -> None:
     """Put another run of that name into the mirror."""
     with_mirror(world)
-    for path in ("config.yaml", "asked.yaml"):
+    for path in ("config.yaml", "config.copy.yaml", "asked.yaml"):
         world.write(f"mirror/new/{path}", (world.path / "runs/first" / path).read_bytes())
     world.write("mirror/new/step-3/manifest.json", "{}")
 
