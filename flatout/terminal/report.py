@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +269,10 @@ def closing(
     room = math.inf if height is None else height - _num_lines(facts, next_steps)
     least, most = PICTURE_ROWS
     tall = int(min(max(room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0), least), most))
-    records = list(_readable(folder / "metrics.jsonl"))
+    losses, validation = _points(folder / "metrics.jsonl", "train/loss", "val/loss")
     drawn = curve(
-        _points(records, "train/loss"),
-        marks=_points(records, "val/loss"),
+        losses,
+        marks=validation,
         width=min(PICTURE_COLUMNS, max(width - BESIDE_PICTURE, 8)),
         height=tall,
         encoding=encoding,
@@ -281,21 +281,28 @@ def closing(
     return "\n\n".join(part for part in (sample, next_steps, drawn, facts) if part)
 
 
-def _points(records: list[JsonObject], name: str) -> list[tuple[float, float]]:
-    """Return (step, figure) of the records that have both as numbers."""
-    pairs = [(record.get("step"), record.get(name)) for record in records]
-    return [(x, y) for x, y in pairs if isinstance(x, (int, float)) and isinstance(y, (int, float))]
+def _points(path: Path, *names: str) -> list[list[tuple[float, float]]]:
+    """Return (step, figure) of the records that have both as numbers, for each figure.
+
+    The records of a long run would not fit into memory.
+    """
+    points: list[list[tuple[float, float]]] = [[] for _ in names]
+    for record in _readable(path):
+        step = record.get("step")
+        for name, found in zip(names, points, strict=True):
+            value = record.get(name)
+            if isinstance(step, (int, float)) and isinstance(value, (int, float)):
+                found.append((step, value))
+    return points
 
 
-def _readable(path: Path) -> list[JsonObject]:
-    """Return the records of a file of the run, none if it cannot be read.
+def _readable(path: Path) -> Iterator[JsonObject]:
+    """Yield the records of a file of the run, none if it cannot be read.
 
     A finished run must not fail because its curve cannot be drawn.
     """
-    try:
-        return list(read_lines(path))
-    except CheckpointError:
-        return []
+    with suppress(CheckpointError):
+        yield from read_lines(path)
 
 
 def _num_lines(*parts: str) -> int:

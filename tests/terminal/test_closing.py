@@ -1,10 +1,12 @@
 """The closing lines of a run."""
 
 import json
+import tracemalloc
 
 import pytest
 
 from flatout.terminal import closing
+from flatout.terminal.report import _points
 
 SUMMARY = {
     "steps": 500,
@@ -189,3 +191,21 @@ def test_a_run_of_seconds_compares_only_its_memory_with_the_prediction(tmp_path,
 
 def test_a_run_without_a_prediction_compares_nothing(tmp_path):
     assert not any(line.startswith("Predicted") for line in lines_of({}, tmp_path))
+
+
+def test_the_curve_of_a_long_run_does_not_keep_its_records(tmp_path):
+    record = {f"perf/figure_{number}": number / 7 for number in range(20)}
+    lines = (
+        json.dumps({"step": step, "train/loss": 1 / step, **record}) for step in range(1, 10_001)
+    )
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    tracemalloc.start()
+    try:
+        losses, validation = _points(tmp_path / "metrics.jsonl", "train/loss", "val/loss")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert losses[1] == (2, 0.5)
+    assert len(losses) == 10_000
+    assert not validation
+    assert peak < 300 * len(losses), "two numbers, a pair and its place in the list"
