@@ -2,8 +2,9 @@
 
     python tests/attack/soak.py --minutes 60
 
-`make soak` runs it. First a run trains without a kill; its memory and its number of open files must
-not grow. Then the same run is killed at random moments and resumed, over and over, until the time
+`make soak` runs it. First a run trains without a kill, evaluation, sample and report at its end
+included; its memory and its number of open files must not exceed those of the same run of a few
+steps. Then the same run is killed at random moments and resumed, over and over, until the time
 is up: no saved step may be lost, every checkpoint must equal that of the first run, and each run
 must end with the same bits. The exit code is 1 when something is wrong.
 """
@@ -26,9 +27,10 @@ from victim import SPEEDUPS, Victim, saved_step
 
 STEPS_PER_MINUTE = 800
 """Steps of the run per minute of the soak; a fifth of the time or so, on two cores."""
-EVERY_S = 0.25
+EVERY_S = 0.05
+SHORT_STEPS = 80
 GROWTH_MIB, MORE_FILES = 48.0, 4
-"""Growth of memory and of open files, from the first tenth to the end, that is an error."""
+"""How much more memory, and open files, than the short run the long one may have at any time."""
 WORDS = ("the", "run", "loss", "token", "step", "model", "train", "fast", "graph", "weight")
 
 
@@ -44,13 +46,11 @@ def watch(child: Child, seconds: float) -> list[tuple[float, int]]:
     return found
 
 
-def grown(seen: list[tuple[float, int]]) -> list[str]:
-    """Return what grew beyond its bound after the first tenth of the time."""
-    warm = max(len(seen) // 10, 1)
-    first, last = seen[: 2 * warm], seen[-warm:]
+def grown(short: list[tuple[float, int]], seen: list[tuple[float, int]]) -> list[str]:
+    """Return what a long run had more of than a short one, beyond its bound."""
     problems = []
     for place, limit, name in ((0, GROWTH_MIB, "MiB of memory"), (1, MORE_FILES, "open files")):
-        before, after = max(one[place] for one in first), max(one[place] for one in last)
+        before, after = max(one[place] for one in short), max(one[place] for one in seen)
         if after > before + limit:
             problems.append(f"{before:,.0f} {name} became {after:,.0f}")
     return problems
@@ -64,7 +64,7 @@ def make_victim(folder: Path, minutes: float) -> Victim:
         *("prepare", folder / "words.txt", "--out", folder / "data", "--split", "tail 0.1"),
         *("--tokenizer", "byte", "--workers", 1),
     )
-    steps = max(int(minutes * STEPS_PER_MINUTE) // 40 * 40, 80)
+    steps = max(int(minutes * STEPS_PER_MINUTE) // 40 * 40, SHORT_STEPS)
     settings = {
         "model.num_layers": 2,
         "model.d_model": 32,
@@ -93,17 +93,20 @@ def make_victim(folder: Path, minutes: float) -> Victim:
 
 def whole(victim: Victim) -> list[str]:
     """Train without a kill; return what is wrong, and keep the run as the one to compare with."""
-    run = victim.folder / "whole"
-    child = victim.children.start(*victim.words(run, "checkpoint.keep=all"))
+    few = f"train.steps={SHORT_STEPS}"
+    child = victim.children.start(*victim.words(victim.folder / "short", few))
+    short = watch(child, float("inf"))
+    child.wait()
+    child = victim.children.start(*victim.words(victim.folder / "whole", "checkpoint.keep=all"))
     seen = watch(child, float("inf"))
-    ended = child.wait()
-    problems = victim.unequal(victim.whole, ended)
+    problems = victim.unequal(victim.whole, child.wait())
+    (least, few_files), (most, files) = (map(max, zip(*one, strict=True)) for one in (short, seen))
     print(
-        f"{victim.steps} steps without a kill: memory {seen[0][0]:,.0f} to {seen[-1][0]:,.0f} MiB, "
-        f"open files {seen[0][1]} to {seen[-1][1]}",
+        f"{victim.steps} steps without a kill: at most {most:,.0f} MiB and {files} open files, "
+        f"{least:,.0f} MiB and {few_files} in a run of {SHORT_STEPS}",
         flush=True,
     )
-    return problems + grown(seen)
+    return problems + grown(short, seen)
 
 
 def soak(victim: Victim, seconds: float) -> list[str]:
