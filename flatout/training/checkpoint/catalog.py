@@ -268,16 +268,18 @@ def _refuse_newer_version(checkpoint: Path) -> None:
         pass  # it is damaged, which the caller reports
 
 
-def best(run_folder: Path, *, progress: Progress = SILENT) -> Path | None:
-    """Return the complete checkpoint with the lowest validation loss.
+def best(newest: Path, *, progress: Progress = SILENT) -> Path | None:
+    """Return the complete checkpoint with the lowest validation loss, as `newest` states it.
 
-    None when no loss is known, or that checkpoint is missing or incomplete.
+    None when no loss is known, or that checkpoint is missing or incomplete. `newest`, which is
+    complete, is not checked again.
     """
-    newest = latest(run_folder, progress=progress)
-    step = None if newest is None else best_step_of(newest)
+    step = best_step_of(newest)
     if step is None:
         return None
-    path = checkpoint_path(run_folder, step)
+    if step == step_of(newest):
+        return newest
+    path = newest.with_name(f"step-{step}")
     return path if path.is_dir() and not verify(path, progress=progress) else None
 
 

@@ -120,14 +120,14 @@ def find_checkpoint(
             is none of these.
     """
     if checkpoint in {"best", "last"}:
-        found = catalog.best(run_folder, progress=progress) if checkpoint == "best" else None
-        found = found or catalog.latest(run_folder, progress=progress)
-        if found is None:
+        newest = catalog.latest(run_folder, progress=progress)
+        if newest is None:
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
                 fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
-        return found
+        best = catalog.best(newest, progress=progress) if checkpoint == "best" else None
+        return best or newest
     if not checkpoint.isdecimal():
         raise ConfigError(
             f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step."

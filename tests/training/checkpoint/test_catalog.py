@@ -7,6 +7,7 @@ from fakes import fake_checkpoint
 from flatout.errors import CheckpointError
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.retention import prune
+from flatout.training.run_dir.lookup import find_checkpoint
 
 
 def make(run, step, *, best=None):
@@ -63,21 +64,34 @@ def test_a_run_of_a_newer_version_says_so(tmp_path):
 
 
 def test_best_is_read_from_the_newest_checkpoint(tmp_path):
-    assert catalog.best(tmp_path) is None
-    make(tmp_path, 5)
-    assert catalog.best(tmp_path) is None
+    assert catalog.best(make(tmp_path, 5)) is None
     make(tmp_path, 10, best=5)
-    make(tmp_path, 15, best=10)
-    assert catalog.best(tmp_path).name == "step-10"
+    assert catalog.best(make(tmp_path, 15, best=10)).name == "step-10"
+    assert catalog.best(make(tmp_path, 20, best=20)).name == "step-20"
+
+
+def test_each_checkpoint_is_checked_once(tmp_path, monkeypatch):
+    for step, best in ((5, 5), (10, 5), (15, 15)):
+        make(tmp_path, step, best=best)
+        checked, verify = [], catalog.verify
+
+        def counted(path, *, checked=checked, verify=verify, **options):
+            checked.append(path.name)
+            return verify(path, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(catalog, "verify", counted)
+            assert find_checkpoint(tmp_path).name == f"step-{best}"
+        assert sorted(checked) == sorted({f"step-{step}", f"step-{best}"})
 
 
 def test_best_is_none_when_it_is_deleted_or_damaged(tmp_path):
     first = make(tmp_path, 5)
-    make(tmp_path, 10, best=5)
+    newest = make(tmp_path, 10, best=5)
     (first / "model-00000.safetensors").write_bytes(b"")
-    assert catalog.best(tmp_path) is None
+    assert catalog.best(newest) is None
     prune(tmp_path, keep=1)
-    assert catalog.best(tmp_path) is None
+    assert catalog.best(newest) is None
 
 
 def test_set_aside_deletes_nothing(tmp_path):
