@@ -19,6 +19,10 @@ COPY_BYTES = 256 << 20
 """Size of the copy that measures memory bandwidth: more than caches hold."""
 
 
+MEASURED = "measured here"
+"""How the source of a rate that is not from a data sheet begins."""
+
+
 @dataclass(frozen=True)
 class Peak:
     """The rate that counts as 100%, and its source."""
@@ -40,7 +44,7 @@ def peak_tflops(machine: Machine, device: str, dtype: str) -> Peak | None:
     if dtype not in DTYPES or not machine.is_here or device == "mps":
         return None
     tflops, size = measure(device, dtype)
-    return Peak(tflops, f"measured here, matmul {size}³, {dtype}")
+    return Peak(tflops, f"{MEASURED}, matmul {size}³, {dtype}")
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,7 @@ def peak_bandwidth(machine: Machine, device: str) -> Bandwidth:
         target.copy_(source)
         _wait(device)
         best_s = min(best_s, time.perf_counter() - start_s)
-    return Bandwidth(
-        2 * COPY_BYTES / best_s / 1e9, f"measured here, copy of {COPY_BYTES >> 20} MiB"
-    )
+    return Bandwidth(2 * COPY_BYTES / best_s / 1e9, f"{MEASURED}, copy of {COPY_BYTES >> 20} MiB")
 
 
 def measure(device: str, dtype: str) -> tuple[float, int]:

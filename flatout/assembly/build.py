@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,9 +33,14 @@ from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh
 from flatout.progress import readable_memory
+from flatout.roof import Peak
 
 if TYPE_CHECKING:
     from flatout.data.load.feed import DirectFeed, PrefetchFeed
+
+
+PeakOf = Callable[[Machine, str, str], Peak | None]
+"""(machine, device, dtype) -> the peak rate of a device."""
 
 
 def build(
@@ -47,11 +52,13 @@ def build(
     folder: Path,
     decisions: Sequence[Decision],
     left_out: Mapping[int, int] | None = None,
+    peak: PeakOf = known_peak,
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
     Weights are initialised with train.seed, identically on every rank; then each rank's generators
     get a different seed. `left_out` maps positions in the data to those to continue at instead.
+    `peak` finds the peak rate of the device.
     """
     recipe = assemble(decisions)
     recipe.allocator()
@@ -90,7 +97,7 @@ def build(
         left_out=left_out or {},
     )
     run.zero_grad(run.trained())
-    run.peak = known_peak(machine, str(mesh.device), run.arithmetic)
+    run.peak = peak(machine, str(mesh.device), run.arithmetic)
     return run
 
 

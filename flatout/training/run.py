@@ -44,6 +44,7 @@ from flatout.training.metrics.loggers import configured_observers, require_logge
 from flatout.training.metrics.observers import Observer
 from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
+from flatout.training.peak import peak_of_run
 from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
 from flatout.training.request import RunRequest
 from flatout.training.rewinding import fit_or_stop, with_rewinds
@@ -227,6 +228,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             folder=request.folder,
             decisions=plan.decisions,
             left_out=read_left_out(request.folder).positions(),
+            peak=peak_of_run(request.folder, is_resumed=plan.checkpoint is not None),
         )
 
 
