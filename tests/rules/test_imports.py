@@ -89,6 +89,7 @@ TRAINING = (
     "loop",
     "run_plan",
     "rewinding",
+    "peak",
     "predicting",
     "finish",
     "run",
