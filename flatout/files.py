@@ -332,10 +332,10 @@ def writing(out: Path | str) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in _FULL or error.errno == errno.EIO:
-            fix = "Free space there and run the same command again: finished parts are kept."
-            raise Unfinished(
-                f"Cannot write {out}: {reason}.", fix=unless_broken(error, fix)
-            ) from error
+            fix = unless_broken(error, "Free space there.")
+            if error.errno != errno.EIO:
+                fix += " Then run the same command again: finished parts are kept."
+            raise Unfinished(f"Cannot write {out}: {reason}.", fix=fix) from error
         raise DataError(
             f"Cannot write {out}: {reason}.",
             fix="Use --out to choose a writable directory on a disk with free space.",
