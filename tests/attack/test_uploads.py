@@ -14,6 +14,7 @@ from tracing import counted, spread_out, traced
 from victim import saved_step, saving
 
 from flatout.training.checkpoint import catalog
+from flatout.training.mirror.remote import MirrorStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
@@ -55,7 +56,7 @@ class Mirrored:
         problems += self.attacked.end(self.run, *self.settings)
         steps = catalog.steps(self.run)
         wanted = {f"step-{step}" for step in steps}
-        there = {path.parent.name for path in self.there.glob("step-*/manifest.json")}
+        there = {f"step-{step}" for step in MirrorStore(f"file://{self.there}").complete()}
         if not wanted <= there or [*self.there.glob("step-*/sending.json")]:
             problems.append(f"the mirror has {sorted(there)}, the run {sorted(wanted)}")
         return problems
@@ -152,7 +153,8 @@ def mirror(victim, tmp_path_factory):
             folder = tmp_path_factory.mktemp("mirror")
             mirrored = Mirrored(victim(STEPS), folder, "checkpoint.keep=3", *more)
             assert mirrored.start().wait().code == 0
-            shutil.rmtree(mirrored.there / "step-40")
+            for copy in mirrored.there.glob("step-40*"):
+                shutil.rmtree(copy)
             (mirrored.there / "summary.json").unlink()
             made[more] = mirrored, shutil.copytree(mirrored.there, folder / "kept")
         return made[more]

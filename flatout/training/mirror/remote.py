@@ -4,8 +4,10 @@ URL/NAME/              NAME is the name of the run directory
 ├── mirror.json        the run directory that sends here
 ├── config.yaml, ...   RUN_FILES, as in the run directory
 ├── loggers/           the run's ids at remote loggers
-└── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
-                       manifest.json comes last, until then sending.json is there
+├── step-N/            the files of a checkpoint, with `.zst` appended when they are compressed;
+│                      manifest.json comes last, until then sending.json is there
+└── step-N.1/          the same step, saved again with other content; once it is complete, step-N is
+                       deleted; then comes step-N.2
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -62,7 +64,7 @@ LOGGER_FILE = re.compile(r"\w[\w-]*\.json")
 SENDING = "sending.json"
 """While a checkpoint is being sent: the digest of the manifest that comes last."""
 COMPRESSED = ".zst"
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_FOLDER = re.compile(r"step-(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?")
 
 
 class Sender(BaseModel):
@@ -93,6 +95,19 @@ class Record(BaseModel):
     """Steps that are there and have been here: when one is deleted here, it is deleted there."""
     sending: list[int] = []
     """The step that was sent last: after a kill it may be there, while `sent` lacks it."""
+
+
+class Stored(NamedTuple):
+    """A complete checkpoint in the mirror."""
+
+    folder: str
+    """The name of its directory."""
+    manifest: bytes
+
+    @property
+    def digest(self) -> str:
+        """The digest of its manifest, which identifies it."""
+        return digest_of(self.manifest)
 
 
 def mirror_url(mirror: str | None, run_folder: Path) -> str | None:
@@ -152,19 +167,50 @@ class MirrorStore:
         self.loggers = RemoteFolder(f"{url}/{LOGGER_STATES}")
         """The ids at remote loggers."""
 
-    def checkpoint(self, step: int) -> RemoteFolder:
+    def folder(self, name: str) -> RemoteFolder:
         """Return the directory of a checkpoint, whether it exists or not."""
-        return RemoteFolder(f"{self.url}/step-{step}")
+        return RemoteFolder(f"{self.url}/{name}")
 
-    def steps(self) -> list[int]:
-        """Return the steps of which there is anything, complete or not, in ascending order."""
-        matches = map(_STEP.fullmatch, self.top.files())
-        return sorted(int(match[1]) for match in matches if match)
+    def folders(self) -> dict[str, int]:
+        """Return the step of each directory of a checkpoint, complete or not, by its name.
 
-    def manifests(self) -> dict[int, bytes]:
-        """Return the manifests of the complete checkpoints by step, in ascending order."""
-        found = {step: self._read(f"step-{step}/{catalog.MANIFEST}") for step in self.steps()}
-        return {step: content for step, content in found.items() if content}
+        Steps ascend; of one step, the directory that was sent last comes last.
+        """
+        matches = [match for match in map(_FOLDER.fullmatch, self.top.files()) if match]
+        matches.sort(key=lambda match: (int(match[1]), int(match[2] or 0)))
+        return {match[0]: int(match[1]) for match in matches}
+
+    def complete(self) -> dict[int, Stored]:
+        """Return the complete checkpoints by step, in ascending order, as they were sent last."""
+        found = {}
+        for name, step in self.folders().items():
+            if manifest := self._read(f"{name}/{catalog.MANIFEST}"):
+                found[step] = Stored(name, manifest)
+        return found
+
+    def folder_for(self, step: int, digest: str, earlier: Stored | None) -> str:
+        """Return the directory to which a checkpoint is sent, and delete what cannot be continued.
+
+        An interrupted upload of it is continued. `earlier` is the complete checkpoint of the same
+        step but other content, which stays until this one is complete.
+        """
+        kept = earlier and earlier.folder
+        number = 0
+        for name in [name for name, its in self.folders().items() if its == step]:
+            if name == kept:
+                match = _FOLDER.fullmatch(name)
+                number = int((match and match[2]) or 0) + 1
+            elif self._read(f"{name}/{SENDING}") == digest.encode():
+                return name
+            else:
+                self.delete(name)
+        return f"step-{step}.{number}" if number else f"step-{step}"
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint, its manifest first, so that no half of it counts."""
+        folder = self.folder(name)
+        folder.remove(catalog.MANIFEST)
+        folder.delete()
 
     def sender(self) -> Sender | None:
         """Return the run directory that sends here, or None when there is none.
@@ -185,10 +231,6 @@ class MirrorStore:
     def write_sender(self, sender: Sender) -> None:
         """Store the run directory that sends here from now on."""
         self.top.put_text(MIRROR, sender.model_dump_json() + "\n")
-
-    def is_sending(self, step: int, digest: str) -> bool:
-        """Return whether an earlier upload of this checkpoint was interrupted."""
-        return self._read(f"step-{step}/{SENDING}") == digest.encode()
 
     def _read(self, name: str) -> bytes | None:
         try:

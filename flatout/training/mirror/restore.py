@@ -34,6 +34,7 @@ from flatout.training.mirror.remote import (
     RUN_FILES,
     MirrorStore,
     Record,
+    Stored,
     mirror_url,
     read_record,
     require_elsewhere,
@@ -75,13 +76,13 @@ def restore_lost(
     if url is None or catalog.has_saved(folder):
         return
     store = MirrorStore(url)
-    manifests = store.manifests()
-    if not manifests:
+    there = store.complete()
+    if not there:
         return
     if resume == "never":
         raise CheckpointError(
             f"--resume never would overwrite {url}, which contains the checkpoint of step "
-            f"{max(manifests)}.",
+            f"{max(there)}.",
             fix="Choose another directory with --run-dir DIR, another checkpoint.mirror, or resume "
             "with --resume auto.",
         )
@@ -89,32 +90,33 @@ def restore_lost(
     sender = store.sender()
     with tempfile.TemporaryDirectory(prefix="flatout-") as work:
         copy = Path(work)
-        _fetch_description(store, max(manifests), copy)
+        newest = max(there)
+        _fetch_description(store, store.folder(there[newest].folder), copy / f"step-{newest}")
         require_same_run(copy, url, sender, requested, dataset_of)
         _restore_config(copy, folder, requested, trust_code)
     _restore_files(store, folder)
     if read_record(folder, url) is None:
         replaces = sender.id if sender else None
         write_record(folder, Record(id=secrets.token_hex(16), url=url, replaces=replaces))
-    newest = _restore_newest(store, folder, manifests, progress)
+    newest = _restore_newest(store, folder, there, progress)
     best = catalog.best_step_of(catalog.checkpoint_path(folder, newest))
-    if best is not None and best in manifests and best != newest:
-        _restore_checkpoint(store, best, manifests[best], folder, progress)
+    if best is not None and best in there and best != newest:
+        _restore_checkpoint(store, best, there[best], folder, progress)
     layout.append_event(folder, "restore", step=newest, url=url)
     saved = f"step {newest}{_saved_at(folder, newest)}{sent_by(sender)}"
     progress.say(f"Restored {folder} from {url}: {saved}.")
 
 
-def _fetch_description(store: MirrorStore, step: int, target: Path) -> None:
-    """Fetch what says which run this is: its configuration, its tokenizer and a step's state.
+def _fetch_description(store: MirrorStore, remote: RemoteFolder, checkpoint: Path) -> None:
+    """Fetch what says which run this is: its configuration, its tokenizer, and `remote`'s state.
 
-    A checkpoint that is damaged is left out: it is reported when it is fetched.
+    They are stored beside and in `checkpoint`. If it is damaged, it is left out: it is reported
+    when it is fetched.
     """
     there = store.top.files()
     for name in (*CONFIGURATION, TOKENIZER):
         if name in there:
-            _fetch(f"{store.url}/{name}", target / name)
-    remote, checkpoint = store.checkpoint(step), target / f"step-{step}"
+            _fetch(f"{store.url}/{name}", checkpoint.parent / name)
     checkpoint.mkdir()
     try:
         _fetch(_url_of(remote, catalog.STATE, remote.files()), checkpoint / catalog.STATE)
@@ -156,15 +158,15 @@ def _restore_files(store: MirrorStore, folder: Path) -> None:
 
 
 def _restore_newest(
-    store: MirrorStore, folder: Path, manifests: Mapping[int, bytes], progress: Progress
+    store: MirrorStore, folder: Path, there: Mapping[int, Stored], progress: Progress
 ) -> int:
     """Fetch the newest checkpoint that is complete, and return its step.
 
     Raises: CheckpointError when none is.
     """
     problems = []
-    for step in sorted(manifests, reverse=True):
-        problem = _restore_checkpoint(store, step, manifests[step], folder, progress)
+    for step in sorted(there, reverse=True):
+        problem = _restore_checkpoint(store, step, there[step], folder, progress)
         if problem is None:
             return step
         problems.append(problem)
@@ -174,7 +176,7 @@ def _restore_newest(
 
 
 def _restore_checkpoint(
-    store: MirrorStore, step: int, manifest: bytes, folder: Path, progress: Progress
+    store: MirrorStore, step: int, stored: Stored, folder: Path, progress: Progress
 ) -> str | None:
     """Fetch a checkpoint, check it against its manifest, and return what is wrong with it.
 
@@ -184,7 +186,7 @@ def _restore_checkpoint(
     work = final.with_name(f"{final.name}.tmp-restore")
     fetched = work / final.name
     fetched.mkdir(parents=True, exist_ok=True)
-    problem = _fetch_checkpoint(store, manifest, fetched, progress)
+    problem = _fetch_checkpoint(store.folder(stored.folder), stored.manifest, fetched, progress)
     if problem is None:
         catalog.publish(fetched, final)
     shutil.rmtree(work, ignore_errors=True)
@@ -194,10 +196,9 @@ def _restore_checkpoint(
 
 
 def _fetch_checkpoint(
-    store: MirrorStore, manifest: bytes, target: Path, progress: Progress
+    remote: RemoteFolder, manifest: bytes, target: Path, progress: Progress
 ) -> str | None:
     """Fetch a checkpoint into `target`, and return what is wrong with it."""
-    remote = store.checkpoint(catalog.step_of(target))
     write_text(target / catalog.MANIFEST, manifest.decode(errors="replace"))
     try:
         files = catalog.read_manifest(target).files

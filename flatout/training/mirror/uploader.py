@@ -34,6 +34,7 @@ from flatout.training.mirror.remote import (
     MirrorStore,
     Record,
     Sender,
+    Stored,
     digest_of,
     local_digests,
     read_record,
@@ -80,8 +81,8 @@ class Uploader(Observer):
         self._store = MirrorStore(url)
         self._compress = compress
         self._record: Record | None = None
-        self._there: dict[int, str] | None = None
-        """Digests of the manifests in the mirror by step; None while it is unknown."""
+        self._there: dict[int, Stored] | None = None
+        """The complete checkpoints in the mirror by step; None while they are unknown."""
         self._sent_files: dict[str, str] = {}
         """Digests of the files of the run directory that this process has sent."""
         self._saved: SimpleQueue[int] = SimpleQueue()
@@ -108,7 +109,7 @@ class Uploader(Observer):
                 fix="Set another checkpoint.mirror, or remove what is there.",
             )
         if record is None:
-            if sender is not None and self._store.manifests():
+            if sender is not None and self._store.complete():
                 raise CheckpointError(
                     f"{self.url} contains the checkpoints of another run, {sender.run} on "
                     f"{sender.host}.",
@@ -222,31 +223,31 @@ class Uploader(Observer):
             self.claim()
             assert self._record is not None, "the mirror is claimed"
         if self._there is None:
-            manifests = self._store.manifests()
-            self._there = {step: digest_of(content) for step, content in manifests.items()}
+            self._there = self._store.complete()
             for last in self._there.keys() & set(self._record.sending):  # after a kill
-                self._store.checkpoint(last).remove(SENDING)
-            self._remove_halves(self._there)
+                self._store.folder(self._there[last].folder).remove(SENDING)
+            self._remove_leftovers(self._there)
             local = local_digests(self._run_folder)
             newest = max(local, default=0)
-            if newest in local and self._there.get(newest) == local[newest]:
+            if newest in local and newest not in _lacking(local, self._there):
                 self._prune(newest, self._there)  # a kill may have come between upload and this
         while (step := self._next_step(self._there)) is not None:
             with pinned(catalog.checkpoint_path(self._run_folder, step)) as (source, work):
                 if source is not None:
-                    self._send_checkpoint(step, source, work)
+                    self._send_checkpoint(step, source, work, self._there)
                     self._prune(step, self._there)
-                    self._remove_halves(self._there)
+                    self._remove_leftovers(self._there)
         if with_run_files:
             self._send_run_files()
 
-    def _remove_halves(self, there: dict[int, str]) -> None:
-        """Delete uploads that were interrupted and whose checkpoint no longer exists here."""
-        here = local_digests(self._run_folder).keys()
-        for step in sorted({*self._store.steps()} - there.keys() - here):
-            self._store.checkpoint(step).delete()
+    def _remove_leftovers(self, there: dict[int, Stored]) -> None:
+        """Delete interrupted uploads that nothing continues, and what another has replaced."""
+        unsent = _lacking(local_digests(self._run_folder), there)
+        for name, step in self._store.folders().items():
+            if step not in unsent and (step not in there or name != there[step].folder):
+                self._store.delete(name)
 
-    def _next_step(self, there: dict[int, str]) -> int | None:
+    def _next_step(self, there: dict[int, Stored]) -> int | None:
         """Return the newest step that the mirror lacks; report those deleted before their turn."""
         self._require_time()
         while not self._saved.empty():
@@ -254,23 +255,23 @@ class Uploader(Observer):
         local = local_digests(self._run_folder)
         for step in sorted(self._waiting - local.keys()):
             self._news.put(("upload_dropped", {"step": step, "url": self.url}))
-        lacking = [step for step, digest in local.items() if there.get(step) != digest]
-        self._waiting &= set(lacking)
-        self._remember(local.keys() - set(lacking), lacking=lacking)
+        lacking = _lacking(local, there)
+        self._waiting &= lacking
+        self._remember(local.keys() - lacking, lacking=lacking)
         return max(lacking, default=None)
 
-    def _send_checkpoint(self, step: int, source: Path, work: Path) -> None:
+    def _send_checkpoint(
+        self, step: int, source: Path, work: Path, there: dict[int, Stored]
+    ) -> None:
         """Send a checkpoint: what describes it first, then its files, its manifest last."""
         began_s = time.monotonic()
         manifest = (source / catalog.MANIFEST).read_bytes()
-        digest = digest_of(manifest)
+        digest, earlier = digest_of(manifest), there.get(step)
         names = sorted(path.name for path in source.iterdir() if path.name != catalog.MANIFEST)
-        remote = self._store.checkpoint(step)
+        folder = self._store.folder_for(step, digest, earlier)
+        remote = self._store.folder(folder)
         found = remote.files()
-        if not self._store.is_sending(step, digest):
-            if found:
-                remote.delete()
-            found = {}
+        if not found:
             remote.put_text(SENDING, digest)
         sizes: list[int] = []
         jobs = [
@@ -283,8 +284,9 @@ class Uploader(Observer):
         self._write_record(sending=[step])
         remote.send(source / catalog.MANIFEST, entry_of(source / catalog.MANIFEST))
         remote.remove(SENDING)
-        assert self._there is not None, "it was read before"
-        self._there[step] = digest
+        there[step] = Stored(folder, manifest)
+        if earlier is not None:
+            self._store.delete(earlier.folder)
         self._waiting.discard(step)
         self._remember([step])
         seconds = round(time.monotonic() - began_s, 3)
@@ -355,17 +357,14 @@ class Uploader(Observer):
             f"{in_shell(self._run_folder)} without a mirror.",
         )
 
-    def _prune(self, newest: int, there: dict[int, str]) -> None:
+    def _prune(self, newest: int, there: dict[int, Stored]) -> None:
         """Delete the checkpoints in the mirror that were sent from here and deleted here."""
         assert self._record is not None, "the mirror is claimed before anything is sent"
         local = local_digests(self._run_folder)
         if not local:
             return
         for step in sorted(there.keys() & set(self._record.sent) - local.keys() - {newest}):
-            remote = self._store.checkpoint(step)
-            remote.remove(catalog.MANIFEST)  # so that no half of it counts
-            del there[step]
-            remote.delete()
+            self._store.delete(there.pop(step).folder)
         self._remember([])
 
     def _remember(self, steps: Iterable[int], *, lacking: Iterable[int] = ()) -> None:
@@ -382,3 +381,8 @@ class Uploader(Observer):
         assert self._record is not None, "the mirror is claimed before anything is sent"
         self._record = self._record.model_copy(update=fields)
         write_record(self._run_folder, self._record)
+
+
+def _lacking(local: Mapping[int, str], there: Mapping[int, Stored]) -> set[int]:
+    """Return the steps of checkpoints here that the mirror lacks, or has with other content."""
+    return {step for step in local if step not in there or there[step].digest != local[step]}

@@ -6,11 +6,12 @@ import torch
 from export_shapes import EIGENSTATE, OWN_SHAPES, SHAPES
 
 from flatout.data.tokenizers import make_tokenizer
-from flatout.data.tokenizers.bpe import RankTokenizer
+from flatout.data.tokenizers.bpe import SCHEMES, RankTokenizer
 from flatout.errors import ConfigError, DataError
 from flatout.inference.export import gguf as module
 from flatout.inference.export.gguf import FAMILIES, family_of
 from flatout.inference.export.gguf_tokenizer import write_vocabulary
+from flatout.inference.export.tokenizer_files import tokenizer_json
 from flatout.inference.load import load_run
 from flatout.models.eigenstate import EigenstateConfig
 from flatout.models.transformer import TransformerConfig
@@ -95,8 +96,6 @@ def test_a_trained_vocabulary_has_its_merges():
     ("scheme", "name"), [("gpt2", "gpt-2"), ("gpt4", "llama-bpe"), ("o200k", "gpt-4o")]
 )
 def test_published_patterns_have_a_name(scheme, name):
-    from flatout.data.tokenizers.bpe import SCHEMES
-
     pattern = next(pattern for pattern, known in SCHEMES.items() if known == scheme)
     pieces = [*(bytes([value]) for value in range(256)), b"ab"]
     assert vocabulary(RankTokenizer("made", pieces, pattern, 257))["tokenizer_pre_"] == name
@@ -177,3 +176,47 @@ def test_llama_cpp_computes_the_same_logits(make_run, export_to, shape):
     # llama.cpp keeps the cache of keys and values in fp16
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+TEXTS = (
+    "the run ",
+    "It's  two   spaces,\n\n\ta tab\r\nand 12345 67\n ",
+    "naïve café \u2014 \u201cquotes\u201d, e\u0301, a\u00a0b\u3000c ½ ²",
+    "Привет мир!!! ?? हिन्दी नमस्ते 日本語 ١٢٣",
+    "İstanbul ſ IT'S we'LL \U0001f642\U0001f469\u200d\U0001f467",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["byte", "char", "train:400", "gpt2", "gpt4", "o200k"])
+def test_llama_cpp_gives_the_same_ids(kind, tmp_path):
+    gguf = pytest.importorskip("gguf")
+    llama_cpp = pytest.importorskip("llama_cpp")
+    if kind in SCHEMES.values():
+        pieces = [b"he", b"the", b" t", b" the", b"12", b"123", b"12345", b"\n\n", b"'s"]
+        pieces = [*(bytes([value]) for value in range(256)), *pieces]
+        pattern = next(pattern for pattern, known in SCHEMES.items() if known == kind)
+        tokenizer = RankTokenizer("made", pieces, pattern, len(pieces))
+    else:
+        sample = [text for text in TEXTS if kind != "char" or text.isascii()]
+        tokenizer = make_tokenizer(kind, lambda _: sample * 20)
+    writer = gguf.GGUFWriter(tmp_path / module.FILE, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(32)
+    writer.add_block_count(0)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    write_vocabulary(writer, tokenizer_json(tokenizer), tokenizer.eot_id, tokenizer.vocab_size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    llama = llama_cpp.Llama(str(tmp_path / module.FILE), vocab_only=True, verbose=False)
+    for text in TEXTS:
+        if kind == "char" and not text.isascii():
+            continue
+        ids = list(tokenizer.encode(text))
+        assert llama.tokenize(text.encode(), add_bos=False) == ids
+        assert llama.detokenize(ids) == text.encode()

@@ -18,6 +18,7 @@ class Directory:
 
     def __init__(self, path):
         self.path = path
+        self.url = f"{URL}/{path.name}"
         self.events = []
         self.uploaders = []
         layout.write_config(path, load_config(None, [f"checkpoint.mirror={URL}"]))
@@ -33,7 +34,7 @@ class Directory:
 
     def started(self, **options):
         """Return a claimed and started uploader."""
-        uploader = Uploader(self.path, f"{URL}/{self.path.name}", **options)
+        uploader = Uploader(self.path, self.url, **options)
         uploader.claim()
         uploader.start(self.report)
         self.uploaders.append(uploader)
@@ -68,10 +69,27 @@ def run(tmp_path, store):
 
 @pytest.fixture
 def mirrored(store):
-    """Return a function that lists the files in the mirror, or those of one checkpoint."""
+    """Return a function that lists the files in the mirror, or those of one directory there."""
 
-    def names(step=None):
-        start = "/bucket/runs/run/" if step is None else f"/bucket/runs/run/step-{step}/"
+    def names(folder=None):
+        folder = f"step-{folder}" if isinstance(folder, int) else folder
+        start = "/bucket/runs/run/" + (f"{folder}/" if folder else "")
         return {path.removeprefix(start) for path in store.store if path.startswith(start)}
 
     return names
+
+
+@pytest.fixture
+def refusing(store, monkeypatch):
+    """Return a function that makes the store refuse files of a name, or none."""
+    put_file = type(store).put_file
+
+    def refuse(name):
+        def put(self, lpath, rpath, **options):
+            if name and rpath.endswith(name):
+                raise PermissionError("not today")
+            put_file(self, lpath, rpath, **options)
+
+        monkeypatch.setattr(type(store), "put_file", put)
+
+    return refuse

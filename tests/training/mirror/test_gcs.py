@@ -11,6 +11,7 @@ import fsspec
 import pytest
 
 from flatout.errors import Stopped
+from flatout.training.mirror.remote import MirrorStore
 from flatout.training.run import run_training
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,6 @@ def test_a_lost_run_comes_back_from_google_cloud_storage(
     assert run_training(config, run)["weights_sha256"] == whole["weights_sha256"]
     assert events(run, "restore")[0]["step"] == 3
     found = {path.removeprefix("corpus/runs/run/") for path in gcs.find("corpus/runs/run")}
-    local = run / "checkpoints" / "step-6"
-    assert {f"step-6/{path.name}" for path in local.iterdir()} <= found
+    local, copy = run / "checkpoints" / "step-6", MirrorStore(f"{URL}/run").complete()[6].folder
+    assert {f"{copy}/{path.name}" for path in local.iterdir()} <= found
     assert not any(path.startswith("step-3/") for path in found), "deleted here, deleted there"

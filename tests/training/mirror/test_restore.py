@@ -61,6 +61,20 @@ def test_the_newest_and_the_best_checkpoint_and_the_files_of_the_run_come_back(
     assert {path.name for path in (lost.path / "checkpoints").iterdir()} == {"step-1", "step-2"}
 
 
+def test_a_step_that_was_saved_again_comes_back_as_it_was_last(run, restore, mirrored):
+    run.checkpoint(5, state=STATE)
+    run.send()
+    run.delete(5)
+    run.checkpoint(5, state=STATE, model=b"WEIGHTS OF 5")
+    run.send()
+    assert "manifest.json" in mirrored("step-5.1")
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    assert restore() == [5]
+    stored = catalog.checkpoint_path(run.path, 5) / "model.safetensors"
+    assert stored.read_bytes() == b"WEIGHTS OF 5"
+
+
 def test_a_restored_run_takes_over_its_mirror(lost, restore, mirrored):
     restore()
     lost.checkpoint(3, state=STATE)

@@ -7,6 +7,7 @@ import pytest
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
+from flatout.training.mirror.remote import MirrorStore
 from flatout.training.mirror.session import sending
 from flatout.training.mirror.uploader import GRACE_S
 from flatout.training.run import run_training
@@ -69,9 +70,9 @@ def test_a_finished_run_sends_the_rest_when_it_is_started_again(
     with monkeypatch.context() as patched:
         patched.setattr(type(store), "put_file", refuse)
         summary = run_training(config, tmp_path / "run")
-    assert not store.exists("/bucket/runs/run/step-6/manifest.json")
+    assert MirrorStore(f"{URL}/run").complete() == {}
     assert run_training(config, tmp_path / "run", progress=messages)["run"] == summary["run"]
-    assert store.exists("/bucket/runs/run/step-6/manifest.json")
+    assert 6 in MirrorStore(f"{URL}/run").complete()
     assert store.exists("/bucket/runs/run/summary.json")
 
 
@@ -119,7 +120,7 @@ def test_a_server_that_does_not_answer_stops_a_new_run_but_not_a_resumed_one(
         run_training(config, tmp_path / "run", progress=messages)
     assert any("Checkpoints are sent when it answers" in line for line in messages.lines)
     run_training(config, tmp_path / "run")
-    assert store.exists("/bucket/runs/run/step-6/manifest.json")
+    assert 6 in MirrorStore(f"{URL}/run").complete()
 
 
 def test_a_mirror_inside_the_directories_of_the_run_is_refused(tiny_config, tmp_path):
@@ -132,4 +133,4 @@ def test_a_mirror_inside_the_directories_of_the_run_is_refused(tiny_config, tmp_
     run_training(
         config.with_values({"checkpoint.mirror": f"file://{tmp_path}/m"}), tmp_path / "run"
     )
-    assert (tmp_path / "m" / "run" / "step-6" / "manifest.json").exists()
+    assert 6 in MirrorStore(f"file://{tmp_path}/m/run").complete()

@@ -22,22 +22,6 @@ def puts(store):
 
 
 @pytest.fixture
-def refusing(store, monkeypatch):
-    """Return a function that makes the store refuse files of a name, or none."""
-    put_file = type(store).put_file
-
-    def refuse(name):
-        def put(self, lpath, rpath, **options):
-            if name and rpath.endswith(name):
-                raise PermissionError("not today")
-            put_file(self, lpath, rpath, **options)
-
-        monkeypatch.setattr(type(store), "put_file", put)
-
-    return refuse
-
-
-@pytest.fixture
 def stalled(store, monkeypatch):
     """An event that lets the store take model.safetensors, and one that it has been asked to."""
     put_file, release, asked = type(store).put_file, Event(), Event()
@@ -107,22 +91,6 @@ def test_half_a_checkpoint_that_is_gone_here_is_removed_there(run, refusing, mir
     refusing(None)
     run.send()
     assert (mirrored(5), mirrored(6)) == (set(), FILES)
-
-
-@pytest.mark.parametrize("interrupted", [True, False])
-def test_a_checkpoint_that_replaces_one_of_the_same_step_replaces_it_there(
-    run, store, refusing, mirrored, interrupted
-):
-    """Files of the same size in a store without checksums: only the manifest shows the change."""
-    run.checkpoint(5, optimizer=b"only here")
-    refusing("step-5/manifest.json" if interrupted else None)
-    run.send()
-    run.delete(5)
-    run.checkpoint(5, model=b"WEIGHTS OF 5")
-    refusing(None)
-    run.send()
-    assert mirrored(5) == FILES
-    assert store.cat("/bucket/runs/run/step-5/model.safetensors") == b"WEIGHTS OF 5"
 
 
 def test_what_is_deleted_here_is_deleted_there_once_a_newer_one_is_complete(run, mirrored):
