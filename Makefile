@@ -78,6 +78,8 @@ endef
 
 .venv/extras/.installed: pyproject.toml constraints.txt
 	$(call environment,[dev$(COMMA)all$(COMMA)services],constraints.txt,$(TORCH))
+	@QUIET=1 .ci/step "$(@D)/llama.log" "Building llama.cpp" "$(@D)/bin/python" $(PIP) -c constraints.txt "llama-cpp-python>=0.3" \
+	  || echo "llama.cpp was not built, so the tests that compare GGUF files with it are skipped. It needs a C++ compiler; $(@D)/llama.log has the output."
 
 .venv/oldest/.installed: pyproject.toml constraints.txt
 	@mkdir -p .venv && sed -e '/^torch==/d' -e 's/^triton==[^;]*/triton==$(OLDEST_TRITON)/' constraints.txt > .venv/oldest-constraints.txt
