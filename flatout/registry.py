@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable
@@ -301,6 +302,7 @@ MACHINES = YamlFolder("machines", "machine")
 RECIPES = YamlFolder("recipes", "recipe")
 SUFFIXES = {".yaml", ".yml"}
 """A recipe name that ends in one of these is a path."""
+_SETTING = re.compile(r"[a-z_]\w*(\.\w+)*=")
 
 
 def _require_no_dataset(name: str) -> None:
@@ -327,6 +329,12 @@ def recipe_path(recipe: str | Path) -> Path:
     Raises: ConfigError with the nearest file or name.
     """
     require_local(recipe, error=ConfigError)
+    if _SETTING.match(str(recipe)) and not Path(recipe).exists():
+        raise ConfigError(
+            f"{recipe} is a setting, and there is no recipe before it.",
+            fix=f"Name a recipe first, as in `demo {recipe}`: a YAML file, or one of `flatout list "
+            "recipes`.",
+        )
     path = Path(recipe)
     is_file = path.suffix.lower() in SUFFIXES
     if path.is_dir() and (is_file or str(recipe) not in RECIPES.names()):

@@ -31,6 +31,12 @@ CASES = [
         ("'shakespeare-char'",),
     ),
     Case(
+        "a setting in place of the recipe",
+        "train data.path=data/book",
+        ("data.path=data/book is a setting, and there is no recipe before it",),
+        ("demo data.path=data/book",),
+    ),
+    Case(
         "a misspelt recipe of `diagnose`",
         "diagnose shakespeare-chr",
         ("'shakespeare-chr'",),
