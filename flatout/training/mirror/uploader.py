@@ -265,10 +265,11 @@ class Uploader(Observer):
     ) -> None:
         """Send a checkpoint: what describes it first, then its files, its manifest last."""
         began_s = time.monotonic()
+        self._require_own()  # before anything there is replaced
         manifest = (source / catalog.MANIFEST).read_bytes()
-        digest, earlier = digest_of(manifest), there.get(step)
+        digest = digest_of(manifest)
         names = sorted(path.name for path in source.iterdir() if path.name != catalog.MANIFEST)
-        folder = self._store.folder_for(step, digest, earlier)
+        folder = self._store.folder_for(step, digest, there.get(step))
         remote = self._store.folder(folder)
         found = remote.files()
         if not found:
@@ -285,8 +286,6 @@ class Uploader(Observer):
         remote.send(source / catalog.MANIFEST, entry_of(source / catalog.MANIFEST))
         remote.remove(SENDING)
         there[step] = Stored(folder, manifest)
-        if earlier is not None:
-            self._store.delete(earlier.folder)
         self._waiting.discard(step)
         self._remember([step])
         seconds = round(time.monotonic() - began_s, 3)
@@ -319,6 +318,7 @@ class Uploader(Observer):
 
         Copies are sent: metrics and events grow meanwhile.
         """
+        self._require_own()
         loggers = self._run_folder / LOGGER_STATES
         states = sorted(loggers.iterdir()) if loggers.is_dir() else []
         files = [(self._store.top, self._run_folder / name) for name in RUN_FILES]
