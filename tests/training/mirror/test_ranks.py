@@ -11,7 +11,7 @@ import pytest
 
 from flatout.training.checkpoint import catalog
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 ROOT = Path(__file__).parents[3]
 STOP = """
