@@ -242,6 +242,7 @@ class Uploader(Observer):
 
     def _remove_leftovers(self, there: dict[int, Stored]) -> None:
         """Delete interrupted uploads that nothing continues, and what another has replaced."""
+        self._require_own()
         unsent = _lacking(local_digests(self._run_folder), there)
         for name, step in self._store.folders().items():
             if step not in unsent and (step not in there or name != there[step].folder):
@@ -280,7 +281,6 @@ class Uploader(Observer):
         ]
         transfer_all(f"Sending step {step}", jobs, 0, SILENT)
         self._send_run_files()
-        self._require_own()
         self._require_time()
         self._write_record(sending=[step])
         remote.send(source / catalog.MANIFEST, entry_of(source / catalog.MANIFEST))
@@ -363,6 +363,7 @@ class Uploader(Observer):
         local = local_digests(self._run_folder)
         if not local:
             return
+        self._require_own()
         for step in sorted(there.keys() & set(self._record.sent) - local.keys() - {newest}):
             self._store.delete(there.pop(step).folder)
         self._remember([])

@@ -259,23 +259,6 @@ def test_a_run_that_is_restored_elsewhere_while_it_sends_stops_sending(run, stal
     assert "manifest.json" not in mirrored(5)
 
 
-def test_a_run_that_was_restored_elsewhere_replaces_nothing_there(run, store, mirrored):
-    run.checkpoint(5)
-    uploader = run.started()
-    uploader.on_event({"event": "save", "step": 5})
-    while not run.of_kind("upload"):
-        uploader.on_tick(0, 0)
-    MirrorStore(uploader.url).write_sender(Sender(id="other", run="/data/run", host="nodeB"))
-    store.pipe_file("/bucket/runs/run/step-6/sending.json", b"theirs")
-    store.pipe_file("/bucket/runs/run/metrics.jsonl", b"theirs")
-    (run.path / "metrics.jsonl").write_text("ours")
-    run.checkpoint(6)
-    uploader.close(SILENT)
-    assert "nodeB" in run.of_kind("upload_failed", "reason")[0]
-    assert mirrored(6) == {"sending.json"}
-    assert store.cat("/bucket/runs/run/metrics.jsonl") == b"theirs"
-
-
 def test_compressed_files_have_another_name_and_the_same_manifest(run, store, mirrored):
     path = run.checkpoint(5, model=b"a" * 100_000)
     run.send(compress=True)
