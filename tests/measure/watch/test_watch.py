@@ -7,15 +7,19 @@ import json
 import logging
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
+from own_time import OwnTime
 from watching import batches, train
 
 import flatout
 from flatout.errors import ConfigError, OutputInUse
+from flatout.measure.instruments.phase_timer import PhaseTimer
 from flatout.measure.watch import loop as watch_loop
 from flatout.measure.watch import watch as watch_module
+from flatout.measure.watch import windows
 from flatout.measure.watch.watch import PHASES
 
 pytestmark = pytest.mark.slow
@@ -120,12 +124,21 @@ def test_without_step_each_batch_is_a_step(watch):
     assert watch.evidence().phases.compute_s > 0
 
 
-def test_evaluation_between_epochs_is_not_part_of_a_step(watch):
+def test_evaluation_between_epochs_is_not_part_of_a_step(watch, monkeypatch):
+    timer = partial(PhaseTimer, clock=OwnTime.perf_counter)
+    monkeypatch.setattr(watch_loop, "PhaseTimer", timer)
+    monkeypatch.setattr(windows, "time", OwnTime)
+
+    def evaluate():
+        until_s = time.thread_time() + 0.05
+        while time.thread_time() < until_s:
+            pass
+
     for _ in range(3):
         train(watch, 40)
         with watch.phase("evaluation"):
             for batch in watch(batches(3)):
-                time.sleep(0.05)
+                evaluate()
                 batch.sum()
     evidence = watch.evidence()
     assert watch.steps == 120
