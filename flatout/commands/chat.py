@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 RESET, QUIT = "/reset", "/quit"
 """Lines that are commands: start a new conversation, and end."""
+COMMANDS = f"{RESET} starts a new conversation, {QUIT} ends."
+_COMMAND = re.compile(r"/[a-z]+(?!\S)")
+"""What looks like a command: a path such as /etc/hosts does not."""
 
 
 class ChatTurn(Stored):
@@ -72,17 +76,20 @@ def chat(
 ) -> ChatResult:
     """Talk to a trained model: each line of standard input is a turn, and its reply is printed.
 
-    The line /reset starts a new conversation, and /quit or the end of the input ends. Turns are
-    written with the chat template that the run was trained with.
+    The line /reset starts a new conversation, and /quit or the end of the input ends; another
+    /word at the start of a line is refused. Turns are written with the chat template that the run
+    was trained with.
 
     The model keeps its state between turns, so that only new tokens are computed. When a
-    conversation does not fit the context, its oldest turns are left out, except the system prompt.
+    conversation does not fit the context, its oldest turns are left out, except the system prompt,
+    and a message says so the first time. A system prompt or a turn that does not fit on its own is
+    refused. On a terminal, a refused line is left out and the chat continues.
 
     Returns: the conversations; `write` receives the pieces of replies as they are written, and
              `lines` replaces standard input.
     Raises: CheckpointError when the run has no such checkpoint; ConfigError when a setting is out
-            of range; DataError when a template cannot be used, or a turn cannot be encoded;
-            UntrustedCode.
+            of range or the system prompt does not fit; DataError when a template cannot be used, or
+            a line is refused; UntrustedCode.
     """
     from flatout.inference.chat import ChatSession, Sampling
     from flatout.inference.load import load_run
@@ -94,6 +101,7 @@ def chat(
         _template(loaded.folder, chat_template),
         system=system,
         sampling=Sampling(temperature, top_k, top_p, seed, max_tokens),
+        progress=progress,
     )
     show = write or (lambda _piece: None)
     on_terminal = lines is None and sys.stdin is not None and sys.stdin.isatty()
@@ -110,7 +118,7 @@ def _converse(
 ) -> list[list[ChatTurn]]:
     """Reply to each line, and return the conversations.
 
-    Raises: DataError for a turn that cannot be encoded; on a terminal, it is shown instead.
+    Raises: DataError for a line that is refused; on a terminal, it is shown instead.
     """
     conversations: list[list[ChatTurn]] = []
     for line in lines:
@@ -122,12 +130,24 @@ def _converse(
             session.reset()
         elif content:
             try:
+                _require_turn(content)
                 _show_reply(session.reply(content), show)
             except DataError as error:
                 if not on_terminal:
                     raise
                 show(f"{error.what} {error.fix}\n")
     return [*conversations, *_spoken(session)]
+
+
+def _require_turn(content: str) -> None:
+    """Check that a line is not an unknown command.
+
+    Raises: DataError with the commands.
+    """
+    if word := _COMMAND.match(content):
+        raise DataError(
+            f"{word[0]} is not a command here, and was not sent to the model.", fix=COMMANDS
+        )
 
 
 def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[str]:
@@ -138,7 +158,7 @@ def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[s
     if sys.stdin is None:
         raise DataError("There is no standard input.", fix="Pipe the turns into the command.")
     if prompting:
-        show(f"{RESET} starts a new conversation, {QUIT} ends.\n")
+        show(f"{COMMANDS}\n")
     while True:
         if prompting:
             show("> ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,10 +13,12 @@ from flatout.conversation.rendering import Renderer
 from flatout.conversation.templates import ChatTemplate
 from flatout.conversation.turns import ASSISTANT
 from flatout.data.tokenizers.conversation import encode_pieces
+from flatout.errors import ConfigError, DataError
 from flatout.inference.generate import Context, draw_token
 from flatout.inference.load import LoadedRun
 from flatout.inference.text import DecodedText, StoppedText
 from flatout.json_io import JsonObject
+from flatout.progress import SILENT, Progress
 from flatout.training.evaluation import evaluating
 
 if TYPE_CHECKING:
@@ -43,7 +45,11 @@ class ChatSession:
     """A conversation with a model, which keeps its state of all turns so far.
 
     When the conversation does not fit the context, the oldest turns are left out, except the system
-    prompt, so that a quarter of the context, or `max_tokens`, is free for the reply.
+    prompt, so that a quarter of the context, or `max_tokens` if that is less, is free for the
+    reply. `progress` is told the first time. What does not fit on its own is refused, never cut.
+
+    Raises: ConfigError when the system prompt does not fit; BadConversation when the template
+            refuses it; DataError when the template fails.
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class ChatSession:
         *,
         system: str | None = None,
         sampling: Sampling | None = None,
+        progress: Progress = SILENT,
     ) -> None:
         self._model, self._tokenizer = loaded.model, loaded.tokenizer
         self._sampling = sampling or Sampling()
@@ -60,8 +67,11 @@ class ChatSession:
         self._max_context = loaded.config.data.seq_len
         device = next(self._model.parameters()).device
         self._generator = torch.Generator(device).manual_seed(self._sampling.seed)
+        self._progress, self._has_left_out = progress, False
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
+        if self._opening:
+            self._require_room_for_opening()
 
     def reset(self) -> None:
         """Start a new conversation, with the same system prompt."""
@@ -74,8 +84,9 @@ class ChatSession:
     def reply(self, content: str) -> Iterator[str]:
         """Yield the reply to a user's turn in pieces of whole characters; both join the messages.
 
-        Raises: BadConversation when the template refuses the turn; DataError when it fails, or when
-                the tokenizer cannot encode the turn. The conversation is then as before.
+        Raises: BadConversation when the template refuses the turn; DataError when it fails, when
+                the tokenizer cannot encode the turn, or when the turn does not fit the context. The
+                conversation is then as before.
         """
         first = self._first
         self.messages.append({"role": "user", "content": content})
@@ -85,6 +96,12 @@ class ChatSession:
             self.messages.pop()
             self._first = first
             raise
+        if self._first > first and not self._has_left_out:
+            self._has_left_out = True
+            self._progress.say(
+                "The conversation no longer fits the model's context, so the model does not see "
+                "its oldest turns from here on."
+            )
         text = ""
         try:
             for piece in self._generate(ids):
@@ -93,17 +110,52 @@ class ChatSession:
         finally:
             self.messages.append({"role": ASSISTANT, "content": text})
 
-    def _prompt(self) -> list[int]:
-        """Return the ids of the prompt, without the oldest turns if it is too long."""
+    @property
+    def _room(self) -> int | None:
+        """The maximum number of tokens of a prompt; None means no limit."""
         limit = self._context.max_tokens
-        room = limit and limit - min(self._sampling.max_tokens, limit // 4)
+        return limit and limit - min(self._sampling.max_tokens, limit // 4)
+
+    def _require_room_for_opening(self) -> None:
+        """Check that a short turn fits after the system prompt."""
+        ids, room = self._encoded([*self._opening, {"role": "user", "content": "?"}]), self._room
+        if room is not None and len(ids) > room:
+            raise ConfigError(
+                f"The system prompt does not fit: with one short turn it has {len(ids):,} tokens, "
+                f"and {self._room_in_words()}.",
+                fix="Shorten the system prompt, or train with a larger data.seq_len.",
+            )
+
+    def _prompt(self) -> list[int]:
+        """Return the ids of the prompt, without the oldest turns if it is too long.
+
+        Raises: DataError when the newest turn does not fit; BadConversation.
+        """
+        room = self._room
         while True:
-            seen = [*self._opening, *self.messages[self._first :]]
-            pieces = encode_pieces(self._tokenizer, self._renderer.prompt(seen))
-            ids = [index for found, _ in pieces for index in found.tolist()]
-            if room is None or len(ids) <= room or self._first >= len(self.messages) - 1:
+            ids = self._encoded([*self._opening, *self.messages[self._first :]])
+            if room is None or len(ids) <= room:
                 return ids
+            if self._first >= len(self.messages) - 1:
+                after = " after the system prompt" if self._opening else ""
+                raise DataError(
+                    f"The turn does not fit{after}: the prompt has {len(ids):,} tokens, and "
+                    f"{self._room_in_words()}.",
+                    fix="Shorten the turn, or train with a larger data.seq_len.",
+                )
             self._first += 2  # a user's turn and its reply
+
+    def _encoded(self, messages: Sequence[JsonObject]) -> list[int]:
+        """Return the ids of the text that asks for a reply to the last of these turns."""
+        pieces = encode_pieces(self._tokenizer, self._renderer.prompt(messages))
+        return [index for found, _ in pieces for index in found.tolist()]
+
+    def _room_in_words(self) -> str:
+        limit, room = self._context.max_tokens or 0, self._room or 0
+        return (
+            f"the model's context of {limit:,} has room for {room:,}, with {limit - room:,} kept "
+            "for the reply"
+        )
 
     def _generate(self, ids: list[int]) -> Iterator[str]:
         tokenizer, sampling, end = self._tokenizer, self._sampling, self._renderer.end_token

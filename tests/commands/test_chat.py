@@ -109,6 +109,36 @@ def test_a_bad_turn_from_a_pipe_is_an_error(run):
         chat(run, lines=["\ud800"])
 
 
+def test_an_unknown_command_is_answered_with_the_commands(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", Keyboard("/help\n/etc/hosts\n"))
+    pieces = []
+    result = chat(run, max_tokens=4, write=pieces.append)
+    assert any("/help is not a command" in p and "/reset starts" in p for p in pieces)
+    assert result.conversations[0][0].content == "/etc/hosts"
+    with pytest.raises(DataError, match="/help is not a command") as found:
+        chat(run, lines=["/help me"])
+    assert "/quit ends" in found.value.fix
+
+
+def test_what_does_not_fit_the_context_is_refused(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", Keyboard("x" * 100 + "\nHi\n"))
+    pieces = []
+    result = chat(run, max_tokens=4, write=pieces.append)
+    assert any("does not fit" in piece for piece in pieces)
+    assert result.conversations[0][0].content == "Hi"
+    code, _, err = typed(capsys, run, "--system", "S" * 100)
+    assert code == 2
+    assert "The system prompt does not fit" in err
+
+
+def test_turns_left_out_are_reported_on_standard_error(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'a' * 20}\n{'b' * 20}\n{'c' * 20}\n"))
+    code, out, err = typed(capsys, run, "--max-tokens", 4)
+    assert code == 0
+    assert err.count("does not see its oldest turns") == 1
+    assert "oldest turns" not in out
+
+
 def test_input_that_is_not_utf8_is_an_error(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
     with pytest.raises(DataError, match="not UTF-8"):

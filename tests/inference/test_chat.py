@@ -8,8 +8,9 @@ from scripted import EOT, Script
 from flatout.conversation.templates import ChatTemplate, named_template
 from flatout.conversation.turns import BadConversation
 from flatout.data.tokenizers.byte import ByteTokenizer
-from flatout.errors import DataError
+from flatout.errors import ConfigError, DataError
 from flatout.inference.chat import ChatSession, Sampling
+from flatout.progress import SILENT
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,16 @@ def session(model, template=PLAIN, seq_len=1000, **options):
     )
     options.setdefault("sampling", Sampling(temperature=0))
     return ChatSession(loaded, template, **options)
+
+
+class Lines(type(SILENT)):
+    """A progress that keeps its messages."""
+
+    def __init__(self):
+        self.lines = []
+
+    def say(self, line):
+        self.lines.append(line)
 
 
 def said(pieces):
@@ -115,11 +126,48 @@ def test_the_oldest_turns_are_left_out_when_the_context_is_full():
     assert len(talk.messages) == 7, "what was said is kept"
 
 
-def test_a_turn_longer_than_the_context_loses_its_beginning():
-    model = Model([*b"ok", EOT], max_seq_len=16)
-    talk = session(model, seq_len=16)
-    assert said(talk.reply("x" * 100)) == "ok"
-    assert bytes(model.reads[0]) == b"xxx\n\nAssistant:\n"
+def test_turns_left_out_are_reported_once():
+    model = Model([*b"one", EOT, *b"two", EOT, *b"three", EOT], max_seq_len=100)
+    said_lines = Lines()
+    talk = session(model, seq_len=100, system="S", progress=said_lines)
+    said(talk.reply("a" * 20))
+    assert said_lines.lines == []
+    said(talk.reply("b" * 20))
+    said(talk.reply("c" * 20))
+    assert len(said_lines.lines) == 1
+    assert "does not see its oldest turns" in said_lines.lines[0]
+
+
+def test_a_turn_longer_than_the_context_is_refused():
+    model = Model([*b"ok", EOT], max_seq_len=32)
+    talk = session(model, seq_len=32)
+    with pytest.raises(DataError, match=r"has 101 tokens, and .* of 32 has room for 24") as found:
+        said(talk.reply("x" * 82))
+    assert "Shorten the turn" in found.value.fix
+    assert (model.reads, talk.messages) == ([], [])
+    assert said(talk.reply("x" * 5)) == "ok", "a prompt of 24 tokens"
+
+
+def test_a_refused_turn_leaves_out_no_earlier_one():
+    model = Model([*b"ok", EOT, *b"yes", EOT], max_seq_len=100)
+    said_lines = Lines()
+    talk = session(model, seq_len=100, system="S", progress=said_lines)
+    said(talk.reply("a"))
+    with pytest.raises(DataError, match="after the system prompt"):
+        said(talk.reply("x" * 100))
+    said(talk.reply("b"))
+    assert said_lines.lines == []
+    assert [turn["content"] for turn in talk.messages] == ["S", "a", "ok", "b", "yes"]
+    beginning = [*b"System:\nS\n\nUser:\na"]
+    assert model.seen[len("ok") + 1][: len(beginning)] == beginning
+
+
+def test_a_system_prompt_longer_than_the_context_is_refused():
+    model = Model([*b"ok", EOT], max_seq_len=64)
+    with pytest.raises(ConfigError, match="system prompt does not fit") as found:
+        session(model, seq_len=64, system="S" * 60)
+    assert "Shorten the system prompt" in found.value.fix
+    assert said(session(model, seq_len=64, system="S").reply("Hi")) == "ok"
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_before():
