@@ -1,4 +1,4 @@
-"""Files have at most 400 lines, functions at most 50, not counting their docstrings."""
+"""Files have at most 700 lines, functions at most 80, not counting their docstrings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-FILE_LINES, FUNCTION_LINES = 400, 50
+FILE_LINES, FUNCTION_LINES = 700, 80
 
 
 def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -45,10 +45,10 @@ def test_functions_are_short(repository, no_violations):
 
 
 def test_the_rule_does_not_count_docstrings(source):
-    body = "\n".join(["    x = 1"] * 49)
+    body = "\n".join(["    x = 1"] * 79)
     docstring = '    """One.\n\n' + "    more\n" * 30 + '    """\n'
     assert long_functions(source(f"def f():\n{body}\n")) == []
     assert long_functions(source(f"def f():\n{docstring}{body}\n")) == []
     assert long_functions(source(f"def f():\n{body}\n    y = 2\n")) == [
-        "flatout/example.py:1 f: 51 lines"
+        "flatout/example.py:1 f: 81 lines"
     ]
