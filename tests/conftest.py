@@ -247,10 +247,10 @@ def build_run(tmp_path):
 
     runs = []
 
-    def make(config, folder=tmp_path / "run"):
+    def make(config, folder=tmp_path / "run", mesh=None):
         dataset = open_data(config.data)
         resolved, decisions = resolve(config, machine=probe(), dataset=dataset, world_size=1)
-        mesh = make_mesh(resolved.parallel, "cpu")
+        mesh = mesh or make_mesh(resolved.parallel, "cpu")
         run = build(
             resolved,
             machine=probe(),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from flatout.assembly.parts import Decision
+from flatout.assembly.plain import zero_in_place
 from flatout.assembly.recipe import Recipe, Transform
 from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
 from flatout.assembly.run import Run
@@ -89,7 +90,7 @@ def build(
         saver=recipe.state_saver(),
         peak=None,
         grad_sync=recipe.grad_sync,
-        zero_grad=recipe.zero_grad,
+        zero_grad=zero_in_place if model is not core else recipe.zero_grad,
         gc=recipe.gc,
         cudnn_benchmark=recipe.cudnn_benchmark,
         scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,

@@ -101,6 +101,27 @@ def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
         parameter.grad = None
 
 
+def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
+    """Set the gradients to zero in place, and allocate missing ones.
+
+    With DDP, gradients stay views of its buckets: it copies a gradient that backward allocated.
+    With CUDA graphs, autograd takes the first gradient it finds as the parameter's own, and one
+    that a graph wrote would be overwritten by the next micro-batch.
+    """
+    import torch
+
+    gradients = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+            gradients.append(parameter.grad)
+    if gradients:
+        torch._foreach_zero_(gradients)
+
+
 @contextmanager
 def automatic_gc() -> Iterator[Callable[[int], None]]:
     """Leave Python's garbage collector on; the callback for each step does nothing."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from flatout.models.language_model import LanguageModel
     from flatout.parallel.mesh import Mesh
 
@@ -15,8 +17,15 @@ def recompute_blocks(model: LanguageModel, **options: Any) -> LanguageModel:
     """Wrap each block in torch's `checkpoint` with these options; parameter names do not change."""
     from torch.utils.checkpoint import checkpoint
 
+    def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        # dynamo traces a function that calls `checkpoint`, and no partial of it
+        def call(*inputs: Tensor | None) -> Tensor:
+            return checkpoint(forward, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
+
+        return call
+
     for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
+        block.forward = recomputed(block.forward)
     return model
 
 

@@ -85,14 +85,12 @@ def _fix_buckets(copied: DistributedDataParallel, device: torch.device) -> None:
     DDP reduces its first gradients in one bucket, and all later ones in buckets in the order in
     which those first gradients arrived. With three or more processes the order of summation depends
     on the position in a bucket, so the first step after a resume would round differently than the
-    same step of an uninterrupted run.
+    same step of an uninterrupted run. The gradients, all zero, remain views of the buckets.
     """
     model, weights = copied.module, [p for p in copied.parameters() if p.requires_grad]
     copied.module = _ZeroGradients(weights)
     copied(torch.zeros((), device=device)).backward()
     copied.module = model
-    for weight in weights:
-        weight.grad = None
 
 
 def _copy_from_main(model: nn.Module) -> None:

@@ -11,19 +11,23 @@ if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
     from flatout.parallel.mesh import Mesh
 
+MOST_BLOCKS = 16
+"""The deepest model that is compiled as a whole."""
+
 
 def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
-    """Compile in place, which keeps parameter names; block by block with several processes.
+    """Compile in place, which keeps parameter names; by block with several processes, or if deep.
 
     The hooks of fully_shard break a whole graph. Under DDP, the backward pass of a whole graph is
     one piece: all gradients arrive at its end, and their synchronisation overlaps with nothing. By
     block, it starts with the last block's. torch's own remedy (`optimize_ddp`) splits the graph of
     what is compiled inside DDP's forward, which the warm-up avoids, and no graph that contains a
-    higher-order operation such as flex-attention.
+    higher-order operation such as flex-attention. Compiling a whole model takes time in proportion
+    to its blocks, minutes for 48; by block, all of one shape share a graph.
     """
     from flatout.assembly.transforms import compile_blocks
 
-    if mesh is not None and mesh.world_size > 1:
+    if (mesh is not None and mesh.world_size > 1) or len(model.blocks) > MOST_BLOCKS:
         return compile_blocks(model, mesh)
     model.compile(dynamic=False, options=dict(model.compiler_options) or None)
     return model
@@ -34,7 +38,7 @@ SPEEDUP = Speedup(
     fills={"compilation": "whole model"},
     transform=Transform("compile", _compile),
     saves="time: elementwise operations are fused, and the model runs without Python's "
-    "overhead; with several processes, each block is compiled by itself",
+    "overhead; with several processes or more than 16 blocks, each block is compiled by itself",
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.plain import zero_in_place
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from flatout.models.language_model import LanguageModel
     from flatout.parallel.mesh import Mesh
 
@@ -23,7 +22,7 @@ def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     A graph writes its results to the same memory at each launch, so the compiler must be told when
     the previous ones are no longer needed: at every call of the model. By then a step has added the
     last loss to its sum, in stream order, and gradients have been added to memory that no graph
-    owns (`zero_in_place`).
+    owns (`plain.zero_in_place`).
     """
     import torch
 
@@ -37,26 +36,6 @@ def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
 
     model._compiled_call_impl = call
     return model
-
-
-def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
-    """Set the gradients to zero in place, and allocate missing ones.
-
-    Autograd takes the first gradient it finds as the parameter's own; one that a graph wrote would
-    be overwritten by the next micro-batch. It adds to a gradient that exists already.
-    """
-    import torch
-
-    gradients = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.empty(
-                    parameter.shape, dtype=parameter.dtype, device=parameter.device
-                )
-            gradients.append(parameter.grad)
-    if gradients:
-        torch._foreach_zero_(gradients)
 
 
 def _why_not(machine: Machine, config: RunConfig) -> str | None:

@@ -1,9 +1,9 @@
-"""Selective activation checkpointing: keep matmuls and attention, recompute everything else."""
+"""Selective activation checkpointing: keep matmuls, attention and scans, recompute the rest."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.recipe import Off, Promise, Speedup, Transform
 
@@ -12,42 +12,42 @@ if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
 
 
+KEPT = {
+    *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm"),
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_attention_math",
+    "torch_attn::_varlen_attn",
+    "flex_attention",
+    "flatout::flash4",
+    "flatout::onednn_product",
+    "flatout::scan",
+    "mkldnn::_linear_pointwise",
+}
+"""Operations whose recomputation costs much per byte: matmuls, attention and the scan."""
+
+
 def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     from flatout.assembly.transforms import recompute_blocks
 
-    return recompute_blocks(
-        model, context_fn=partial(create_selective_checkpoint_contexts, _kept_operations())
-    )
+    def policy(_context: object, operation: Any, *_inputs: Any, **_options: Any) -> object:
+        is_kept = operation.name() in KEPT
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
-def _kept_operations() -> list[object]:
-    """Return the operations whose recomputation costs much per byte: matmuls and attention."""
-    import torch
-    from torch.nn.attention import varlen  # noqa: F401  # the import registers its operation
-
-    products = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
-    attention = (
-        "flash_attention",
-        "flash_attention_for_cpu",
-        "efficient_attention",
-        "cudnn_attention",
-        "attention_math",
-    )
-    names = [*products, *(f"_scaled_dot_product_{kind}" for kind in attention)]
-    found = [getattr(torch.ops.aten, name, None) for name in names]
-    found.append(getattr(torch.ops.torch_attn, "_varlen_attn", None))
-    kept = [operation.default for operation in found if operation is not None]
-    return [*kept, torch.ops.higher_order.flex_attention]
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return recompute_blocks(model, context_fn=contexts)
 
 
 SPEEDUP = Speedup(
     name="selective-checkpointing",
     fills={"activations": "products and attention"},
     transform=Transform("checkpointing", _recompute),
-    saves="memory: backward recomputes norms, activations and sums, but not matmuls and "
-    "attention, which are nearly all of the work",
+    saves="memory: backward recomputes norms, activations and sums, but not matmuls, attention "
+    "and scans, which are nearly all of the work",
     promise=Promise.exact(),
     rank=1020,
     auto={

@@ -1,11 +1,19 @@
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from flatout.assembly.selection import speedup_named
 from flatout.config.sections import ParallelConfig
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops
 from flatout.parallel.data import wrap
 from flatout.parallel.mesh import Mesh, make_mesh
+from flatout.training.step import train_step
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +86,7 @@ def test_the_buckets_of_ddp_do_not_change_after_the_first_reduction(group_of_one
     """Otherwise three or more processes would sum in another order after a resume."""
     core = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
     model = wrap(core, Mesh(0, 2, 0, 2, 1, torch.device("cpu")))
-    assert all(parameter.grad is None for parameter in core.parameters())
+    assert all(not parameter.grad.any() for parameter in core.parameters())
     names, exchanged = {parameter: name for name, parameter in core.named_parameters()}, []
 
     def recorded(_state, bucket):
@@ -95,6 +103,46 @@ def test_the_buckets_of_ddp_do_not_change_after_the_first_reduction(group_of_one
         layouts.append(list(exchanged))
     assert layouts[0] == layouts[1] == layouts[2]
     assert layouts[0] == [["2.bias", "2.weight", "1.bias", "1.weight", "0.bias", "0.weight"]]
+
+
+def test_gradients_stay_in_the_buckets_of_ddp(group_of_one, build_run, tiny_config):
+    """DDP copies a gradient that backward allocates into its bucket."""
+    run = build_run(tiny_config(), mesh=Mesh(0, 2, 0, 2, 1, torch.device("cpu")))
+    for _ in range(2):  # DDP orders its buckets anew after the first pass
+        train_step(run, next(run.feed))
+    buckets = {p.grad.untyped_storage().data_ptr() for p in run.trained()}
+    assert len(buckets) == 1
+    train_step(run, next(run.feed))
+    assert {p.grad.untyped_storage().data_ptr() for p in run.trained()} == buckets
+    assert not any(p.grad.any() for p in run.trained())
+
+
+@pytest.fixture
+def traced(monkeypatch):
+    """Trace without generating code, and count the graphs."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("layout", ["plain", "ddp", "fully_shard"])
+@pytest.mark.parametrize("kept", [None, "checkpointing", "selective-checkpointing"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_blocks_that_are_recomputed_are_compiled(group_of_one, traced, layout, kept):
+    shape = {"vocab_size": 64, "num_layers": 3, "d_model": 16, "num_heads": 2}
+    core = Transformer(Transformer.check(shape, seq_len=8), Ops.plain())
+    mesh = make_mesh(ParallelConfig(), "cpu")
+    sharded = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    if layout != "plain":
+        mesh = replace(mesh, world_size=2, device_mesh=sharded if layout != "ddp" else None)
+    for name in filter(None, [kept, "compile-blocks"]):
+        speedup_named(name).transform.apply(core, mesh)
+    before = traced()
+    tokens_BT = torch.zeros(2, 8, dtype=torch.int64)
+    wrap(core, mesh)(tokens_BT, tokens_BT.clone())[0].backward()
+    assert traced() - before == 2, "one for the blocks, which have one shape, and one for the loss"
 
 
 @pytest.mark.faults

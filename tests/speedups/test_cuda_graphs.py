@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.assembly.plain import zero_in_place
 from flatout.assembly.selection import select, speedup_named
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.speedups.cuda_graphs import zero_in_place
 from flatout.training.run import run_training
 from flatout.training.step import train_step
 
