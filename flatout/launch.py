@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
+from flatout.config.sections import ParallelConfig
 from flatout.errors import (
     ConfigError,
     HardwareError,
@@ -33,6 +34,11 @@ POLL_S = 0.05
 KILL_AFTER_S = 10.0
 """Seconds after the first failure until the other processes are killed: they may be waiting for the
 failed one in an operation that no signal interrupts.
+"""
+STOP_WITHIN_S = 60.0
+"""Seconds after a process has stopped with exit code 75 until the others are killed: they stop at
+the same step, the main one after sending checkpoints to a mirror for up to 25 s. One that a
+watchdog ended leaves behind the one that is stuck.
 """
 SAME_REQUEST_S = 1.0
 """A SIGINT within this time repeats the first one: terminal and launcher may both send it."""
@@ -81,6 +87,34 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
     return int(devices or 1)
 
 
+def replicas(config: ParallelConfig, world_size: int) -> int:
+    """Return the number of copies of the model in `world_size` processes.
+
+    Raises: ConfigError when replicate times shard is not that number.
+    """
+    replicate = (
+        max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
+    )
+    if replicate * config.shard == world_size:
+        return replicate
+    stated = (
+        f"parallel.shard={config.shard}"
+        if config.replicate == "auto"
+        else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
+    )
+    processes = replicate * config.shard
+    launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
+    fix = (
+        f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
+        "parallel.shard."
+        if world_size == 1
+        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
+        f"start {launch}."
+    )
+    noun = "process" if world_size == 1 else "processes"
+    raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)
+
+
 def program(words: Sequence[str]) -> list[str]:
     """Return a command that runs `flatout WORDS` with the import path of this process."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from flatout.__main__ import main; main()"
@@ -93,8 +127,9 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
     When one of them fails, the others are ended. When one has recorded a smaller micro-batch, all
     start again. Threads are limited to the rank's share of the `cores`, unless OMP_NUM_THREADS is
     set.
-    Raises: RunFailed when a process other than the main one failed, or one was killed; Interrupted
-            when a signal ended them before they could save.
+    Raises: RunFailed when a process other than the main one failed, or one was killed; Stopped when
+            one did not end after the others had stopped; Interrupted when a signal ended them
+            before they could save.
     """
     shared = {
         "OMP_NUM_THREADS": str(max(1, cores // count)),
@@ -194,8 +229,8 @@ def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[_Re
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
     """Wait for every process, and return the run's exit code; after a failure, end the rest."""
     failed: int | None = None
-    kill_at_s = float("inf")
-    while None in [process.poll() for process in ranks]:
+    kill_at_s = stop_by_s = float("inf")
+    while None in (codes := [process.poll() for process in ranks]):
         time.sleep(POLL_S)
         if failed is None:
             failed = _first_failed(ranks)
@@ -203,9 +238,16 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
                 kill_at_s = time.monotonic() + KILL_AFTER_S
                 if not received.numbers:
                     _signal_all(ranks, signal.SIGTERM)
-        if time.monotonic() > min(kill_at_s, received.quit_at_s):
-            for process in ranks:
-                _kill(process)
+            elif Stopped.exit_code in codes:
+                stop_by_s = min(stop_by_s, time.monotonic() + STOP_WITHIN_S)
+        if time.monotonic() > min(kill_at_s, received.quit_at_s, stop_by_s):
+            stuck = [rank for rank, process in enumerate(ranks) if _kill(process)]
+            if stop_by_s < kill_at_s and stuck:
+                raise Stopped(
+                    f"Rank {stuck[0]} did not end within {STOP_WITHIN_S:.0f} s after another rank "
+                    "had stopped, and was killed.",
+                    fix="Run the same command again to continue.",
+                )
     failed = _first_failed(ranks) if failed is None else failed
     if failed is None:
         return max(process.returncode for process in ranks)
@@ -274,11 +316,13 @@ def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
         process.send_signal(number)  # does nothing if the process has ended
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that is still running, with those that it started."""
-    if process.poll() is None:
+def _kill(process: subprocess.Popen[bytes]) -> bool:
+    """Kill a process with those that it started; return whether it was still running."""
+    is_running = process.poll() is None
+    if is_running:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    return is_running
 
 
 def _free_port() -> int:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from flatout import launch as module
-from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed, SmallerBatch
+from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed, SmallerBatch, Stopped
 from flatout.hardware import Machine
 from flatout.launch import MOST_PER_CORE, launch, num_processes, program
 
@@ -175,6 +175,17 @@ def test_a_rank_that_cannot_be_interrupted_is_killed(monkeypatch):
     text = f"import signal\nif rank == 1:\n sys.exit(3)\nsignal.signal(15, signal.SIG_IGN)\n{WAIT}"
     with pytest.raises(RunFailed, match="Rank 1 failed with exit code 3"):
         start(text)
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_is_stuck_when_another_has_stopped_is_killed(monkeypatch, stopped):
+    """A watchdog has ended the other one, and the run resumes."""
+    monkeypatch.setattr(module, "STOP_WITHIN_S", 0.2)
+    text = f"import signal\nif rank == {1 - stopped}:\n sys.exit(75)\n"
+    text += "os.kill(os.getpid(), signal.SIGSTOP)"
+    with pytest.raises(Stopped, match=rf"Rank {stopped} did not end within .* was killed") as ended:
+        start(text)
+    assert ended.value.exit_code == 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 
@@ -18,20 +17,19 @@ from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.preflight import check_names
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import assemble, select
+from flatout.assembly.sizes import resolve_batch
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import ConfigError
 from flatout.hardware import ASSUMED_MFU, Machine
+from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
 from flatout.ops.newton_schulz import batched, compiled
-from flatout.parallel.mesh import replicas
 from flatout.roof import peak_tflops
 
-DEFAULT_TOKENS_PER_STEP = 65_536
-"""Tokens per optimizer step if the configuration sets none of the three batch keys."""
 known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""
 
@@ -54,7 +52,7 @@ def resolve(
     Raises: ConfigError when sizes contradict each other.
     """
     config = _resolve_model(config, dataset)
-    config = _resolve_batch(config, world_size)
+    config = resolve_batch(config, world_size)
     requested = config.train
     config = _resolve_length(config, requested, dataset, None)
     check_names(config)
@@ -158,7 +156,7 @@ def expected_minutes(config: RunConfig, tflops: float) -> float | None:
 
     Units:  tflops is the rate of all processes together.
     """
-    config = _resolve_batch(config, 1) if config.batch.tokens_per_step is None else config
+    config = resolve_batch(config, 1) if config.batch.tokens_per_step is None else config
     tokens = (
         config.train.tokens
         if config.train.steps is None
@@ -256,69 +254,6 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
     )
 
 
-def _resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
-    """Compute tokens_per_step, rows_per_device or accumulate from the other two."""
-    batch, seq_len = config.batch, config.data.seq_len
-    tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
-    row_tokens = seq_len * world_size
-    if tokens is None and rows != "auto":
-        tokens = rows * (accumulate or 1) * row_tokens
-    if tokens is None:
-        tokens = max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) * row_tokens * (accumulate or 1)
-    per_micro_batch = (
-        row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
-    )
-    all_stated = accumulate and rows != "auto"
-    if tokens % per_micro_batch or (all_stated and tokens != per_micro_batch):
-        nearest = (
-            per_micro_batch
-            if all_stated
-            else max(round(tokens / per_micro_batch), 1) * per_micro_batch
-        )
-        parts = f"data.seq_len={seq_len}" + (f" x {world_size} processes" if world_size > 1 else "")
-        parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
-        parts += f" x batch.accumulate={accumulate}" if accumulate else ""
-        raise ConfigError(
-            f"batch.tokens_per_step={tokens} does not fit {parts}.",
-            fix=f"Set batch.tokens_per_step={nearest}.",
-        )
-    if rows == "auto" and accumulate is not None:
-        rows = tokens // (row_tokens * accumulate)
-    values: dict[str, Any] = {"batch.tokens_per_step": tokens, "batch.rows_per_device": rows}
-    if rows != "auto":
-        values["batch.accumulate"] = tokens // (row_tokens * rows)
-    return config.with_values(values)
-
-
 def epoch_tokens(dataset: AnyDataset, seq_len: int) -> int:
     """Return the tokens in one pass over the training split or mix, in whole sequences."""
     return dataset.split("train").num_sequences(seq_len) * seq_len
-
-
-def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
-    """Return a resolved configuration for another number of processes, with the same steps.
-
-    The micro-batch keeps its rows, or shrinks to the most that divide a process's share.
-    Raises: ConfigError when the sequences of a step cannot be divided.
-    """
-    sequences = (config.batch.tokens_per_step or 0) // config.data.seq_len
-    if sequences % world_size or world_size % config.parallel.shard:
-        raise ConfigError(
-            f"A step of {sequences} sequences cannot be divided among {world_size} processes "
-            f"with parallel.shard={config.parallel.shard}.",
-            fix=f"Use a number of processes that divides {sequences} "
-            "and is a multiple of parallel.shard.",
-        )
-    share = sequences // world_size
-    rows = next(
-        rows
-        for rows in range(min(int(config.batch.rows_per_device), share), 0, -1)
-        if share % rows == 0
-    )
-    return config.with_values(
-        {
-            "batch.rows_per_device": rows,
-            "batch.accumulate": share // rows,
-            "parallel.replicate": world_size // config.parallel.shard,
-        }
-    )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import ValidationError
 
 from flatout.assembly import preflight
+from flatout.assembly.sizes import for_world_size, resolve_batch
 from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, TrustCode
 from flatout.commands.eval import DatasetScore, score_table
@@ -16,10 +17,11 @@ from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError
 from flatout.hardware import probe
 from flatout.json_io import JsonObject
-from flatout.launch import num_processes
+from flatout.launch import num_processes, replicas
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.training.metrics.observers import Observer
+from flatout.training.run_dir.layout import read_config, run_name
 from flatout.training.run_dir.lookup import RUNS, resume_path
 
 if TYPE_CHECKING:
@@ -153,13 +155,27 @@ def check(
     preflight.check(load_config(recipe, overrides or (), trust_code=trust_code), progress=progress)
 
 
-def processes(recipe: str, overrides: list[str] | None, trust_code: bool = False) -> int:
+def processes(
+    recipe: str,
+    overrides: list[str] | None,
+    run: Path | None = None,
+    trust_code: bool = False,
+) -> int:
     """Return the number of processes that `train.devices` asks for.
 
-    Raises: UsageError.
+    Raises: UsageError, also when they cannot divide a step of a new run, or of a stored one.
     """
-    wanted = load_config(recipe, overrides or (), trust_code=trust_code).train
-    return num_processes(wanted.devices, wanted.device, probe()) if wanted.devices else 1
+    config = load_config(recipe, overrides or (), trust_code=trust_code)
+    wanted = config.train
+    count = num_processes(wanted.devices, wanted.device, probe()) if wanted.devices else 1
+    if count > 1:
+        stored = read_config(RUNS / run_name(config) if run is None else run)
+        if stored is None:
+            replicas(config.parallel, count)
+            resolve_batch(config, count)
+        else:
+            for_world_size(stored, count)
+    return count
 
 
 def require_local_run(run: Path | str | None, resume: str) -> None:
@@ -184,7 +200,7 @@ def train_config(
 ) -> TrainResult:
     """Train a configuration built in Python; arguments, result and errors are those of `train`."""
     from flatout.training.run import run_training
-    from flatout.training.run_dir.layout import damaged_summary, run_name
+    from flatout.training.run_dir.layout import damaged_summary
 
     require_local_run(run, str(resume))
     run_dir = RUNS / run_name(config) if run is None else Path(run)

@@ -170,9 +170,17 @@ class LanguageModel(nn.Module, ABC):
 
     def _through_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
         hidden_BTD = self.embed(tokens_BT)
+        shared = self.shared_by_blocks(tokens_BT, doc_ids_BT)
         for block in self.blocks:
-            hidden_BTD = block(hidden_BTD, doc_ids_BT)
+            hidden_BTD = block(hidden_BTD, doc_ids_BT, *shared)
         return hidden_BTD
+
+    def shared_by_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> tuple[object, ...]:
+        """Return further arguments of every block, computed once per micro-batch.
+
+        Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
+        """
+        return ()
 
     @abstractmethod
     def embed(self, tokens_BT: Tensor) -> Tensor:

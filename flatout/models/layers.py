@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.decoding import KeyValueCache
@@ -141,13 +142,19 @@ class Attention(nn.Module):
         """Return what distinguishes a layer from others with the same modules."""
         return "" if self.window is None else f"window={self.window}"
 
-    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None) -> Tensor:
-        """Return the output of attention for each token.
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        doc_ids_BT: Tensor | None,
+        masks: dict[int | None, BlockMask] | None = None,
+    ) -> Tensor:
+        """Return the output of attention for each token; `masks` has `attention.block_masks`.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        return self._attend(*self._heads(hidden_BTD), doc_ids_BT)
+        blocks = masks.get(self.window) if masks else None
+        return self._attend(*self._heads(hidden_BTD), doc_ids_BT, blocks)
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
         """Return the output for the next tokens of a document, and add them to the cache.
@@ -156,7 +163,7 @@ class Attention(nn.Module):
         Returns: hidden_BTD.
         """
         q_BHTC, k_BGTC, v_BGTC = self._heads(hidden_BTD, start)
-        return self._attend(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start), None)
+        return self._attend(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start))
 
     def _heads(self, hidden_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values by head."""
@@ -182,11 +189,21 @@ class Attention(nn.Module):
         )
 
     def _attend(
-        self, q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None
+        self,
+        q_BHTC: Tensor,
+        k_BGSC: Tensor,
+        v_BGSC: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        blocks: BlockMask | None = None,
     ) -> Tensor:
-        capped = {} if self.softcap is None else {"softcap": self.softcap}
         out_BHTC = self.ops.attention(
-            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=self.window, **capped
+            q_BHTC,
+            k_BGSC,
+            v_BGSC,
+            doc_ids_BT=doc_ids_BT,
+            window=self.window,
+            softcap=self.softcap,
+            blocks=blocks,
         )
         return normed(self.output(out_BHTC.transpose(1, 2).flatten(2)), self.post_norm)
 
@@ -325,13 +342,19 @@ class Block(ResidualBlock):
         self.dropout = dropout
         self.is_parallel = is_parallel
 
-    def forward(self, hidden_BTD: Tensor, doc_ids_BT: Tensor | None = None) -> Tensor:
-        """Return the hidden states after this block.
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        masks: dict[int | None, BlockMask] | None = None,
+    ) -> Tensor:
+        """Return the hidden states after this block; `masks` has `attention.block_masks`.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        return self.added(hidden_BTD, self.attention(self.attention_norm(hidden_BTD), doc_ids_BT))
+        normed_BTD = self.attention_norm(hidden_BTD)
+        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, masks))
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
         """Return the hidden states of the next tokens of a document, and add them to the cache.

@@ -199,13 +199,6 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     return {name: each for name, each in model.named_modules() if isinstance(each, Adapter)}
 
 
-def frozen_parameters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters of the base; none when the model has no adapters."""
-    if not adapters_of(model):
-        return set()
-    return {parameter for parameter in model.parameters() if not parameter.requires_grad}
-
-
 def scale_of(model: nn.Module) -> float:
     """Return the factor of the adapters' output, which is the same in all layers."""
     return next(each.scale for each in adapters_of(model).values())

@@ -23,6 +23,7 @@ from flatout.models.embedding_model import EmbeddingModel
 from flatout.models.language_model import Flops, LanguageModelConfig
 from flatout.models.rotary import Rotary, linear, llama3, unscaled
 from flatout.ops import Ops
+from flatout.ops.attention import block_masks
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
@@ -255,6 +256,15 @@ class Transformer(EmbeddingModel):
         if self.position_embedding is not None:
             hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
         return layers.dropped(hidden_BTD, self.config.dropout, self.training)
+
+    def shared_by_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> tuple[object, ...]:
+        """Return the masks of FlexAttention, if the attention in use needs them.
+
+        Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
+        """
+        windows = map(self.config.window_of, range(self.config.num_layers))
+        masks = block_masks(self.ops.attention, tokens_BT, doc_ids_BT, windows)
+        return (masks,) if masks else ()
 
     def init_weights(self) -> None:
         """Initialise every parameter: matrices normal(0, 0.02), biases 0, norms 1.

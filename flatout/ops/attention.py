@@ -6,7 +6,7 @@ Letters: B rows, T queries, S keys, H query heads, G key and value heads, C head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from flatout.errors import ShapeError
 from flatout.ops import at_least_fp32, flash_attention_4, flex_attention, varlen_attention
@@ -35,13 +36,15 @@ def reference(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
     with `window`, only the last `window` positions, its own included; with `doc_ids_BT`, only
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
-    scaled scores to plus or minus that value with a tanh. Masked keys and values have no effect as
+    scaled scores to plus or minus that value with a tanh. `blocks` is the same mask for `flex`,
+    built once for all layers; other variants ignore it. Masked keys and values have no effect as
     long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products over
     all pairs are the definition; every variant must match them, gradients included.
 
@@ -72,6 +75,7 @@ def fused(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
     """`reference` through scaled_dot_product_attention, which never stores all scores.
 
@@ -117,6 +121,7 @@ def flex(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
     """`reference` through FlexAttention, which skips blocks of 128 tokens that are fully masked.
 
@@ -132,7 +137,9 @@ def flex(
     Raises:  ShapeError as `reference`.
     Source:  Dong et al. 2024, arXiv:2412.05496.
     """
-    return _by_kernel(flex_attention, fused, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap)
+    return _by_kernel(
+        flex_attention, fused, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
+    )
 
 
 def varlen(
@@ -143,6 +150,7 @@ def varlen(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
     """`reference` through torch's variable-length flash attention, one sequence per document.
 
@@ -160,7 +168,9 @@ def varlen(
              more documents.
     Source:  Dao 2023, arXiv:2307.08691.
     """
-    return _by_kernel(varlen_attention, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap)
+    return _by_kernel(
+        varlen_attention, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
+    )
 
 
 def flash4(
@@ -171,6 +181,7 @@ def flash4(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
     """`reference` through FlashAttention 4, from the package flash-attn-4.
 
@@ -185,7 +196,25 @@ def flash4(
     Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024,
              arXiv:2407.08608.
     """
-    return _by_kernel(flash_attention_4, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap)
+    return _by_kernel(
+        flash_attention_4, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
+    )
+
+
+def block_masks(
+    attend: Callable[..., Tensor],
+    tokens_BT: Tensor,
+    doc_ids_BT: Tensor | None,
+    windows: Iterable[int | None],
+) -> dict[int | None, BlockMask]:
+    """Return the `blocks` of a micro-batch by window, if this variant uses FlexAttention on a GPU.
+
+    Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
+    """
+    if attend not in (flex, varlen, flash4) or not tokens_BT.is_cuda:
+        return {}
+    masked = {w for w in windows if flex_attention.masks(tokens_BT.shape[1], doc_ids_BT, w)}
+    return {w: flex_attention.block_mask(tokens_BT, doc_ids_BT, w) for w in masked}
 
 
 def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
@@ -202,6 +231,7 @@ def _by_kernel(
     doc_ids_BT: Tensor | None,
     window: int | None,
     softcap: float | None,
+    blocks: BlockMask | None,
 ) -> Tensor:
     """Call the `attend` of a module, or `fallback` for inputs that it does not support.
 
@@ -210,9 +240,15 @@ def _by_kernel(
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
     if softcap is not None or not kernel.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
         return fallback(
-            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap
+            q_BHTC,
+            k_BGSC,
+            v_BGSC,
+            doc_ids_BT=doc_ids_BT,
+            window=window,
+            softcap=softcap,
+            blocks=blocks,
         )
-    return _on_gpu(kernel.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    return _on_gpu(kernel.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, blocks)
 
 
 def _on_gpu(
@@ -222,6 +258,7 @@ def _on_gpu(
     v_BGSC: Tensor,
     doc_ids_BT: Tensor | None,
     window: int | None,
+    blocks: BlockMask | None,
 ) -> Tensor:
     """Call a GPU kernel, or `fused` without a GPU.
 
@@ -229,7 +266,7 @@ def _on_gpu(
     kernel does not build.
     """
     if q_BHTC.is_cuda:
-        return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+        return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, blocks)
     if isinstance(q_BHTC, FakeTensor):
         return fused(q_BHTC, k_BGSC, v_BGSC)
     return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
@@ -243,6 +280,7 @@ def bf16(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
     """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
 

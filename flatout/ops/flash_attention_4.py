@@ -40,7 +40,12 @@ def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int
 
 
 def attend(
-    q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+    q_BHTC: Tensor,
+    k_BGTC: Tensor,
+    v_BGTC: Tensor,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+    _blocks: object = None,
 ) -> Tensor:
     """Return causal attention; `takes` ensures that `doc_ids_BT` and `window` mask nothing.
 

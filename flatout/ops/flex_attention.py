@@ -6,13 +6,12 @@ Letters: B rows, T tokens, H query heads, G key and value heads, C head size, N 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flatout.ops import product_dtype
 
@@ -26,10 +25,6 @@ memory of a multiprocessor.
 """
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_KEPT = WeakTensorKeyDictionary()
-"""Maps document ids to (their version and window, the mask), which all layers share in eager mode.
-"""
-
 
 def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> bool:
     """Return whether FlexAttention supports these inputs and has a block to skip.
@@ -37,32 +32,42 @@ def takes(q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int
     Shapes:  as `flatout.ops.attention.reference`.
     """
     num_tokens, head_dim = q_BHTC.shape[2:]
-    is_masked = doc_ids_BT is not None or (window is not None and window < num_tokens)
-    is_long = k_BGSC.shape[2] == num_tokens > BLOCK_TOKENS
     fits = HEAD_SIZES[0] <= head_dim <= HEAD_SIZES[1] and q_BHTC.dtype in DTYPES
-    return is_masked and is_long and fits
+    return fits and k_BGSC.shape[2] == num_tokens and masks(num_tokens, doc_ids_BT, window)
+
+
+def masks(num_tokens: int, doc_ids_BT: Tensor | None, window: int | None) -> bool:
+    """Return whether documents or the window may mask a whole block.
+
+    Shapes:  doc_ids_BT (B, T) integers.
+    """
+    is_masked = doc_ids_BT is not None or (window is not None and window < num_tokens)
+    return is_masked and num_tokens > BLOCK_TOKENS
 
 
 def attend(
-    q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+    q_BHTC: Tensor,
+    k_BGTC: Tensor,
+    v_BGTC: Tensor,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+    blocks: BlockMask | None = None,
 ) -> Tensor:
     """Return causal attention within documents and window, compiled here in eager mode.
 
-    Eager mode compiles for the first shape and once more for all others: each gets its own kernel,
-    so few shapes are best.
+    `blocks` is their `block_mask`, built here if it is None. Eager mode compiles for the first
+    shape and once more for all others: each gets its own kernel, so few shapes are best.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGTC, v_BGTC (B, G, T, C); doc_ids_BT (B, T) integers.
     Returns: out_BHTC in the dtype of q, in autocast's dtype under autocast.
     """
     q_BHTC, k_BGTC, v_BGTC = autocast(q_BHTC, k_BGTC, v_BGTC)
-    compiling = torch.compiler.is_compiling()
-    make_mask = block_mask if compiling else shared_block_mask
-    kernel: Any = flex_attention if compiling else _compiled()
+    kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTC: Tensor = kernel(
         q_BHTC,
         k_BGTC,
         v_BGTC,
-        block_mask=make_mask(doc_ids_BT, window, q_BHTC.shape[2], q_BHTC.device),
+        block_mask=block_mask(q_BHTC[:, 0, :, 0], doc_ids_BT, window) if blocks is None else blocks,
         enable_gqa=q_BHTC.shape[1] != k_BGTC.shape[1],
     )
     return out_BHTC
@@ -81,17 +86,16 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def block_mask(
-    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
-) -> BlockMask:
-    """Return the BlockMask: which key blocks a query block reads, and which need no masking.
+def block_mask(tokens_BT: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> BlockMask:
+    """Return the BlockMask of a micro-batch.
 
-    The mask is derived from the first and last position and the smallest and largest document id of
-    each block, so no T x T mask is built. A block is skipped only if no pair in it is visible; the
-    converse holds if ids never decrease along a row, as in packed rows. An incomplete last block
-    never counts as fully visible.
+    It says which key blocks a query block reads, and which of these need no masking. It is derived
+    from the first and last position and the smallest and largest document id of each block, so no
+    T x T mask is built. A block is skipped only if no pair in it is visible; the converse holds if
+    ids never decrease along a row, as in packed rows. An incomplete last block never counts as
+    fully visible.
 
-    Shapes:  doc_ids_BT (B, T) integers.
+    Shapes:  tokens_BT (B, T), of which only shape and device matter; doc_ids_BT (B, T) integers.
     Cost:    B N^2 comparisons; keeps 8 B N^2 integers of 4 bytes.
     """
 
@@ -103,7 +107,8 @@ def block_mask(
             visible = visible & (doc_ids_BT[row, query] == doc_ids_BT[row, key])
         return visible
 
-    some_BNN, all_BNN = _some_and_all_visible(doc_ids_BT, window, num_tokens, device)
+    num_tokens = tokens_BT.shape[1]
+    some_BNN, all_BNN = _some_and_all_visible(doc_ids_BT, window, num_tokens, tokens_BT.device)
     return BlockMask.from_kv_blocks(
         *_counts_and_indices(some_BNN & ~all_BNN),
         *_counts_and_indices(all_BNN),
@@ -111,36 +116,6 @@ def block_mask(
         mask_mod=is_visible,
         seq_lengths=(num_tokens, num_tokens),
     )
-
-
-def shared_block_mask(
-    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
-) -> BlockMask:
-    """Return `block_mask`, built once for all layers and cached while the document ids are alive.
-
-    The cache is not used while a CUDA graph is captured: a replay reads new ids from the same
-    memory and must rebuild the mask.
-
-    Shapes:  doc_ids_BT (B, T) integers.
-    """
-    if doc_ids_BT is None:
-        return _window_mask(window, num_tokens, device)
-    if _is_captured(device):
-        return block_mask(doc_ids_BT, window, num_tokens, device)
-    state = (doc_ids_BT._version, window)
-    if _KEPT.get(doc_ids_BT, (None, None))[0] != state:  # type: ignore[no-untyped-call]
-        _KEPT[doc_ids_BT] = (state, block_mask(doc_ids_BT.detach(), window, num_tokens, device))
-    mask: BlockMask = _KEPT[doc_ids_BT][1]
-    return mask
-
-
-def _is_captured(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-@lru_cache(maxsize=8)
-def _window_mask(window: int | None, num_tokens: int, device: torch.device) -> BlockMask:
-    return block_mask(None, window, num_tokens, device)
 
 
 def _some_and_all_visible(

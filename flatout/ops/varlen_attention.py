@@ -41,7 +41,12 @@ def takes(q_BHTC: Tensor, _: Tensor, doc_ids_BT: Tensor | None, window: int | No
 
 
 def attend(
-    q_BHTC: Tensor, k_BGTC: Tensor, v_BGTC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+    q_BHTC: Tensor,
+    k_BGTC: Tensor,
+    v_BGTC: Tensor,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+    _blocks: object = None,
 ) -> Tensor:
     """Return causal attention within the documents and the window, with all rows concatenated.
 

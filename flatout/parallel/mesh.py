@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatout.config.sections import ParallelConfig
-from flatout.errors import ConfigError
+from flatout.launch import replicas
 from flatout.parallel.rendezvous import Ranks, stated_ranks
 
 T = TypeVar("T")
@@ -95,31 +95,3 @@ def make_mesh(config: ParallelConfig, device: str, ranks: Ranks | None = None) -
         device_mesh,
         ranks.local_world_size,
     )
-
-
-def replicas(config: ParallelConfig, world_size: int) -> int:
-    """Return the number of copies of the model in `world_size` processes.
-
-    Raises: ConfigError when replicate times shard is not that number.
-    """
-    replicate = (
-        max(1, world_size // config.shard) if config.replicate == "auto" else config.replicate
-    )
-    if replicate * config.shard == world_size:
-        return replicate
-    stated = (
-        f"parallel.shard={config.shard}"
-        if config.replicate == "auto"
-        else f"parallel.replicate={replicate} x parallel.shard={config.shard}"
-    )
-    processes = replicate * config.shard
-    launch = f"with `torchrun --nproc-per-node {processes} -m flatout ...`"
-    fix = (
-        f"Set train.devices={processes}, start {launch}, or remove parallel.replicate and "
-        "parallel.shard."
-        if world_size == 1
-        else f"Set parallel.replicate=auto and parallel.shard to a divisor of {world_size}, or "
-        f"start {launch}."
-    )
-    noun = "process" if world_size == 1 else "processes"
-    raise ConfigError(f"{stated} does not fit {world_size} {noun}.", fix=fix)

@@ -8,17 +8,19 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from flatout.errors import ConfigError, RunFailed
@@ -26,11 +28,19 @@ from flatout.launch import LAUNCHER
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 USE_TORCHRUN = "Start with `torchrun --nproc-per-node N -m flatout ...`, which sets all of them."
+OTHER_PORT = (
+    "Set another MASTER_PORT for all processes of the run; `torchrun --standalone` finds a free "
+    "one."
+)
 START_TIMEOUT_S = 600.0
 """How long a process waits for the others to start; nodes of a cluster can start minutes apart."""
 REPORT_EVERY_S = 10.0
-STORE_TIMEOUT = timedelta(minutes=30)
-"""How long connected processes later wait for each other's addresses."""
+TIMEOUT = timedelta(hours=6)
+"""How long connected processes wait for each other: rank 0 may download a dataset or a checkpoint,
+or hash large ones. A process that ends is noticed at once, and the watchdog reports one that hangs.
+"""
+ANSWER_S = 20.0
+"""How long the main process may take to answer the others once its port accepts connections."""
 RELEASE_S = 0.2
 """A thread waits for at most a few of Python's 5 ms switch intervals; the rest is a margin for a
 busy machine.
@@ -121,7 +131,8 @@ def connect(device: str) -> Ranks:
             "set train.device=cpu.",
         )
     torch.cuda.set_device(ranks.local_rank)
-    _join("nccl", ranks, device_id=torch.device("cuda", ranks.local_rank))
+    # NCCL moves tensors; objects, such as the plan of a run, take the CPU's way.
+    _join("cpu:gloo,cuda:nccl", ranks, device_id=torch.device("cuda", ranks.local_rank))
     return ranks
 
 
@@ -140,6 +151,8 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         with _progress_reported(ranks, address), _ended_by_signals():
+            if ranks.rank > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                _require_main_process(address)
             store, _, _ = next(
                 rendezvous(
                     "env://",
@@ -148,24 +161,70 @@ def _join(backend: str, ranks: Ranks, **options: Any) -> None:
                     timeout=timedelta(seconds=START_TIMEOUT_S),
                 )
             )
-            store.set_timeout(STORE_TIMEOUT)
+            store.set_timeout(TIMEOUT)
             dist.init_process_group(
-                backend, store=store, rank=ranks.rank, world_size=ranks.world_size, **options
+                backend,
+                store=store,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                timeout=TIMEOUT,
+                **options,
             )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
+    except (RuntimeError, OSError) as error:  # torch has no common class for these errors
         if "EADDRINUSE" in str(error):
             raise ConfigError(
                 f"MASTER_PORT={os.environ['MASTER_PORT']} is in use by another program on this "
                 "machine.",
-                fix="Set another MASTER_PORT for all processes of the run; `torchrun --standalone` "
-                "finds a free one.",
+                fix=OTHER_PORT,
             ) from error
-        raise RunFailed(
-            f"The {ranks.world_size} processes of this run did not connect at {address} within "
-            f"{START_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}",
-            fix=f"Start each process with a different RANK from 0 to {ranks.world_size - 1}, on "
-            f"machines that can reach {address}, or use torchrun.",
-        ) from error
+        what = (
+            f"The {ranks.world_size} processes of this run did not connect at {address}: "
+            f"{str(error).splitlines()[0]}."
+        )
+        fix = (
+            f"Start each process with a different RANK from 0 to {ranks.world_size - 1}, on "
+            f"machines that can reach {address}, or use torchrun."
+        )
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            fix = (
+                "torchrun may have kept the addresses of processes that it has restarted: set "
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun."
+            )
+        raise RunFailed(what, fix=fix) from error
+
+
+def _require_main_process(address: str) -> None:
+    """Wait until something listens at MASTER_ADDR, and check that it is the run's main process.
+
+    torch waits without end for a program that does not answer, and START_TIMEOUT_S for one that
+    answers something else.
+    Raises: ConfigError; OSError when nothing listens.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    give_up_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=ANSWER_S).close()
+            break
+        except OSError:
+            if time.monotonic() > give_up_s:
+                raise
+            time.sleep(0.1)
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(RuntimeError):
+            limit = timedelta(seconds=ANSWER_S)
+            TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            answered.set()
+
+    thread = threading.Thread(target=ask, name="flatout-main-process", daemon=True)
+    thread.start()
+    thread.join(2 * ANSWER_S)
+    if not answered.is_set():
+        raise ConfigError(
+            f"The program at {address} is not the main process of this run.", fix=OTHER_PORT
+        )
 
 
 @contextmanager
@@ -223,12 +282,9 @@ def disconnect() -> None:
     """
     if not dist.is_initialized():
         return
-    backend = dist.get_backend()
     dist.destroy_process_group()
-    if backend == "gloo":
-        # Sharded models keep their groups in cycles; freeing a group here joins its threads.
-        gc.collect()
-        time.sleep(RELEASE_S)
+    gc.collect()  # sharded models keep their groups in cycles; freeing a group joins its threads
+    time.sleep(RELEASE_S)
 
 
 def stated_variables(names: Iterable[str]) -> dict[str, str]:

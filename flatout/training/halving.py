@@ -102,7 +102,8 @@ def _end_for_fewer_rows(run: Run, rows: int, error: Exception) -> NoReturn:
         f"{text}. The run directory now has batch.rows_per_device={rows}, with the same tokens per "
         "step.",
         fix="All processes start again, from the last checkpoint: by themselves with "
-        "train.devices or `torchrun --max-restarts=9`, otherwise run the same command again.",
+        "train.devices, or torchrun with --max-restarts=9 and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
+        "in its environment; otherwise run the same command again.",
     ) from error
 
 

@@ -29,7 +29,7 @@ from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect, launcher, stated_ranks
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
-from flatout.training.agreement import require_shared
+from flatout.training.agreement import require_same_settings, require_shared
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
@@ -93,6 +93,7 @@ def run_training(
         if ranks.rank == 0:
             stack.enter_context(hold_lock(folder, progress=progress))
         dataset = open_dataset(config, progress=progress)
+        require_same_settings(ranks, config, dataset)
         request = RunRequest(
             config,
             folder,

@@ -11,11 +11,11 @@ from flatout.assembly.memory import estimate
 from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import (
     epoch_tokens,
-    for_world_size,
     memory_bytes,
     resolve,
     workload_of,
 )
+from flatout.assembly.sizes import for_world_size
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine

@@ -21,7 +21,6 @@ from flatout.models.lora import (
     LoraLinear,
     adaptable,
     adapters_of,
-    frozen_parameters,
     merge,
     with_adapters,
 )
@@ -84,7 +83,6 @@ def test_only_adapters_have_gradients(shape):
     model(*random_tokens())[0].backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert trained == {name for name, _ in model.named_parameters() if ".adapters." in name}
-    assert frozen_parameters(model) == {p for p in model.parameters() if not p.requires_grad}
     assert all(model.parameter_kinds()[name] == "hidden" for name in trained)
 
 
@@ -226,7 +224,6 @@ def test_without_a_rank_the_model_is_unchanged():
     model = make_model(GPT)
     assert with_adapters(model, LoraConfig()) is model
     assert adapters_of(model) == {}
-    assert frozen_parameters(model) == set()
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 

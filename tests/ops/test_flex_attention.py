@@ -1,6 +1,7 @@
 """FlexAttention by its plain formula instead of the kernel, which has no backward on a CPU."""
 
-import gc
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as torch_flex
 
-from flatout.ops import attention, flex_attention
+from flatout.assembly.selection import speedup_named
+from flatout.models import transformer
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, attention, flex_attention
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +56,11 @@ def test_another_first_document_changes_no_bit_of_the_others(as_on_gpu):
 
 
 def mask_of(options, tokens):
-    return flex_attention.block_mask(
-        options["doc_ids_BT"], options["window"], tokens, torch.device("cpu")
-    )
+    return mask(options["doc_ids_BT"], options["window"], tokens)
+
+
+def mask(doc_ids_BT, window, tokens):
+    return flex_attention.block_mask(torch.empty(1, tokens), doc_ids_BT, window)
 
 
 @pytest.mark.parametrize("case", LONG)
@@ -78,42 +84,65 @@ def test_the_blocks_match_those_of_the_full_mask(case):
 
 def test_ids_in_any_order_skip_no_visible_pair():
     ids = torch.randint(3, (2, 520), generator=torch.Generator().manual_seed(3), dtype=torch.int32)
-    actual = flex_attention.block_mask(ids, None, 520, torch.device("cpu"))
+    actual = mask(ids, None, 520)
     expected = torch_flex.create_block_mask(actual.mask_mod, 2, None, 520, 520, device="cpu")
     assert not (expected.to_dense() > actual.to_dense()).any()
 
 
 def test_masked_blocks_are_skipped():
     halves = (torch.arange(4096) >= 2048).int().expand(1, -1)
-    device = torch.device("cpu")
-    assert int(flex_attention.block_mask(None, 4096, 4096, device).to_dense().sum()) == 32 * 33 // 2
-    assert (
-        int(flex_attention.block_mask(halves, None, 4096, device).to_dense().sum())
-        == 2 * 16 * 17 // 2
+    assert int(mask(None, 4096, 4096).to_dense().sum()) == 32 * 33 // 2
+    assert int(mask(halves, None, 4096).to_dense().sum()) == 2 * 16 * 17 // 2
+    assert int(mask(None, 128, 4096).to_dense().sum()) == 32 + 31
+
+
+@pytest.fixture
+def built(as_on_gpu, monkeypatch):
+    """Build masks as on a GPU, and return the windows of those that were built."""
+    windows, plain = [], flex_attention.block_mask
+
+    def build(tokens_BT, doc_ids_BT, window):
+        windows.append(window)
+        return plain(tokens_BT, doc_ids_BT, window)
+
+    monkeypatch.setattr(flex_attention, "block_mask", build)
+    monkeypatch.setattr(
+        transformer,
+        "block_masks",
+        lambda attend, tokens_BT, *inputs: attention.block_masks(
+            attend,
+            SimpleNamespace(shape=tokens_BT.shape, device=tokens_BT.device, is_cuda=True),
+            *inputs,
+        ),
     )
-    assert int(flex_attention.block_mask(None, 128, 4096, device).to_dense().sum()) == 32 + 31
+    return windows
 
 
-def test_layers_share_a_mask_while_the_ids_are_unchanged(monkeypatch):
-    ids = torch.zeros(1, 256, dtype=torch.int32)
-    device = torch.device("cpu")
-    first = flex_attention.shared_block_mask(ids, None, 256, device)
-    assert flex_attention.shared_block_mask(ids, None, 256, device) is first
-    assert flex_attention.shared_block_mask(ids, 8, 256, device) is not first
-    ids[:, 128:] = 1
-    other = flex_attention.shared_block_mask(ids, None, 256, device)
-    assert (int(first.to_dense().sum()), int(other.to_dense().sum())) == (3, 2)
-    assert flex_attention.shared_block_mask(
-        None, 8, 256, device
-    ) is flex_attention.shared_block_mask(None, 8, 256, device)
-    with monkeypatch.context() as capture:
-        capture.setattr(flex_attention, "_is_captured", lambda device: True)
-        assert flex_attention.shared_block_mask(ids, None, 256, device) is not other
-    assert flex_attention.shared_block_mask(ids, None, 256, device) is other
-    kept = len(flex_attention._KEPT)
-    del ids
-    gc.collect()
-    assert len(flex_attention._KEPT) == kept - 1
+# torch's compiler uses deprecated features of its own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("way", [(), ("checkpointing",), ("checkpointing", "compile-blocks")])
+def test_a_micro_batch_builds_each_mask_once(built, monkeypatch, way):
+    """Also if blocks are recomputed, and if each is compiled by itself."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    shape = {"vocab_size": 64, "num_layers": 4, "d_model": 32, "num_heads": 2}
+    shape |= {"window": 8, "full_attention_every": 2}
+    config = Transformer.check(shape, seq_len=256)
+    torch.manual_seed(0)
+    model = Transformer(config, Ops.plain(attention=attention.flex))
+    plain = Transformer(config, Ops.plain())
+    plain.load_state_dict(model.state_dict())
+    for name in way:
+        speedup_named(name).transform.apply(model, None)
+    tokens_BT = torch.randint(64, (2, 256), dtype=torch.int64)
+    doc_ids_BT = (torch.arange(256) >= 100).int().expand(2, -1)
+    losses = [each(tokens_BT, tokens_BT.clone(), doc_ids_BT)[0] for each in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    assert sorted(built, key=str) == [8, None]
+    torch.testing.assert_close(*losses)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
 
 
 # torch's compiler uses deprecated features of its own.

@@ -2,6 +2,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,45 @@ def test_a_port_in_use_is_named(environment, monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request", b"", None])
+def test_another_program_at_the_address_is_named(environment, monkeypatch, answer):
+    """torch would try for ten minutes, and without end if it gets no answer."""
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 1.0)
+    connections = []
+
+    def serve():
+        while True:
+            with suppress(OSError):
+                connections.append(taken.accept()[0])
+                if answer is not None:
+                    connections[-1].sendall(answer)
+                    connections[-1].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        threading.Thread(target=serve, daemon=True).start()
+        port = taken.getsockname()[1]
+        environment(**COMPLETE | {"RANK": 1, "LOCAL_RANK": 1, "MASTER_PORT": port})
+        with pytest.raises(
+            ConfigError, match=f"program at 127.0.0.1:{port} is not the main process"
+        ):
+            connect("cpu")
+    assert not dist.is_initialized()
+
+
+def test_an_error_after_a_restart_names_the_switch_of_torchrun(environment, monkeypatch):
+    """torchrun keeps the addresses of the first start, unless this is set."""
+    environment(**COMPLETE | {"RANK": 0, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": "1"})
+
+    def refused(*arguments, **options):
+        raise RuntimeError("Gloo connectFullMesh failed with timed out connecting\n more")
+
+    monkeypatch.setattr(rendezvous, "rendezvous", lambda *a, **o: iter([(dist.HashStore(), 0, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", refused)
+    with pytest.raises(RunFailed, match="timed out connecting") as failed:
+        connect("cpu")
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in failed.value.fix
+
+
 @pytest.mark.parametrize("port", ["many", "0", "70000"])
 def test_an_invalid_port_is_rejected(environment, port):
     environment(**COMPLETE | {"MASTER_PORT": port})
@@ -161,7 +202,7 @@ def test_a_process_alone_reports_that_it_waits_and_gives_up(environment, monkeyp
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment(**COMPLETE | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": port})
-    message = f"The 2 processes of this run did not connect at 127.0.0.1:{port} within 1 s"
+    message = f"The 2 processes of this run did not connect at 127.0.0.1:{port}: "
     with pytest.raises(RunFailed, match=message):
         connect("cpu")
     assert (

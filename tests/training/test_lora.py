@@ -28,7 +28,7 @@ from flatout.training.checkpoint import base as base_module
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.base import base_of
 from flatout.training.checkpoint.merged import MergedWeights, read_merged
-from flatout.training.checkpoint.read_write import read_weights
+from flatout.training.checkpoint.read_write import read_index, read_weights
 from flatout.training.run import run_training
 
 pytestmark = pytest.mark.slow
@@ -162,7 +162,7 @@ def test_compiled_and_checkpointed_runs_have_the_same_losses(
 def test_two_processes_have_the_losses_of_one_and_its_checkpoints(
     lora_config, tmp_path, records, overrides
 ):
-    config = lora_config(batch__rows_per_device=2)
+    config = lora_config(batch__rows_per_device=2, train__eval_every=2, checkpoint__keep="all")
     run_training(config, tmp_path / "one")
     (tmp_path / "lora.yaml").write_text(yaml.safe_dump(config.to_dict()))
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -180,6 +180,10 @@ def test_two_processes_have_the_losses_of_one_and_its_checkpoints(
         for name in ("one", "two")
     )
     assert two == pytest.approx(one, rel=1e-5)
+    for step in catalog.steps(tmp_path / "one"):  # of which some are saved after an evaluation
+        paths = [catalog.checkpoint_path(tmp_path / name, step) for name in ("one", "two")]
+        mine, theirs = (read_index(path, catalog.check_size)[0] for path in paths)
+        assert mine.keys() == theirs.keys()
     mine, theirs = (read_merged(last(tmp_path / name)) for name in ("one", "two"))
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():

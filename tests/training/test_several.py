@@ -17,6 +17,7 @@ import yaml
 from safetensors.torch import load_file
 
 from flatout.config.schema import load_config
+from flatout.errors import ConfigError
 from flatout.speedups.async_checkpoints.host_copy import bytes_of
 from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
@@ -250,6 +251,42 @@ def test_a_setting_that_is_refused_is_reported_once(recipe, tmp_path):
     assert launcher.returncode == 2
     assert err.count("batch.tokens_per_step=100 does not fit") == 1
     assert json.loads(out)["exit_code"] == 2
+
+
+def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(recipe, tmp_path):
+    """Each process would load torch first."""
+    from flatout.commands.train import processes
+
+    words = ["train.devices=2", "train.device=cpu"]
+    with pytest.raises(ConfigError, match=r"parallel\.shard=3 does not fit 2 processes"):
+        processes(str(recipe), [*words, "parallel.shard=3"])
+    with pytest.raises(ConfigError, match=r"batch\.tokens_per_step=100 does not fit"):
+        processes(str(recipe), [*words, "batch.tokens_per_step=100"])
+    assert processes(str(recipe), words, run=tmp_path / "new") == 2
+    run_training(load_config(str(recipe)), tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"A step of 8 sequences cannot be divided among 3"):
+        processes(str(recipe), ["train.devices=3", "train.device=cpu"], run=tmp_path / "run")
+
+
+@pytest.mark.faults
+def test_ranks_with_different_settings_are_refused(recipe, tmp_path):
+    """Each rank gets the same message, and nothing is written."""
+    code = "import os; words = ['optim.lr=0.5'] if os.environ['RANK'] == '1' else []\n"
+    code += "from flatout.__main__ import main; import sys; sys.argv += words; main()"
+    script = tmp_path / "start.py"
+    script.write_text(code)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), "train", str(recipe), "--run-dir", "run"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode != 0
+    assert "optim.lr is 0.01 on rank 0 and 0.5 on rank 1" in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_cannot_start_ends_on_every_rank(recipe, tmp_path):

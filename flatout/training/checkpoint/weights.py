@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from flatout.errors import CheckpointError
-from flatout.models.lora import adapters_of, frozen_parameters
+from flatout.models.lora import adapters_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -37,7 +37,8 @@ def weights_and_aliases(core: nn.Module) -> tuple[dict[str, Tensor], dict[str, s
 
     Shapes: as in the model.
     """
-    return _without(core, frozen_parameters(core))
+    named = core.named_parameters(remove_duplicate=False) if adapters_of(core) else ()
+    return _without(core, (name for name, parameter in named if not parameter.requires_grad))
 
 
 def weights_of(run: Run) -> dict[str, Tensor]:
@@ -53,17 +54,21 @@ def initial_weights(core: nn.Module) -> dict[str, Tensor]:
 
     Shapes: as in the model.
     """
-    adapters = adapters_of(core).values()
-    return _without(core, {one for adapter in adapters for one in adapter.parameters()})[0]
+    adapters = adapters_of(core).items()
+    names = (f"{name}.{own}" for name, each in adapters for own, _ in each.named_parameters())
+    return _without(core, names)[0]
 
 
-def _without(
-    core: nn.Module, left_out: Collection[Tensor]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _without(core: nn.Module, left_out: Iterable[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return `weights_and_aliases` of all but the named tensors.
+
+    Names, because `state_dict` frees weights that fully_shard has gathered, as after an evaluation:
+    the module's parameters are then other tensors.
+    """
+    ignored = set(left_out)
     weights: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
-    ignored = {id(tensor) for tensor in left_out}
     for name, tensor in core.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise CheckpointError(
@@ -71,7 +76,7 @@ def _without(
                 fix="Make it a buffer.",
             )
         key = f"model/{plain_name(name)}"
-        if id(tensor) in ignored:
+        if name in ignored:
             continue
         if id(tensor) in first_name:
             aliases[key] = first_name[id(tensor)]
