@@ -42,6 +42,7 @@ from flatout.training.loop import ends_early
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
+from flatout.training.metrics.records import forget_events
 from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.peak import peak_of_run
@@ -293,6 +294,7 @@ def execute(
         (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early stop, trained past now
         is_resumed = plan.checkpoint is not None
         mirror = claimed(run.folder, run.config.checkpoint, is_resumed, request.progress)
+        forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
     observers = [*request.observers, *([mirror] if mirror else [])]
     with (
         Watchdog(run, say=say),
@@ -380,7 +382,8 @@ def _log_start(
         log.event("longer", steps_before=plan.longer.steps_before, steps=run.last_step)
     for decision in run.decisions:
         log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
-    for difference in differences:
+    damage = log.records.damage if log.records else None
+    for difference in [*differences, *([damage] if damage else [])]:
         log.event("difference", text=difference)
         log.progress.say(difference)
     if isinstance(run.dataset, MixedDataset):

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -23,6 +24,7 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError
 from flatout.files import CheckedFile, copy_whole, sync, write_text
+from flatout.json_io import finite_numbers
 from flatout.progress import Progress
 from flatout.sources.packed import import_package
 from flatout.training.checkpoint import catalog
@@ -250,8 +252,8 @@ def _unpacked(source: IO[bytes], url: str) -> IO[bytes]:
 
 def _saved_at(folder: Path, step: int) -> str:
     """Return when a step was saved, as part of a sentence; empty when that is unknown."""
-    saves = (e for e in layout.read_events(folder) if e["event"] == "save")
-    times = [event["time"] for event in saves if event.get("step") == step]
-    if not times:
-        return ""
-    return time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(times[-1]))
+    saves = [event for event in layout.read_events(folder) if event["event"] == "save"]
+    times = [finite_numbers(event).get("time") for event in saves if event.get("step") == step]
+    with suppress(IndexError, TypeError, ValueError, OverflowError, OSError):  # none, or no time
+        return time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(times[-1]))
+    return ""

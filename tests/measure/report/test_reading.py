@@ -47,7 +47,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said(make_run, read):
     (run,) = read(folder)
     assert run.num_records == 21
     assert run.notes == (
-        "metrics.jsonl has 2 damaged lines (the first is line 21), left out of the report.",
+        "metrics.jsonl has 2 damaged lines (the first is line 21), left out.",
     )
 
 
