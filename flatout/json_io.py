@@ -145,7 +145,9 @@ class LineReader:
         name, damaged = self.path.name, len(self.damaged)
         found = []
         if self.is_cut_off and not is_growing:
-            found.append(f"The last line of {name} (line {self.lines + 1}) is incomplete, left out.")
+            found.append(
+                f"The last line of {name} (line {self.lines + 1}) is incomplete, left out."
+            )
         if damaged:
             lines = f"{damaged:,} damaged line{'s' * (damaged > 1)}"
             found.append(f"{name} has {lines} (the first is line {self.damaged[0]}), left out.")

@@ -93,6 +93,7 @@ def run_training(
             say_idle_gpus(progress)
         if ranks.rank == 0:
             stack.enter_context(hold_lock(folder, progress=progress))
+            stack.enter_context(recorded_exit_code(folder))
         dataset = open_dataset(config, progress=progress)
         request = RunRequest(
             config,
@@ -113,8 +114,7 @@ def run_training(
         if plan.summary is not None:
             return plan.summary
         require_shared(ranks, folder / layout.LOCK)
-        with recorded_exit_code(folder) if ranks.rank == 0 else nullcontext():
-            return with_rewinds(train_plan, request, plan)
+        return with_rewinds(train_plan, request, plan)
 
 
 def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
@@ -291,9 +291,9 @@ def execute(
     say = request.progress.say if run.mesh.is_main else None
     mirror = None
     if run.mesh.is_main:
-        (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early stop, trained past now
         is_resumed = plan.checkpoint is not None
         mirror = claimed(run.folder, run.config.checkpoint, is_resumed, request.progress)
+        (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early stop, trained past now
         forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
     observers = [*request.observers, *([mirror] if mirror else [])]
     with (

@@ -140,9 +140,7 @@ def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
         return []
     with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
         lines = file.read().splitlines()
-    kept = [
-        line for line in lines if (found := object_or_none(line)) is not None and stays(found)
-    ]
+    kept = [line for line in lines if (found := object_or_none(line)) is not None and stays(found)]
     if kept != lines:
         write_text(path, "".join(line + "\n" for line in kept))
     return kept

@@ -113,21 +113,28 @@ def resume_path(resume: str) -> str:
 def find_checkpoint(
     run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT
 ) -> Path:
-    """Return the checkpoint that `best`, `last` or a step names.
+    """Return the checkpoint that `best`, `last` or a step names, for a reader of its weights.
 
-    `best` is the last one if no validation loss is known, or the best step was not saved.
+    `best` is the last one if no validation loss is known, or the best step was not saved. The
+    content of the weights is checked, that of the optimizer's tensors is not.
     Raises: CheckpointError when it does not exist or is incomplete; ConfigError when `checkpoint`
             is none of these.
     """
+    checked = catalog.check_unless("optimizer")
     if checkpoint in {"best", "last"}:
-        newest = catalog.latest(run_folder, progress=progress)
+        newest = catalog.latest(run_folder, check=catalog.check_unless("optimizer", "model"))
         if newest is None:
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
                 fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
-        best = catalog.best(newest, progress=progress) if checkpoint == "best" else None
-        return best or newest
+        best = None
+        if checkpoint == "best":
+            best = catalog.best(newest, check=checked, progress=progress)
+        if best is None or best == newest:
+            best = catalog.latest(run_folder, check=checked, progress=progress)
+        assert best is not None, "the run has checkpoints"
+        return best
     if not checkpoint.isdecimal():
         raise ConfigError(
             f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step."
@@ -139,5 +146,5 @@ def find_checkpoint(
             f"The run {run_folder} has no checkpoint of step {checkpoint}.",
             fix=f"Steps that have one: {known}.",
         )
-    catalog.require_complete(path, progress=progress)
+    catalog.require_complete(path, check=checked, progress=progress)
     return path
