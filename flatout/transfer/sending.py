@@ -100,10 +100,15 @@ class RemoteFolder:
 
         def send() -> None:
             counter.absolute_update(0)
-            self._filesystem.put_file(str(path), beside, callback=counter, **self._options)
-            if beside != target:
-                sync(Path(beside))
-                Path(beside).replace(target)
+            try:
+                self._filesystem.put_file(str(path), beside, callback=counter, **self._options)
+                if beside != target:
+                    sync(Path(beside))
+                    Path(beside).replace(target)
+            finally:
+                if beside != target:
+                    with contextlib.suppress(OSError):
+                        Path(beside).unlink(missing_ok=True)
 
         with_retries(self.url, send, where=f"/{name}", access="write")
 

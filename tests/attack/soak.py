@@ -212,8 +212,8 @@ def kill_often(folder: Path, kills: int) -> list[str]:
             wrong = victim.end(one.run, *one.more)
             found.update({"runs": 1, "runs with other weights": bool(wrong)})
             found.update(lines := victim.wrong_lines(one.run))
-            problems += [f"{one.run.name}: {problem}" for problem in wrong]
-            problems += [f"{one.run.name}: {lines}"] if any(lines.values()) else []
+            problems += [f"{one.run.parent.name}: {problem}" for problem in wrong]
+            problems += [f"{one.run.parent.name}: {lines}"] if any(lines.values()) else []
             shutil.rmtree(one.run.parent)
     finally:
         victim.children.close()

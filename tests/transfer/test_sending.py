@@ -55,6 +55,8 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             folder.put_text("metrics.jsonl", "second")
     assert (tmp_path / "there" / "metrics.jsonl").read_text() == "first"
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["metrics.jsonl"]
+    (tmp_path / "there" / "metrics.jsonl.part").write_text("left by a kill")
     assert list(folder.files()) == ["metrics.jsonl"]
     folder.put_text("metrics.jsonl", "second")
     (written,) = (tmp_path / "there").iterdir()

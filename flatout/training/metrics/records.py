@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 
 from flatout.files import open_own, write_text
@@ -91,8 +92,7 @@ class Records:
     def __init__(self, run_folder: Path, step: int, saved: CheckpointInfo | None = None) -> None:
         path = run_folder / METRICS
         kept = _keep(path, lambda line: finite_numbers(line).get("step", math.inf) <= step)
-        records = [json.loads(line) for line in kept]
-        losses = (record.get("train/loss") for record in reversed(records))
+        losses = (json.loads(line).get("train/loss") for line in reversed(kept))
         self.train_loss: float | None = next((loss for loss in losses if loss is not None), None)
         """The training loss of the last record before this process; None if there is none."""
         self.count, self.crc32 = len(kept), _crc32(kept)
@@ -101,8 +101,8 @@ class Records:
         """What is missing from the file, as a sentence; None when it is whole."""
         self.lines = Lines(path)
         self.lines.flush()
-        is_evaluated = bool(records) and "val/loss" in records[-1]
-        self._evaluated = records[-1]["step"] if is_evaluated else None
+        last = json.loads(kept[-1]) if kept else {}
+        self._evaluated = last["step"] if "val/loss" in last else None
 
     def write(self, record: Mapping[str, float]) -> tuple[JsonObject, bool]:
         """Write a record without its non-finite figures, which JSON cannot represent.
@@ -147,7 +147,7 @@ def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
 
 
 def _crc32(lines: Iterable[str]) -> int:
-    return zlib.crc32("".join(line + "\n" for line in lines).encode())
+    return reduce(lambda crc, line: zlib.crc32(f"{line}\n".encode(), crc), lines, 0)
 
 
 def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> str | None:
