@@ -122,19 +122,23 @@ def find_checkpoint(
     """
     checked = catalog.check_unless("optimizer")
     if checkpoint in {"best", "last"}:
-        newest = catalog.latest(run_folder, check=catalog.check_unless("optimizer", "model"))
+        quick = catalog.check_unless("optimizer", "model")
+        newest = catalog.latest(run_folder, check=quick, progress=progress)
         if newest is None:
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
                 fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
-        best = None
         if checkpoint == "best":
             best = catalog.best(newest, check=checked, progress=progress)
-        if best is None or best == newest:
-            best = catalog.latest(run_folder, check=checked, progress=progress)
-        assert best is not None, "the run has checkpoints"
-        return best
+            if best is not None and best != newest:
+                return best
+        later = (step for step in catalog.steps(run_folder) if step > catalog.step_of(newest))
+        whole = catalog.latest(run_folder, exclude={*later}, check=checked, progress=progress)
+        assert whole is not None, "the run has checkpoints"
+        if checkpoint == "best" and whole != newest:
+            return catalog.best(whole, check=checked, progress=progress) or whole
+        return whole
     if not checkpoint.isdecimal():
         raise ConfigError(
             f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step."

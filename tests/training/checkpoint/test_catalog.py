@@ -124,3 +124,11 @@ def test_leftovers_that_vanish_while_they_are_deleted_are_no_error(tmp_path, mon
     assert catalog.remove_leftovers(tmp_path) == ["step-5.tmp-upload-aa"]
     assert len(attempts) == 2
     assert not folder.exists()
+
+
+def test_weights_that_changed_are_no_best_or_last_checkpoint(tmp_path):
+    for step, best in ((5, 5), (10, 5), (15, 15)):
+        path = make(tmp_path, step, best=best)
+    (path / "model-00000.safetensors").write_bytes(b"WEIGHTS")
+    assert find_checkpoint(tmp_path, "best").name == "step-5"
+    assert find_checkpoint(tmp_path, "last").name == "step-10"
