@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.files import open_own, write_text
 from flatout.json_io import JsonObject, finite_numbers, object_or_none
 from flatout.progress import counted
-from flatout.training.checkpoint.info import CheckpointInfo
+from flatout.training.checkpoint.info import CheckpointInfo, read_info
 from flatout.training.run_dir.layout import EVENTS, METRICS
 
 REPEATED = ("early_stop", "evaluation", "sample", "end")
@@ -148,6 +148,15 @@ def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
 
 def _crc32(lines: Iterable[str]) -> int:
     return reduce(lambda crc, line: zlib.crc32(f"{line}\n".encode(), crc), lines, 0)
+
+
+def damage_of(run_folder: Path, checkpoint: Path) -> str | None:
+    """Return what metrics.jsonl has lost since a checkpoint was saved; None when it is whole.
+
+    Damaged lines are removed from it.
+    """
+    path = run_folder / METRICS
+    return _damage(path, _keep(path, lambda line: True), read_info(checkpoint))
 
 
 def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> str | None:

@@ -31,6 +31,7 @@ from flatout.sources.packed import import_package
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.catalog import FileFacts
 from flatout.training.checkpoint.location import checkpoints_folder, claim
+from flatout.training.metrics.records import damage_of
 from flatout.training.mirror.collision import START_WITHOUT, require_same_run, sent_by
 from flatout.training.mirror.remote import (
     COMPRESSED,
@@ -112,6 +113,10 @@ def restore_lost(
     layout.append_event(folder, "restore", step=newest, url=url)
     saved = f"step {newest}{_saved_at(folder, newest)}{sent_by(sender)}"
     progress.say(f"Restored {folder} from {url}: {saved}.")
+    if (folder / layout.SUMMARY).exists():  # else the resume that follows says it
+        damage = damage_of(folder, catalog.checkpoint_path(folder, newest))
+        if damage is not None:
+            progress.say(damage)
     return True
 
 

@@ -55,6 +55,22 @@ def test_a_damaged_checkpoint_comes_back_from_the_mirror(tiny_config, tmp_path, 
     )
 
 
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "stopped"])
+def test_damaged_records_in_the_mirror_are_named_once(
+    tiny_config, tmp_path, store, messages, is_finished
+):
+    config = tiny_config(train__steps=4, checkpoint__mirror=URL)
+    run_training(config, tmp_path / "run")
+    there = "/bucket/runs/run/metrics.jsonl"
+    store.pipe_file(there, b"".join(store.cat(there).splitlines(keepends=True)[1:]))
+    if not is_finished:
+        store.rm_file("/bucket/runs/run/summary.json")
+    shutil.rmtree(tmp_path / "run")
+    run_training(config, tmp_path / "run", progress=messages)
+    (line,) = [line for line in messages.lines if "metrics.jsonl" in line]
+    assert "has lost 1 record since the checkpoint of step 4 was saved" in line
+
+
 def test_a_refused_start_keeps_the_results_and_records_its_exit_code(tiny_config, tmp_path, store):
     config = tiny_config(train__steps=2, schedule__kind="constant")
     run_training(config, tmp_path / "run")
