@@ -86,7 +86,7 @@ endef
 	$(call environment,[dev],.venv/oldest-constraints.txt,$(OLDEST_TORCH))
 
 demo: $(or $(wildcard .venv/test/.installed),.venv/test/.demo)
-	@.venv/test/bin/flatout demo $(if $(FILE),"$(FILE)")
+	@.venv/test/bin/flatout demo $(if $(FILE),"$(FILE)") || [ $$? -eq 75 ] # stopped and saved
 
 check: .venv/test/.installed
 	@echo "ruff: format, then rules" && .venv/test/bin/ruff format --check . && .venv/test/bin/ruff check .

@@ -307,9 +307,9 @@ def _python_parameters(
 
 
 def _show(result: Result, as_json: bool) -> None:
-    from flatout.terminal import columns, wrapped
+    from flatout.terminal import columns, printable, wrapped
 
-    summary = result.summary()
+    summary = printable(result.summary())  # it may quote files of a run from elsewhere
     stream = sys.stderr if as_json else sys.stdout
     if summary:
         print(wrapped(summary, columns()) if stream.isatty() else summary, file=stream)

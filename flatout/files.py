@@ -64,7 +64,7 @@ class LocksUnsupported(OSError):
 
 
 class Unfinished(DataError):
-    """Work stopped, but not because of its input: finished parts are kept for the next run."""
+    """Work stopped, but not because of its input: parts that are finished stay valid."""
 
 
 class CheckedFile:
@@ -334,7 +334,7 @@ def writing(out: Path | str) -> Iterator[None]:
         if error.errno in _FULL or error.errno == errno.EIO:
             fix = unless_broken(error, "Free space there.")
             if error.errno != errno.EIO:
-                fix += " Then run the same command again: finished parts are kept."
+                fix += " Then run the same command again."
             raise Unfinished(f"Cannot write {out}: {reason}.", fix=fix) from error
         raise DataError(
             f"Cannot write {out}: {reason}.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,30 +98,22 @@ def append_line(path: Path, document: Mapping[str, Json]) -> None:
 
 
 def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[JsonObject]:
-    """Yield the JSON lines of `path`, or those that start in its last `tail_bytes`.
+    """Yield the JSON objects in the lines of `path`, or those that start in its last `tail_bytes`.
 
-    Unfinished lines are skipped; a missing file has no lines.
     Raises: CheckpointError when it cannot be read.
     """
-    if not path.exists():
-        return
-    try:
-        descriptor = open_regular(path)
-    except OSError as error:
-        raise CheckpointError(f"Cannot read {path}: {error.strerror}.", fix=RESTORE) from error
-    with os.fdopen(descriptor, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = 0 if tail_bytes is None else max(size - tail_bytes, 0)
-        file.seek(start)
-        if start:
-            file.readline()
-        for line in file:
-            try:
-                document = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(document, dict):
-                yield document
+    return LineReader(path, tail_bytes=tail_bytes).read()
+
+
+def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a JSON object that are finite numbers."""
+    return {
+        name: value
+        for name, value in line.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    }
 
 
 class LineReader:
@@ -130,8 +123,10 @@ class LineReader:
     lines.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
+        """Read all lines, or only those that start in the last `tail_bytes` of the file."""
         self.path = path
+        self._tail_bytes = tail_bytes
         self.restart()
 
     def restart(self) -> None:
@@ -144,6 +139,19 @@ class LineReader:
         """Lines read so far, without the one that is cut off."""
         self._offset = 0
         self._file: tuple[int, int] | None = None
+
+    def notes(self, *, is_growing: bool = False) -> list[str]:
+        """Return what was left out, as sentences; the last line of a file that grows may be cut."""
+        name, damaged = self.path.name, len(self.damaged)
+        found = []
+        if self.is_cut_off and not is_growing:
+            found.append(
+                f"The last line of {name} (line {self.lines + 1}) is incomplete, left out."
+            )
+        if damaged:
+            lines = f"{damaged:,} damaged line{'s' * (damaged > 1)}"
+            found.append(f"{name} has {lines} (the first is line {self.damaged[0]}), left out.")
+        return found
 
     def was_replaced(self) -> bool:
         """Return whether the file was replaced or shortened since the last `read`."""
@@ -171,10 +179,14 @@ class LineReader:
         with os.fdopen(descriptor, "rb") as file:
             status = os.fstat(descriptor)
             self._file = (status.st_dev, status.st_ino)
+            if self._tail_bytes is not None and status.st_size > self._tail_bytes:
+                file.seek(status.st_size - self._tail_bytes)
+                file.readline()
+                self._offset = file.tell()
             file.seek(self._offset)
             self.is_cut_off = False
             for line in file:
-                document = _object_or_none(line)
+                document = object_or_none(line)
                 if document is None and not line.endswith(b"\n"):
                     self.is_cut_off = True
                     return
@@ -186,7 +198,8 @@ class LineReader:
                     self.damaged.append(self.lines)
 
 
-def _object_or_none(line: bytes) -> JsonObject | None:
+def object_or_none(line: str | bytes) -> JsonObject | None:
+    """Return the JSON object in a line; None when it is damaged."""
     try:
         document = json.loads(line)
     except (ValueError, RecursionError):

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -93,3 +94,15 @@ def test_lost_output_keeps_the_exit_code_of_commands_that_write_files():
         "train",
         "tune",
     }
+
+
+def test_a_result_cannot_control_the_terminal(capsys):
+    hostile = Greeting(words="a\x1b[2J\r\x9b1mb\n\tc")
+    cli._show(hostile, True)
+    cli._show(hostile, False)
+    hostile._repr_pretty_(SimpleNamespace(text=print), cycle=False)
+    shown = capsys.readouterr()
+    lines = ["words  a\ufffd[2J\ufffd\ufffd1mb", "\tc"]
+    assert shown.err.splitlines() == lines
+    as_json = '{"words": "a\\u001b[2J\\r\\u009b1mb\\n\\tc"}'
+    assert shown.out.splitlines() == [as_json, *lines, *lines]

@@ -61,3 +61,23 @@ def test_the_demo_and_the_tests_share_an_environment(tmp_path, target):
     (tmp_path / ".venv/test").mkdir(parents=True)
     (tmp_path / ".venv/test/.installed").touch()
     assert "pip" not in plan()
+
+
+@pytest.mark.parametrize(("code", "made"), [(0, 0), (75, 0), (1, 2)])
+def test_a_demo_that_was_stopped_and_saved_is_no_error_of_make(tmp_path, code, made):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    program = tmp_path / ".venv/test/bin/flatout"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\necho Stopped at step 3, and saved.\nexit {code}\n")
+    program.chmod(0o755)
+    (tmp_path / ".venv/test/.installed").touch()
+    done = subprocess.run(
+        ["make", "--no-print-directory", "-o", ".venv/test/.installed", "demo"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (made, "Stopped at step 3, and saved.\n")
+    assert ("Error" in done.stderr) == (made != 0)

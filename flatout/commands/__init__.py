@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from flatout.terminal.figures import printable
+
 __all__ = [
     "Argument",
     "CheckpointName",
@@ -85,7 +87,7 @@ class Result(BaseModel):
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show the summary in IPython and notebooks."""
-        printer.text(self.summary() or repr(self))
+        printer.text(printable(self.summary()) or repr(self))
 
     @property
     def exit_code(self) -> int:

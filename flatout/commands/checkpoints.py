@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Literal
 from flatout.commands import Command, Option, Result, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.files import folder_bytes, writing_run
-from flatout.json_io import JsonObject, Stored, read_lines
+from flatout.json_io import Stored
 from flatout.progress import SILENT, Progress, counted
 from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, retention
@@ -160,11 +159,10 @@ def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointI
     A loss that a checkpoint does not state is that of the record of its step in metrics.jsonl.
     """
     steps = catalog.steps(folder)
-    losses: dict[int, JsonObject] = {step: {} for step in steps}
-    for record in read_lines(folder / layout.METRICS) if steps else ():
-        step = record.get("step")
-        if isinstance(step, int) and step in losses:
-            losses[step] |= {key: record[key] for key in LOSSES if key in record}
+    losses: dict[float, dict[str, float]] = {step: {} for step in steps}
+    for record in layout.read_records(folder) if steps else ():
+        if record["step"] in losses:
+            losses[record["step"]] |= {key: record[key] for key in LOSSES if key in record}
     found = []
     check = catalog.check_size if quick else catalog.check_file
     passed: State = "sizes match" if quick else "valid"
@@ -185,7 +183,7 @@ def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointI
 
 
 def _item(
-    path: Path, step: int, state: State, problems: list[str], losses: Mapping[str, object]
+    path: Path, step: int, state: State, problems: list[str], losses: Mapping[str, float]
 ) -> CheckpointItem:
     info = read_info(path)
     train_loss = info.train_loss if info and info.train_loss is not None else losses.get(LOSSES[0])
@@ -197,8 +195,8 @@ def _item(
         valid=VALID[state],
         problems=problems,
         best=None,
-        train_loss=_finite(train_loss),
-        val_loss=_finite(val_loss),
+        train_loss=train_loss,
+        val_loss=val_loss,
         bytes=folder_bytes(path),
         age_s=_age_s(path, info),
         info=info,
@@ -210,11 +208,6 @@ def _best_step(newest: CheckpointItem) -> int | None:
         return catalog.best_step_of(Path(newest.path))
     except CheckpointError:
         return None
-
-
-def _finite(value: object) -> float | None:
-    """Return a number of metrics.jsonl; None for anything else."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def _age_s(path: Path, info: CheckpointInfo | None) -> float:

@@ -109,8 +109,9 @@ def diagnose(
     for some seconds in a process of its own, and divides each step into waiting for data, host,
     computation, optimizer, logging, saving, garbage collection and compiling. For a run, it reads
     what the run has recorded; for a loop watched with `flatout.watch`, what the watch has found.
-    Nothing is trained or changed. What was not measured is null. A recipe that cannot start ends
-    with exit code 2, and one whose measured steps fail with 1, as with `train`.
+    Nothing is trained. A run directory gets findings.json, which `flatout report` shows, unless it
+    is read-only; nothing else is changed. What was not measured is null. A recipe that cannot start
+    ends with exit code 2, and one whose measured steps fail with 1, as with `train`.
 
     Raises: UsageError when there is no such recipe or run, or it cannot be resolved, or `out` is
             another file; RunFailed.
@@ -125,7 +126,7 @@ def diagnose(
         return _result(read_watched(watched), path=watched / FILE)
     if folder is not None and not fix and not overrides:
         found = diagnose_run(folder).diagnosis
-        return _result(found, path=found.write(folder))
+        return _result(found, path=_write(found, folder, progress))
     config = _config(recipe, folder, overrides)
     if fix:
         require_writable(_destination(config, out))
@@ -137,8 +138,21 @@ def diagnose(
     if fix:
         tried, written = _fixed(config, measured, out, seconds, progress)
     run = RUNS / layout.run_name(config) if folder is None else folder
-    path = measured.diagnosis.write(run) if (run / layout.CONFIG).exists() else None
+    has_run = (run / layout.CONFIG).exists()
+    path = _write(measured.diagnosis, run, progress) if has_run else None
     return _result(measured.diagnosis, path=path, tried=tried, recipe=written)
+
+
+def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> Path | None:
+    """Write findings.json and return its path; None when the run directory cannot be written."""
+    try:
+        return diagnosis.write(folder)
+    except OSError as error:
+        progress.say(
+            f"{folder / FILE} cannot be written ({error.strerror or error}), so `flatout report` "
+            "will not show these findings."
+        )
+        return None
 
 
 def run_folder(name: str | Path) -> Path | None:

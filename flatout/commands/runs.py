@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Annotated
 from flatout.commands import Argument, Command, Result
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import folder_bytes
-from flatout.json_io import JsonObject, Stored, read_lines
+from flatout.json_io import JsonObject, Stored
 from flatout.recognised import require_local
 from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, location
@@ -148,19 +147,14 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         size = folder_bytes(path)
         checkpoints_dir = location.checkpoints_folder(path)
         size += 0 if checkpoints_dir.is_relative_to(path) else folder_bytes(checkpoints_dir)
-        records = list(read_lines(path / "metrics.jsonl", tail_bytes=TAIL_BYTES))
+        records = list(layout.read_records(path, tail_bytes=TAIL_BYTES))
     except FlatoutError:
         config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
     step = max(checkpoints, default=0)
     losses: dict[str, float] = {}
     for record in records:
-        numbers = {
-            name: value
-            for name, value in record.items()
-            if isinstance(value, (int, float)) and math.isfinite(value)
-        }
-        step = int(numbers.get("step", step))
-        losses |= {name: numbers[name] for name in ("train/loss", "val/loss") if name in numbers}
+        step = int(record["step"])
+        losses |= {name: record[name] for name in ("train/loss", "val/loss") if name in record}
     return RunItem(
         run=str(path),
         state=state,
@@ -179,7 +173,7 @@ def _last_written(path: Path) -> float:
     files = (
         path / name
         for name in (
-            "metrics.jsonl",
+            layout.METRICS,
             layout.EVENTS,
             layout.SUMMARY,
             layout.EXIT_CODE,

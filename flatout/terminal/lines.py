@@ -37,7 +37,7 @@ class OpenTask:
     def __init__(
         self, progress: Progress, what: str, total: float | None, unit: str, done: float
     ) -> None:
-        self.what = without_secrets(what)
+        self.what = printable(without_secrets(what))
         self.unit = unit
         self.text = ""
         self.headline = ""
@@ -57,7 +57,7 @@ class OpenTask:
 
     def note(self, text: str) -> None:
         """Show a short text beside the operation, replacing the previous one."""
-        self.text = without_secrets(text)
+        self.text = printable(without_secrets(text))
 
     @property
     def elapsed(self) -> float:

@@ -12,6 +12,11 @@ def mirror_line(event: JsonObject) -> str | None:
         case "upload":
             size = readable_size(event["bytes"])
             return f"Sent step {event['step']:,} to {event['url']}: {size}"
+        case "upload_failed" if "fix" in event:
+            return (
+                f"Checkpoints are no longer sent to {event['url']}. {event['reason']}. Training "
+                f"continues here. {event['fix']}"
+            )
         case "upload_failed":
             return (
                 f"Checkpoints cannot be sent to {event['url']} now ({event['reason']}). "

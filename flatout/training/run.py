@@ -42,6 +42,7 @@ from flatout.training.loop import ends_early
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
+from flatout.training.metrics.records import forget_events
 from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.peak import peak_of_run
@@ -92,6 +93,7 @@ def run_training(
             say_idle_gpus(progress)
         if ranks.rank == 0:
             stack.enter_context(hold_lock(folder, progress=progress))
+            stack.enter_context(recorded_exit_code(folder))
         dataset = open_dataset(config, progress=progress)
         require_same_settings(ranks, config, dataset)
         request = RunRequest(
@@ -113,8 +115,7 @@ def run_training(
         if plan.summary is not None:
             return plan.summary
         require_shared(ranks, folder / layout.LOCK)
-        with recorded_exit_code(folder) if ranks.rank == 0 else nullcontext():
-            return with_rewinds(train_plan, request, plan)
+        return with_rewinds(train_plan, request, plan)
 
 
 def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
@@ -291,9 +292,10 @@ def execute(
     say = request.progress.say if run.mesh.is_main else None
     mirror = None
     if run.mesh.is_main:
-        (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early stop, trained past now
         is_resumed = plan.checkpoint is not None
         mirror = claimed(run.folder, run.config.checkpoint, is_resumed, request.progress)
+        (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early stop, trained past now
+        forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
     observers = [*request.observers, *([mirror] if mirror else [])]
     with (
         Watchdog(run, say=say),
@@ -381,7 +383,8 @@ def _log_start(
         log.event("longer", steps_before=plan.longer.steps_before, steps=run.last_step)
     for decision in run.decisions:
         log.event("speedup", name=decision.name, on=decision.on, reason=decision.reason)
-    for difference in differences:
+    damage = log.records.damage if log.records else None
+    for difference in [*differences, *([damage] if damage else [])]:
         log.event("difference", text=difference)
         log.progress.say(difference)
     if isinstance(run.dataset, MixedDataset):

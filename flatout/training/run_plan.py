@@ -90,17 +90,33 @@ def plan_run(request: RunRequest) -> RunPlan:
             contradicts the stored configuration; UntrustedCode when the stored configuration names
             code that the request does not.
     """
-    folder, dataset = request.folder, request.dataset
-    require_run_directory(folder)
-    with writing_run(folder):
-        restore_lost(
-            folder,
+    require_run_directory(request.folder)
+    restored = _restore_lost(request)
+    try:
+        return _plan_here(request)
+    except catalog.NoneComplete:
+        if restored or not _restore_lost(request, are_damaged=True):
+            raise
+        return _plan_here(request)
+
+
+def _restore_lost(request: RunRequest, *, are_damaged: bool = False) -> bool:
+    """Restore the run from its mirror if that is needed and possible; return whether."""
+    with writing_run(request.folder):
+        return restore_lost(
+            request.folder,
             request.config,
             dataset_of=partial(dataset_of, request),
             resume=request.resume,
             trust_code=request.trust_code,
+            are_damaged=are_damaged,
             progress=request.progress,
         )
+
+
+def _plan_here(request: RunRequest) -> RunPlan:
+    """Return the plan for a run whose directory has what can be restored."""
+    folder, dataset = request.folder, request.dataset
     stored = None
     if request.resume != "never":
         stored = config_to_resume(folder, request.config, trust_code=request.trust_code)

@@ -9,6 +9,7 @@ from time import sleep
 from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from flatout.errors import DataError, FlatoutError, MissingPackage
+from flatout.files import is_full
 from flatout.transfer.urls import is_local, is_web, protocol_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ _INTERPRETING = {"reference"}
 """Filesystems that execute instructions in a file: fsspec before 2026 renders the templates of
 `reference://` with full Jinja, which can run code.
 """
+_BUGS = (ArithmeticError, AssertionError, AttributeError, NameError, TypeError)
+"""Errors of a program, not of a network: a retry would hide them."""
 _REFUSED = {
     errno.EACCES,
     errno.EPERM,
@@ -57,7 +60,7 @@ _PRESENT_PARTICIPLE = {"read": "Reading", "write": "Writing"}
 
 
 class Unreachable(DataError):
-    """A server failed on every attempt; it may answer later."""
+    """A server failed on every attempt, or a disk is full; it may answer later."""
 
 
 class NothingThere(DataError):
@@ -161,7 +164,8 @@ def with_retries(
 
 
 def _may_be_transient(error: BaseException) -> bool:
-    return isinstance(error, Exception) and not isinstance(error, FlatoutError | CancelledError)
+    other = (FlatoutError, CancelledError, *_BUGS)
+    return isinstance(error, Exception) and not isinstance(error, other)
 
 
 def _root_cause(url: str, error: BaseException) -> BaseException:
@@ -189,6 +193,9 @@ def _permanent_error(url: str, error: BaseException, access: Access) -> DataErro
     if is_local(url) and isinstance(error, NotADirectoryError):
         fix = "Name a directory: a part of that path is a file."
         return DataError(f"Cannot {access} {url}: {message}.", fix=fix)
+    if is_local(url) and access == "write" and isinstance(error, OSError) and is_full(error):
+        fix = "Free space there, or name another directory."
+        return Unreachable(f"Cannot write {url}: its disk is full ({message}).", fix=fix)
     if is_local(url) and access == "write" and getattr(error, "errno", None) in _REFUSED:
         fix = "Make it writable for this user, or name another directory."
         return DataError(f"Cannot write {url}: {message}.", fix=fix)

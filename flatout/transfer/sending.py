@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import DataError
-from flatout.files import FileEntry
+from flatout.files import PART, FileEntry, sync
 from flatout.transfer.connection import open_filesystem, with_retries
 from flatout.transfer.reading import Description, checked_blocks
-from flatout.transfer.urls import protocol_of
+from flatout.transfer.urls import is_local, protocol_of
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -59,7 +59,10 @@ class RemoteFolder:
         self._options = _WRITE_OPTIONS.get(protocol_of(url), {})
 
     def files(self) -> dict[str, Description]:
-        """Return the descriptions of the folder's files by name; empty when it does not exist."""
+        """Return the descriptions of the folder's files by name; empty when it does not exist.
+
+        What a kill left of a file that was being written does not count.
+        """
 
         def list_files() -> dict[str, Description]:
             self._filesystem.invalidate_cache()
@@ -70,8 +73,11 @@ class RemoteFolder:
             return {
                 name: description
                 for description in found
-                if (name := description["name"].removeprefix(self._path).strip("/"))
-                or description["type"] == "file"
+                if (
+                    (name := description["name"].removeprefix(self._path).strip("/"))
+                    or description["type"] == "file"
+                )
+                and not name.endswith(PART)
             }
 
         return with_retries(self.url, list_files)
@@ -83,14 +89,26 @@ class RemoteFolder:
         )
 
     def put(self, path: Path, name: str, advance: Callable[[int], None] = lambda _: None) -> None:
-        """Send a file, reporting bytes sent to `advance`, a negative number before a retry."""
+        """Send a file, reporting bytes sent to `advance`, a negative number before a retry.
+
+        After a kill or an error, there is the earlier file of that name or the new one.
+        """
         counter = byte_counter(advance)
+
+        target = f"{self._path}/{name}"
+        beside = f"{target}{PART}" if is_local(self.url) else target  # a store replaces it at once
 
         def send() -> None:
             counter.absolute_update(0)
-            self._filesystem.put_file(
-                str(path), f"{self._path}/{name}", callback=counter, **self._options
-            )
+            try:
+                self._filesystem.put_file(str(path), beside, callback=counter, **self._options)
+                if beside != target:
+                    sync(Path(beside))
+                    Path(beside).replace(target)
+            finally:
+                if beside != target:
+                    with contextlib.suppress(OSError):
+                        Path(beside).unlink(missing_ok=True)
 
         with_retries(self.url, send, where=f"/{name}", access="write")
 

@@ -1,8 +1,14 @@
 """Kill and resume a training run for an hour, and watch its memory and its open files.
 
     python tests/attack/soak.py --minutes 60
+    python tests/attack/soak.py --kills 100
 
-`make soak` runs it. First a run trains without a kill, evaluation, sample and report at its end
+`make soak` runs the first. With --kills, short runs are killed that often instead: as they start,
+between steps, in a save, during an upload to their mirror, and after their last step; some lose
+their directory too. Each run must end with the same bits, every record exactly once, and one event
+of each kind.
+
+What the first does: First a run trains without a kill, evaluation, sample and report at its end
 included; its memory and its number of open files must not exceed those of the same run of a few
 steps. Then the same run is killed at random moments and resumed, over and over, until the time
 is up: no saved step may be lost, every checkpoint must equal that of the first run, and each run
@@ -18,12 +24,17 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from children import Child, Children
-from victim import SPEEDUPS, Victim, saved_step
+from children import Child, Children, wait_until
+from victim import ONCE, SPEEDUPS, Victim, logged, saved_step, saving
+
+from flatout.json_io import read_lines
+from flatout.training.checkpoint import catalog
+from flatout.training.run_dir.layout import EVENTS
 
 STEPS_PER_MINUTE = 800
 """Steps of the run per minute of the soak; a fifth of the time or so, on two cores."""
@@ -56,7 +67,9 @@ def grown(short: list[tuple[float, int]], seen: list[tuple[float, int]]) -> list
     return problems
 
 
-def make_victim(folder: Path, minutes: float) -> Victim:
+def make_victim(
+    folder: Path, steps: int, *, eval_every: int = 100, log_every: int = 1, save_every: int = 40
+) -> Victim:
     """Return the run to kill, on a dataset of random words."""
     children, draw = Children(folder), random.Random(0)
     (folder / "words.txt").write_text(" ".join(draw.choices(WORDS, k=20_000)))
@@ -64,7 +77,6 @@ def make_victim(folder: Path, minutes: float) -> Victim:
         *("prepare", folder / "words.txt", "--out", folder / "data", "--split", "tail 0.1"),
         *("--tokenizer", "byte", "--workers", 1),
     )
-    steps = max(int(minutes * STEPS_PER_MINUTE) // 40 * 40, SHORT_STEPS)
     settings = {
         "model.num_layers": 2,
         "model.d_model": 32,
@@ -78,10 +90,10 @@ def make_victim(folder: Path, minutes: float) -> Victim:
         "train.steps": steps,
         "train.device": "cpu",
         "train.precision": "fp32",
-        "train.eval_every": 100,
+        "train.eval_every": eval_every,
         "train.eval_tokens": 128,
-        "log.every": 1,
-        "checkpoint.every_steps": 40,
+        "log.every": log_every,
+        "checkpoint.every_steps": save_every,
         "checkpoint.keep": 3,
         "checkpoint.best": False,
         "speedups": SPEEDUPS["beside"],
@@ -133,16 +145,100 @@ def soak(victim: Victim, seconds: float) -> list[str]:
     return problems
 
 
+class Killed:
+    """A short run with a mirror beside it, killed at chosen moments."""
+
+    def __init__(self, victim: Victim, folder: Path, draw: random.Random) -> None:
+        self.victim, self.draw = victim, draw
+        self.run, self.mirror = folder / "run", folder / "mirror"
+        self.more = [f"checkpoint.mirror=file://{self.mirror}"]
+
+    def starts(self) -> int:
+        """Return how many processes have begun to train."""
+        return sum(line.get("event") == "predicted" for line in read_lines(self.run / EVENTS))
+
+    def kill(self, moment: str) -> bool:
+        """Start the run, kill it at a moment, and return whether it ran until then."""
+        before, pieces = self.starts(), self.pieces()
+        child = self.victim.children.start(*self.victim.words(self.run, *self.more))
+        part = self.draw.choice(("val/loss", *ONCE, "saved"))
+        at = self.draw.randint(1, self.victim.steps)
+
+        def reached() -> bool:
+            if self.starts() <= before:
+                return False
+            if moment in ("save", "upload"):
+                return any(
+                    ("upload" in name) == (moment == "upload") for name in self.pieces() - pieces
+                )
+            counts, _ = logged(self.run)
+            if moment == "steps":
+                return counts["train/loss", at] > 0
+            last = catalog.checkpoint_path(self.run, self.victim.steps)
+            return last.is_dir() if part == "saved" else counts[part, self.victim.steps] > 0
+
+        if moment == "start":
+            time.sleep(self.draw.uniform(0, 0.8))
+        else:
+            wait_until(reached, child=child)
+            time.sleep(self.draw.uniform(0, 0.02))
+        return child.kill().code < 0
+
+    def pieces(self) -> set[str]:
+        """Return the names of unfinished saves, and of the files in the mirror."""
+        there = {f"upload {path}" for path in self.mirror.rglob("*")}
+        return there | {name for name in saving(self.run) if "upload" not in name}
+
+
+def kill_often(folder: Path, kills: int) -> list[str]:
+    """Kill short runs so often, print what happened, and return what was wrong."""
+    victim = make_victim(folder, steps=24, eval_every=8, log_every=3, save_every=6)
+    draw, found = random.Random(0), Counter()
+    moments, problems = Counter(), []
+    try:
+        assert victim.whole
+        while (number := moments.total()) < kills:
+            one = Killed(victim, folder / f"run-{found['runs']}", draw)
+            for _ in range(min(draw.randint(1, 4), kills - number)):
+                moment = draw.choice(("start", "steps", "save", "upload", "end", "end"))
+                if not one.kill(moment):
+                    break
+                moments[moment] += 1
+                if lost := victim.lost(one.run, saved_step(one.run)):
+                    problems += [f"after a kill ({moment}): {problem}" for problem in lost]
+                elif moment == "upload" and draw.random() < 0.5:
+                    shutil.rmtree(one.run)
+                    found["directories lost"] += 1
+            wrong = victim.end(one.run, *one.more)
+            found.update({"runs": 1, "runs with other weights": bool(wrong)})
+            found.update(lines := victim.wrong_lines(one.run))
+            problems += [f"{one.run.parent.name}: {problem}" for problem in wrong]
+            problems += [f"{one.run.parent.name}: {lines}"] if any(lines.values()) else []
+            shutil.rmtree(one.run.parent)
+    finally:
+        victim.children.close()
+    at = ", ".join(f"{count} {moment}" for moment, count in sorted(moments.items()))
+    print(f"{moments.total()} kills ({at}), {found.pop('runs')} runs")
+    print(*(f"{count} {what}" for what, count in found.items()), sep=", ", flush=True)
+    return problems
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=60.0)
-    minutes = parser.parse_args().minutes
-    give_up = time.monotonic() + 60 * minutes
+    parser.add_argument("--kills", type=int)
+    options = parser.parse_args()
+    give_up = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         os.environ["HOME"] = folder  # the user's cache is neither read nor written
-        victim = make_victim(Path(folder), minutes)
+        if options.kills:
+            problems = kill_often(Path(folder), options.kills)
+            print(*problems or ["no problem"], sep="\n")
+            sys.exit(bool(problems))
+        steps = max(int(options.minutes * STEPS_PER_MINUTE) // 40 * 40, SHORT_STEPS)
+        victim = make_victim(Path(folder), steps)
         try:
             problems = whole(victim)
             problems += soak(victim, max(give_up - time.monotonic(), 5.0))

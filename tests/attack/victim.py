@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+from collections import Counter
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from children import Child, Children, Ended, wait_until
 
 from flatout.errors import FlatoutError
+from flatout.json_io import read_lines
 from flatout.training.checkpoint import catalog
 
 SPEEDUPS = {
@@ -22,6 +24,8 @@ SPEEDUPS = {
 """Saves in the loop, and beside training."""
 KEPT = ("tokens", "train_loss", "val_loss", "weights_sha256")
 """What an attack must not change in the result of a run."""
+ONCE = ("evaluation", "end")
+"""Events that a run has once, at its last step."""
 
 
 class Victim:
@@ -140,6 +144,49 @@ class Victim:
     def end(self, run: Path, *more) -> list[str]:
         """Run the same command again, and return how its end differs."""
         return self.unequal(run, self.train(run, *more))
+
+    def wrong_lines(self, run: Path) -> dict[str, int]:
+        """Return how many records and events a run lacks, has twice, or has with other losses.
+
+        Which ones it must have follows from the settings, their losses from the run without an
+        attack.
+        """
+        every = {
+            "train/loss": self.settings["log.every"],
+            "val/loss": self.settings["train.eval_every"],
+        }
+        wanted = Counter(
+            {
+                (kind, step): 1
+                for kind, steps in every.items()
+                for step in range(1, self.steps + 1)
+                if step % steps == 0 or step == self.steps
+            }
+            | {(kind, self.steps): 1 for kind in ONCE}
+        )
+        (found, losses), (_, right) = logged(run), logged(self.whole)
+        assert right.keys() == wanted.keys(), "the run without an attack is complete"
+        return {
+            "missing": (wanted - found).total(),
+            "doubled": (found - wanted).total(),
+            "unequal": sum(losses[line] != right[line] for line in losses.keys() & right.keys()),
+        }
+
+
+def logged(run: Path) -> tuple[Counter, dict]:
+    """Return how often a run's files have a record or an event of ONCE, and the loss of each.
+
+    Both are by kind and step.
+    """
+    counts: Counter = Counter()
+    losses: dict = {}
+    lines = [*read_lines(run / "metrics.jsonl"), *read_lines(run / "events.jsonl")]
+    for line in lines:
+        for kind in ("train/loss", "val/loss", line.get("event")):
+            if kind in line or kind in ONCE:
+                counts[kind, line["step"]] += 1
+                losses[kind, line["step"]] = line.get(kind, line.get("loss"))
+    return counts, losses
 
 
 def free_port() -> int:

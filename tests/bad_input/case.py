@@ -161,7 +161,7 @@ def run_command(line: str, folder: Path, spoil: Callable[[World], None] = nothin
     changed = sorted(
         name
         for name in before.keys() | after.keys()
-        if before.get(name) != after.get(name) and not _is_lock(name, before)
+        if before.get(name) != after.get(name) and not _is_of_process(name, before)
     )
     result = json.loads(out.getvalue().splitlines()[-1]) if out.getvalue() else {}
     return Answer(
@@ -202,9 +202,9 @@ def contents(folder: Path) -> dict[str, bytes | None]:
     }
 
 
-def _is_lock(name: str, before: dict[str, bytes | None]) -> bool:
-    """Return whether this is an existing lock of a run, which names the last process to hold it."""
-    return name in before and name.endswith("/lock")
+def _is_of_process(name: str, before: dict[str, bytes | None]) -> bool:
+    """Return whether a file of an existing run is about its last process: its lock or its end."""
+    return name in before and name.endswith(("/lock", "/exit_code"))
 
 
 def plain(text: str, folder: Path) -> str:

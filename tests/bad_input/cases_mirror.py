@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+
 from case import Case, World
+from fsspec.implementations.local import LocalFileSystem
 
 
 def with_mirror(world: World) -> None:
@@ -35,6 +40,32 @@ def in_a_file(world: World) -> None:
     """Make the directory of the mirror a file, which nobody can write into."""
     with_mirror(world)
     world.write("mirror", "")
+
+
+def without_asked(world: World) -> None:
+    """Put another run of that name into the mirror, without the settings as requested."""
+    with_run(world)
+    (world.path / "mirror/new/asked.yaml").unlink()
+
+
+def full(world: World) -> None:
+    """Fill the disk of the mirror."""
+    with_mirror(world)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    world.patch.setattr(LocalFileSystem, "put_file", refuse)
+
+
+def taken_over(world: World) -> None:
+    """Let the run continue on another machine, which restored it from the mirror."""
+    with_mirror(world)
+    (world.path / "runs/first/summary.json").unlink()
+    own = {"id": "own", "url": f"file://{world.path}/mirror/first"}
+    world.write("runs/first/mirror.json", json.dumps(own))
+    other = {"id": "other", "run": "/data/first", "host": "nodeB"}
+    world.write("mirror/first/mirror.json", json.dumps(other))
 
 
 CASES = [
@@ -83,6 +114,29 @@ CASES = [
         ("--run-dir DIR", "another checkpoint.mirror"),
         with_run,
         progress="has no checkpoint: restoring it from file://",
+    ),
+    Case(
+        "a mirror without the settings of its run as requested",
+        "train my.yaml --run-dir runs/new train.seed=5",
+        ("train.seed: 0 -> 5", "/mirror/new/asked.yaml", "is missing"),
+        ("Restore file://", "/mirror/new/asked.yaml"),
+        without_asked,
+        progress="has no checkpoint: restoring it from file://",
+    ),
+    Case(
+        "a mirror on a full disk",
+        "train my.yaml --run-dir runs/new",
+        ("/mirror/new", "its disk is full"),
+        ("Free space there",),
+        full,
+        may_change=("runs/new",),
+    ),
+    Case(
+        "a mirror from which another machine restored the run",
+        "train my.yaml --run-dir runs/first",
+        ("/mirror/first", "continues as /data/first on nodeB"),
+        ("Continue it there", "checkpoint.mirror=none"),
+        taken_over,
     ),
     Case(
         "a password in checkpoint.mirror",

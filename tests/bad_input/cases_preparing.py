@@ -83,6 +83,7 @@ CASES = [
         ("5 of the first 39 rows", "3 may be skipped", "many.jsonl, line 7"),
         ("--max-bad-rows 50", "keeps the work done"),
         many_rows,
+        progress="The finished parts are kept in ",
         may_change=("data/.new.part",),
     ),
     Case(

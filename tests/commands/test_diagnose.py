@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from flatout import cli
 from flatout.commands import diagnose as command
 from flatout.config.schema import load_config
+from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import Measured
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.text import text_of
@@ -156,6 +159,32 @@ def test_a_run_is_read_and_its_findings_written(tiny_run, capsys, tmp_path):
     assert found["path"] == str(tmp_path / "run" / "findings.json")
     stored = json.loads((tmp_path / "run" / "findings.json").read_text())
     assert stored["verdict"] == found["verdict"]
+
+
+def test_a_read_only_run_is_diagnosed(tiny_run, capsys, tmp_path, monkeypatch):
+    shutil.copytree(tiny_run, tmp_path / "run")
+    before = {path.name for path in (tmp_path / "run").iterdir()}
+
+    def refuse(path, text):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(diagnosis, "write_text", refuse)
+    assert run(str(tmp_path / "run"), "--json") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.splitlines()[-1])["path"] is None
+    assert "findings.json cannot be written (Permission denied)" in shown.err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == before
+
+
+def test_the_files_of_a_run_cannot_control_the_terminal(tiny_run, capsys, tmp_path):
+    shutil.copytree(tiny_run, tmp_path / "run")
+    events = tmp_path / "run" / "events.jsonl"
+    hostile = json.dumps({"event": "start", "peak_source": "\x1b[2J\r", "peak_tflops": 1.0})
+    events.write_text(f"{hostile}\n{events.read_text()}")
+    assert run(str(tmp_path / "run")) == 0
+    shown = capsys.readouterr()
+    assert "\ufffd[2J\ufffd" in shown.out
+    assert "\x1b" not in shown.out + shown.err
 
 
 def test_a_missing_dataset_is_a_finding_and_no_error(capsys, monkeypatch):

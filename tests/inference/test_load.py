@@ -16,6 +16,7 @@ from flatout.inference import load
 from flatout.ops import Ops
 from flatout.registry import SPEEDUPS
 from flatout.training import run as training
+from flatout.training.checkpoint import catalog
 from flatout.training.run import run_training
 from flatout.training.run_dir.config_seal import COPY
 from flatout.training.run_dir.layout import trusted_config, write_config
@@ -27,6 +28,24 @@ def test_each_checkpoint_loads_its_own_weights(fox_run):
         load.load_run(folder, name, device="cpu").model.state_dict() for name in ("1", "last")
     )
     assert any(not torch.equal(first[name], last[name]) for name in first)
+
+
+@pytest.mark.parametrize("checkpoint", ["1", "best", "last"])
+def test_only_the_files_that_are_read_are_hashed_each_once(fox_run, checkpoint, monkeypatch):
+    hashed, sha256 = [], catalog.sha256
+    monkeypatch.setattr(catalog, "sha256", lambda path: hashed.append(path) or sha256(path))
+    loaded = load.load_run(fox_run[0] / "runs" / "fox", checkpoint, device="cpu")
+    assert [path for path in hashed if path.suffix == ".safetensors"] == [
+        loaded.checkpoint / "model-00000.safetensors"
+    ]
+
+
+def test_weights_whose_content_changed_are_not_loaded(copied_run):
+    weights = copied_run / "checkpoints" / "step-3" / "model-00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert load.load_run(copied_run, "last", device="cpu").checkpoint.name == "step-2"
+    with pytest.raises(CheckpointError, match=r"model-00000\.safetensors is damaged"):
+        load.load_run(copied_run, "3", device="cpu")
 
 
 def test_speedups_that_do_not_work_here_are_skipped(fox_run):

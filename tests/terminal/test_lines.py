@@ -241,3 +241,6 @@ def test_a_permanent_line_cannot_clear_the_terminal():
     terminal.say("Reading a\x1b[2J\u202eb")
     terminal.close()
     assert text_of(terminal) == "Reading a\ufffd[2J\ufffdb\n"
+    with terminal.task("Checking \x1b[2J") as task:
+        task.note("\x9bm is complete")
+        assert (task.what, task.text) == ("Checking \ufffd[2J", "\ufffdm is complete")

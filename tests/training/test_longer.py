@@ -131,7 +131,7 @@ def test_a_run_bound_to_its_length_is_refused_with_an_alternative(tiny_config, f
     assert {
         path: path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != "lock"
+        if path.is_file() and path.name not in ("lock", "exit_code")
     }.items() <= before.items()
     assert layout.read_summary(folder) == first
     words = shlex.split(refused.value.fix.split("`")[1])

@@ -26,6 +26,7 @@ from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config, read_exit_code, read_summary
+from flatout.training.run_dir.lookup import find_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -377,3 +378,13 @@ def test_the_first_run_on_an_unmeasured_gpu_suggests_bench(
     )
     run_training(tiny_config(), tmp_path / "second", **options)
     assert messages.lines == [line]
+
+
+def test_a_relative_checkpoint_dir_is_found_from_elsewhere(tiny_config, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = tiny_config(train__steps=1, checkpoint__dir="disk")
+    whole = run_training(config, tmp_path / "run")
+    monkeypatch.chdir("elsewhere")
+    assert find_checkpoint(tmp_path / "run") == tmp_path / "disk" / "run" / "step-1"
+    assert run_training(config, tmp_path / "run") == whole, "it is the finished run"

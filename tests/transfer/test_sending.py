@@ -7,6 +7,7 @@ import pytest
 
 from flatout.errors import DataError
 from flatout.transfer import connection
+from flatout.transfer.connection import Unreachable
 from flatout.transfer.sending import RemoteFolder
 
 
@@ -37,3 +38,46 @@ def test_credentials_that_only_read_are_a_possible_cause(monkeypatch, tmp_path):
     with pytest.raises(DataError, match=r"Writing gs://bucket/there is not allowed") as raised:
         folder.put_text("a", "b")
     assert raised.value.fix.endswith("The account must be allowed to write.")
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    folder = RemoteFolder(f"file://{tmp_path}/there")
+    folder.put_text("metrics.jsonl", "first")
+    put_file = type(folder._filesystem).put_file
+
+    def cut(self, source, target, **options):
+        put_file(self, source, target, **options)
+        os.truncate(target, 3)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(folder._filesystem), "put_file", cut)
+        with pytest.raises(KeyboardInterrupt):
+            folder.put_text("metrics.jsonl", "second")
+    assert (tmp_path / "there" / "metrics.jsonl").read_text() == "first"
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["metrics.jsonl"]
+    (tmp_path / "there" / "metrics.jsonl.part").write_text("left by a kill")
+    assert list(folder.files()) == ["metrics.jsonl"]
+    folder.put_text("metrics.jsonl", "second")
+    (written,) = (tmp_path / "there").iterdir()
+    assert written.read_text() == "second"
+
+
+def test_a_full_disk_is_named_and_not_tried_again(tmp_path, monkeypatch):
+    folder = RemoteFolder(f"file://{tmp_path}/there")
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(connection, "sleep", pytest.fail)
+    monkeypatch.setattr(type(folder._filesystem), "put_file", refuse)
+    with pytest.raises(Unreachable, match=r"its disk is full .*No space left") as raised:
+        folder.put_text("a", "b")
+    assert raised.value.fix == "Free space there, or name another directory."
+
+
+def test_a_bug_in_a_callback_is_raised_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("text")
+    monkeypatch.setattr(connection, "sleep", pytest.fail)
+    with pytest.raises(ZeroDivisionError):
+        RemoteFolder(f"file://{tmp_path}/there").put(tmp_path / "a", "a", lambda moved: moved // 0)

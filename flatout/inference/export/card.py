@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from flatout.inference.export.source import Source
-from flatout.json_io import JsonObject, read_lines
+from flatout.json_io import JsonObject, finite_numbers
 from flatout.training.run_dir import layout
 
 PROJECT = "https://github.com/flatout-train/flatout"
@@ -43,28 +43,30 @@ def figures(source: Source) -> dict[str, str]:
     summary = _summary(source)
     start = _start(source)
     loss = validation_loss(source, summary)
-    rate, mfu, hours = (summary.get(key) for key in ("tokens_per_s", "mfu", "elapsed_s"))
+    measured = finite_numbers(summary)
+    rate, mfu, seconds = (measured.get(key) for key in ("tokens_per_s", "mfu", "elapsed_s"))
     tokens = _tokens(source)
-    bits = summary.get("bits_per_byte") if source.step == summary.get("steps") else None
+    bits = measured.get("bits_per_byte") if source.step == summary.get("steps") else None
     found = {
         "parameters": f"{source.num_parameters:,}",
         "step": f"{source.step:,}",
         "tokens trained on": f"{tokens:,}" if tokens else NOT_MEASURED,
         "validation loss": f"{loss:.4f} nats per token" if loss is not None else NOT_MEASURED,
         "perplexity": f"{math.exp(min(loss, 700.0)):,.2f}" if loss is not None else NOT_MEASURED,
-        "bits per byte": f"{bits:.4f}" if isinstance(bits, float) else NOT_MEASURED,
+        "bits per byte": f"{bits:.4f}" if bits is not None else NOT_MEASURED,
         "tokens per second": f"{rate:,.0f}" if rate else NOT_MEASURED,
         "share of the peak FLOP/s": f"{100 * mfu:.1f}%" if mfu else NOT_MEASURED,
-        "training time": f"{hours / 3600:.2f} h" if hours else NOT_MEASURED,
+        "training time": f"{seconds / 3600:.2f} h" if seconds else NOT_MEASURED,
         "machine": str(start.get("machine", NOT_MEASURED)),
         "precision": source.config.train.precision,
     }
-    data = source.config.data
+    data, environment = source.config.data, start.get("environment")
+    environment = environment if isinstance(environment, dict) else {}
     return found | {
         "dataset": ", ".join(Path(path).name for path in data.mix or [str(data.path)]),
         "tokenizer": f"{source.tokenizer.name}, {source.tokenizer.vocab_size:,} tokens",
         "sequence length": f"{data.seq_len:,}",
-        "torch": str(start.get("environment", {}).get("torch", NOT_MEASURED)),
+        "torch": str(environment.get("torch", NOT_MEASURED)),
     }
 
 
@@ -73,12 +75,13 @@ def validation_loss(source: Source, summary: JsonObject) -> float | None:
 
     At the last step it is the loss on the whole validation split.
     """
-    if source.step == summary.get("steps") and summary.get("val_loss") is not None:
-        return float(summary["val_loss"])
+    final = finite_numbers(summary).get("val_loss")
+    if source.step == summary.get("steps") and final is not None:
+        return final
     losses = [
-        float(line["val/loss"])
-        for line in read_lines(source.folder / layout.METRICS)
-        if line.get("step") == source.step and line.get("val/loss") is not None
+        record["val/loss"]
+        for record in layout.read_records(source.folder)
+        if record["step"] == source.step and "val/loss" in record
     ]
     return losses[-1] if losses else None
 
@@ -86,13 +89,13 @@ def validation_loss(source: Source, summary: JsonObject) -> float | None:
 def _tokens(source: Source) -> int | None:
     """Return how many tokens the model had seen at the step of the weights."""
     seen = [
-        line["tokens"]
-        for line in read_lines(source.folder / layout.METRICS)
-        if line.get("step") == source.step and isinstance(line.get("tokens"), int)
+        int(record["tokens"])
+        for record in layout.read_records(source.folder)
+        if record["step"] == source.step and "tokens" in record
     ]
     summary = _summary(source)
     if not seen and source.step == summary.get("steps"):
-        return summary.get("tokens")
+        seen = [int(finite_numbers(summary).get("tokens", 0))]
     return seen[-1] if seen else None
 
 

@@ -114,7 +114,7 @@ def open_source(
     trust_code: bool = False,
     progress: Progress = SILENT,
 ) -> Source:
-    """Return a checkpoint of a run (`best`, `last` or a step), after checking every file of it.
+    """Return a checkpoint of a run (`best`, `last` or a step), after checking its weights.
 
     Raises: CheckpointError, DataError or ConfigError when the run, checkpoint or tokenizer cannot
             be used; UntrustedCode before any custom code is imported.

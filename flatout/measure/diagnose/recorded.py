@@ -1,14 +1,12 @@
 """What the files of a run directory say about where its time went. No torch.
 
 `metrics.jsonl` divides steps into data wait, host and device; `events.jsonl` has saves, skipped
-updates and compilations. A line that was cut by a kill is where reading ends, and a note says so.
+updates and compilations. Damaged lines, such as a kill leaves, are left out, and a note says so.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +15,7 @@ from typing import Any
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError, FlatoutError, in_shell
 from flatout.hardware import probe
+from flatout.json_io import JsonObject, LineReader, finite_numbers
 from flatout.measure.instruments.evidence import (
     Counts,
     Evidence,
@@ -26,7 +25,6 @@ from flatout.measure.instruments.evidence import (
     Phases,
     Roof,
 )
-from flatout.recognised import open_regular
 from flatout.training.run_dir import layout
 
 FAILED = 1
@@ -50,8 +48,8 @@ def recorded_evidence(folder: Path) -> Evidence:
     """
     config = layout.read_config(folder)
     notes: list[str] = []
-    records = _with_a_step(read_whole_lines(folder / layout.METRICS, notes), notes)
-    events = [_typed(event) for event in read_whole_lines(folder / layout.EVENTS, notes)]
+    records = _with_a_step(_lines(folder / layout.METRICS, notes), notes)
+    events = [_typed(event) for event in _lines(folder / layout.EVENTS, notes)]
     steps = [record for record in records if "perf/step_ms" in record]
     failure = _failure(folder, events, steps)
     if not steps and failure is None:
@@ -77,34 +75,21 @@ def recorded_evidence(folder: Path) -> Evidence:
     return _with_steps(known, config, steps, events, summary) if steps else known
 
 
-def read_whole_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the JSON lines of a file up to the first that is damaged, with a note about that."""
-    if not path.exists():
-        return []
+def _lines(path: Path, notes: list[str]) -> list[JsonObject]:
+    """Return the JSON objects in a file's lines, with notes about what was left out."""
+    reader = LineReader(path)
     try:
-        with open(open_regular(path), encoding="utf-8", errors="replace") as file:
-            lines = file.read().splitlines()
-    except OSError as error:
-        notes.append(f"{path.name} cannot be read: {error.strerror}.")
+        found = list(reader.read())
+    except CheckpointError as error:
+        notes.append(error.what)
         return []
-    found: list[dict[str, Any]] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            document = json.loads(line)
-        except (ValueError, RecursionError):
-            document = None
-        if not isinstance(document, dict):
-            notes.append(f"Line {number} of {path.name} is not complete; it was read up to there.")
-            break
-        found.append(document)
+    notes += reader.notes()
     return found
 
 
-def _with_a_step(records: Sequence[Mapping[str, Any]], notes: list[str]) -> list[dict[str, Any]]:
+def _with_a_step(lines: Sequence[JsonObject], notes: list[str]) -> list[dict[str, float]]:
     """Return the records that state a step, with their finite numbers and nothing else."""
-    found = [
-        {name: value for name, value in record.items() if _is_finite(value)} for record in records
-    ]
+    found = list(map(finite_numbers, lines))
     kept = [record for record in found if "step" in record]
     if without := len(found) - len(kept):
         notes.append(f"Records of metrics.jsonl without a step were left out: {without}.")
@@ -113,21 +98,13 @@ def _with_a_step(records: Sequence[Mapping[str, Any]], notes: list[str]) -> list
 
 def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
     """Return an event without the fields that are not of their type."""
+    numbers = finite_numbers(event)
     return {
         name: value
         for name, value in event.items()
         if isinstance(value, EVENT_TYPES.get(name, object))
-        and (name not in EVENT_FIGURES or _is_finite(value))
+        and (name not in EVENT_FIGURES or name in numbers)
     }
-
-
-def _is_finite(value: object) -> bool:
-    """Return whether a value is a number that a figure can be."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    )
 
 
 def _with_steps(
@@ -267,17 +244,17 @@ def _speedups(events: Sequence[Mapping[str, Any]]) -> tuple[str, ...] | None:
 
 
 def _fallback(events: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return why a speedup that compiles was turned off during the warm-up."""
+    """Return why the last process turned off a speedup that it had turned on: compiling failed."""
     on: set[str] = set()
+    reason = None
     for event in events:
-        if not _is(event, "speedup"):
-            continue
-        name = str(event.get("name"))
-        if event.get("on"):
-            on.add(name)
-        elif name in on:
-            return str(event.get("reason"))
-    return None
+        if _is(event, "start") or _is(event, "resume"):  # another process decides again
+            on, reason = set(), None
+        elif _is(event, "speedup") and event.get("on"):
+            on.add(str(event.get("name")))
+        elif _is(event, "speedup") and str(event.get("name")) in on:
+            reason = reason or str(event.get("reason"))
+    return reason
 
 
 def _summary(folder: Path, notes: list[str]) -> Mapping[str, Any]:

@@ -183,18 +183,8 @@ class RunReader:
 
     def _notes_on_records(self, *, is_running: bool) -> list[str]:
         columns, notes = self._columns, []
-        for lines, what in ((self._metrics, "records"), (self._event_lines, "events")):
-            name = lines.path.name
-            if lines.is_cut_off and not is_running:
-                notes.append(
-                    f"The last line of {name} (line {lines.lines + 1}) is incomplete; "
-                    f"the report has the {what} before it."
-                )
-            if lines.damaged:
-                notes.append(
-                    f"{name} has {_count(len(lines.damaged), 'damaged line')} "
-                    f"(the first is line {lines.damaged[0]}), left out of the report."
-                )
+        for lines in (self._metrics, self._event_lines):
+            notes += lines.notes(is_growing=is_running)
         if columns.without_step:
             records = _count(columns.without_step, "record")
             notes.append(f"{records} of metrics.jsonl without a step left out of the report.")

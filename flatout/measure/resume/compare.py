@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.schema import flat
-from flatout.json_io import JsonObject, parsing, read_lines
+from flatout.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.contents import (
     IndexedTensor,
@@ -24,7 +24,7 @@ from flatout.training.checkpoint.contents import (
     read_index,
     read_state,
 )
-from flatout.training.run_dir.layout import METRICS
+from flatout.training.run_dir.layout import read_records
 
 TIMES = ("values.elapsed_s",)
 """Values of a state that differ between any two runs."""
@@ -248,7 +248,7 @@ def _value_difference(name: str, left: object, right: object) -> Difference:
 def _figures(run: Path) -> Mapping[tuple[int, str], float]:
     return {
         (int(record["step"]), name): value
-        for record in read_lines(run / METRICS)
+        for record in read_records(run)
         for name, value in record.items()
         if name.startswith(RECORDED)
     }

@@ -53,9 +53,13 @@ class NewerVersion(CheckpointError):
     """A checkpoint was written by a newer version of flatout."""
 
 
+class NoneComplete(CheckpointError):
+    """A run has checkpoints, and every one of them is damaged."""
+
+
 Check = Callable[[Path, FileFacts], str | None]
 """Returns what is wrong with a file, given its entry in the manifest, or None: `check_file`, or the
-quicker `check_size`.
+quicker `check_unless` and `check_size`.
 """
 
 
@@ -159,6 +163,16 @@ def check_file(path: Path, facts: FileFacts) -> str | None:
     return problem
 
 
+def check_unless(*kinds: str) -> Check:
+    """Return `check_file` that judges tensors of these kinds, optimizer or model, by their size."""
+    names = tuple(f"{kind}-" for kind in kinds)
+
+    def check(path: Path, facts: FileFacts) -> str | None:
+        return (check_size if path.name.startswith(names) else check_file)(path, facts)
+
+    return check
+
+
 def verify(
     checkpoint: Path, *, check: Check = check_file, progress: Progress = SILENT
 ) -> list[str]:
@@ -210,12 +224,14 @@ def is_checkpoint(folder: Path) -> bool:
     )
 
 
-def require_complete(checkpoint: Path, *, progress: Progress = SILENT) -> None:
+def require_complete(
+    checkpoint: Path, *, check: Check = check_file, progress: Progress = SILENT
+) -> None:
     """Check that a checkpoint is complete.
 
     Raises: CheckpointError naming the first file that is missing or damaged.
     """
-    problems = verify(checkpoint, progress=progress)
+    problems = verify(checkpoint, check=check, progress=progress)
     if problems:
         raise unusable(checkpoint, problems[0])
 
@@ -228,18 +244,22 @@ def unusable(checkpoint: Path, problem: str) -> CheckpointError:
 
 
 def latest(
-    run_folder: Path, *, exclude: Collection[int] = (), progress: Progress = SILENT
+    run_folder: Path,
+    *,
+    exclude: Collection[int] = (),
+    check: Check = check_file,
+    progress: Progress = SILENT,
 ) -> Path | None:
     """Return the newest complete checkpoint, or None when the run has no checkpoint at all.
 
     Incomplete checkpoints are reported and skipped, the steps of `exclude` are ignored.
-    Raises: CheckpointError when there are checkpoints and none is complete: a run never starts
-            over unless the user decides so.
+    Raises: NoneComplete when there are checkpoints and none is complete: a run never starts over
+            unless the user decides so.
     """
     problems: dict[Path, str] = {}
     for step in sorted({*steps(run_folder)} - {*exclude}, reverse=True):
         path = checkpoint_path(run_folder, step)
-        found = verify(path, progress=progress)
+        found = verify(path, check=check, progress=progress)
         if not found:
             return path
         progress.say(f"Checkpoint {path.name} cannot be used: {found[0]}")
@@ -247,7 +267,7 @@ def latest(
     if problems:
         newest, problem = next(iter(problems.items()))
         _refuse_newer_version(newest)
-        raise CheckpointError(
+        raise NoneComplete(
             f"No checkpoint of {run_folder} is complete. {problem}",
             fix="Restore that file from a copy, or delete the checkpoints in "
             f"{checkpoints_folder(run_folder)} to start over.",
@@ -268,7 +288,7 @@ def _refuse_newer_version(checkpoint: Path) -> None:
         pass  # it is damaged, which the caller reports
 
 
-def best(newest: Path, *, progress: Progress = SILENT) -> Path | None:
+def best(newest: Path, *, check: Check = check_file, progress: Progress = SILENT) -> Path | None:
     """Return the complete checkpoint with the lowest validation loss, as `newest` states it.
 
     None when no loss is known, or that checkpoint is missing or incomplete. `newest`, which is
@@ -280,7 +300,7 @@ def best(newest: Path, *, progress: Progress = SILENT) -> Path | None:
     if step == step_of(newest):
         return newest
     path = newest.with_name(f"step-{step}")
-    return path if path.is_dir() and not verify(path, progress=progress) else None
+    return path if path.is_dir() and not verify(path, check=check, progress=progress) else None
 
 
 def best_step_of(checkpoint: Path) -> int | None:

@@ -1,6 +1,6 @@
 """What is known about a checkpoint beside its state: info.json. No torch.
 
-Lists of checkpoints show it; a resume does not read it. Checkpoints of earlier versions have none.
+Lists of checkpoints show it; no state depends on it. Checkpoints of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class CheckpointInfo(Stored, extra="ignore"):
     """Version of torch."""
     python: str
     """Version of Python."""
+    records: int | None = None
+    """Lines of metrics.jsonl up to this step."""
+    records_crc32: int | None = None
+    """Their CRC-32, by which a resume finds out whether metrics.jsonl is whole."""
 
 
 def read_info(checkpoint: Path) -> CheckpointInfo | None:

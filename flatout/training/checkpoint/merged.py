@@ -39,10 +39,17 @@ class MergedWeights:
     The weights of a LoRA checkpoint are those of its base plus its adapters. `read` needs memory
     for one tensor, and the adapters are kept, so that a model of any size can be copied.
     Raises: CheckpointError when a file is missing or damaged, or the base is missing or has
-            changed. `check=catalog.check_size` trusts the content of files of the right size.
+            changed. `check=catalog.check_size` trusts the content of files of the right size;
+            `check_base` is that of a base, `check` by default.
     """
 
-    def __init__(self, checkpoint: Path, check: Check = catalog.check_file) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        check: Check = catalog.check_file,
+        *,
+        check_base: Check | None = None,
+    ) -> None:
         self.checkpoint = checkpoint
         index, aliases, manifest = read_index(checkpoint, check)
         stored = {name: entry for name, entry in index.items() if name.startswith(WEIGHTS)}
@@ -58,10 +65,13 @@ class MergedWeights:
         base = base_of(checkpoint)
         if base is not None:
             path = find_base(checkpoint, base)
-            is_imported = is_foreign(str(path))
-            self._base = _ImportedWeights(path) if is_imported else MergedWeights(path, check)
+            self._base = (
+                _ImportedWeights(path)
+                if is_foreign(str(path))
+                else MergedWeights(path, check_base or check)
+            )
             with parsing(checkpoint / catalog.INDEX):
-                self._deltas = _deltas(base, read_weights(checkpoint))
+                self._deltas = _deltas(base, read_weights(checkpoint, check))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -98,10 +108,12 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def read_merged(checkpoint: Path) -> dict[str, Tensor]:
     """Return every weight, unsharded, by its name in the model's state_dict.
 
+    The content of the checkpoint was checked when it was found, that of its base was not.
+
     Shapes: as in the model.
     Raises: CheckpointError as `MergedWeights`.
     """
-    weights = MergedWeights(checkpoint)
+    weights = MergedWeights(checkpoint, catalog.check_size, check_base=catalog.check_file)
     found = {name: weights.read(name) for name in weights.shapes}
     return found | {alias: found[name] for alias, name in weights.aliases.items()}
 

@@ -94,18 +94,18 @@ def load(
     return _differences(run, state, environment) + _forget_best(run, state, environment or {})
 
 
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+def read_weights(checkpoint: Path, check: Check = catalog.check_file) -> dict[str, Tensor]:
     """Return every stored weight, unsharded, by its name in the model's state_dict.
 
     Any number of ranks may have written them. A LoRA checkpoint stores adapters alone; `merged.py`
-    adds them to their base.
+    adds them to their base. `check` is as in `load`.
 
     Shapes: as in the model.
     Raises: CheckpointError when a file is missing or damaged.
     """
-    index, aliases, manifest = read_index(checkpoint, catalog.check_file)
+    index, aliases, manifest = read_index(checkpoint, check)
     targets = {name: tensors.empty(entry) for name, entry in _weights_in(index).items()}
-    check_files(checkpoint, manifest, tensors.files_needed(targets, index), catalog.check_file)
+    check_files(checkpoint, manifest, tensors.files_needed(targets, index), check)
     tensors.fill(targets, index, checkpoint)
     weights = targets | {alias: targets[name] for alias, name in aliases.items()}
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}

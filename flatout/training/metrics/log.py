@@ -22,6 +22,7 @@ import torch
 from flatout.errors import RunFailed
 from flatout.json_io import Json, JsonObject
 from flatout.progress import SILENT, Progress
+from flatout.training.checkpoint.info import CheckpointInfo, read_info
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadStep, BadSteps
 from flatout.training.metrics.clocks import (
@@ -38,6 +39,7 @@ from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Lines, Records
 from flatout.training.metrics.surroundings import Surroundings
 from flatout.training.run_dir.layout import EVENTS
+from flatout.training.run_dir.resume import is_own
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
@@ -123,10 +125,11 @@ class Log:
         self.bad_steps = BadSteps()
         """The last steps in a row whose updates were skipped, as far as they are known."""
         self._alarms = _alarms(run) if run.mesh.is_main else None
-        self._records = Records(run.folder, run.step) if run.mesh.is_main else None
+        self.records = Records(run.folder, run.step, _saved(run)) if run.mesh.is_main else None
+        """Writes metrics.jsonl; None on other ranks."""
         self._events = Lines(run.folder / EVENTS)
         self._refused: set[Path] = set()
-        self.train_loss = self._records.train_loss if self._records else None
+        self.train_loss = self.records.train_loss if self.records else None
         """The loss in the last record; other ranks know only the records of this process."""
 
     @property
@@ -234,7 +237,7 @@ class Log:
             self._close_files()
 
     def _close_files(self) -> None:
-        for lines in (self._records.lines, self._events) if self._records else ():
+        for lines in (self.records.lines, self._events) if self.records else ():
             lines.close()
             if lines.lacks_lines:
                 self.progress.say(f"{lines.path} lacks lines that the disk refused.")
@@ -368,13 +371,19 @@ class Log:
             self.progress.say(f"Step {bad.step}: {bad.reason}. Its update is skipped.")
 
     def _write(self, record: Mapping[str, float]) -> None:
-        if self._records:
-            record = self._records.write(record)
-            self._tell_refusal(self._records.lines)
-            for observer in self._observers:
+        if self.records:
+            record, is_new = self.records.write(record)
+            self._tell_refusal(self.records.lines)
+            for observer in self._observers if is_new else self._watchers:
                 observer.on_record(record)
             for alarm in self._alarms.see(record) if self._alarms else ():
                 self.event(alarm.pop("event"), **alarm)
+
+
+def _saved(run: Run) -> CheckpointInfo | None:
+    """Return what the run's own checkpoint says about its records; None when it starts anew."""
+    path = Path(run.resumed_from) if run.resumed_from else None
+    return read_info(path) if path and is_own(path, run.folder) else None
 
 
 def _alarms(run: Run) -> Alarms:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 
 from flatout.files import open_own, write_text
-from flatout.json_io import JsonObject
-from flatout.training.run_dir.layout import METRICS
+from flatout.json_io import JsonObject, finite_numbers, object_or_none
+from flatout.progress import counted
+from flatout.training.checkpoint.info import CheckpointInfo, read_info
+from flatout.training.run_dir.layout import EVENTS, METRICS
+
+REPEATED = ("early_stop", "evaluation", "sample", "end")
+"""Events that a run logs again when it resumes before them."""
 
 MOST_UNWRITTEN = 2**24
 """Bytes of lines that wait for a disk that refuses them; later ones are lost."""
@@ -32,16 +39,18 @@ class Lines:
         self._unwritten = b""
         self._descriptor: int | None = None
 
-    def append(self, line: Mapping[str, object]) -> None:
-        """Append one line, or keep it until the disk accepts it.
+    def append(self, line: Mapping[str, object]) -> bytes:
+        """Append one line, or keep it until the disk accepts it; return its bytes.
 
         Raises: CheckpointError when the file is a link.
         """
+        encoded = json.dumps(line).encode() + b"\n"
         if len(self._unwritten) < MOST_UNWRITTEN:
-            self._unwritten += json.dumps(line).encode() + b"\n"
+            self._unwritten += encoded
         else:
             self.lacks_lines = True
         self.flush()
+        return encoded
 
     def flush(self) -> None:
         """Open the file, write the lines that wait, as far as the disk accepts them."""
@@ -75,37 +84,91 @@ class Lines:
 
 
 class Records:
-    """Writes the records of a run that starts at or resumes from `step`, on its main rank."""
+    """Writes the records of a run that starts at or resumes from `step`, on its main rank.
 
-    def __init__(self, run_folder: Path, step: int) -> None:
+    `saved` is what the checkpoint that it resumes from says about metrics.jsonl.
+    """
+
+    def __init__(self, run_folder: Path, step: int, saved: CheckpointInfo | None = None) -> None:
         path = run_folder / METRICS
-        self.train_loss = _drop_later_steps(path, step) if path.exists() else None
+        kept = _keep(path, lambda line: finite_numbers(line).get("step", math.inf) <= step)
+        losses = (json.loads(line).get("train/loss") for line in reversed(kept))
+        self.train_loss: float | None = next((loss for loss in losses if loss is not None), None)
         """The training loss of the last record before this process; None if there is none."""
+        self.count, self.crc32 = len(kept), _crc32(kept)
+        """The number of records in the file, and the CRC-32 of their lines."""
+        self.damage = _damage(path, kept, saved)
+        """What is missing from the file, as a sentence; None when it is whole."""
         self.lines = Lines(path)
         self.lines.flush()
+        last = json.loads(kept[-1]) if kept else {}
+        self._evaluated = last["step"] if "val/loss" in last else None
 
-    def write(self, record: Mapping[str, float]) -> JsonObject:
-        """Write a record without its non-finite figures, which JSON cannot represent; return it."""
+    def write(self, record: Mapping[str, float]) -> tuple[JsonObject, bool]:
+        """Write a record without its non-finite figures, which JSON cannot represent.
+
+        The evaluation at the step of the resume is not written a second time: a run that is killed
+        after its last evaluation evaluates again.
+
+        Returns: the record, and whether it was written.
+        """
         record = {name: value for name, value in record.items() if math.isfinite(value)}
-        self.lines.append(record)
-        return record
+        if "val/loss" in record and record["step"] == self._evaluated:
+            return record, False
+        self.crc32 = zlib.crc32(self.lines.append(record), self.crc32)
+        self.count += 1
+        return record, True
 
 
-def _drop_later_steps(path: Path, step: int) -> float | None:
-    """Remove the lines after `step` from metrics.jsonl; return the last remaining training loss.
+def forget_events(run_folder: Path, step: int, *, at_end: bool) -> None:
+    """Remove the events that a run which resumes at `step` logs again: those of later steps.
 
-    Damaged lines are removed too.
+    `at_end` says that it resumes at its end: then it also repeats those of `step`.
     """
+
+    def stays(line: JsonObject) -> bool:
+        logged = finite_numbers(line).get("step", -math.inf)
+        is_repeated = logged > step or (at_end and logged == step)
+        return not (is_repeated and line.get("event") in REPEATED)
+
+    _keep(run_folder / EVENTS, stays)
+
+
+def _keep(path: Path, stays: Callable[[JsonObject], bool]) -> list[str]:
+    """Remove the damaged lines and those that do not stay from a file; return the others."""
+    if not path.exists():
+        return []
     with os.fdopen(open_own(path, os.O_RDONLY), encoding="utf-8", errors="replace") as file:
-        kept = [line for line in file.read().splitlines() if _step_of(line) <= step]
-    write_text(path, "".join(line + "\n" for line in kept))
-    losses = (json.loads(line).get("train/loss") for line in reversed(kept))
-    return next((loss for loss in losses if loss is not None), None)
+        lines = file.read().splitlines()
+    kept = [line for line in lines if (found := object_or_none(line)) is not None and stays(found)]
+    if kept != lines:
+        write_text(path, "".join(line + "\n" for line in kept))
+    return kept
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a metrics line; infinity for a damaged one, such as a crash leaves."""
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
+def _crc32(lines: Iterable[str]) -> int:
+    return reduce(lambda crc, line: zlib.crc32(f"{line}\n".encode(), crc), lines, 0)
+
+
+def damage_of(run_folder: Path, checkpoint: Path) -> str | None:
+    """Return what metrics.jsonl has lost since a checkpoint was saved; None when it is whole.
+
+    Damaged lines are removed from it.
+    """
+    path = run_folder / METRICS
+    return _damage(path, _keep(path, lambda line: True), read_info(checkpoint))
+
+
+def _damage(path: Path, kept: Sequence[str], saved: CheckpointInfo | None) -> str | None:
+    """Return what is missing from metrics.jsonl, judged by the checkpoint of its last step."""
+    if saved is None or saved.records is None:  # an earlier version wrote the checkpoint
+        return None
+    lost = saved.records - len(kept)
+    if lost <= 0 and _crc32(kept[: saved.records]) == saved.records_crc32:
+        return None
+    what = f"has lost {counted(lost, 'record')}" if lost > 0 else "was changed or damaged"
+    return (
+        f"{path} {what} since the checkpoint of step {saved.step} was saved. Training continues; "
+        "curves and reports have gaps or wrong figures before that step, unless you restore the "
+        "file from a copy."
+    )

@@ -56,10 +56,13 @@ def require_same_run(
         stored.with_values(own), first and first.with_values(own), requested
     )
     if contradictions:
+        asked = f"{url}/{layout.REQUESTED}"
+        lost = "" if first else f" {asked}, with the settings as requested, is missing."
+        restore = "" if first else f"Restore {asked} if there is a copy. "
         raise ConfigError(
             f"{url} contains a run with other settings{sent_by(sender)}: "
-            f"{'; '.join(contradictions)}.",
-            fix=f"{OTHER_NAME} If it is this run, keep its settings. "
+            f"{'; '.join(contradictions)}.{lost}",
+            fix=f"{restore}{OTHER_NAME} If it is this run, keep its settings. "
             f"{layout.keys_that_may_change()}",
         )
     checkpoint = next(iter(copy.glob("step-*")), None)

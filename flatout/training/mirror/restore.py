@@ -6,11 +6,13 @@ none.
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -23,10 +25,13 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import CheckpointError
 from flatout.files import CheckedFile, copy_whole, sync, write_text
+from flatout.json_io import finite_numbers
 from flatout.progress import Progress
 from flatout.sources.packed import import_package
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.catalog import FileFacts
 from flatout.training.checkpoint.location import checkpoints_folder, claim
+from flatout.training.metrics.records import damage_of
 from flatout.training.mirror.collision import START_WITHOUT, require_same_run, sent_by
 from flatout.training.mirror.remote import (
     COMPRESSED,
@@ -57,12 +62,14 @@ def restore_lost(
     dataset_of: Callable[[RunConfig], AnyDataset],
     resume: str = "auto",
     trust_code: bool = False,
+    are_damaged: bool = False,
     progress: Progress,
-) -> None:
-    """Restore a run from its mirror if it has a mirror and no checkpoint here.
+) -> bool:
+    """Restore a run from its mirror if it has a mirror and no checkpoint here; return whether.
 
     Fetched are the newest checkpoint, the best one, and the missing files of the run directory.
-    `dataset_of` returns the dataset with which this command trains a configuration.
+    `dataset_of` returns the dataset with which this command trains a configuration. `are_damaged`
+    says that the checkpoints here cannot be used.
 
     Raises: CheckpointError when no checkpoint there is usable, or `resume` is `never`; ConfigError
             and CheckpointError when the mirror has a run of other settings or data, or is inside
@@ -73,12 +80,12 @@ def restore_lost(
     known = layout.read_config(folder)
     stated = requested.checkpoint.mirror or (known.checkpoint.mirror if known else None)
     url = mirror_url(stated, folder)
-    if url is None or catalog.has_saved(folder):
-        return
+    if url is None or (catalog.has_saved(folder) and not are_damaged):
+        return False
     store = MirrorStore(url)
     there = store.complete()
     if not there:
-        return
+        return False
     if resume == "never":
         raise CheckpointError(
             f"--resume never would overwrite {url}, which contains the checkpoint of step "
@@ -86,12 +93,13 @@ def restore_lost(
             fix="Choose another directory with --run-dir DIR, another checkpoint.mirror, or resume "
             "with --resume auto.",
         )
-    progress.say(f"{folder} has no checkpoint: restoring it from {url}.")
+    usable = "usable checkpoint" if are_damaged else "checkpoint"
+    progress.say(f"{folder} has no {usable}: restoring it from {url}.")
     sender = store.sender()
     with tempfile.TemporaryDirectory(prefix="flatout-") as work:
         copy = Path(work)
         newest = max(there)
-        _fetch_description(store, store.folder(there[newest].folder), copy / f"step-{newest}")
+        _fetch_description(store, there[newest], copy / f"step-{newest}")
         require_same_run(copy, url, sender, requested, dataset_of)
         _restore_config(copy, folder, requested, trust_code)
     _restore_files(store, folder)
@@ -105,21 +113,29 @@ def restore_lost(
     layout.append_event(folder, "restore", step=newest, url=url)
     saved = f"step {newest}{_saved_at(folder, newest)}{sent_by(sender)}"
     progress.say(f"Restored {folder} from {url}: {saved}.")
+    if (folder / layout.SUMMARY).exists():  # else the resume that follows says it
+        damage = damage_of(folder, catalog.checkpoint_path(folder, newest))
+        if damage is not None:
+            progress.say(damage)
+    return True
 
 
-def _fetch_description(store: MirrorStore, remote: RemoteFolder, checkpoint: Path) -> None:
-    """Fetch what says which run this is: its configuration, its tokenizer, and `remote`'s state.
+def _fetch_description(store: MirrorStore, stored: Stored, checkpoint: Path) -> None:
+    """Fetch what says which run this is: its configuration, its tokenizer, a checkpoint's state.
 
-    They are stored beside and in `checkpoint`. If it is damaged, it is left out: it is reported
-    when it is fetched.
+    They are put beside and in `checkpoint`. If it is damaged, it is left out: it is reported when
+    it is fetched.
     """
+    remote = store.folder(stored.folder)
     there = store.top.files()
     for name in (*CONFIGURATION, TOKENIZER):
         if name in there:
             _fetch(f"{store.url}/{name}", checkpoint.parent / name)
     checkpoint.mkdir()
     try:
-        _fetch(_url_of(remote, catalog.STATE, remote.files()), checkpoint / catalog.STATE)
+        files = _manifest(stored.manifest, checkpoint)
+        if catalog.STATE in files:
+            _fetch_of(remote, catalog.STATE, files, remote.files(), checkpoint)
         catalog.environment_of(checkpoint)
     except (NothingThere, CheckpointError):
         shutil.rmtree(checkpoint)
@@ -137,9 +153,10 @@ def _restore_config(copy: Path, folder: Path, requested: RunConfig, trust_code: 
     assert config is not None, "the copy was checked"
     references = config.references()
     trust.require_trusted(folder, references, named=requested.references(), trust_code=trust_code)
-    if requested.checkpoint.dir not in (None, config.checkpoint.dir):
-        moved = config.with_values({"checkpoint.dir": requested.checkpoint.dir})
-        layout.write_config(folder, moved)
+    if requested.checkpoint.dir is not None:
+        moved = {"checkpoint.dir": str(Path(requested.checkpoint.dir).absolute())}
+        if moved["checkpoint.dir"] != config.checkpoint.dir:
+            layout.write_config(folder, config.with_values(moved))
 
 
 def _restore_files(store: MirrorStore, folder: Path) -> None:
@@ -199,15 +216,14 @@ def _fetch_checkpoint(
     remote: RemoteFolder, manifest: bytes, target: Path, progress: Progress
 ) -> str | None:
     """Fetch a checkpoint into `target`, and return what is wrong with it."""
-    write_text(target / catalog.MANIFEST, manifest.decode(errors="replace"))
     try:
-        files = catalog.read_manifest(target).files
+        files = _manifest(manifest, target)
         for path in target.iterdir():
             if path.name != catalog.MANIFEST and path.name not in files:
                 path.unlink()  # a part of a file
         missing = [name for name in files if catalog.check_file(target / name, files[name])]
         there = remote.files()
-        jobs = [partial(_fetch, _url_of(remote, name, there), target / name) for name in missing]
+        jobs = [partial(_fetch_of, remote, name, files, there, target) for name in missing]
         num_bytes = sum(files[name].bytes for name in missing)
         transfer_all(f"Fetching {remote.url}", jobs, num_bytes, progress)
         problems = catalog.verify(target, progress=progress)
@@ -217,21 +233,50 @@ def _fetch_checkpoint(
     return problems[0].replace(str(target), remote.url) if problems else None
 
 
-def _url_of(remote: RemoteFolder, name: str, there: Collection[str]) -> str:
-    """Return the URL of a checkpoint's file, which may have been compressed."""
+def _manifest(content: bytes, checkpoint: Path) -> Mapping[str, FileFacts]:
+    """Write a manifest into the directory of its checkpoint, and return the files that it lists.
+
+    Raises: CheckpointError when it is damaged.
+    """
+    write_text(checkpoint / catalog.MANIFEST, content.decode(errors="replace"))
+    return catalog.read_manifest(checkpoint).files
+
+
+def _fetch_of(
+    remote: RemoteFolder,
+    name: str,
+    files: Mapping[str, FileFacts],
+    there: Collection[str],
+    target: Path,
+    advance: Advance = lambda _: None,
+) -> None:
+    """Fetch a checkpoint's file, which may have been compressed, into the directory `target`."""
     packed = f"{name}{COMPRESSED}"
-    return f"{remote.url}/{packed if packed in there else name}"
+    url = f"{remote.url}/{packed if packed in there else name}"
+    _fetch(url, target / name, advance, most_bytes=files[name].bytes)
 
 
-def _fetch(url: str, target: Path, advance: Advance = lambda _: None) -> None:
+def _fetch(
+    url: str,
+    target: Path,
+    advance: Advance = lambda _: None,
+    *,
+    most_bytes: float = math.inf,
+) -> None:
     """Write the content of a remote file, unpacked, to `target`.
 
-    Raises: CheckpointError when it cannot be unpacked.
+    Raises: CheckpointError when it cannot be unpacked, or has more than `most_bytes`.
     """
     with open_remote(url) as source, CheckedFile(target) as file:
         reader = _unpacked(source, url) if url.endswith(COMPRESSED) else source
         try:
             while block := reader.read(BLOCK_BYTES):
+                if file.size + len(block) > most_bytes:
+                    raise CheckpointError(
+                        f"{url} is damaged: it has more than the {most_bytes:,.0f} bytes that the "
+                        "manifest says.",
+                        fix="Use another checkpoint.",
+                    )
                 file.write(np.frombuffer(block, np.uint8))
                 advance(len(block))
         except Exception as error:
@@ -250,8 +295,9 @@ def _unpacked(source: IO[bytes], url: str) -> IO[bytes]:
 
 def _saved_at(folder: Path, step: int) -> str:
     """Return when a step was saved, as part of a sentence; empty when that is unknown."""
-    saves = (e for e in layout.read_events(folder) if e["event"] == "save")
-    times = [event["time"] for event in saves if event.get("step") == step]
-    if not times:
-        return ""
-    return time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(times[-1]))
+    saves = [event for event in layout.read_events(folder) if event["event"] == "save"]
+    saves = [finite_numbers(event) for event in saves]
+    times = [event["time"] for event in saves if event.get("step") == step and "time" in event]
+    with suppress(IndexError, ValueError, OverflowError, OSError):  # no time, or none of this era
+        return time.strftime(", saved %Y-%m-%d %H:%M:%S UTC", time.gmtime(times[-1]))
+    return ""

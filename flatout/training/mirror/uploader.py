@@ -91,6 +91,8 @@ class Uploader(Observer):
         self._news: SimpleQueue[tuple[str, JsonObject]] = SimpleQueue()
         self._reason: str | None = None
         """Why the last attempt failed."""
+        self._is_over = False
+        """Whether another run directory sends there now."""
         self._wake, self._closing, self._given_up = Event(), Event(), Event()
         self._moved_s = 0.0
         self._report: Report
@@ -182,7 +184,7 @@ class Uploader(Observer):
     def _report_unsent(self) -> None:
         sent = self._record.sent if self._record else []
         unsent = [step for step in local_digests(self._run_folder) if step not in sent]
-        if unsent:
+        if unsent and not self._is_over:
             reason = self._reason or "there was too little time"
             self._report("upload_pending", steps=unsent, url=self.url, reason=reason)
 
@@ -199,6 +201,7 @@ class Uploader(Observer):
             except GivenUp:
                 return
             except TakenOver as error:
+                self._is_over = True
                 self._failed(error)
                 return
             except Exception as error:  # training continues without a mirror, whatever happens
@@ -215,7 +218,9 @@ class Uploader(Observer):
         what = error.what if isinstance(error, FlatoutError) else str(error) or type(error).__name__
         reason = on_one_line(without_secrets(what)).rstrip(".")[:300]
         if reason != self._reason:
-            self._news.put(("upload_failed", {"url": self.url, "reason": reason}))
+            fields = {"url": self.url, "reason": reason}
+            fields |= {"fix": error.fix} if isinstance(error, TakenOver) else {}
+            self._news.put(("upload_failed", fields))
         self._reason = reason
 
     def _send_all(self, *, with_run_files: bool) -> None:

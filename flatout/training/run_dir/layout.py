@@ -30,6 +30,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from flatout.json_io import (
     Json,
     JsonObject,
     append_line,
+    finite_numbers,
     read_json,
     read_lines,
     write_json,
@@ -253,8 +255,16 @@ def append_event(folder: Path, event: str, /, **fields: Json) -> JsonObject:
 
 
 def read_events(folder: Path) -> list[JsonObject]:
-    """Return the run's events in order."""
-    return list(read_lines(folder / EVENTS))
+    """Return the run's events in order; each names its kind, and may lack every other field."""
+    return [line for line in read_lines(folder / EVENTS) if isinstance(line.get("event"), str)]
+
+
+def read_records(folder: Path, *, tail_bytes: int | None = None) -> Iterator[dict[str, float]]:
+    """Yield the run's records in order: the step and the other finite numbers of each line."""
+    for line in read_lines(folder / METRICS, tail_bytes=tail_bytes):
+        record = finite_numbers(line)
+        if "step" in record:
+            yield record
 
 
 def write_summary(folder: Path, summary: JsonObject) -> None:

@@ -113,21 +113,32 @@ def resume_path(resume: str) -> str:
 def find_checkpoint(
     run_folder: Path, checkpoint: str = "best", *, progress: Progress = SILENT
 ) -> Path:
-    """Return the checkpoint that `best`, `last` or a step names.
+    """Return the checkpoint that `best`, `last` or a step names, for a reader of its weights.
 
-    `best` is the last one if no validation loss is known, or the best step was not saved.
+    `best` is the last one if no validation loss is known, or the best step was not saved. The
+    content of the weights is checked, that of the optimizer's tensors is not.
     Raises: CheckpointError when it does not exist or is incomplete; ConfigError when `checkpoint`
             is none of these.
     """
+    checked = catalog.check_unless("optimizer")
     if checkpoint in {"best", "last"}:
-        newest = catalog.latest(run_folder, progress=progress)
+        quick = catalog.check_unless("optimizer", "model")
+        newest = catalog.latest(run_folder, check=quick, progress=progress)
         if newest is None:
             raise CheckpointError(
                 f"The run {run_folder} has no checkpoint yet.",
                 fix="Train it first: `flatout train` saves every ten minutes and at the end.",
             )
-        best = catalog.best(newest, progress=progress) if checkpoint == "best" else None
-        return best or newest
+        if checkpoint == "best":
+            best = catalog.best(newest, check=checked, progress=progress)
+            if best is not None and best != newest:
+                return best
+        later = (step for step in catalog.steps(run_folder) if step > catalog.step_of(newest))
+        whole = catalog.latest(run_folder, exclude={*later}, check=checked, progress=progress)
+        assert whole is not None, "the run has checkpoints"
+        if checkpoint == "best" and whole != newest:
+            return catalog.best(whole, check=checked, progress=progress) or whole
+        return whole
     if not checkpoint.isdecimal():
         raise ConfigError(
             f"{checkpoint!r} is not a checkpoint.", fix="Use best, last, or the number of a step."
@@ -139,5 +150,5 @@ def find_checkpoint(
             f"The run {run_folder} has no checkpoint of step {checkpoint}.",
             fix=f"Steps that have one: {known}.",
         )
-    catalog.require_complete(path, progress=progress)
+    catalog.require_complete(path, check=checked, progress=progress)
     return path

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from flatout.json_io import JsonObject, read_lines
-from flatout.training.run_dir.layout import METRICS
+from flatout.json_io import JsonObject
+from flatout.training.run_dir.layout import read_records
 from flatout.training.run_dir.lookup import run_or_newest
 
 Table = dict[str, list[float | None]]
@@ -22,7 +22,7 @@ def metrics(run: str | Path | None = None) -> Table:
 
     Raises: CheckpointError when there is no such run; for None, the newest run with a checkpoint.
     """
-    return columns(read_lines(run_or_newest(run) / METRICS))
+    return columns(read_records(run_or_newest(run)))
 
 
 def columns(records: Iterable[Mapping[str, float] | JsonObject]) -> Table:

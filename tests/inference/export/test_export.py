@@ -60,6 +60,18 @@ def test_the_chat_template_of_the_run_is_part_of_the_tokenizer(make_run, export_
     assert settings["chat_template"] == template.text
 
 
+@pytest.mark.parametrize(
+    "line", ['{"x": 1}', '{"event": "start", "environment": [], "machine": 5}']
+)
+def test_events_that_lack_keys_do_not_prevent_an_export(make_run, export_to, line):
+    run = make_run("llama", SHAPES["llama"])
+    (run / "events.jsonl").write_text(f"{line}\n")
+    (run / "metrics.jsonl").write_text('{"step": 0, "val/loss": "low", "tokens": null}\n[]\n')
+    (run / "summary.json").write_text('{"steps": 0, "val_loss": "low", "mfu": [], "tokens": "x"}')
+    out, _ = export_to(run)
+    assert "not measured" in (out / "README.md").read_text()
+
+
 def test_an_earlier_export_is_replaced_only_on_request(make_run, export_to, tmp_path):
     run = make_run("llama", SHAPES["llama"])
     out, _ = export_to(run, dtype="bfloat16")

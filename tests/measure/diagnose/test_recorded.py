@@ -79,13 +79,19 @@ def test_a_healthy_run_has_no_findings(run):
     assert names(found) == []
 
 
-def test_half_a_line_ends_the_reading_and_is_mentioned(run):
-    folder = run()
+def test_damaged_lines_are_left_out_and_mentioned(run):
+    folder = run(events=[{"event": "recompiled", "graphs": 3, "compile_s": 1.0}])
+    first, second = (folder / layout.EVENTS).read_text().splitlines()
+    (folder / layout.EVENTS).write_text(f'{first}\n{{"event": "sa\n{{"x": 1}}\n{second}\n')
     with (folder / layout.METRICS).open("a") as file:
         file.write('{"step": 410, "perf/step_')
     found = recorded_evidence(folder)
     assert found.steps == 400
-    assert found.notes == ("Line 41 of metrics.jsonl is not complete; it was read up to there.",)
+    assert found.counts.recompiles == 3 / 400
+    assert found.notes == (
+        "The last line of metrics.jsonl (line 41) is incomplete, left out.",
+        "events.jsonl has 1 damaged line (the first is line 2), left out.",
+    )
     assert found.notes == diagnosis_of(found).notes
 
 
@@ -158,6 +164,8 @@ def test_a_compiler_that_fell_back_is_named(run):
     ]
     found = recorded_evidence(run(events=events))
     assert found.compile_fallback == "no compiler"
+    again = {"event": "resume"}, {"event": "speedup", "name": "compile", "on": False, "reason": "-"}
+    assert recorded_evidence(run(events=[*events, *again])).compile_fallback is None
     assert names(found) == ["compile-failure"]
 
 

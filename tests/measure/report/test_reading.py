@@ -46,9 +46,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said(make_run, read):
     append(folder / "metrics.jsonl", 'not json\n[1]\n{"step": 22, "train/loss": 1.0}\n')
     (run,) = read(folder)
     assert run.num_records == 21
-    assert run.notes == (
-        "metrics.jsonl has 2 damaged lines (the first is line 21), left out of the report.",
-    )
+    assert run.notes == ("metrics.jsonl has 2 damaged lines (the first is line 21), left out.",)
 
 
 def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):

@@ -70,19 +70,16 @@ def test_best_is_read_from_the_newest_checkpoint(tmp_path):
     assert catalog.best(make(tmp_path, 20, best=20)).name == "step-20"
 
 
-def test_each_checkpoint_is_checked_once(tmp_path, monkeypatch):
+def test_only_the_weights_of_the_checkpoint_to_read_are_hashed(tmp_path, monkeypatch):
+    hashed, sha256 = [], catalog.sha256
+    monkeypatch.setattr(catalog, "sha256", lambda path: hashed.append(path) or sha256(path))
     for step, best in ((5, 5), (10, 5), (15, 15)):
         make(tmp_path, step, best=best)
-        checked, verify = [], catalog.verify
-
-        def counted(path, *, checked=checked, verify=verify, **options):
-            checked.append(path.name)
-            return verify(path, **options)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(catalog, "verify", counted)
-            assert find_checkpoint(tmp_path).name == f"step-{best}"
-        assert sorted(checked) == sorted({f"step-{step}", f"step-{best}"})
+        hashed.clear()
+        found = find_checkpoint(tmp_path)
+        assert found.name == f"step-{best}"
+        weights = [path for path in hashed if path.suffix == ".safetensors"]
+        assert weights == [found / "model-00000.safetensors"]
 
 
 def test_best_is_none_when_it_is_deleted_or_damaged(tmp_path):
@@ -127,3 +124,11 @@ def test_leftovers_that_vanish_while_they_are_deleted_are_no_error(tmp_path, mon
     assert catalog.remove_leftovers(tmp_path) == ["step-5.tmp-upload-aa"]
     assert len(attempts) == 2
     assert not folder.exists()
+
+
+def test_weights_that_changed_are_no_best_or_last_checkpoint(tmp_path):
+    for step, best in ((5, 5), (10, 5), (15, 15)):
+        path = make(tmp_path, step, best=best)
+    (path / "model-00000.safetensors").write_bytes(b"WEIGHTS")
+    assert find_checkpoint(tmp_path, "best").name == "step-5"
+    assert find_checkpoint(tmp_path, "last").name == "step-10"

@@ -3,8 +3,10 @@
 import json
 import shutil
 import socket
+import tracemalloc
 
 import pytest
+import zstandard
 
 from flatout.config.schema import load_config
 from flatout.errors import CheckpointError, ConfigError, DataError, UntrustedCode
@@ -132,6 +134,42 @@ def test_a_damaged_checkpoint_is_named_and_an_older_one_comes_back(
     assert {path.name for path in (lost.path / "checkpoints").iterdir()} == {"step-1"}
 
 
+def test_a_compressed_file_may_not_be_larger_than_its_manifest_says(run, restore, store, messages):
+    run.checkpoint(1, state=STATE)
+    run.checkpoint(2, state=STATE)
+    run.send(compress=True)
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 28))
+    for name in ("model.safetensors", "state.json"):
+        store.pipe_file(f"/bucket/runs/run/step-2/{name}.zst", bomb)
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    tracemalloc.start()
+    try:
+        assert restore() == [1]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
+    (line,) = [line for line in messages.lines if "cannot be used" in line]
+    assert "it has more than the " in line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"x": 1}',
+        '{"event": "save", "step": 2}',
+        '{"event": "save", "step": 2, "time": 1e300}',
+        '{"event": ["save"], "step": 2, "time": "now"}',
+        "[",
+        "[1]",
+    ],
+)
+def test_events_that_lack_keys_do_not_prevent_a_restore(lost, restore, store, messages, line):
+    store.pipe_file("/bucket/runs/run/events.jsonl", f"{line}\n".encode())
+    assert restore() == [1, 2]
+    assert messages.lines[-1].startswith(f"Restored {lost.path} from {URL}/run: step 2, sent by ")
+
+
 def test_a_mirror_without_a_complete_checkpoint_is_an_error(lost, restore, store):
     for step in (1, 2):
         store.rm_file(f"/bucket/runs/run/step-{step}/model.safetensors")
@@ -196,6 +234,13 @@ def test_another_run_of_that_name_is_refused_before_anything_is_written(
     assert list(elsewhere.iterdir()) == []
     assert store.store == before
     restore("log.every=3", path=elsewhere)
+
+
+def test_a_mirror_without_the_requested_settings_says_so(lost, restore):
+    with pytest.raises(
+        ConfigError, match=rf"optim\.lr: .* {URL}/run/asked\.yaml, with the settings"
+    ):
+        restore("optim.lr=0.5")
 
 
 def test_a_damaged_configuration_in_the_mirror_is_named(lost, restore, store):

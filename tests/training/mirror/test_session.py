@@ -7,10 +7,12 @@ import pytest
 from flatout.errors import CheckpointError, ConfigError, DataError, Stopped
 from flatout.progress import SILENT
 from flatout.training.checkpoint import catalog
-from flatout.training.mirror.remote import MirrorStore
+from flatout.training.mirror.remote import MirrorStore, Sender
 from flatout.training.mirror.session import sending
 from flatout.training.mirror.uploader import GRACE_S
 from flatout.training.run import run_training
+from flatout.training.run_dir.layout import read_exit_code, read_summary
+from flatout.training.run_dir.state import run_state
 
 pytestmark = pytest.mark.slow
 URL = "faulty://bucket/runs"
@@ -35,6 +37,52 @@ def test_a_run_whose_machine_is_lost_continues_bit_for_bit(
     again = run_training(config, tmp_path / "run", progress=messages)
     assert again["weights_sha256"] == whole["weights_sha256"], "a finished run is restored too"
     assert catalog.steps(tmp_path / "run")[-1] == 6
+
+
+def test_a_damaged_checkpoint_comes_back_from_the_mirror(tiny_config, tmp_path, store, messages):
+    config = tiny_config(train__steps=2, checkpoint__mirror=URL, checkpoint__keep=1)
+    whole = run_training(config, tmp_path / "run")
+    (weights,) = (tmp_path / "run" / "checkpoints").glob("step-2/model-*")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    with pytest.raises(CheckpointError, match=r"No checkpoint of .* is complete"):
+        run_training(config.with_values({"checkpoint.mirror": "none"}), tmp_path / "run")
+    assert read_exit_code(tmp_path / "run") == 2
+    again = run_training(config, tmp_path / "run", progress=messages)
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    assert read_exit_code(tmp_path / "run") == 0
+    assert (
+        f"{tmp_path}/run has no usable checkpoint: restoring it from {URL}/run." in messages.lines
+    )
+
+
+@pytest.mark.parametrize("is_finished", [True, False], ids=["finished", "stopped"])
+def test_damaged_records_in_the_mirror_are_named_once(
+    tiny_config, tmp_path, store, messages, is_finished
+):
+    config = tiny_config(train__steps=4, checkpoint__mirror=URL)
+    run_training(config, tmp_path / "run")
+    there = "/bucket/runs/run/metrics.jsonl"
+    store.pipe_file(there, b"".join(store.cat(there).splitlines(keepends=True)[1:]))
+    if not is_finished:
+        store.rm_file("/bucket/runs/run/summary.json")
+    shutil.rmtree(tmp_path / "run")
+    run_training(config, tmp_path / "run", progress=messages)
+    (line,) = [line for line in messages.lines if "metrics.jsonl" in line]
+    assert "has lost 1 record since the checkpoint of step 4 was saved" in line
+
+
+def test_a_refused_start_keeps_the_results_and_records_its_exit_code(tiny_config, tmp_path, store):
+    config = tiny_config(train__steps=2, schedule__kind="constant")
+    run_training(config, tmp_path / "run")
+    before = read_summary(tmp_path / "run")
+    assert run_state(tmp_path / "run") == "finished"
+    MirrorStore(f"{URL}/run").write_sender(Sender(id="other", run="/data/run", host="nodeB"))
+    store.pipe_file("/bucket/runs/run/step-1/manifest.json", b"theirs")
+    longer = config.with_values({"train.steps": 4, "checkpoint.mirror": URL})
+    with pytest.raises(CheckpointError, match="checkpoints of another run"):
+        run_training(longer, tmp_path / "run")
+    assert read_summary(tmp_path / "run") == before
+    assert (read_exit_code(tmp_path / "run"), run_state(tmp_path / "run")) == (2, "failed")
 
 
 def test_a_second_ctrl_c_does_not_wait_for_uploads():

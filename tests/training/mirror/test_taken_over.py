@@ -26,6 +26,8 @@ def test_a_run_that_was_restored_elsewhere_changes_nothing_there(run, store, sav
     run.uploaders.append(uploader)
     uploader.close(SILENT)
     assert "nodeB" in run.of_kind("upload_failed", "reason")[0]
+    assert "checkpoint.mirror=none" in run.of_kind("upload_failed", "fix")[0]
+    assert run.of_kind("upload_pending", "steps") == [], "the next start sends nothing either"
     assert store.store.keys() == before.keys()
     assert all(store.store[path] is before[path] for path in before)
 

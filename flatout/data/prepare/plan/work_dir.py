@@ -22,7 +22,7 @@ from flatout.data.prepare.request.request import refuse_occupied
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer
 from flatout.errors import DataError
-from flatout.files import PART, is_open_at, lock, sync, write_first, writing
+from flatout.files import PART, Unfinished, is_open_at, lock, sync, write_first, writing
 
 PLAN = "plan.json"
 _PART_MARK = "part-{}-of-{}"
@@ -82,11 +82,13 @@ class WorkDir:
             self._own()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _: object) -> None:
         if self._locks and self._part is None:
             self._remove_unfinished_files()
             if not any(self.ranges.glob(f"*{RECORD}")):
                 self.clear()
+            elif isinstance(error, Unfinished):
+                error.add_note(f"The finished parts are kept in {self.path}.")
         elif self._locks and self._is_last() and not (self.path / PLAN).exists():
             self._remove()
         self.close()

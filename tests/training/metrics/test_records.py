@@ -1,0 +1,95 @@
+"""Records and events of a run that is killed or damaged: each once, and what is lost is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from flatout.commands.train import train_config
+from flatout.json_io import read_lines
+from flatout.training import finish
+from flatout.training.run_dir import layout
+
+pytestmark = pytest.mark.slow
+
+REPEATED = ("evaluation", "sample", "end")
+
+
+@pytest.fixture
+def config(tiny_config):
+    return tiny_config(
+        train__steps=4, train__eval_every=2, train__eval_tokens=64, train__sample_every=2
+    )
+
+
+def kinds_of_records(run):
+    return Counter(
+        (record["step"], "val" if "val/loss" in record else "train")
+        for record in read_lines(run / "metrics.jsonl")
+    )
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(finish, "score"), (finish, "log_sample"), (finish, "summarise"), (layout, "write_summary")],
+    ids=lambda place: place[1],
+)
+def test_a_kill_after_the_last_step_repeats_no_record_and_no_event(
+    config, tmp_path, killed_in, place
+):
+    run = tmp_path / "run"
+    with killed_in(*place):
+        train_config(config, run=run)
+    train_config(config, run=run)
+    assert kinds_of_records(run) == {
+        (step, kind): 1 for step in range(1, 5) for kind in ("train", "val")[: 1 + (step % 2 == 0)]
+    }
+    found = [e for e in read_lines(run / "events.jsonl") if e["event"] in REPEATED]
+    assert [(event["event"], event["step"]) for event in found] == [
+        ("sample", 2),
+        ("evaluation", 4),
+        ("sample", 4),
+        ("end", 4),
+    ]
+
+
+def cut(content):
+    return content[: len(content) // 2]
+
+
+def flip(content):
+    digit = content.index(b'"train/loss": ') + len(b'"train/loss": ') + 2
+    return content[:digit] + b"%d" % (9 - int(content[digit : digit + 1])) + content[digit + 1 :]
+
+
+def zero(content):
+    middle = len(content) // 2
+    return content[: middle - 100] + bytes(200) + content[middle + 100 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (None, None),
+        (cut, "has lost 2 records since the checkpoint of step 2 was saved"),
+        (flip, "was changed or damaged since the checkpoint of step 2 was saved"),
+        (zero, "has lost 2 records since"),
+        (lambda content: None, "has lost 3 records since"),
+    ],
+    ids=["whole", "cut", "flipped", "zeroed", "missing"],
+)
+def test_a_resume_names_damaged_records(config, tmp_path, killed_in, messages, damage, named):
+    run = tmp_path / "run"
+    config = config.with_values({"checkpoint.every_steps": 2, "train.eval_tokens": "all"})
+    with killed_in(finish, "save_last"):
+        train_config(config, run=run)
+    metrics = run / "metrics.jsonl"
+    if damage is not None:
+        content = metrics.read_bytes()
+        content = damage(b"".join(content.splitlines(keepends=True)[:3]))
+        metrics.unlink() if content is None else metrics.write_bytes(content)
+    train_config(config, run=run, progress=messages)
+    lines = [line for line in messages.lines if str(metrics) in line]
+    assert [named in line for line in lines] == [True] * (named is not None)
+    assert [e["text"] for e in layout.read_events(run) if e["event"] == "difference"] == lines
