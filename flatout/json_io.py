@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -23,6 +24,13 @@ JsonObject: TypeAlias = dict[str, Any]
 
 RESTORE = "Restore it from a copy, or use another checkpoint or run."
 """The fix for a damaged file."""
+
+
+def is_finite(value: object) -> TypeGuard[int | float]:
+    """Return whether a value read from JSON is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 class Stored(BaseModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated, Literal
 from flatout.commands import Command, Option, Result, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.files import folder_bytes, writing_run
-from flatout.json_io import JsonObject, Stored, read_lines
+from flatout.json_io import JsonObject, Stored, is_finite, read_lines
 from flatout.progress import SILENT, Progress, counted
 from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, retention
@@ -214,7 +213,7 @@ def _best_step(newest: CheckpointItem) -> int | None:
 
 def _finite(value: object) -> float | None:
     """Return a number of metrics.jsonl; None for anything else."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    return float(value) if is_finite(value) else None
 
 
 def _age_s(path: Path, info: CheckpointInfo | None) -> float:

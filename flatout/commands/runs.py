@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Annotated
 from flatout.commands import Argument, Command, Result
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import folder_bytes
-from flatout.json_io import JsonObject, Stored, read_lines
+from flatout.json_io import JsonObject, Stored, is_finite, read_lines
 from flatout.recognised import require_local
 from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, location
@@ -154,11 +153,7 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
     step = max(checkpoints, default=0)
     losses: dict[str, float] = {}
     for record in records:
-        numbers = {
-            name: value
-            for name, value in record.items()
-            if isinstance(value, (int, float)) and math.isfinite(value)
-        }
+        numbers = {name: value for name, value in record.items() if is_finite(value)}
         step = int(numbers.get("step", step))
         losses |= {name: numbers[name] for name in ("train/loss", "val/loss") if name in numbers}
     return RunItem(
