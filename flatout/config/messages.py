@@ -26,6 +26,7 @@ SWITCHES = {
     "flag",
     "hten",
     "loggers",
+    "packing",
     "precision",
     "rmsnorm",
     "schedule",
