@@ -229,8 +229,9 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
             bar = full * max(round(BAR_COLUMNS * row.tokens_per_s.median / most), 1)
             rate = f"{row.tokens_per_s.median:>11,.0f}"
             line = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {rate}"
+            peak = "memory unknown" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
             beside = (
-                f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB"
+                f"{between(row.tokens_per_s, ',.0f').strip()}  {peak}"
                 if row.kind == "point"
                 else gain_text(row)
             )

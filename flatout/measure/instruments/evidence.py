@@ -268,7 +268,7 @@ class Failure(Fact):
         "killed",
         "error",
     ]
-    """What it is. `killed`: the operating system ended the process."""
+    """What it is. `killed`: SIGKILL, which the operating system sends when memory runs out."""
     message: str
     """The error in one line."""
     fix: str | None = None
