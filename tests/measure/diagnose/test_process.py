@@ -8,6 +8,7 @@ import pytest
 
 from flatout.errors import DataError, RunFailed, kind_of
 from flatout.files import Unfinished
+from flatout.measure.diagnose import process
 from flatout.measure.diagnose.process import Refusal, measure_apart
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.instruments.evidence import Evidence
@@ -34,7 +35,7 @@ def measured(program):
     ],
 )
 def test_the_end_of_the_process_is_evidence(monkeypatch, program, kind, message):
-    monkeypatch.setattr("flatout.measure.diagnose.process.KILL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(process, "KILL_TIMEOUT_S", 1.0)
     failure = measured(program).failure
     assert failure.kind == kind
     assert message in failure.message
