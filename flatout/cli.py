@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -26,6 +27,7 @@ from flatout.errors import (
     ConfigError,
     FlatoutError,
     Interrupted,
+    OutOfMemory,
     RunFailed,
     Terminated,
     UntrustedCode,
@@ -46,6 +48,12 @@ if TYPE_CHECKING:
 
 MAX_NAME_BYTES = 255
 """The longest file name that nearly all file systems allow."""
+NO_MEMORY = re.compile(
+    r"out of memory|can('t|not) allocate memory|can't start new thread|failed to map segment"
+    r"|_ALLOC_FAILED|could not create a (primitive|memory object)$",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""What torch, its libraries, threads and the loader of libraries say when memory runs out."""
 OTHER_RANKS_WAIT_S = 3.0
 """Seconds that other ranks hold back a usage error.
 
@@ -91,12 +99,16 @@ def execute(words: list[str]) -> int:
             return _run(words)
     except UntrustedCode as error:
         return _fail(_with_flag(error, *words), as_json)
+    except OutOfMemory as error:
+        return _fail(_out_of_memory(error), as_json)
     except FlatoutError as error:
         return _fail(error, as_json)
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+    except (MemoryError, RuntimeError, OSError, ImportError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _fail(_too_long(str(error.filename or "A name")), as_json)
+        if not isinstance(error, MemoryError) and not NO_MEMORY.search(str(error)):
             raise
-        return _fail(_too_long(str(error.filename or "A name")), as_json)
+        return _fail(_out_of_memory(error), as_json)
     except KeyboardInterrupt as interruption:
         return _fail(_interrupted(interruption), as_json)
 
@@ -115,6 +127,26 @@ def _too_long(path: str) -> ConfigError:
         f"The {kind} {shown[:40]}... is too long: it has {len(os.fsencode(shown))} bytes.",
         fix=f"Choose a shorter {kind}.",
     )
+
+
+def _out_of_memory(error: Exception) -> OutOfMemory:
+    """Return an error of any type that means that memory ran out, with the process's own limit."""
+    import resource  # not on Windows, which `require_posix` refuses
+
+    if not isinstance(error, OutOfMemory):
+        said = (str(error).splitlines() or [""])[0].rpartition("DefaultCPUAllocator: ")[2]
+        error = OutOfMemory(
+            f"Out of memory: {said.rstrip('.')}." if said else "Out of memory.",
+            fix="End other programs that use memory, or set fewer rows, a shorter sequence or a "
+            "smaller model.",
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        error.fix = (
+            f"Raise the limit of address space, which is {limit / 2**20:,.0f} MiB: `ulimit -v "
+            f"unlimited`, or in the job script that sets it. Otherwise: {error.fix}"
+        )
+    return error
 
 
 def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:

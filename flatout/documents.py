@@ -18,12 +18,43 @@ if TYPE_CHECKING:
     from flatout.json_io import JsonObject  # imports numpy, which would slow down `flatout --help`
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader without three traps of YAML 1.1.
+MOST_BYTES = 1 << 20
+"""Size of the largest configuration that is read."""
+MOST_VALUES = 50_000
+"""Keys and values of a document, counting what its aliases repeat: nine levels of nine aliases,
+a few hundred bytes, are 400 million."""
 
-    YAML 1.1 reads 3e-4 as text and on and no as booleans, and silently keeps the last of two equal
-    keys.
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader without four traps of YAML 1.1.
+
+    YAML 1.1 reads 3e-4 as text and on and no as booleans, silently keeps the last of two equal
+    keys, and lets a short text stand for any number of values.
     """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._num_values = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Return the next node.
+
+        Raises: ConfigError when the document has more than `MOST_VALUES`.
+        """
+        before = self._num_values
+        node = super().compose_node(parent, index)
+        if node in self._sizes:  # an alias
+            self._num_values += self._sizes[node]
+        elif node is not None:
+            self._num_values += 1
+            self._sizes[node] = self._num_values - before
+        if self._num_values > MOST_VALUES:
+            raise ConfigError(
+                f"{self.name} has more than {MOST_VALUES:,} values.",
+                fix="Shorten it; what an alias (*name) stands for counts each time.",
+            )
+        return node
 
 
 def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> JsonObject:
@@ -46,6 +77,17 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
     return seen
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    """Return a number that Python can print; PyYAML reads longer ones, in base 16 and base 60."""
+    if len(node.value) > sys.get_int_max_str_digits():
+        raise ConfigError(
+            f"{loader.name}, line {node.start_mark.line + 1}: a number has more than "
+            f"{sys.get_int_max_str_digits():,} digits.",
+            fix="Put it in quotes, or delete it.",
+        )
+    return int(str(loader.construct_yaml_int(node)))
+
+
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9_]+)(?:[eE][-+]?[0-9]+)$|^[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)$"
 )
@@ -57,6 +99,7 @@ _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)
 
 
@@ -114,9 +157,15 @@ def _parsed(text: str, name: str) -> Any:
 def read_text(path: Path, wanted: str = "a YAML file") -> str:
     """Return the text of a file; errors call it `wanted`.
 
-    Raises: ConfigError when the file does not exist or is not UTF-8.
+    Raises: ConfigError when the file does not exist, is too large, or is not UTF-8.
     """
     try:
+        size = path.stat().st_size
+        if size > MOST_BYTES and recognise(path) is None:
+            raise ConfigError(
+                f"{path} has {size:,} bytes, which is too many for {wanted} with settings.",
+                fix="Name the file with the settings.",
+            )
         return read_regular(path)
     except OSError as error:
         raise ConfigError(

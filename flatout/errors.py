@@ -182,6 +182,14 @@ class Terminated(KeyboardInterrupt):
         self.signal_number = signal_number
 
 
+def kind_of(error: FlatoutError) -> str:
+    """Return the name of an error's class in this file, for another process to raise it again.
+
+    Of a class defined elsewhere, it is the class here from which that one is derived.
+    """
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)
+
+
 def signal_of(interruption: BaseException) -> int:
     """Return the number of the signal that raised an exception; SIGINT unless it has its own."""
     if isinstance(interruption, Interrupted):

@@ -9,10 +9,14 @@ import functools
 import os
 import platform
 import re
+import time
 import warnings
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import psutil
 
@@ -189,10 +193,7 @@ def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[int | None, int | None]:
     """Return the (cores, bytes) that a container allows by cgroups v1 or v2; None is no limit."""
-    paths = {"": "/"}
-    for line in _read(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))
+    paths = _cgroup_paths(membership)
     cores: list[float] = []
     sizes: list[int] = []
     for folder in _with_parents(root, paths[""]):
@@ -205,6 +206,66 @@ def cgroup_limits(
         # cgroups v1 writes "no limit" as about 2^63.
         sizes += [size for size in _number(folder / "memory.limit_in_bytes") if size < 2**60]
     return (max(1, int(min(cores))) if cores else None, min(sizes) if sizes else None)
+
+
+def _cgroup_paths(membership: Path) -> dict[str, str]:
+    """Return this process's cgroup by controller; that of cgroups v2 is under an empty name."""
+    paths = {"": "/"}
+    for line in _read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    return paths
+
+
+def limited_cpu_s(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> float | None:
+    """Return the CPU seconds of all processes that share a container's limit of cores so far.
+
+    None without a limit below the cores that this process may use anyway.
+    """
+    paths, cores = _cgroup_paths(membership), usable_cores()
+    for folder in _with_parents(root, paths[""]):
+        if any(limit < cores for limit in _cores(_read(folder / "cpu.max"))):
+            used = re.search(r"usage_usec (\d+)", _read(folder / "cpu.stat"))
+            return int(used[1]) / 1e6 if used else None
+    for folder in _with_parents(root / "cpu", paths.get("cpu", "/")):
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if any(limit < cores for limit in _cores(f"{quota} {period}")):
+            used_ns = _number(folder / "cpuacct.usage")
+            return used_ns[0] / 1e9 if used_ns else None
+    return None
+
+
+class CpuTimes(NamedTuple):
+    """CPU seconds on the cores that this process may use, at one moment."""
+
+    at_s: float
+    used_s: float
+    """Of all processes; in a container with a limit of cores, of those in it."""
+    own_s: float
+    """Of this process and its children."""
+
+    @classmethod
+    def read(cls, children: Iterable[psutil.Process] = ()) -> CpuTimes:
+        """Return the times now; `children` are those that are still running."""
+        own_s = sum(os.times()[:4])  # with children that have ended
+        for child in children:
+            with suppress(psutil.Error):
+                own_s += sum(child.cpu_times()[:4])
+        used_s = limited_cpu_s()
+        if used_s is None:
+            each = psutil.cpu_times(percpu=True)
+            here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(each))
+            mine = [times for core, times in enumerate(each) if core in here]
+            idle_s = sum(times.idle + getattr(times, "iowait", 0.0) for times in mine)
+            used_s = sum(sum(times[:8]) for times in mine) - idle_s  # from the ninth on: guests
+        return cls(time.monotonic(), used_s, own_s)
+
+    def others_until(self, later: CpuTimes) -> float:
+        """Return the cores that other processes kept busy between two moments."""
+        others_s = later.used_s - self.used_s - (later.own_s - self.own_s)
+        return max(others_s, 0.0) / max(later.at_s - self.at_s, 1e-3)
 
 
 def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:

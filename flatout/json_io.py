@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,6 +24,13 @@ JsonObject: TypeAlias = dict[str, Any]
 
 RESTORE = "Restore it from a copy, or use another checkpoint or run."
 """The fix for a damaged file."""
+
+
+def is_finite(value: object) -> TypeGuard[int | float]:
+    """Return whether a value read from JSON is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 class Stored(BaseModel):
@@ -107,13 +114,7 @@ def read_lines(path: Path, *, tail_bytes: int | None = None) -> Iterator[JsonObj
 
 def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of a JSON object that are finite numbers."""
-    return {
-        name: value
-        for name, value in line.items()
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    }
+    return {name: value for name, value in line.items() if is_finite(value)}
 
 
 class LineReader:

@@ -61,6 +61,8 @@ class Tool:
     """Its keys that mean something else elsewhere, and names for what they mean."""
     implies: Mapping[str, Any] = field(default_factory=dict)
     """Values of flatout's keys that it has no key for."""
+    adapters: str = ""
+    """The key that turns its adapters on, if those that describe them do not."""
     accumulate_over_devices: bool = False
     """Whether it divides the accumulated micro-batches by the number of devices."""
 

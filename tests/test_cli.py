@@ -1,9 +1,11 @@
 """The command line: exit codes, --json, help, suggested names, and quiet ranks other than 0."""
 
+import errno
 import inspect
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 from shouting import Fakes
 
 from flatout import cli, parser, terminal
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, OutOfMemory
 
 ROOT = Path(__file__).parent.parent
 
@@ -321,6 +323,53 @@ def test_a_name_too_long_for_the_file_system_is_an_error(words, what, capsys):
         cli.main(words)
     assert stopped.value.code == 2
     assert re.match(what, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "Out of memory."),
+        (MemoryError("Unable to allocate 8 GiB"), "Out of memory: Unable to allocate 8 GiB."),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory."),
+        (RuntimeError("can't start new thread"), "Out of memory: can't start new thread."),
+        (
+            RuntimeError("[fail] DefaultCPUAllocator: can't allocate memory: 4 bytes.\nStack"),
+            "Out of memory: can't allocate memory: 4 bytes.",
+        ),
+        (RuntimeError("could not create a primitive"), "could not create a primitive."),
+        (ImportError("x.so: failed to map segment from shared object"), "failed to map segment"),
+        (OutOfMemory("It needs 3 GiB.", fix="Set fewer rows."), "It needs 3 GiB."),
+    ],
+)
+def test_memory_that_runs_out_is_answered_with_the_limit(error, said, run, monkeypatch):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("shouting.Shout", fail)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    code, _, err = run("shout", "hello")
+    assert (code, said in err, "Set fewer rows" in err or "set fewer rows" in err) == (
+        1,
+        True,
+        True,
+    )
+    assert "ulimit" not in err
+    limits = (2**30, 2**30)
+    assert "1,024 MiB: `ulimit -v unlimited`" in run("shout", "hello")[2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("could not create a primitive descriptor for a matmul"), ImportError("no x")],
+)
+def test_other_errors_of_these_types_show_their_traceback(error, run, monkeypatch):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr("shouting.Shout", fail)
+    with pytest.raises(type(error)):
+        cli.execute(["shout", "hello"])
 
 
 @pytest.mark.parametrize("words", [["train", "demo"], ["prepare", "a.txt", "--out", "b"]])

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import types
 import warnings
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,51 @@ def test_cgroup_v1_limits_are_read(tmp_path):
 def test_without_a_container_there_is_no_limit(tmp_path):
     write(tmp_path / "fs/cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
     assert hardware.cgroup_limits(tmp_path / "fs", tmp_path / "absent") == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "used_s"),
+    [
+        ("0::/box\n", {"cpu__max": "200000 100000", "cpu__stat": "usage_usec 1500000\nx 1"}, 1.5),
+        ("0::/box\n", {"cpu__max": "800000 100000", "cpu__stat": "usage_usec 1500000"}, None),
+        ("0::/box\n", {"cpu__max": "max 100000", "cpu__stat": "usage_usec 1500000"}, None),
+    ],
+)
+def test_a_container_with_fewer_cores_counts_its_own_processes(
+    tmp_path, monkeypatch, group, files, used_s
+):
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: set(range(8)))
+    membership = tmp_path / "cgroup"
+    membership.write_text(group)
+    write(tmp_path / "fs/box", **files)
+    assert hardware.limited_cpu_s(tmp_path / "fs", membership) == used_s
+
+
+def test_a_container_of_cgroups_v1_counts_its_own_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: set(range(8)))
+    membership = tmp_path / "cgroup"
+    membership.write_text("2:cpu,cpuacct:/box\n")
+    limit = {"cpu__cfs_quota_us": "200000", "cpu__cfs_period_us": "100000"}
+    write(tmp_path / "fs/cpu/box", **limit, cpuacct__usage="2500000000")
+    assert hardware.limited_cpu_s(tmp_path / "fs", membership) == 2.5
+
+
+def test_only_the_cores_of_this_process_count(monkeypatch):
+    """Others are busy on core 0; this process may use core 1 alone."""
+    Core = namedtuple("scputimes", "user nice system idle iowait irq softirq steal guest")
+    seconds = iter([(0.0, 0.0), (10.0, 4.0)])
+    own = iter([(1.0, 0, 0, 0, 0), (4.5, 0, 0, 0, 0)])
+
+    def cpu_times(percpu):
+        return [Core(user, 0, 0, 10 - user, 1, 0, 0, 0, user) for user in next(seconds)]
+
+    monkeypatch.setattr(hardware, "limited_cpu_s", lambda: None)
+    monkeypatch.setattr(hardware.psutil, "cpu_times", cpu_times)
+    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: {1})
+    monkeypatch.setattr(hardware.os, "times", lambda: next(own))
+    before, after = hardware.CpuTimes.read(), hardware.CpuTimes.read()
+    assert (after.used_s - before.used_s, after.own_s - before.own_s) == (4.0, 3.5)
+    assert before._replace(at_s=0.0).others_until(after._replace(at_s=5.0)) == 0.1
 
 
 def test_probe_returns_the_smaller_of_affinity_and_limits(monkeypatch):

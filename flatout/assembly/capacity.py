@@ -127,7 +127,7 @@ def smallest_machine(workload: Workload) -> str | None:
     rows = sorted(map(row_named, MACHINES.names()), key=lambda row: row.memory_gb.value)
     for count in COUNTS:
         sharded = replace(workload, num_shards=count, on_gpu=True)
-        need = estimate(sharded, 1).total * CUDA_RESERVED + CUDA_CONTEXT
+        need = estimate(sharded, 1, 2).total * CUDA_RESERVED + CUDA_CONTEXT  # rows that accumulate
         for row in rows:
             if need <= row.memory_gb.value * 1e9:
                 how = f" with parallel.shard={count}" if count > 1 else ""

@@ -13,7 +13,7 @@ from pydantic import Field
 from flatout.config.messages import field_at
 from flatout.config.overrides import nested
 from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, validate
-from flatout.config.units import EARLY, LATE, SOURCE, THEIRS, UNITS, Unneeded, is_off
+from flatout.config.units import EARLY, LATE, SOURCE, THEIRS, UNITS, Refused, Unneeded, is_off
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject, Stored
 from flatout.registry import MODELS
@@ -107,14 +107,19 @@ def _defaults(tool: Tool | None, entries: list[_Entry]) -> list[_Entry]:
     used = {(one.key_of, one.unit) for one in entries if one.value is not None and one.value != -1}
     stated = {key for key, _ in used if key}
     sections = {one.key.rpartition(".")[0] for one in entries}
+    if tool is None:
+        return []
+    on = {one.key for one in entries if not is_off(one.value)}
+    has_adapters = not tool.adapters or tool.adapters in on
     found = []
-    for key, value in (tool.defaults if tool else {}).items():
+    for key, value in tool.defaults.items():
         entry = _Entry(key, value, word_for(key), is_default=True)
         rivals = {other for group in ALTERNATIVES if entry.key_of in group for other in group}
         shared = {entry.key_of} - {"optim.betas"}  # half of it may be stated
-        is_free = (entry.key_of, entry.unit) not in used and not stated & (rivals | shared)
+        is_free = has_adapters or not entry.key_of.startswith("lora.")
+        is_free &= (entry.key_of, entry.unit) not in used and not stated & (rivals | shared)
         section = key.rpartition(".")[0]
-        if is_free and (tool is None or section != tool.optional or section in sections):
+        if is_free and (section != tool.optional or section in sections):
             found.append(entry)
     return found
 
@@ -215,6 +220,11 @@ class _Reading:
             result = convert_value(value, argument or word.key or word.option, known)
         except (TypeError, ValueError, ArithmeticError):
             result = f"The value {entry.value!r} cannot be converted."
+        if isinstance(result, Refused):
+            raise ConfigError(
+                f"{entry.key}={entry.value!r} {result}.",
+                fix="Convert the config of a training on text or conversations.",
+            )
         if isinstance(result, str):
             entry.why = result
             return
@@ -242,7 +252,7 @@ class _Reading:
             group = next((group for group in ALTERNATIVES if key in group), {key})
             if not group & values.keys():
                 values[key] = value
-        self._without_effect()
+        self._without_effect(tool)
         recurrent = {"model.num_eigenstates", "model.scales", "model.chunk_size"} & values.keys()
         if recurrent and "model.kind" not in values:
             values["model.kind"] = "eigenstate"
@@ -260,9 +270,12 @@ class _Reading:
         options = {key: value for key, value in values.items() if key.startswith(("--", SOURCE))}
         return self._valid({key: values[key] for key in values if key not in options}), options
 
-    def _without_effect(self) -> None:
+    def _without_effect(self, tool: Tool | None) -> None:
         """Drop keys that another key makes irrelevant."""
         values = self._values
+        if tool and tool.adapters and is_off(self._theirs.get(f"{THEIRS}{tool.adapters}")):
+            for key in [key for key in values if key.startswith("lora.")]:
+                self._drop(key, Unneeded(f"Without {tool.adapters}, there are no adapters."))
         if "train.init_from" in values:
             shape = {key for key in values if key.startswith("model.")} - FREE_OF_WEIGHTS
             for key in shape:

@@ -26,12 +26,15 @@ SWITCHES = {
     "flag",
     "hten",
     "loggers",
+    "packing",
     "precision",
     "rmsnorm",
     "schedule",
     "to_tensorboard",
 }
 """Units with a value of flatout for what is off."""
+LONGEST_VALUE = 200
+"""Characters of a wrong value that an error repeats."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -55,7 +58,7 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
     if first["type"] == "model_type" or (field is not None and _is_section(field.annotation)):
         inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
         return ConfigError(
-            f"{key}={first['input']!r} is not valid: {key} is a section.",
+            f"{key}={_shown(first['input'])} is not valid: {key} is a section.",
             fix=f"Set one of its keys: {', '.join(inside)}.",
         )
     if first["type"] == NO_NUMBER and field is not None:
@@ -75,9 +78,15 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         else "Change it, or leave it out."
     )
     return ConfigError(
-        f"{key}={first['input']!r} is not valid: it must be {' or '.join(expected)}.",
+        f"{key}={_shown(first['input'])} is not valid: it must be {' or '.join(expected)}.",
         fix=f"{change}{help_text}",
     )
+
+
+def _shown(value: object) -> str:
+    """Return a wrong value as Python writes it, cut after the part that identifies it."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
 
 
 def _problems_of(field: FieldInfo, key: str) -> list[ErrorDetails]:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from traceback import extract_tb
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from flatout.errors import ConfigError, ShapeError
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped, of_logits
+from flatout.registry import is_user_code
 
 ANY_LENGTH = 1_000_000
 EXAMPLE = "def build(vocab_size: int, block_size: int = 256, width: int = 64): return MyModule(...)"
@@ -140,10 +142,16 @@ class AdaptedModel(LanguageModel):
 
         The count covers matrix products and attention, masked scores included, so both figures
         follow PaLM's convention. Custom kernels are not counted.
+        Raises: ConfigError when the module creates a tensor on another device than its input.
         """
         twin = type(self).on_meta(self.config, self.ops)
         with FlopCounterMode(display=False) as counter:
-            twin.embed(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
+            try:
+                twin.embed(torch.zeros(1, seq_len, dtype=torch.int64, device="meta"))
+            except (RuntimeError, NotImplementedError) as error:
+                if "meta" not in str(error):
+                    raise
+                raise _of_another_device(error) from error
         per_token = Fraction(3 * counter.get_total_flops(), seq_len)
         return Flops(palm=round(per_token), causal_exact=per_token)
 
@@ -225,3 +233,14 @@ def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[
         "__module__": build.__module__,
     }
     return type(getattr(build, "__name__", "Adapted"), (AdaptedModel,), members)
+
+
+def _of_another_device(error: Exception) -> ConfigError:
+    """Return the error for a module that mixes devices, with the user's line where it fails."""
+    lines = [frame for frame in extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    where = f"{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}: " if lines else ""
+    return ConfigError(
+        f"{where}the model uses a tensor that is not on the device of its input.",
+        fix="Create tensors there: torch.zeros(..., device=tokens.device), or x.new_zeros(...); "
+        "register constants with register_buffer.",
+    )

@@ -106,6 +106,19 @@ class LoraLinear(Linear):
         yield widen.new_zeros(self.out_features - done, 0)
 
 
+def require_weights(config: LoraConfig, init_from: str | None) -> None:
+    """Check that adapters have weights beside them.
+
+    Raises: ConfigError.
+    """
+    if config.rank is not None and init_from is None:
+        raise ConfigError(
+            f"lora.rank={config.rank} trains adapters of existing weights, and train.init_from "
+            "names none.",
+            fix="Set train.init_from=RUN, or leave lora.rank out.",
+        )
+
+
 def with_adapters(model: M, config: LoraConfig) -> M:
     """Freeze a model and add the adapters that `config` describes, in place.
 

@@ -234,10 +234,11 @@ class Terminal:
             return
         self._all_closed = threading.Event()
         self._last_plain = max(self._last_plain, self.clock() - PLAIN_EVERY_S + 2)
-        self._ticker = threading.Thread(
+        ticker = threading.Thread(
             target=self._tick, args=(self._all_closed,), name="progress", daemon=True
         )
-        self._ticker.start()
+        ticker.start()  # may fail, and only a thread that runs can be joined
+        self._ticker = ticker
 
     def _stop(self) -> None:
         ticker, self._ticker = self._ticker, None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from flatout.json_io import is_finite
 from flatout.streams import can_show
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -25,8 +26,8 @@ def curve(
     Points are (step, loss); those that are not finite are left out. The curve uses Braille
     characters, or ASCII if `encoding` lacks them.
     """
-    line = [(x, y) for x, y in sorted(points) if math.isfinite(y)]
-    dots = [(x, y) for x, y in sorted(marks) if math.isfinite(y)]
+    line = [(x, y) for x, y in sorted(points) if is_finite(y)]
+    dots = [(x, y) for x, y in sorted(marks) if is_finite(y)]
     if len(line) < 2:
         return ""
     fine = can_show("⣿│└●", encoding)

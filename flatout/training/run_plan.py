@@ -23,6 +23,7 @@ from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
 from flatout.files import PART, writing_run
 from flatout.json_io import JsonObject, parsing
+from flatout.models.lora import require_weights
 from flatout.progress import counted
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
@@ -192,12 +193,8 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
             "the other only its weights.",
             fix="Use one of the two.",
         )
-    if config.lora.rank is not None and config.train.init_from is None and checkpoint is None:
-        raise ConfigError(
-            f"lora.rank={config.lora.rank} trains adapters of existing weights, and "
-            "train.init_from names none.",
-            fix="Set train.init_from=RUN, or leave lora.rank out.",
-        )
+    if checkpoint is None:
+        require_weights(config.lora, config.train.init_from)
     require_steps_left(request.folder, config, checkpoint)
     ops = ops_of(assemble(decisions))
     config = resolve_init_from(config, dataset, ops, progress=request.progress)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,25 @@ def test_the_smallest_machine_does_not_depend_on_the_shards_of_the_recipe(asked)
         workload, model_config=workload.model_config.model_copy(update={"vocab_size": 2**27})
     )
     assert smallest_machine(large) == smallest_machine(replace(large, num_shards=64))
+
+
+def test_the_smallest_machine_has_room_for_rows_that_accumulate(asked, monkeypatch):
+    """The gradients of earlier micro-batches exist beside the activations of the next."""
+    _, workload, _ = asked
+    monkeypatch.setattr(capacity, "CUDA_CONTEXT", 0)
+    needs = [estimate(workload, 1, accumulate).total for accumulate in (1, 2)]
+    assert needs[0] < needs[1]
+    gigabytes = iter((sum(needs) / 2e9 * capacity.CUDA_RESERVED, 1000.0))
+    row = machine_named("1x h100").row
+    rows = {
+        name: row.model_copy(
+            update={"name": name, "memory_gb": row.memory_gb.model_copy(update={"value": size})}
+        )
+        for name, size in zip(("tight", "roomy"), gigabytes, strict=True)
+    }
+    monkeypatch.setattr(capacity, "MACHINES", SimpleNamespace(names=lambda: list(rows)))
+    monkeypatch.setattr(capacity, "row_named", rows.get)
+    assert smallest_machine(workload) == "1x roomy"
 
 
 def test_the_memory_of_a_machine_elsewhere_is_that_of_its_data_sheet():

@@ -2,6 +2,10 @@
 
 from case import Case
 
+ALIASES = "x0: &x0 [1]\n" + "\n".join(
+    f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]" for level in range(1, 10)
+)
+"""A text whose aliases stand for 9 ** 9 values."""
 CASES = [
     Case(
         "text instead of a number",
@@ -292,5 +296,12 @@ CASES = [
         "tune my.yaml --only speedups speedups=none",
         ("nothing to tune here in speedups",),
         ("speedups=auto",),
+    ),
+    Case(
+        "aliases that stand for millions of values",
+        "train aliases.yaml",
+        ("aliases.yaml has more than 50,000 values",),
+        ("what an alias (*name) stands for counts each time",),
+        lambda w: w.write("aliases.yaml", ALIASES),
     ),
 ]

@@ -56,7 +56,8 @@ def test_a_recipe_is_planned_for_gpus_that_are_not_here(recipe):
 
 def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
     words = [*ON_CPU, "model.vocab_size=101"]
-    whole, lora = plan(recipe, words), plan(recipe, [*words, "lora.rank=2"])
+    lora = plan(recipe, [*words, "lora.rank=2", "train.init_from=runs/base"])
+    whole = plan(recipe, words)
     adapters = lora.params_by_part["adapters"]
     assert lora.params == whole.params + adapters
     assert lora.memory["optimizer"] * 2**30 == 8 * adapters
@@ -64,6 +65,11 @@ def test_frozen_weights_need_neither_gradients_nor_optimizer_state(recipe):
     fixed = ("weights", "gradients_in_all", "optimizer")
     assert sum(lora.memory[part] for part in fixed) < sum(whole.memory[part] for part in fixed) / 2
     assert 2 / 3 < lora.flops_per_token / whole.flops_per_token < 1
+
+
+def test_adapters_without_weights_are_refused_as_in_training(recipe):
+    with pytest.raises(ConfigError, match=r"train\.init_from names none"):
+        plan(recipe, [*ON_CPU, "model.vocab_size=101", "lora.rank=2"])
 
 
 def test_the_devices_of_a_recipe_are_planned_for(recipe):

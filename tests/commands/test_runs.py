@@ -13,6 +13,11 @@ from flatout.json_io import append_line
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.lock import hold_lock
 
+ALIASES = "x0: &x0 [1]\n" + "\n".join(
+    f"x{level}: &x{level} [{', '.join([f'*x{level - 1}'] * 9)}]" for level in range(1, 10)
+)
+"""A text whose aliases stand for 9 ** 9 values."""
+
 
 def make(path, *, steps=100, records=(), code=None, summary=None, event="start"):
     layout.write_config(path, load_config(None, [f"train.steps={steps}"]))
@@ -94,14 +99,22 @@ def test_checkpoints_elsewhere_count_too(tmp_path):
     assert item.bytes > 70_000
 
 
-def test_a_damaged_run_does_not_hide_the_others(tmp_path):
+@pytest.mark.parametrize("text", ["a: [", ALIASES], ids=["cut", "aliases"])
+def test_a_damaged_run_does_not_hide_the_others(tmp_path, text):
     make(tmp_path / "good")
     make(tmp_path / "bad")
-    (tmp_path / "bad" / "config.yaml").write_text("a: [")
+    (tmp_path / "bad" / "config.yaml").write_text(text)
+    (tmp_path / "bad" / "asked.yaml").write_text(text)
     assert {item.run.rpartition("/")[2]: item.state for item in runs(tmp_path).items} == {
         "good": "killed",
         "bad": "damaged",
     }
+
+
+def test_numbers_beyond_a_float_are_left_out(tmp_path):
+    make(tmp_path / "run", records=[{"step": 10**400, "train/loss": 2.0, "val/loss": 10**400}])
+    (item,) = runs(tmp_path).items
+    assert (item.step, item.train_loss, item.val_loss) == (0, 2.0, None)
 
 
 def test_the_table_has_one_line_per_run(tmp_path):

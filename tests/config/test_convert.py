@@ -10,6 +10,7 @@ from flatout.config.overrides import nested
 from flatout.config.schema import validate
 from flatout.errors import ConfigError
 from flatout.registry import RECIPES
+from flatout.words import tools
 
 NANOGPT = """\
 # the recipe for characters of Shakespeare
@@ -136,6 +137,7 @@ def test_a_nanogpt_config_is_converted_without_running_it(tmp_path):
         "schedule.min_lr": 1e-4,
         "schedule.warmup": 100,
         "train.steps": 5000,
+        "train.seed": 1337,
         "train.eval_every": 250,
         "train.eval_tokens": 200 * 64 * 256,
         "train.device": "cpu",
@@ -164,6 +166,111 @@ def test_defaults_of_the_tool_complete_a_short_config():
     assert found.values["batch.tokens_per_step"] == 12 * 40 * 512
     assert found.defaults["n_embd"] == 768
     assert "max_iters" not in found.defaults
+
+
+TOOLS = {
+    "nanoGPT": {"block_size": 64, "max_iters": 9},
+    "litgpt": {"model_name": "tiny-llama-1.1b", "tokenizer_dir": "t"},
+    "litgpt finetune_full": {"checkpoint_dir": "c/O/M", "train": {"micro_batch_size": 1}},
+    "litgpt finetune_lora": {"checkpoint_dir": "c/O/M", "lora_key": False},
+    "torchtitan": {"training": {"local_batch_size": 2, "seq_len": 64}},
+    "Axolotl": {"base_model": "O/M", "sequence_len": 64},
+    "Hugging Face Trainer": {"num_train_epochs": 1, "lr_scheduler_type": "cosine"},
+    "TRL": {"max_length": 64, "num_train_epochs": 1, "learning_rate": 1e-4},
+}
+"""Short configs by the tool that they belong to."""
+DEFAULTS = {
+    # tool: betas, weight decay, clip, min lr, warm-up, schedule, seed, precision, document mask
+    "nanoGPT": ((0.9, 0.95), 0.1, 1, 6e-5, 2000, "cosine", 1337, "auto", False),
+    "litgpt": ((0.9, 0.999), 0.01, 1, 4e-5, 2000, "cosine", 42, "auto", False),
+    "litgpt finetune_full": ((0.9, 0.999), 0.01, 0, 0, 100, "cosine", 1337, "auto", True),
+    "litgpt finetune_lora": ((0.9, 0.999), 0.01, 0, 0, 100, "cosine", 1337, "auto", True),
+    "torchtitan": ((0.9, 0.95), 0.1, 1, 0, 200, "linear", 0, "auto", False),
+    "Axolotl": ((0.9, 0.999), 0, 1, 0, 0.03, "cosine", 42, "auto", True),
+    "Hugging Face Trainer": ((0.9, 0.999), 0, 1, 0, 0, "cosine", 42, "fp32", False),
+    "TRL": ((0.9, 0.999), 0, 1, 0, 0, "linear", 42, "auto", True),
+}
+"""What each tool does when a config says nothing, as its source states."""
+
+
+@pytest.mark.parametrize("name", [tool.name for tool in tools()])
+def test_what_a_config_leaves_out_is_what_its_tool_does(name):
+    found = converted(TOOLS[name])
+    assert found.tool.name == name
+    config = validate(nested(found.values))
+    optim, schedule, train = config.optim, config.schedule, config.train
+    assert DEFAULTS[name] == (
+        optim.betas,
+        optim.weight_decay,
+        optim.clip,
+        schedule.min_lr,
+        schedule.warmup,
+        schedule.kind,
+        train.seed,
+        train.precision,
+        config.data.document_mask,
+    )
+    assert (optim.eps, config.lora.rank is None) == (1e-8, name != "litgpt finetune_lora")
+
+
+@pytest.mark.parametrize(
+    ("stated", "masked"),
+    [
+        ({"sample_packing": True}, True),
+        ({"sample_packing": False}, True),
+        ({"packing": False}, True),
+        ({"packing": True}, True),
+        ({"packing": True, "packing_strategy": "wrapped"}, False),
+        ({"reset_attention_mask": False}, False),
+    ],
+)
+def test_examples_that_do_not_see_each_other_stay_apart(stated, masked):
+    assert converted(stated).values["data.document_mask"] is masked
+
+
+def test_litgpts_fine_tuning_ignores_min_lr_and_does_not_clip():
+    train = {"micro_batch_size": 1, "max_norm": None, "min_lr": 6e-5}
+    found = converted({"checkpoint_dir": "c/O/M", "train": train})
+    assert found.values["optim.clip"] == 0
+    assert "schedule.min_lr" not in found.values
+    assert outcomes(found)["train.min_lr"] == "unnecessary"
+
+
+@pytest.mark.parametrize(
+    ("stated", "targets"),
+    [
+        ({"lora_r": 32, "checkpoint_dir": "c/O/M", "lora_key": False}, ["q", "v"]),
+        ({"lora_query": False, "lora_key": True, "lora_projection": True}, ["k", "v", "o"]),
+        ({"lora_mlp": True, "lora_value": False}, ["q", "gate", "up", "down"]),
+        ({"use_peft": True, "packing": False}, ["q", "v"]),
+    ],
+)
+def test_the_layers_with_adapters_are_those_of_the_tool(stated, targets):
+    assert converted(stated | {"lora_r": 8}).values["lora.targets"] == targets
+
+
+@pytest.mark.parametrize("switch", [{"adapter": None}, {"adapter": ""}, {}])
+def test_axolotl_has_no_adapters_without_its_switch(switch):
+    found = converted(TOOLS["Axolotl"] | {"lora_r": 8, "lora_alpha": 16} | switch)
+    assert not [key for key in found.values if key.startswith("lora.")]
+    assert outcomes(found)["lora_r"] == "unnecessary"
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"eval_only": True, "init_from": "gpt2"},
+        {"do_train": False, "do_eval": True},
+        {"rl": "dpo"},
+        {"reward_model": True},
+        {"num_generations": 8},
+    ],
+)
+def test_a_config_that_trains_nothing_or_something_else_is_refused(stated):
+    with pytest.raises(ConfigError, match=next(iter(stated))):
+        convert(TOOLS["nanoGPT"] | stated, [])
+    off = dict.fromkeys(stated, None) | {"eval_only": False, "do_train": True, "rl": None}
+    assert convert(TOOLS["nanoGPT"] | off, []).values
 
 
 def test_the_trainers_arguments_are_converted():

@@ -55,6 +55,12 @@ def item_of(found, key):
         ),
         ({"datasets": [{"path": "a", "type": "chat"}, {"path": "b"}]}, {}),
         ({"dataset_name": "ORG/T"}, {"SOURCE": "hub:ORG/T"}),
+        (
+            {"dataset_name": "ORG/wikitext", "dataset_config_name": "wikitext-2-raw-v1"},
+            {"SOURCE": "hub:ORG/wikitext:config=wikitext-2-raw-v1"},
+        ),
+        ({"dataset_name": "wikitext", "dataset_config_name": "wikitext-2-raw-v1"}, {}),
+        ({"dataset": "fineweb"}, {}),
         ({"dataset": "finewebedu"}, {"SOURCE": "fineweb-edu-10bt"}),
     ],
 )  # fmt: skip
@@ -78,6 +84,8 @@ def test_keys_about_the_data_become_options(document, options):
         ({"datasets": [{"type": "alpaca"}]}, "datasets.type", "missing", "no formats of prompts"),
         ({"datasets": [{"split": "train[:1%]"}]}, "datasets.split", "missing", "split=train[:1%]"),
         ({"datasets": [{"colour": "red"}]}, "datasets.colour", "unknown", "does not know"),
+        ({"dataset_config_name": "raw"}, "dataset_config_name", "missing", "config=CONFIG"),
+        ({"base_model": "O/M", "adapter": "lora"}, "train_on_inputs", "missing", "default"),
         ({"max_chars": 1000}, "max_chars", "missing", "--max-bytes"),
     ],
 )

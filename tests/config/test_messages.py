@@ -138,7 +138,7 @@ def test_an_unknown_key_suggests_the_nearest(key, expected):
         ("no_compile=false", "Leave it out: it is off unless speedups asks for it."),
         ("compile=false", "Did you mean 'speedups'? Write speedups=auto,-compile."),
         ("tensorboard=off", "Did you mean 'log.to'? Write log.to=none."),
-        ("packing=false", "Did you mean 'data.document_mask'? Write data.document_mask=false."),
+        ("packing=false", "Did you mean 'data.document_mask'? Write data.document_mask=true."),
         ("mixed_precision=no", "Did you mean 'train.precision'? Write train.precision=fp32."),
         ("use_hten=false", "Did you mean 'model.scales'? Write model.scales=[1]."),
     ],

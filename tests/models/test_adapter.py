@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -173,3 +174,23 @@ def test_a_module_that_does_not_return_logits_is_named(returned, actual):
 def test_an_unsuitable_build_function_is_named(build, limit, message):
     with pytest.raises(ConfigError, match=message):
         adapt(build, limit=limit)
+
+
+def test_a_tensor_on_another_device_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "my_rnn.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, vocab_size):\n"
+        "        super().__init__()\n"
+        "        self.table = torch.nn.Embedding(vocab_size, vocab_size)\n"
+        "    def forward(self, tokens):\n"
+        "        x = self.table(tokens)\n"
+        "        return torch.cat([x, torch.zeros(1, 1, x.shape[2])], 1)[:, 1:]\n"
+        "def build(vocab_size: int):\n"
+        "    return Net(vocab_size)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = adapt(importlib.import_module("my_rnn").build)
+    with pytest.raises(ConfigError, match=r"my_rnn\.py:8: return torch\.cat") as caught:
+        model(model.check({"vocab_size": 7}, seq_len=5), Ops.plain()).flops_per_token(5)
+    assert "device=tokens.device" in caught.value.fix

@@ -178,6 +178,17 @@ def test_close_ends_every_line_and_every_thread():
         context.__exit__(None, None, None)
 
 
+def test_a_thread_that_cannot_start_is_the_error_that_is_seen(monkeypatch):
+    def fail(_thread):
+        raise RuntimeError("can't start new thread")
+
+    terminal = plain()
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    with pytest.raises(RuntimeError, match="start new thread"), terminal.task("Training"):
+        pass
+    terminal.close()
+
+
 def test_lines_are_not_parsed_as_markup():
     terminal = plain()
     terminal.say("[bold] data[0] :smile: " + "x" * 200)

@@ -31,6 +31,10 @@ class Unneeded(str):
     """The reason why a value needs no counterpart."""
 
 
+class Refused(str):
+    """The reason why nothing of a config can be converted, because of one value."""
+
+
 def unit(function: Unit) -> Unit:
     """Register a function under its name."""
     UNITS[function.__name__] = function

@@ -24,13 +24,30 @@ TOKENIZERS = ("openai-community/gpt2", "char", "byte", "train:4096")
 """What names of tokenizers elsewhere stand for."""
 
 
+ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""ORG/NAME."""
+CONFIGS = (f"{THEIRS}dataset_config_name", f"{THEIRS}datasets.name")
+"""Keys that name a part of a dataset of the hub."""
+
+
+@unit
+def hub_config(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return that the source names the configuration, which needs the dataset's full name."""
+    if any(ON_THE_HUB.fullmatch(str(known.get(name))) for name in ON_HUB):
+        return Unneeded("The source of `flatout prepare` names it.")
+    return "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it; the dataset has no ORG/NAME."
+
+
 @unit
 def dataset(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the directory to prepare a dataset in."""
     if not isinstance(value, str) or not value.strip("./ "):
         return "Prepare the data with `flatout prepare`, and set data.path."
     last = value.rstrip("/").rpartition("/")[2].rpartition("data.")[2].lower()
+    config = next((known[one] for one in CONFIGS if known.get(one)), None)
     name = name_for("dataset", last, DATASETS.names()) or last
+    if config is not None:  # wikitext has wikitext-2 and wikitext-103
+        name = str(config) if str(config).startswith(last) else f"{last}-{config}"
     found: JsonObject = {key: f"data/{re.sub(r'[^a-z0-9.]+', '-', name).strip('-')}"}
     if last.endswith("_char"):
         found["~--tokenizer"] = "char"
@@ -38,8 +55,8 @@ def dataset(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
         found[f"~{SOURCE}"] = name
     elif Path(value).suffix in FILES or Path(value).is_file():
         found[f"~{SOURCE}"] = value
-    elif value in map(known.get, ON_HUB) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", value):
-        found[f"~{SOURCE}"] = f"hub:{value}"
+    elif value in map(known.get, ON_HUB) and ON_THE_HUB.fullmatch(value):
+        found[f"~{SOURCE}"] = f"hub:{value}" + (f":config={config}" if config else "")
     return found
 
 

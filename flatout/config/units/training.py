@@ -11,6 +11,7 @@ from flatout.config.units.base import (
     LITGPT,
     THEIRS,
     UNITS,
+    Refused,
     Unneeded,
     early,
     is_off,
@@ -31,7 +32,17 @@ BETAS = (0.9, 0.95)
 BOARD = ["tensorboard"]
 """The default of log.to."""
 SELECTIVE = "selective-"
-ONE_LAYER = "lora.targets lists the layers, such as [q, v]."
+LITGPT_LAYERS = {
+    "lora_query": "q",
+    "lora_key": "k",
+    "lora_value": "v",
+    "lora_projection": "o",
+    "lora_mlp": "gate, up, down",
+}
+"""litgpt's switches of the layers with adapters; lora_query and lora_value are on by default."""
+ONLY_SCORES = Refused("trains nothing; `flatout eval RUN` scores a run")
+OTHER_TRAINING = Refused("is training on preferences or rewards; flatout trains on the next token")
+NO_ADAPTER = "Only linear layers of the blocks have adapters."
 OUTPUT = {"lm_head", "embed_out", "embed_tokens", "wte"}
 """Layers outside the blocks, which have no adapters."""
 USUAL_RANK = 8
@@ -45,7 +56,10 @@ UNITS |= {
     "flag": lambda value, key, known: {key: not is_off(value)},
     "kept": lambda value, key, known: {key: "all" if times(value, 1) < 1 else value},
     "all_linear": lambda value, key, known: {} if is_off(value) else {f"~{key}": ["all-linear"]},
-    "one_layer": lambda value, key, known: {} if is_off(value) else ONE_LAYER,
+    "no_adapter": lambda value, key, known: {} if is_off(value) else NO_ADAPTER,
+    "only_scores": lambda value, key, known: {} if is_off(value) else ONLY_SCORES,
+    "trains": lambda value, key, known: ONLY_SCORES if is_off(value) else {},
+    "other_training": lambda value, key, known: {} if is_off(value) else OTHER_TRAINING,
     "saves_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
     "evals_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
     "to_wandb": lambda value, key, known: {} if is_off(value) else {key: [*BOARD, "wandb"]},
@@ -309,6 +323,26 @@ def adapter(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
 
 
 @unit
+def litgpt_layers(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return the layers that all of litgpt's switches choose."""
+    found = []
+    for name, layers in LITGPT_LAYERS.items():
+        if not is_off(known.get(f"{THEIRS}{name}", name in ("lora_query", "lora_value"))):
+            found += layers.split(", ")
+    return {key: found} if found else NO_ADAPTER
+
+
+@unit
+def packing(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
+    """Return whether attention stays within each document.
+
+    It does where each has a row of its own, and where packed ones are separated: everywhere but in
+    TRL's strategy `wrapped`.
+    """
+    return {key: is_off(value) or known.get(f"{THEIRS}packing_strategy") != "wrapped"}
+
+
+@unit
 def targets(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     """Return the names of the layers; those of the output weight have no adapter."""
     if is_off(value):
@@ -317,4 +351,4 @@ def targets(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     names = [str(name).strip().rpartition(".")[2] for name in given]
     meant = ", ".join(value_for(key, name) or name for name in names if name not in OUTPUT)
     found = list(dict.fromkeys(meant.split(", "))) if meant else []
-    return {key: found} if found else "Only linear layers of the blocks have adapters."
+    return {key: found} if found else NO_ADAPTER

@@ -142,7 +142,7 @@ def row_cells(row: Row) -> dict[str, str]:
         return {"": row.name, "tokens/s": absence(row)}
     rate = f"{row.tokens_per_s.median:,.0f}{between(row.tokens_per_s, ',.0f')}"
     batch = f"{row.rows_per_device} x {row.accumulate}"
-    memory = f"{row.peak_gib:.2f}" if row.peak_gib else ""
+    memory = "" if row.peak_gib is None else f"{row.peak_gib:.2f}"
     losses, count = loss_text(row), str(row.repeats)
     cells = row.name, rate, gain_text(row), step_text(row), batch, memory, losses, count
     return dict(zip(COLUMNS, cells, strict=True))
@@ -229,8 +229,9 @@ def bars(report: Report, *, encoding: str = "utf-8") -> str:
             bar = full * max(round(BAR_COLUMNS * row.tokens_per_s.median / most), 1)
             rate = f"{row.tokens_per_s.median:>11,.0f}"
             line = f"{row.short_name:<{width}}  {bar:<{BAR_COLUMNS}}  {rate}"
+            peak = "memory unknown" if row.peak_gib is None else f"{row.peak_gib:.2f} GiB"
             beside = (
-                f"{between(row.tokens_per_s, ',.0f').strip()}  {row.peak_gib or 0:.2f} GiB"
+                f"{between(row.tokens_per_s, ',.0f').strip()}  {peak}"
                 if row.kind == "point"
                 else gain_text(row)
             )

@@ -8,15 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 from flatout.config.schema import RunConfig
+from flatout.json_io import is_finite, read_lines
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.diagnose.process import measure_apart
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.instruments.evidence import Evidence, HostFacts
 from flatout.progress import SILENT, Progress
 from flatout.training.metrics.observers import Observer
+from flatout.training.run_dir import layout
 
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that are measured."""
@@ -88,7 +91,40 @@ def diagnose_run(folder: Path) -> Measured:
     Raises: CheckpointError when it has recorded nothing.
     """
     evidence = recorded_evidence(folder)
+    evidence = evidence.model_copy(update={"host": recorded_cores(folder)})
     return Measured(evidence, diagnosis_of(evidence))
+
+
+def recorded_cores(folder: Path) -> HostFacts:
+    """Return how busy other processes kept the cores of a recorded run.
+
+    `other_busy_cores` is the mean of the windows in which they left too few for the run's threads,
+    if there are any, and `busy_share` is the share of these windows in the recorded time.
+    """
+    starts = [e for e in layout.read_events(folder) if e.get("event") in ("start", "resume")]
+    environment = starts[-1].get("environment") if starts else None
+    threads = environment.get("threads") if isinstance(environment, dict) else None
+    threads = threads if isinstance(threads, int) and threads > 0 else 1
+    windows: list[tuple[float, float, float]] = []  # others, cores, seconds
+    since_s = 0.0
+    for record in read_lines(folder / layout.METRICS):
+        others, cores, at_s = map(record.get, ("cpu/other_cores", "cpu/cores", "elapsed_s"))
+        if is_finite(others) and is_finite(cores) and is_finite(at_s) and at_s > since_s:
+            windows.append((others, cores, at_s - since_s))
+            since_s = at_s
+    if not windows:
+        return HostFacts()
+    others, cores, seconds = zip(*windows, strict=True)
+    busy = [one for one in windows if one[0] + threads > one[1]]
+    if not busy:
+        return HostFacts(other_busy_cores=fmean(others, seconds))
+    others, cores, busy_s = zip(*busy, strict=True)
+    return HostFacts(
+        cores=int(cores[-1]),
+        threads=threads,
+        other_busy_cores=fmean(others, busy_s),
+        busy_share=sum(busy_s) / sum(seconds),
+    )
 
 
 def measure_briefly(config: RunConfig, *, seconds: float = DEFAULT_SECONDS) -> Evidence:

@@ -18,6 +18,8 @@ from flatout.registry import FINDINGS
 FORMAT_VERSION = 1
 FILE = "findings.json"
 """Its name in a run directory."""
+BUSY = "busy-machine"
+"""The rule that looks for other processes on the cores of a run."""
 ORDER = ("fails", "spoils", "slows", "warns")
 """Kinds of harm, the worst first."""
 
@@ -96,7 +98,10 @@ def diagnosis_of(evidence: Evidence) -> Diagnosis:
         for rule in every
         if rule.name in found and not found.keys() & {*rule.unless}
     ]
-    findings = sorted(specific, key=lambda one: (ORDER.index(one.harm), -(one.share or 0.0)))
+    findings = sorted(  # on a busy machine, what is slow besides is slow because of that
+        specific,
+        key=lambda one: (ORDER.index(one.harm), one.name != BUSY, -(one.share or 0.0)),
+    )
     return Diagnosis(
         verdict=verdict_of(findings, evidence),
         source=evidence.source,
@@ -128,7 +133,12 @@ def verdict_of(findings: list[Finding], evidence: Evidence) -> str:
     parts = [f"{work:.0%} of each step is computation"] if work else []
     if evidence.roof.mfu is not None:
         parts.append(f"{evidence.roof.mfu:.0%} of the peak of matrix products")
-    return "Nothing holds this run back" + (f": {', '.join(parts)}." if parts else ".")
+    found = f": {', '.join(parts)}." if parts else "."
+    gpu = evidence.gpu
+    if (gpu and gpu.other_processes if evidence.on_gpu else evidence.host.other_busy_cores) is None:
+        device = "GPU" if evidence.on_gpu else "cores"
+        return f"Nothing was found{found} Other use of the {device} was not measured."
+    return f"Nothing holds this run back{found}"
 
 
 def _worth(fix: Fix, remaining_s: float | None) -> float:

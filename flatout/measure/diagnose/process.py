@@ -73,7 +73,7 @@ def measure_apart(
             with suppress(subprocess.TimeoutExpired):  # a process that has ended has its exit code
                 process.wait(KILL_TIMEOUT_S if len(lines) < 2 else 0)
         finally:
-            timed_out = late.finished.is_set()
+            timed_out, code = late.finished.is_set(), process.poll()
             late.cancel()
             _kill(process)
             process.wait(KILL_TIMEOUT_S)
@@ -81,7 +81,7 @@ def measure_apart(
                 process.stdout.close()
         complaints.seek(0)
         last_words = (complaints.read().strip().splitlines() or ["nothing"])[-1][:300]
-    return _read(lines, process.returncode, last_words, timed_out=timed_out)
+    return _read(lines, code, last_words, timed_out=timed_out)
 
 
 def _lines(
@@ -108,16 +108,25 @@ def _lines(
     return found
 
 
-def _read(found: list[Evidence], code: int, last_words: str, *, timed_out: bool) -> Evidence:
-    """Return the last evidence of a process, or why there is none."""
+def _read(found: list[Evidence], code: int | None, last_words: str, *, timed_out: bool) -> Evidence:
+    """Return the last evidence of a process, or why there is none.
+
+    `code` is its exit code, None if it had to be killed.
+    """
     if len(found) == 2:
         return found[1]
     if timed_out:
         failure = Failure(kind="hang", message="The run had not ended in time.")
-    elif code < 0:
+    elif code == -signal.SIGKILL:
+        failure = Failure(
+            kind="killed",
+            message="The process was killed by SIGKILL: the usual cause is too little memory.",
+        )
+    elif code is not None and code < 0:
         name = signal.Signals(-code).name
-        why = ": the usual cause is too little memory" if name == "SIGKILL" else ""
-        failure = Failure(kind="killed", message=f"The process was killed by {name}{why}.")
+        failure = Failure(kind="error", message=f"The process was killed by {name}: {last_words}")
+    elif code is None:
+        failure = Failure(kind="error", message=f"The process gave no result: {last_words}")
     else:
         failure = Failure(
             kind="error", message=f"The process ended with exit code {code}: {last_words}"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from flatout.assembly.build import build
 from flatout.assembly.run import Run
-from flatout.errors import FlatoutError
+from flatout.errors import FlatoutError, kind_of
 from flatout.measure.diagnose.failure import failure_of, hanging
 from flatout.measure.diagnose.preflight import Prepared, prepare
 from flatout.measure.diagnose.process import Refusal
@@ -52,7 +52,7 @@ def main() -> None:
     try:
         collect(MeasureSpec.model_validate_json(sys.stdin.read()), emit)
     except FlatoutError as error:
-        refused = Refusal(refused=type(error).__name__, what=error.what, fix=error.fix)
+        refused = Refusal(refused=kind_of(error), what=error.what, fix=error.fix)
         results.write(refused.model_dump_json() + "\n")
         results.flush()
 

@@ -123,6 +123,7 @@ def evidence_of_steps(
             },
             "sites": sites,
             "memory": known.memory.model_copy(update={"peak_gib": peak_gib}),
+            "host": known.host.model_copy(update={"other_busy_cores": windows.other_cores}),
             "data": known.data.model_copy(update=_reading(windows)),
             "roof": _roof(known, run, windows),
             "losses": tuple((step, read["train/loss"]) for step, read in figures.read),

@@ -13,12 +13,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import cast
 
-import psutil
 import torch
 
 from flatout.assembly.run import Run
 from flatout.data.load.feed import PrefetchFeed
-from flatout.hardware import usable_cores
+from flatout.hardware import CpuTimes, usable_cores
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.diagnose.timers import FixedFeed, TimedFeed
 from flatout.measure.instruments.disk_use import DiskUse, disk_use
@@ -64,8 +63,8 @@ class Windows:
         self.trace: Trace | None = None
         self.counterfactual_s: dict[str, float] = {}
         self.disk: DiskUse | None = None
-        self.busy_cores = 0.0
-        """Cores that this process used during the ordinary steps."""
+        self.other_cores: float | None = None
+        """Cores that other processes kept busy during the ordinary steps."""
         self.notes: list[str] = []
         self._run, self._feed, self._timer, self._spec = run, feed, timer, spec
         self._late_s = time.monotonic() + spec.limit_s / 2
@@ -114,14 +113,10 @@ class Windows:
 
     def _ordinary(self) -> Iterator[bool]:
         timer, compiled = self._timer, CompilationWatch()
-        disk, process = disk_use(), psutil.Process()
-        cpu_before = process.cpu_times()
+        disk, before = disk_use(), CpuTimes.read()
         with LineSampler(lambda: timer.current) as sampler, timer.collecting_gc():
             seconds, steps = yield from self._steps(MIN_STEPS, self._spec.seconds)
-        cpu = process.cpu_times()
-        self.busy_cores = (cpu.user + cpu.system - cpu_before.user - cpu_before.system) / max(
-            seconds, 1e-9
-        )
+        self.other_cores = before.others_until(CpuTimes.read())
         self.steps, self.step_s = steps, seconds / steps
         self.step_times_s = tuple(timer.step_times_s)
         self.phases = dict(timer.per_step())

@@ -171,7 +171,9 @@ class HostFacts(Fact):
     threads: int | None = None
     """Threads that torch uses for one operation."""
     other_busy_cores: float | None = None
-    """Cores that other processes keep busy."""
+    """Cores that other processes keep busy, of those that the process may use."""
+    busy_share: float | None = None
+    """Share of a recorded run in which that left too few for its threads; None: all of it."""
     environment: Mapping[str, str] | None = None
     """Environment variables that matter for training and are set."""
     torch_version: str | None = None
@@ -266,7 +268,7 @@ class Failure(Fact):
         "killed",
         "error",
     ]
-    """What it is. `killed`: the operating system ended the process."""
+    """What it is. `killed`: SIGKILL, which the operating system sends when memory runs out."""
     message: str
     """The error in one line."""
     fix: str | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import torch
 
-from flatout.hardware import GIB, Machine, probe, usable_cores
+from flatout.hardware import GIB, CpuTimes, Machine, probe, usable_cores
 from flatout.measure.instruments.evidence import GpuFacts, HostFacts
 from flatout.parallel.rendezvous import stated_variables
 from flatout.training.metrics.device import GpuDriver
@@ -67,12 +67,17 @@ def host_facts(folder: Path, *, needed_bytes: int | None = None) -> HostFacts:
 
 def other_busy_cores(seconds: float = BUSY_S) -> float:
     """Return the cores that other processes keep busy, measured for `seconds`."""
-    own, before = psutil.Process().cpu_times(), _busy_s()
-    start_s = time.perf_counter()
+    before = cpu_times_with_children()
     time.sleep(seconds)
-    now, elapsed_s = psutil.Process().cpu_times(), time.perf_counter() - start_s
-    own_s = now.user + now.system - own.user - own.system
-    return max(_busy_s() - before - own_s, 0.0) / elapsed_s
+    return before.others_until(cpu_times_with_children())
+
+
+def cpu_times_with_children() -> CpuTimes:
+    """Return the CPU times, with running children, such as a loader's workers, as our own.
+
+    Finding them reads the list of all processes, which takes milliseconds.
+    """
+    return CpuTimes.read(psutil.Process().children(recursive=True))
 
 
 def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:
@@ -106,12 +111,6 @@ def gpu_facts(machine: Machine, device: str) -> GpuFacts | None:
             pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
         )
     return GpuFacts(**known)
-
-
-def _busy_s() -> float:
-    """Return the seconds that all cores of the machine have worked so far."""
-    times = psutil.cpu_times()
-    return float(times.user + times.system + getattr(times, "nice", 0.0))
 
 
 def _free_gib(folder: Path) -> float | None:

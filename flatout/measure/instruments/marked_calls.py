@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ class MarkedCalls:
         """Bytes of copies from memory that is not pinned."""
         self._calls: dict[str, Counter[Line]] = defaultdict(Counter)
         self._seconds: dict[str, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
-        self._inside = False
+        self._inside: set[int] = set()
+        self._thread = threading.get_ident()
 
     def by_user(self, kind: str) -> int:
         """Return the number of calls of a kind that lines of user code made."""
@@ -78,12 +80,20 @@ class MarkedCalls:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count the marked calls inside the block."""
+        """Count the marked calls inside the block, reads and moves only by the thread that enters.
+
+        Those of another thread, such as a loader's, do not make the loop wait.
+        """
+        self._thread = threading.get_ident()
+
+        def here(kind_of: Callable[[Any, Any], str | None]) -> Callable[[Any, Any], str | None]:
+            return lambda *call: kind_of(*call) if threading.get_ident() == self._thread else None
+
         with ExitStack() as stack:
             for name in READS:
-                stack.enter_context(self._marked(torch.Tensor, name, _reads))
+                stack.enter_context(self._marked(torch.Tensor, name, here(_reads)))
             for name in MOVES:
-                stack.enter_context(self._marked(torch.Tensor, name, _pageable))
+                stack.enter_context(self._marked(torch.Tensor, name, here(_pageable)))
             stack.enter_context(self.recording_rare())
             yield
 
@@ -106,14 +116,15 @@ class MarkedCalls:
 
         @functools.wraps(plain)
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            thread = threading.get_ident()
+            if thread in self._inside:
                 return plain(*args, **kwargs)
-            self._inside = True
+            self._inside.add(thread)
             start_s = time.perf_counter()
             try:
                 result = plain(*args, **kwargs)
             finally:
-                self._inside = False
+                self._inside.discard(thread)
             kind = kind_of(args[0] if args else None, result)
             if kind is not None:
                 self._count(kind, time.perf_counter() - start_s, result)
@@ -179,8 +190,10 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _reads(_tensor: Any, _result: Any) -> str | None:
-    return "sync"
+def _reads(tensor: Any, _result: Any) -> str | None:
+    """Return `sync`, except for a tensor of the host beside a GPU, which computes meanwhile."""
+    on_host = tensor.device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return None if on_host else "sync"
 
 
 def _pageable(tensor: Any, result: Any) -> str | None:

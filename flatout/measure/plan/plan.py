@@ -29,7 +29,7 @@ from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, HardwareError
 from flatout.measure.plan.target import Target, find_data, target_of
 from flatout.models.language_model import Flops, LanguageModel, model_of
-from flatout.models.lora import INSIDE, with_adapters
+from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.roof import Peak
@@ -92,6 +92,7 @@ def make_plan(
 
     Raises: UsageError, also when the vocabulary size is not known.
     """
+    require_weights(requested.lora, requested.train.init_from)
     target = target_of(requested, machine)
     dataset, note = find_data(requested, progress)
     runs = past_runs.read(hardware_name(target.machine, target.device), cache)

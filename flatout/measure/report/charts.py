@@ -74,10 +74,11 @@ CHARTS = (
         has_trend=False,
         ticks="%.1e",
     ),
+    Chart("others", "Other processes", "cores", {"cpu/other_cores": "busy"}),
     Chart("gpu", "GPU utilisation", "%", {"gpu/util_pct": "utilisation"}),
     Chart("power", "GPU power", "W", {"gpu/power_w": "power"}),
 )
-NOT_DRAWN = {"train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
+NOT_DRAWN = {"cpu/cores", "train/epoch", "perf/samples_per_s", "perf/steps_per_s"}
 """Figures that repeat the shape of another chart."""
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from flatout.json_io import is_finite
 
 UNKNOWN = "–"
 """Shown for what was not measured."""
@@ -27,9 +28,7 @@ def number(value: object, form: str = "") -> str:
 
     Without `form`, whole numbers keep all their digits.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return UNKNOWN
-    if isinstance(value, float) and not math.isfinite(value):
+    if not is_finite(value):
         return UNKNOWN
     if form:
         return format(value, form)
@@ -38,7 +37,7 @@ def number(value: object, form: str = "") -> str:
 
 def time(seconds: object) -> str:
     """Return a duration: 3.2 s, 1 min 02 s, 2 h 05 min."""
-    if not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+    if not is_finite(seconds):
         return UNKNOWN
     if seconds < 60:
         return f"{seconds:.1f} s"

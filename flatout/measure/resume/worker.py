@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flatout.cache import default_cache
 from flatout.config.schema import RunConfig, validate
-from flatout.errors import FlatoutError, Stopped
+from flatout.errors import FlatoutError, Stopped, kind_of
 from flatout.json_io import JsonObject, Stored, read_json, write_json
 from flatout.measure.trials.trial import end_with
 from flatout.parallel.rendezvous import stated_ranks
@@ -79,7 +79,7 @@ def train(config: RunConfig, job: Job) -> int:
         )
     except FlatoutError as error:
         if not isinstance(error, Stopped) and stated_ranks().rank == 0:
-            outcome = Outcome(kind=type(error).__name__, what=error.what, fix=error.fix)
+            outcome = Outcome(kind=kind_of(error), what=error.what, fix=error.fix)
             write_json(Path(job.outcome), outcome.model_dump())
         return error.exit_code
     return 0

@@ -76,7 +76,7 @@ class Budget:
 
         They allow as many rounds as possible with enough time per trial, but at least two in total.
         """
-        if math.isinf(self._total_s):
+        if math.isinf(self._total_s) or not self._num_points:  # every point may have failed
             return
         overhead_s = (
             sum(self._overheads.values())

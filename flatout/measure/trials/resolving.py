@@ -177,5 +177,5 @@ def main() -> None:
         cache = request["cache"] and Path(request["cache"])
         print(choose(validate(request["config"]), cache).model_dump_json())
     except FlatoutError as error:
-        print(json.dumps({"kind": type(error).__name__, "what": error.what, "fix": error.fix}))
+        print(json.dumps({"kind": errors.kind_of(error), "what": error.what, "fix": error.fix}))
         raise SystemExit(error.exit_code) from None

@@ -322,8 +322,8 @@ class Search:
             if start == best:
                 return
             confirmed += 1
-            for first in {t.after for t in self.taken if t.before == start} - {best}:
-                if self.race.allows(first):
+            for first in dict.fromkeys(t.after for t in self.taken if t.before == start):
+                if first != best and self.race.allows(first):
                     self.race.measure(first, self._round)
             if confirmed == CONFIRM_ROUNDS and not self._is_faster(best, start):
                 confirmed = 0

@@ -81,6 +81,7 @@ def evidence_of(loop: Loop, windows: Windows, hooks: Hooks) -> Evidence:
             "counts": counts(windows, loop.device),
             "kernels": windows.trace.shares() if windows.trace else None,
             "sites": sites(windows, hooks),
+            "host": known.host.model_copy(update={"other_busy_cores": windows.other_cores()}),
             "data": _reading(windows),
             "roof": Roof(
                 tokens_per_s=None

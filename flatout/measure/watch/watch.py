@@ -22,10 +22,11 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.diagnose.text import text_of
 from flatout.measure.instruments.evidence import Evidence, Phases
+from flatout.measure.report.figures import require_bokeh
 from flatout.measure.watch.batches import Step, Watched
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder
@@ -143,9 +144,16 @@ class Watch:
     def report(self, path: Path | str = "report.html") -> Path:
         """Write an HTML page with the curves and the findings, and return its path.
 
-        Raises: ConfigError when no step has been watched; MissingPackage without bokeh.
+        Without bokeh, which draws the curves, a warning says so, and no page is written.
+        Raises: ConfigError when no step has been watched.
         """
-        diagnosis, path = self.diagnosis(), Path(path)
+        path = Path(path)
+        try:
+            require_bokeh()
+        except MissingPackage as error:  # the loop's own result matters more
+            LOG.warning("flatout.watch wrote no %s: %s", path, error)
+            return path
+        diagnosis = self.diagnosis()
         if self._folder is not None:
             diagnosis.write(self._folder)
         name = path.stem if self._folder is None else self._folder.name

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from flatout.hardware import probe
+from flatout.hardware import CpuTimes, probe
 from flatout.measure.instruments.disk_use import DiskUse, disk_use
 from flatout.measure.instruments.evidence import GpuFacts
-from flatout.measure.instruments.machine_facts import gpu_facts
+from flatout.measure.instruments.machine_facts import cpu_times_with_children, gpu_facts
 from flatout.measure.instruments.marked_calls import MarkedCalls
 from flatout.measure.instruments.phase_timer import PhaseTimer
 from flatout.measure.instruments.sampling import LineSampler
@@ -108,6 +108,8 @@ class Windows:
         """Calls that no step should make, since the warm-up."""
         self.gpu: GpuFacts | None = None
         """What the driver reported of the GPU between two steps."""
+        self._others: list[tuple[float, float]] = []
+        self._cpu_before: CpuTimes | None = None
         self._disk: list[DiskUse] = []
         self._disk_before: DiskUse | None = None
         """At the start of the current window of ordinary steps."""
@@ -206,6 +208,7 @@ class Windows:
         self.name = "ordinary"
         self._compiled.poll()
         self._disk_before, began_s, steps = disk_use(), time.perf_counter(), 0
+        self._cpu_before = cpu_times_with_children()
         try:
             while steps < enough or (
                 time.perf_counter() - began_s < ORDINARY_S and steps < MAX_WARM_STEPS
@@ -216,6 +219,20 @@ class Windows:
                     self._note_compilations()
         finally:
             self._disk, self._disk_before = self.disk(), None
+            self._others, self._cpu_before = self._other_cores(), None
+
+    def other_cores(self) -> float | None:
+        """Return the cores that other processes kept busy in ordinary steps; None without any."""
+        known = self._other_cores()
+        seconds = sum(seconds for _, seconds in known)
+        return sum(cores * seconds for cores, seconds in known) / seconds if seconds else None
+
+    def _other_cores(self) -> list[tuple[float, float]]:
+        before = self._cpu_before
+        if before is None:
+            return self._others
+        now = cpu_times_with_children()
+        return [*self._others, (before.others_until(now), now.at_s - before.at_s)]
 
     def disk(self) -> list[DiskUse]:
         """Return the reading from disks in ordinary steps up to now; add it up."""

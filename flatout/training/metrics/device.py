@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from flatout.hardware import CpuTimes
 from flatout.training.metrics.surroundings import GpuState
 
 GIB = 2**30
@@ -17,6 +19,23 @@ OWN_PAGES = Path("/proc/self/statm")
 SLOWED_BY = {0x08: "a hardware fault", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
 """Bits of NVML's clock event reasons. Its power cap is not one: GPUs train at it all the time."""
 POWER_CAP = 0x04
+
+
+class OtherProcesses:
+    """Measures how many of the cores that this process may use others keep busy."""
+
+    def __init__(self) -> None:
+        self._before = CpuTimes.read()
+
+    def figures(self, cores: int) -> dict[str, float]:
+        """Return the figures since the last ones; none within a second, as the system counts ticks.
+
+        `cores` is the number that this process may use.
+        """
+        if time.monotonic() - self._before.at_s < 1:
+            return {}
+        before, self._before = self._before, CpuTimes.read()
+        return {"cpu/other_cores": before.others_until(self._before), "cpu/cores": cores}
 
 
 def memory_gib(device: torch.device) -> dict[str, float]:

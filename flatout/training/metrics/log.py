@@ -33,7 +33,7 @@ from flatout.training.metrics.clocks import (
     step_clock,
 )
 from flatout.training.metrics.compile_events import CompilationWatch
-from flatout.training.metrics.device import GpuDriver, gpu_figures, memory_gib
+from flatout.training.metrics.device import GpuDriver, OtherProcesses, gpu_figures, memory_gib
 from flatout.training.metrics.loggers import guarded, reason_of
 from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import Lines, Records
@@ -101,6 +101,7 @@ class Log:
         self._started_s = time.perf_counter()
         self._elapsed_before_s = run.elapsed_s
         self._interval = Interval(self._started_s)
+        self._others = OtherProcesses()
         self._pending: dict[int, PendingRecord] = {}
         self._recorded = TimeBreakdown()
         self.clock = step_clock(run.mesh.device)
@@ -344,6 +345,8 @@ class Log:
             figures["perf/mfu"] = mfu
         if run.mesh.is_main:
             figures |= memory_gib(run.mesh.device) | gpu_figures(run.mesh.device)
+        if run.mesh.world_size == 1:  # several ranks are other processes to each other
+            figures |= self._others.figures(run.machine.cores)
         self._interval = Interval(now_s)
         return PendingRecord(figures, interval.host_times(now_s), interval.spans)
 

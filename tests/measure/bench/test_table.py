@@ -94,6 +94,13 @@ def test_the_bars_show_every_row(sample_report, encoding, mark):
     assert max(map(len, text.splitlines())) < 120
 
 
+def test_unknown_memory_is_not_zero(sample_report):
+    point = sample_report.rows[0].model_copy(update={"kind": "point", "peak_gib": None})
+    report = sample_report.model_copy(update={"rows": (point,)})
+    assert "memory unknown" in bars(report)
+    assert "0.00" not in bars(report) + table(report)
+
+
 def test_bars_of_nothing():
     from types import SimpleNamespace
 

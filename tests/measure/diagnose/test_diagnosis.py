@@ -6,10 +6,13 @@ import json
 
 import pytest
 
+from flatout.json_io import append_line
 from flatout.measure.diagnose import diagnosis
+from flatout.measure.diagnose.diagnose import recorded_cores
 from flatout.measure.diagnose.diagnosis import diagnosis_of, ranked, rules
 from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
-from flatout.measure.instruments.evidence import Evidence, Phases, Roof
+from flatout.measure.instruments.evidence import Evidence, GpuFacts, HostFacts, Phases, Roof
+from flatout.training.run_dir import layout
 
 STEPS = Evidence(
     source="measured run",
@@ -56,7 +59,7 @@ def test_a_specific_cause_silences_the_general_one(with_rules):
 
 def test_a_healthy_run_has_a_verdict_and_no_findings(with_rules):
     with_rules()
-    found = diagnosis_of(STEPS)
+    found = diagnosis_of(STEPS.model_copy(update={"host": HostFacts(other_busy_cores=0.1)}))
     assert found.is_healthy
     assert found.verdict == (
         "Nothing holds this run back: 90% of each step is computation, 41% of the peak of matrix"
@@ -66,6 +69,49 @@ def test_a_healthy_run_has_a_verdict_and_no_findings(with_rules):
     assert before.verdict == "Nothing stands in the way of this run."
     assert before.step_s is None
     assert before.shares == {}
+
+
+@pytest.mark.parametrize(
+    ("update", "unknown"),
+    [
+        ({"device": "cpu"}, "cores"),
+        ({"device": "cuda"}, "GPU"),
+        ({"device": "cuda", "gpu": GpuFacts(utilisation=0.9)}, "GPU"),
+    ],
+)
+def test_what_was_not_measured_is_not_said_to_be_absent(with_rules, update, unknown):
+    with_rules()
+    verdict = diagnosis_of(STEPS.model_copy(update=update)).verdict
+    assert verdict.startswith("Nothing was found: 90% of each step is computation")
+    assert verdict.endswith(f"Other use of the {unknown} was not measured.")
+
+
+def test_other_processes_come_before_what_else_is_slow(with_rules):
+    with_rules(rule("slow-data", share=0.9), rule("busy-machine", share=0.2), rule("x", "spoils"))
+    names = [one.name for one in diagnosis_of(STEPS).findings]
+    assert names == ["x", "busy-machine", "slow-data"]
+
+
+def record_run(folder, others):
+    folder.mkdir()
+    layout.append_event(folder, "start", environment={"threads": 2})
+    for number, value in enumerate(others, 1):
+        figures = {} if value is None else {"cpu/other_cores": value, "cpu/cores": 4}
+        append_line(folder / layout.METRICS, {"elapsed_s": 2.0 * number, **figures})
+
+
+def test_recorded_windows_say_how_busy_the_machine_was(tmp_path):
+    record_run(tmp_path / "busy", [0.1, 3.0, None, 3.6, 0.2])
+    busy = recorded_cores(tmp_path / "busy")  # 2 s, 2 s, 4 s that end with the fourth record, 2 s
+    assert (busy.cores, busy.threads, busy.busy_share) == (4, 2, 0.6)
+    assert busy.other_busy_cores == pytest.approx((3.0 * 2 + 3.6 * 4) / 6)
+    found = diagnosis_of(STEPS.model_copy(update={"device": "cpu", "host": busy}))
+    assert "3.4 of 4 cores busy for 60% of the run" in found.verdict
+    record_run(tmp_path / "idle", [0.1, 0.3])
+    idle = recorded_cores(tmp_path / "idle")
+    assert (idle.other_busy_cores, idle.cores) == (pytest.approx(0.2), None)
+    record_run(tmp_path / "short", [None, None])
+    assert recorded_cores(tmp_path / "short") == HostFacts()
 
 
 def test_fixes_are_ranked_by_what_they_save_in_the_time_left():

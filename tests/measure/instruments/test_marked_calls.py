@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,24 @@ def test_each_way_to_read_a_value_is_counted_with_its_line():
     (site,) = marked.sites(2)["gc"]
     assert (site.file, site.text, site.count_per_step) == (__file__, "gc.collect()", 0.5)
     assert marked.sites(2)["empty-cache"][0].text == "torch.cuda.empty_cache()"
+
+
+def test_reads_of_another_thread_do_not_count():
+    marked = MarkedCalls()
+    with marked.recording():
+        loader = threading.Thread(target=lambda: [torch.ones(1).item() for _ in range(5)])
+        loader.start()
+        loader.join()
+        torch.ones(1).item()
+    assert marked.calls == {"sync": 1}
+
+
+def test_reads_of_the_hosts_tensors_do_not_wait_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    marked = MarkedCalls()
+    with marked.recording():
+        torch.ones(1).item()
+    assert marked.calls == {}
 
 
 def test_torch_is_as_before_even_after_an_error():

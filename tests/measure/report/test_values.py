@@ -16,7 +16,8 @@ def test_a_long_text_is_cut():
 
 
 def test_what_is_not_a_finite_number_is_unknown():
-    for value in (None, "3", True, math.nan, math.inf, [1]):
+    for value in (None, "3", True, math.nan, math.inf, 10**400, [1]):
+        assert time(value) == UNKNOWN
         assert number(value) == UNKNOWN
     assert (number(12_345), number(0.123456), number(0.5, ".1%")) == ("12,345", "0.1235", "50.0%")
 

@@ -154,3 +154,13 @@ def test_the_limit_of_a_trial_is_its_fair_share():
     assert budget.limit_s(20) == pytest.approx(2 * 358.5 / 20 - 4)
     assert budget.limit_s(1000) == 3.0
     assert budget.remaining_s(["a"] * 100, 4) == pytest.approx(358.5)
+
+
+def test_when_every_point_has_failed_there_is_nothing_to_plan():
+    budget = Budget(2, minutes=6, repeats=None, clock=Clock())
+    budget.plan(0)
+    seconds = budget.seconds
+    budget.drop("a")
+    budget.drop("b")
+    budget.plan(1)
+    assert budget.seconds == seconds

@@ -15,7 +15,7 @@ from own_time import OwnTime
 from watching import batches, train
 
 import flatout
-from flatout.errors import ConfigError, OutputInUse
+from flatout.errors import ConfigError, MissingPackage, OutputInUse
 from flatout.measure.instruments.phase_timer import PhaseTimer
 from flatout.measure.watch import loop as watch_loop
 from flatout.measure.watch import watch as watch_module
@@ -271,6 +271,19 @@ def test_nothing_is_printed_after_the_user_has_asked(capsys):
         train(watch)
         watch.verdict()
     assert not capsys.readouterr().err
+
+
+def test_a_report_without_bokeh_is_a_warning(capsys, caplog, monkeypatch, tmp_path):
+    def missing():
+        raise MissingPackage("It needs bokeh.", fix="Install it: pip install bokeh.")
+
+    monkeypatch.setattr(watch_module, "require_bokeh", missing)
+    with caplog.at_level(logging.WARNING), flatout.watch() as watch:
+        train(watch)
+        watch.report(tmp_path / "page.html")
+    assert "pip install bokeh" in caplog.text
+    assert not (tmp_path / "page.html").exists()
+    assert "A step takes" in capsys.readouterr().err
 
 
 def test_too_few_steps_say_so(watch):

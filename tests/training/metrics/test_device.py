@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flatout.hardware import CpuTimes
 from flatout.training.metrics import device as module
 from flatout.training.metrics.device import GpuDriver, memory_gib, process_gib, slowed_by
 
@@ -20,6 +21,16 @@ def test_memory_of_the_process_counts_what_it_allocates():
         for _ in range(2**8):
             memory.write(b"1" * 2**20)
         assert process_gib() - before == pytest.approx(0.25, abs=0.05)
+
+
+def test_other_processes_are_measured_once_a_second(monkeypatch):
+    times = iter([CpuTimes(0.0, 10.0, 5.0), CpuTimes(2.0, 13.5, 6.5)])
+    monkeypatch.setattr(module.CpuTimes, "read", lambda: next(times))
+    now = iter([0.9, 2.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(now))
+    others = module.OtherProcesses()
+    assert others.figures(cores=2) == {}
+    assert others.figures(cores=2) == {"cpu/other_cores": 1.0, "cpu/cores": 2}
 
 
 def test_a_system_without_proc_leaves_the_figure_out(monkeypatch, tmp_path):

@@ -1,0 +1,53 @@
+"""Whatever happens to the process of a measured run, there is evidence of it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from flatout.errors import DataError, RunFailed, kind_of
+from flatout.files import Unfinished
+from flatout.measure.diagnose import process
+from flatout.measure.diagnose.process import Refusal, measure_apart
+from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.instruments.evidence import Evidence
+
+SPEC = MeasureSpec(config={}, folder="absent")
+PREFLIGHT = Evidence(source="preflight").model_dump_json()
+
+
+def measured(program):
+    line = f"import os, signal, sys; print({PREFLIGHT!r}, flush=True); sys.stderr.write('Oh. ');"
+    return measure_apart(
+        SPEC, command=[sys.executable, "-c", f"{line} sys.stderr.flush(); {program}"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed", "the usual cause is too little memory"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "error", "killed by SIGSEGV: Oh"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", "error", "killed by SIGTERM: Oh"),
+        ("sys.exit(3)", "error", "exit code 3: Oh"),
+        ("os.close(1); import time; time.sleep(60)", "error", "gave no result: Oh"),
+    ],
+)
+def test_the_end_of_the_process_is_evidence(monkeypatch, program, kind, message):
+    monkeypatch.setattr(process, "KILL_TIMEOUT_S", 1.0)
+    failure = measured(program).failure
+    assert failure.kind == kind
+    assert message in failure.message
+
+
+def test_a_process_that_dies_at_once_has_measured_nothing():
+    with pytest.raises(RunFailed, match="Nothing could be measured"):
+        measure_apart(SPEC, command=[sys.executable, "-c", ""])
+
+
+def test_a_refusal_by_an_error_of_another_file_is_raised_as_its_kind():
+    error = Unfinished("It is not finished.", fix="Finish it.")
+    line = Refusal(refused=kind_of(error), what=error.what, fix=error.fix).model_dump_json()
+    with pytest.raises(DataError, match="not finished"):
+        measure_apart(SPEC, command=[sys.executable, "-c", f"print({line!r})"])
