@@ -88,9 +88,8 @@ def write_data(folder: Path, seed: int, count: int) -> None:
     draw, numbers = random.Random(f"rows {seed}"), table_of(seed)
     renderer = Renderer(TEMPLATE, (END_OF_TEXT,))
     rows = [conversation(draw, numbers) for _ in range(count)]
-    texts = [
-        "".join(piece.text for piece in renderer.pieces(read_conversation(turns))) for turns in rows
-    ]
+    requests = [renderer.request(read_conversation(turns)) for turns in rows]
+    texts = ["".join(piece.text for piece in found) for (found,) in renderer.examples(requests)]
     asked = [
         "".join(f"<|im_start|>user\n{turn['content']}<|im_end|>\n" for turn in turns[::2])
         for turns in rows
