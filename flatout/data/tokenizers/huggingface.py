@@ -263,7 +263,7 @@ TOKENIZER = HuggingFaceTokenizer
 def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
     """Return the ids of a tokenizer.json's tokens.
 
-    Raises: DataError when it is not one.
+    Raises: DataError when it is not one, or when tokens share an id, so that text would be lost.
     """
     try:
         vocabulary: dict[str, int] = _loaded(definition).get_vocab(with_added_tokens=True)
@@ -275,6 +275,14 @@ def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
             fix="Give a file that flatout saved, a Hugging Face tokenizer.json, "
             "or a .tiktoken file.",
         ) from error
+    tokens: dict[int, str] = {}
+    stated = ((one["content"], int(one["id"])) for one in definition.get("added_tokens") or [])
+    for token, index in itertools.chain(vocabulary.items(), stated):
+        if (other := tokens.setdefault(index, token)) != token:
+            raise DataError(
+                f"{name} gives {other!r} and {token!r} the same id, {index}, so that text is lost.",
+                fix="Give each token an id of its own, or use another tokenizer.",
+            )
     return vocabulary
 
 

@@ -96,6 +96,19 @@ def make_tokenizer(style: str) -> HuggingFaceTokenizer:
     return parse_tokenizer(json.dumps(definition(style)), "tokenizer.json")
 
 
+def test_tokens_that_share_an_id_are_refused():
+    for style in END:
+        shared = definition(style)
+        first, second = list(shared["model"]["vocab"])[40:42]
+        shared["model"]["vocab"][second] = shared["model"]["vocab"][first]
+        with pytest.raises(DataError, match="the same id"):
+            parse_tokenizer(json.dumps(shared), "tokenizer.json")
+    shared = definition(style)
+    shared["added_tokens"][-1]["id"] = 5
+    with pytest.raises(DataError, match="the same id, 5"):
+        parse_tokenizer(json.dumps(shared), "tokenizer.json")
+
+
 @cache
 def reference(style: str) -> Tokenizer:
     theirs = Tokenizer.from_str(json.dumps(definition(style)))
