@@ -99,8 +99,8 @@ def _usage(to: Format, written: Written) -> str:
         )
     trust = ", trust_remote_code=True" if written.needs_code else ""
     return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+        f"```python\nfrom transformers import AutoModelForCausalLM, {written.tokenizer_class}\n\n"
+        f"tokenizer = {written.tokenizer_class}.from_pretrained(FOLDER)\n"
         f"model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})\n```"
     )
 
