@@ -118,8 +118,13 @@ def write_data(folder: Path, seed: int, count: int) -> None:
 def accuracy_of(run: Path, step: int, seed: int, count: int) -> float:
     """Return the share of new questions that a checkpoint answers right."""
     draw, numbers = random.Random(f"new {seed}"), table_of(seed)
+    loaded = load_run(run, str(step))
     session = ChatSession(
-        load_run(run, str(step)), TEMPLATE, sampling=Sampling(temperature=0, max_tokens=14)
+        loaded.model,
+        loaded.tokenizer,
+        loaded.config.data.seq_len,
+        TEMPLATE,
+        sampling=Sampling(temperature=0, max_tokens=14),
     )
     right = 0
     for name in draw.choices(sorted(numbers), k=count):

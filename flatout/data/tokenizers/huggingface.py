@@ -150,7 +150,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def named_tokens(self) -> dict[str, tuple[str, int]]:
         """Return the tokens that the tokenizer_config.json named, each with its id."""
         return {
-            name: (token, self._tokenizer.token_to_id(token)) for name, token in self.named.items()
+            name: (token, index)
+            for name, token in self.named.items()
+            if (index := self._tokenizer.token_to_id(token)) is not None
         }
 
     def tokenizer_json(self) -> Document:

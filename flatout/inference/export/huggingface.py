@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flatout.architectures import Architecture
-from flatout.architectures.exported import MODEL_TYPE
+from flatout.architectures.exported import MODEL_TYPE, OWN_TOKENIZER
 from flatout.data.tokenizers.base import Document
 from flatout.errors import ConfigError, DataError
 from flatout.files import copy_whole, sync
@@ -35,8 +35,6 @@ OWN_CLASS = "FlatoutForCausalLM"
 """The class in that file."""
 TRAINING_KEYS = ("chunk_size", "dropout", "initialisation", "memory", "z_loss")
 """Keys under `model.` that have no effect on a trained model's results."""
-OWN_TOKENIZER = "flatout_tokenizer.json"
-"""The name of flatout's own tokenizer file, if it has no counterpart."""
 
 
 @dataclass(frozen=True)
