@@ -290,14 +290,15 @@ def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
             fix="Give a file that flatout saved, a Hugging Face tokenizer.json, "
             "or a .tiktoken file.",
         ) from error
-    tokens: dict[int, str] = {}
-    stated = ((one["content"], int(one["id"])) for one in definition.get("added_tokens") or [])
-    for token, index in itertools.chain(vocabulary.items(), stated):
-        if (other := tokens.setdefault(index, token)) != token:
-            raise DataError(
-                f"{name} gives {other!r} and {token!r} the same id, {index}, so that text is lost.",
-                fix="Give each token an id of its own, or use another tokenizer.",
-            )
+    added = definition.get("added_tokens") or []
+    known = {*vocabulary.items(), *((one["content"], int(one["id"])) for one in added)}
+    if len({index for _, index in known}) < len(known):
+        pairs = itertools.pairwise(sorted(known, key=lambda each: (each[1], each[0])))
+        one, other, index = next((one, two, i) for (one, i), (two, j) in pairs if i == j)
+        raise DataError(
+            f"{name} gives {one!r} and {other!r} the same id, {index}, so that text is lost.",
+            fix="Give each token an id of its own, or use another tokenizer.",
+        )
     return vocabulary
 
 
