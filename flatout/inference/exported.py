@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,7 +46,7 @@ def is_run(path: Path | str | None) -> bool:
     """
     if path is None or str(path).startswith("hf:"):
         return path is None
-    return not Path(path).exists() or (Path(path) / CONFIG).is_file()
+    return not os.path.exists(path) or (Path(path) / CONFIG).is_file()
 
 
 def open_export(
