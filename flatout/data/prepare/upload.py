@@ -43,7 +43,6 @@ from flatout.progress import SILENT, Progress
 from flatout.transfer.parallel import transfer_all
 from flatout.transfer.reading import read_remote
 from flatout.transfer.sending import RemoteFolder
-from flatout.transfer.urls import protocol_of
 
 CLAIM = "upload.json"
 PROBE = ".flatout-probe"
@@ -83,11 +82,6 @@ def prepare_upload(
     """
     started = time.perf_counter()
     check_workers(workers)
-    if protocol_of(url) == "memory":
-        raise DataError(
-            f"{url} is in the memory of this process, and is lost with it.",
-            fix="Name a directory, or a URL such as s3://BUCKET/NAME.",
-        )
     remote = RemoteFolder(dataset_url(url))
     cache_dir = cache_dir_of(remote.url, cache or default_cache())
     folder = cache_dir / "work" / cache_dir.name.rpartition("-")[0]
