@@ -88,9 +88,8 @@ def write_data(folder: Path, seed: int, count: int) -> None:
     draw, numbers = random.Random(f"rows {seed}"), table_of(seed)
     renderer = Renderer(TEMPLATE, (END_OF_TEXT,))
     rows = [conversation(draw, numbers) for _ in range(count)]
-    texts = [
-        "".join(piece.text for piece in renderer.pieces(read_conversation(turns))) for turns in rows
-    ]
+    requests = [renderer.request(read_conversation(turns)) for turns in rows]
+    texts = ["".join(piece.text for piece in found) for (found,) in renderer.examples(requests)]
     asked = [
         "".join(f"<|im_start|>user\n{turn['content']}<|im_end|>\n" for turn in turns[::2])
         for turns in rows
@@ -119,8 +118,13 @@ def write_data(folder: Path, seed: int, count: int) -> None:
 def accuracy_of(run: Path, step: int, seed: int, count: int) -> float:
     """Return the share of new questions that a checkpoint answers right."""
     draw, numbers = random.Random(f"new {seed}"), table_of(seed)
+    loaded = load_run(run, str(step))
     session = ChatSession(
-        load_run(run, str(step)), TEMPLATE, sampling=Sampling(temperature=0, max_tokens=14)
+        loaded.model,
+        loaded.tokenizer,
+        loaded.config.data.seq_len,
+        TEMPLATE,
+        sampling=Sampling(temperature=0, max_tokens=14),
     )
     right = 0
     for name in draw.choices(sorted(numbers), k=count):

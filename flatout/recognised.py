@@ -50,6 +50,21 @@ ADDRESS_FIX = "Give a local path; a mounted store is one too."
 TORCH_FILE = "a PyTorch file"
 """Name of a file that torch.save wrote."""
 _GGUF = "flatout does not read GGUF. Start from the safetensors that the file was made from."
+ADAPTER, LITGPT = "a PEFT adapter", "a checkpoint of litgpt"
+"""Names of models that have to be converted before flatout reads them."""
+_TO_CONVERT = {
+    "adapter_config.json": (
+        ADAPTER,
+        "Merge it into its base model with PEFT, `PeftModel.from_pretrained(base, {0!r})"
+        ".merge_and_unload().save_pretrained('merged')`, then train.init_from=merged.",
+    ),
+    "lit_model.pth": (
+        LITGPT,
+        "Convert it, `litgpt convert_from_litgpt {1} converted`, copy its config.json to "
+        "converted, then train.init_from=converted.",
+    ),
+}
+"""The file that identifies each, its name, and the steps."""
 _TORCH_SUFFIXES = frozenset({".pt", ".pth", ".ckpt"})
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".gguf"})
 _LOOKED_INTO = _TORCH_SUFFIXES | _WEIGHT_SUFFIXES | {".bin", ".idx", ".npy", ".npz"}
@@ -144,6 +159,13 @@ def read_regular(path: Path, *, errors: str = "strict") -> str:
         return file.read()
 
 
+def _to_convert(folder: Path) -> Recognised | None:
+    for file, (name, steps) in _TO_CONVERT.items():
+        if (folder / file).is_file():
+            return Recognised(folder, name, steps.format(str(folder), in_shell(folder)))
+    return None
+
+
 def _folder(path: Path) -> Recognised | None:
     shown = in_shell(path)
     if (path / "config.yaml").is_file() and (
@@ -164,8 +186,8 @@ def _folder(path: Path) -> Recognised | None:
         )
     if (path / "manifest.json").is_file() and (path / "tokenizer.json").is_file():
         return Recognised(path, "a prepared dataset", _train_on_it(path))
-    if (shards := token_shards(path)) is not None:
-        return shards
+    if (found := _to_convert(path) or token_shards(path)) is not None:
+        return found
     files = list(_files_in(path))
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
         return Recognised(path, "a directory of token chunks", _import_it(path))
@@ -217,6 +239,8 @@ def _file(path: Path) -> Recognised | None:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     suffix = path.suffix.lower()
+    if suffix in _TORCH_SUFFIXES | _WEIGHT_SUFFIXES and (found := _to_convert(path.parent)):
+        return found
     if CHUNK_NAME.fullmatch(path.name):
         return Recognised(
             path,
@@ -238,7 +262,7 @@ def _file(path: Path) -> Recognised | None:
             f"Name the checkpoint: train.init_from={in_shell(path.parent)}.",
         )
     if head.startswith(b"GGUF"):
-        return Recognised(path, "a file of model weights", _GGUF)
+        return Recognised(path, "a GGUF file", _GGUF)
     if head[8:10] == b'{"' and suffix == ".safetensors":
         return Recognised(path, "a file of model weights", _start_from(path))
     return _tokens(path, head)

@@ -10,6 +10,7 @@ from flatout.documents import read_document
 from flatout.errors import FlatoutError, in_shell
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.terminal import duration
+from flatout.training.run_dir.layout import REQUESTED
 
 MAX_EPOCHS = 15
 """Passes over the text after which more training only memorises it."""
@@ -17,8 +18,9 @@ TOKENS_PER_PARAMETER = 20
 """Compute-optimal ratio of training tokens. Source: Hoffmann et al. 2022, arXiv:2203.15556."""
 MAX_SYMBOLS = 1024
 """Largest vocabulary taken to be one of characters or bytes."""
-CHAT = "chat-demo"
-"""The recipe for conversations."""
+CHAT, TUNE = "chat-demo", "chat-tune"
+"""The recipes for conversations: from random weights, and from those of a model."""
+UNKNOWN_TIME = "unknown before a run: train shows the time left once it has started"
 GPT2_VOCABULARY = range(MAX_SYMBOLS, 50_304 + 1)
 """Vocabulary sizes that suit the recipes of GPT-2's shape."""
 MIN_SEQUENCES = 8
@@ -31,10 +33,10 @@ class Recommendation:
 
     command: str
     """The command line that starts it."""
-    parameters: int
-    """Approximate number of parameters."""
-    epochs: float
-    """Passes over the training text."""
+    parameters: int | None
+    """Approximate number of parameters; None for those of the model that it starts from."""
+    epochs: float | None
+    """Passes over the training text; None for those that the recipe states."""
     time: str
     """Approximate duration, and how it was estimated."""
 
@@ -47,17 +49,24 @@ def recommend(
     runs: Path = Path("runs"),
     *,
     is_chat: bool = False,
+    init_from: str | None = None,
 ) -> Recommendation | None:
     """Return a run for the dataset at `path`; None when its training text is too short.
 
     The recipe is the largest model that gets TOKENS_PER_PARAMETER tokens from MAX_EPOCHS passes
-    over the text, or else the smallest one; conversations have one of their own. The time is
-    estimated from a finished run in `runs` with the same model, or from the GPU's data sheet.
+    over the text, or else the smallest one; conversations have one of their own. `init_from` is a
+    model to tune instead; a run is tuned with its own settings. The time is estimated from a
+    finished run in `runs` with the same model, or from the GPU's data sheet.
     """
     name = CHAT if is_chat else _recipe(tokens, vocab_size, machine)
-    config = load_config(name)
+    config = load_config(TUNE if init_from else name)
     if tokens < MIN_SEQUENCES * config.data.seq_len:
         return None
+    if init_from:
+        settings = Path(init_from) / REQUESTED
+        recipe = in_shell(settings) if settings.is_file() else TUNE
+        start = f"data.path={in_shell(path)} train.init_from={in_shell(init_from)}"
+        return Recommendation(f"flatout train {recipe} {start}", None, None, UNKNOWN_TIME)
     parameters, per_step = _parameters(config, vocab_size), config.batch.tokens_per_step or 1
     steps = max(round(min(TOKENS_PER_PARAMETER * parameters, MAX_EPOCHS * tokens) / per_step), 1)
     command = f"flatout train {name} data.path={in_shell(path)} train.steps={steps}"
@@ -104,7 +113,7 @@ def _time(
         flops_per_s = machine.row.peak_tflops["bf16"].value * 1e12 * ASSUMED_MFU
         seconds = tokens * (6 * parameters + attention) / flops_per_s
         return f"about {duration(seconds)} at {ASSUMED_MFU:.0%} of the peak of {machine.row.name}"
-    return "unknown before a run: train shows the time left once it has started"
+    return UNKNOWN_TIME
 
 
 def _measured(config: RunConfig, vocab_size: int, runs: Path) -> tuple[Path, float] | None:

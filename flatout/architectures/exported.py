@@ -11,6 +11,8 @@ from flatout.json_io import JsonObject
 from flatout.ops import Ops
 from flatout.registry import MODELS
 
+OWN_TOKENIZER = "flatout_tokenizer.json"
+"""The name of flatout's own tokenizer file in an export, if it has no counterpart."""
 MODEL_TYPE = "flatout"
 
 

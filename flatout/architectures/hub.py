@@ -15,7 +15,14 @@ _REFERENCE = re.compile(
     r"hf:(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII
 )
 CONFIG = "config.json"
-SMALL = (CONFIG, "tokenizer.json", "tokenizer_config.json", "generation_config.json", *INDEXES)
+SMALL = (
+    CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    *INDEXES,
+)
 """Files that are downloaded if they exist, beside the weights."""
 
 

@@ -19,7 +19,7 @@ from flatout.architectures.hub import CONFIG, PREFIX, model_folder
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import JsonObject, read_json
 from flatout.progress import SILENT, Progress
-from flatout.recognised import TORCH_FILE, recognise
+from flatout.recognised import ADAPTER, LITGPT, TORCH_FILE, recognise
 from flatout.registry import ARCHITECTURES
 
 OWN_FILES = ("config.yaml", "manifest.json")
@@ -68,6 +68,9 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
     path = Path(init_from)
     if init_from.startswith(PREFIX):
         path = model_folder(init_from, whole=whole, progress=progress)
+    known = recognise(path)
+    if known is not None and known.name in (ADAPTER, LITGPT):
+        raise CheckpointError(known.instead_of("a model that flatout reads"), fix=known.fix)
     folder = path if path.is_dir() else path.parent
     if (folder / CONFIG).is_file() and (path.is_dir() or path.suffix in CONFIGURED):
         return _configured(path, folder / CONFIG)

@@ -21,6 +21,7 @@ __all__ = [
     "CheckpointName",
     "Command",
     "EndOfText",
+    "ModelName",
     "Option",
     "Overrides",
     "Pattern",
@@ -54,6 +55,13 @@ Overrides = Annotated[list[str] | None, Argument("section.key=value; overrides t
 RunName = Annotated[
     str | Path | None,
     Argument("A run directory, or its name under runs/; the newest run there by default."),
+]
+ModelName = Annotated[
+    str | Path | None,
+    Argument(
+        "A run directory, or its name under runs/; the newest run there by default. Also an "
+        "export, or another model that train.init_from reads."
+    ),
 ]
 CheckpointName = Annotated[str, Option("best, last, or a step.")]
 TrustCode = Annotated[

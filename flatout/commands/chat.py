@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
+from flatout.commands import CheckpointName, Command, ModelName, Option, Result, RunName, TrustCode
 from flatout.commands.generate import MAX_SEED, Temperature, TopK, TopP
 from flatout.conversation.templates import (
     CHAT_TEMPLATE,
+    CONFIG_FILE,
+    TEMPLATE_FILE,
     ChatTemplate,
     load_template,
     named_template,
+    template_beside,
 )
 from flatout.data.store.manifest import TOKENIZER
-from flatout.data.tokenizers import load_tokenizer
+from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import ConfigError, DataError, Interrupted
+from flatout.inference.exported import is_run
 from flatout.json_io import Stored
 from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import trusted_config
@@ -56,7 +60,7 @@ class ChatResult(Result):
 
 
 def chat(
-    run: RunName = None,
+    run: ModelName = None,
     system: Annotated[str | None, Option("System prompt, the first turn.")] = None,
     temperature: Temperature = 0.8,
     top_k: TopK = None,
@@ -92,13 +96,14 @@ def chat(
             a line is refused; UntrustedCode.
     """
     from flatout.inference.chat import ChatSession, Sampling
-    from flatout.inference.load import load_run
+    from flatout.inference.load import load_model
 
-    folder = run_or_newest(run, progress=progress)
-    loaded = load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
+    loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)
     session = ChatSession(
-        loaded,
-        _template(loaded.folder, chat_template),
+        loaded.model,
+        loaded.tokenizer,
+        loaded.config.data.seq_len,
+        _template(loaded.folder, chat_template, loaded.tokenizer),
         system=system,
         sampling=Sampling(temperature, top_k, top_p, seed, max_tokens),
         progress=progress,
@@ -192,14 +197,18 @@ def _spoken(session: ChatSession) -> list[list[ChatTurn]]:
     return [turns] if any(turn.role == "user" for turn in turns) else []
 
 
-def _template(folder: Path, name: str | None) -> ChatTemplate:
-    """Return the template of a run, or the named one.
+def _template(folder: Path, name: str | None, tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template of a run or of another program's model, or the named one.
 
-    Raises: ConfigError when the run has none and none is named; DataError when it is unusable.
+    Raises: ConfigError when there is none and none is named; DataError when it is unusable.
     """
-    own = load_template(folder / CHAT_TEMPLATE)
+    names = {index: name for name, index in tokenizer.special_tokens().items()}
+    defaults = {"bos_token": "", "eos_token": names[tokenizer.eot_id]}
+    own = load_template(folder / CHAT_TEMPLATE) or template_beside(
+        folder / CONFIG_FILE, folder / TEMPLATE_FILE, defaults
+    )
     if name is not None:
-        return named_template(name, own.variables if own else _variables(folder))
+        return named_template(name, own.variables if own else defaults)
     if own is None:
         raise ConfigError(
             f"{folder} has no chat template: it was not trained on conversations.",
@@ -207,13 +216,6 @@ def _template(folder: Path, name: str | None) -> ChatTemplate:
             "--chat-template chatml, plain or FILE.",
         )
     return own
-
-
-def _variables(folder: Path) -> dict[str, str]:
-    """Return the variables of a template for a run without one."""
-    tokenizer = load_tokenizer(folder / TOKENIZER)
-    names = {index: name for name, index in tokenizer.special_tokens().items()}
-    return {"bos_token": "", "eos_token": names[tokenizer.eot_id]}
 
 
 def check(
@@ -234,9 +236,10 @@ def check(
     check_sampling(temperature, top_k, top_p, max_tokens, ())
     if abs(seed) >= MAX_SEED:
         raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
-    folder = run_or_newest(run)
-    trusted_config(folder, trust_code=trust_code)
-    _template(folder, chat_template)
+    if is_run(run):
+        folder = run_or_newest(run)
+        trusted_config(folder, trust_code=trust_code)
+        _template(folder, chat_template, load_tokenizer(folder / TOKENIZER))
 
 
 COMMAND = Command(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Annotated
 
 from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
+from flatout.commands import CheckpointName, Command, ModelName, Option, Result, RunName, TrustCode
 from flatout.errors import ConfigError, Interrupted
+from flatout.inference.exported import is_run
 from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
@@ -41,7 +42,7 @@ class GenerateResult(Result):
 
 
 def generate(
-    run: RunName = None,
+    run: ModelName = None,
     prompt: Prompt = "",
     temperature: Temperature = 0.8,
     top_k: TopK = None,
@@ -58,6 +59,9 @@ def generate(
 ) -> GenerateResult:
     """Write text with a trained model, and print it as it is written.
 
+    The model is that of a run, an export, or another program's model: what train.init_from reads,
+    with its tokenizer.json.
+
     A model with attention sees at most as many tokens as its training sequences had; a longer text
     continues from the second half of them. An eigenstate network has no such limit: its state
     summarises everything it has read. Several samples are printed one after another.
@@ -69,11 +73,9 @@ def generate(
     """
     check(run, temperature, top_k, top_p, seed, num_samples, max_tokens, stop, trust_code)
     from flatout.inference.generate import sample
-    from flatout.inference.load import load_run
+    from flatout.inference.load import load_model
 
-    loaded = load_run(
-        run_or_newest(run, progress=progress), checkpoint, trust_code=trust_code, progress=progress
-    )
+    loaded = load_model(run, checkpoint, trust_code=trust_code, progress=progress)
     loaded.tokenizer.encode(prompt)  # refuses a bad prompt before anything is printed
     show = write or (lambda _piece: None)
     samples = []
@@ -131,7 +133,8 @@ def check(
         )
     if abs(seed) >= MAX_SEED:
         raise ConfigError(f"seed {seed} is too large.", fix=f"Use a number below {MAX_SEED}.")
-    trusted_config(run_or_newest(run), trust_code=trust_code)
+    if is_run(run):
+        trusted_config(run_or_newest(run), trust_code=trust_code)
 
 
 COMMAND = Command(

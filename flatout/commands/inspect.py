@@ -11,15 +11,19 @@ from typing import Annotated, Any
 import numpy as np
 
 from flatout.commands import Argument, Command, Option, Result
-from flatout.data.store.manifest import MANIFEST
+from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
-from flatout.data.tokenizers import Tokenizer
+from flatout.data.tokenizers import Tokenizer, kind_named
+from flatout.data.tokenizers.hub import is_repository
+from flatout.files import sha256
 from flatout.hardware import probe
 from flatout.json_io import JsonObject, Stored
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
 from flatout.terminal import printable
+from flatout.training.run_dir.layout import list_runs
+from flatout.training.run_dir.lookup import RUNS
 from flatout.transfer.urls import is_url
 
 BAR_WIDTH = 40
@@ -124,8 +128,28 @@ def _recipe(dataset: Dataset) -> JsonObject | str:
         dataset.manifest.vocab_size,
         probe(),
         is_chat="chat_template" in dataset.manifest.source,
+        init_from=_model_of(dataset),
     )
-    return asdict(found) if found else "too little text to train on: use a few kilobytes or more"
+    if found:
+        return {name: value for name, value in asdict(found).items() if value is not None}
+    return "too little text to train on: use a few kilobytes or more"
+
+
+def _model_of(dataset: Dataset) -> str | None:
+    """Return the model whose tokenizer wrote the conversations of a dataset, None without one.
+
+    It is a repository, the newest run with that tokenizer, or else MODEL.
+    """
+    made_with = dataset.manifest.source.get("tokenizer")
+    if "chat_template" not in dataset.manifest.source or made_with is None:
+        return None
+    if kind_named(made_with) is not None:
+        return None
+    if is_repository(made_with):
+        return f"hf:{made_with}"
+    digest = dataset.manifest.tokenizer.digest
+    runs = (path for path in reversed(list_runs(RUNS)) if (path / TOKENIZER).is_file())
+    return next((str(run) for run in runs if sha256(run / TOKENIZER) == digest), "MODEL")
 
 
 def _origin(dataset: Dataset) -> JsonObject:

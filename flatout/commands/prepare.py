@@ -23,11 +23,11 @@ from flatout.data.prepare.pipeline import (
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.manifest import Manifest
-from flatout.errors import UsageError
+from flatout.errors import DataError, UsageError
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
-from flatout.transfer.urls import is_url
+from flatout.transfer.urls import is_url, protocol_of
 
 Paths = list[str] | list[Path] | str | Path
 """One or several, as strings or paths; the command line passes a list of strings."""
@@ -300,6 +300,21 @@ def _documents(manifest: Manifest) -> str:
     return f"{count} ({'its' if one else 'of one, the'} end is for validation)"
 
 
+def check(out: Path | str) -> None:
+    """Check that the dataset outlives the program; in Python, a process can go on to use it.
+
+    Raises: DataError for a URL in the memory of this process.
+    """
+    if is_url(str(out)) and protocol_of(str(out)) == "memory":
+        raise DataError(
+            f"{out} is in the memory of this process, and is lost with it.",
+            fix="Name a directory, or a URL such as s3://BUCKET/NAME.",
+        )
+
+
 COMMAND = Command(
-    call=prepare, example="flatout prepare book.txt --out data/book", writes_files=True
+    call=prepare,
+    example="flatout prepare book.txt --out data/book",
+    check=check,
+    writes_files=True,
 )

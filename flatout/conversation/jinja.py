@@ -1,60 +1,40 @@
-"""Runs chat templates in Jinja's sandbox, with the names that Hugging Face's templates use.
+"""Runs a chat template in Jinja's sandbox, with the names that Hugging Face's templates use.
 
 A template can read the conversation and nothing else: it cannot call Python's functions, change
 what it was given, or read a file. `strftime_now` is not defined, so that a template that would
 write today's date writes its own fixed one, and equal conversations are equal text on any day.
+
+`flatout.conversation.rendering_process` starts this module in a process of its own, which it ends
+when the template takes too much time or memory. It imports little, so that it starts quickly.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import pickle
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from multiprocessing.connection import Connection
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from flatout.conversation.turns import START, STOP
-from flatout.errors import DataError
+from flatout.process_limits import bound_memory, cpu_bounded
 
-MAX_FACTOR = 1000
-"""Templates repeat short texts a few times, if at all."""
-_FAILURES = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What a template can raise: it is a program."""
+MOST_EXPLAINED = 500
+"""Characters of a template's own error message that are shown."""
+Text = tuple[int | None, bool]
+"""How many of the turns to render, None for all, and whether to ask for the next one."""
+Asked = tuple[Text, Sequence[Text]]
+"""A text, and others whose starts are compared with it."""
 
 
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which a product cannot fill the memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Return a product or a power, if it is small.
-
-        Raises: SecurityError when it could be large.
-        """
-        repeated = [one for one in (left, right) if hasattr(one, "__len__")]
-        if operator == "**" or any(len(one) for one in repeated):
-            counts = [abs(one) for one in (left, right) if isinstance(one, int | float)]
-            if max([*counts, *map(len, repeated)], default=0) > MAX_FACTOR:
-                raise SecurityError(f"a factor or exponent is larger than {MAX_FACTOR:,}")
-        return super().call_binop(context, operator, left, right)
-
-
-class Refused(TemplateError):
+class _Refusal(TemplateError):
     """The template itself refuses a conversation, by calling `raise_exception`."""
 
 
@@ -73,28 +53,74 @@ class _Generation(Extension):
         return f"{START}{caller()}{STOP}"
 
 
-def render(name: str, text: str, values: dict[str, Any]) -> str:
-    """Return the text that a template makes of some values; messages call it `name`.
+def serve(descriptor: int) -> None:
+    """Render with the first template that the socket sends, until it closes.
 
-    Raises: Refused with the template's own words; DataError when it cannot be parsed, or fails.
+    A message is a list of pickled requests, each the variables of a rendering and what is asked.
     """
+    connection = Connection(descriptor)
     try:
-        return _compiled(text).render(values)
-    except Refused:
-        raise
-    except _FAILURES as error:
-        line = getattr(error, "lineno", None)
-        where = f", line {line}," if line else ""
-        why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise DataError(
-            f"The chat template {name}{where} fails: {why}.",
-            fix="Correct it, or use another: --chat chatml, --chat plain or --chat FILE.",
-        ) from error
+        template, memory_bytes, cpu_s, most_characters = connection.recv()
+        bound_memory(memory_bytes)
+        while True:
+            requests = connection.recv()
+            room, answers = most_characters, []
+            with cpu_bounded(cpu_s):
+                for request in requests:
+                    values, asked = pickle.loads(request)
+                    answers.append(_answer(template, values, asked, room))
+                    room -= sum(len(text) for text, _ in answers[-1].get("rendered", ()))
+            answer = json.dumps(answers, ensure_ascii=False)
+            connection.send_bytes(answer.encode(errors="surrogatepass"))
+    except EOFError:
+        return
 
 
-@lru_cache(maxsize=8)
+def _answer(
+    template: str, values: dict[str, Any], asked: Sequence[Asked], room: int
+) -> dict[str, Any]:
+    """Return the texts that are asked for, or why there are none.
+
+    A template is a program, so it can raise anything.
+    """
+    turns, rendered = values.get("messages", ()), []
+
+    def render(count: int | None, prompting: bool) -> str:
+        nonlocal room
+        some = {"messages": turns[:count], "add_generation_prompt": prompting}
+        text = _compiled(template).render(values | some)
+        if len(text) > room:
+            raise MemoryError("it writes too much text")
+        return text
+
+    try:
+        for text, others in asked:
+            found = render(*text)
+            room -= len(found)
+            shared = [_shared(found, found if o == text else render(*o)) for o in others]
+            rendered.append((found, shared))
+    except _Refusal as error:
+        return {"refuses": str(error)[:MOST_EXPLAINED]}
+    except MemoryError as error:
+        return {"fails": str(error) or "it takes too much memory"}
+    except Exception as error:
+        why = " ".join(str(getattr(error, "msg", None) or error)[:MOST_EXPLAINED].split())
+        line = getattr(error, "lineno", None) if isinstance(error, TemplateError) else None
+        return {"fails": why.rstrip(".") or type(error).__name__, "line": line}
+    return {"rendered": rendered}
+
+
+def _shared(one: str, other: str) -> tuple[int, int]:
+    """Return the length of `other`, and of what is at the start of both."""
+    if one.startswith(other):
+        return len(other), len(other)
+    positions = range(len(other))
+    return len(other), bisect_left(positions, True, key=lambda n: one[: n + 1] != other[: n + 1])
+
+
+@lru_cache(maxsize=1)
 def _compiled(text: str) -> Template:
-    environment = _Sandbox(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
@@ -103,7 +129,7 @@ def _compiled(text: str) -> Template:
 
 
 def _refuse(message: object) -> None:
-    raise Refused(str(message))
+    raise _Refusal(str(message))
 
 
 def _to_json(

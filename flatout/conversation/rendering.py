@@ -12,17 +12,23 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import Any
+from itertools import chain, compress, pairwise
+from typing import TYPE_CHECKING, Any
 
 from flatout.conversation.templates import ChatTemplate
 from flatout.conversation.turns import ASSISTANT, GUARD, START, STOP, BadConversation, Conversation
 from flatout.errors import DataError
 from flatout.json_io import JsonObject
 
+if TYPE_CHECKING:
+    from flatout.conversation.jinja import Asked
+    from flatout.conversation.rendering_process import Rendered
+
 _MARKS = re.compile(f"[{START}{STOP}{GUARD}]")
 _PROBE = "flatout asks"
 """The content of a turn whose end is searched for."""
+_TAG = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
+"""The start of a thought at the end of a prompt; the model's own text closes it."""
 
 Span = tuple[int, int]
 
@@ -36,6 +42,25 @@ class Piece:
     """Whether it is the name of one special token."""
     is_target: bool
     """Whether the loss counts its tokens."""
+
+
+Examples = tuple[tuple[Piece, ...], ...]
+"""The pieces of each example."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A conversation that is to be rendered: a template renders many at a time."""
+
+    renderer: Renderer
+    turns: list[JsonObject]
+    tools: list[Any] | None
+    answers: list[int]
+    """The indices of the assistant's turns."""
+    targets: tuple[bool, ...]
+    """Whether the loss counts a turn."""
+    message: bytes
+    """What the process that renders is asked."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +79,15 @@ class Renderer:
         """
         turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": _PROBE}]
         try:
-            text = _MARKS.sub("", self._render(turns))
+            ((found, _),) = self._rendered(self._message(turns, None, ((None, False), [])))
         except BadConversation as error:
             raise DataError(
                 f"A question with its answer {error.what}.", fix="Use --chat chatml or plain."
             ) from error
+        text = _MARKS.sub("", found)
         tail = text[text.rfind(_PROBE) + len(_PROBE) :] if _PROBE in text else ""
-        found = self._specials.search(tail) if self._specials else None
-        end = tail[: found.end()] if found else tail.rstrip()
+        special = self._specials.search(tail) if self._specials else None
+        end = tail[: special.end()] if special else tail.rstrip()
         if len(end.strip()) < 2:
             raise DataError(
                 f"The chat template {self.template.name} writes nothing after an assistant's turn, "
@@ -76,26 +102,50 @@ class Renderer:
         found = self._specials.search(self.end) if self._specials else None
         return found[0] if found else None
 
-    def pieces(self, conversation: Conversation) -> tuple[Piece, ...]:
-        """Return the pieces of a whole conversation.
+    def request(self, conversation: Conversation) -> Request:
+        """Return a conversation as `examples` takes it.
 
-        Raises: BadConversation when the template refuses it, or renders an earlier turn otherwise
-                once later ones follow; DataError when the template fails.
+        Raises: BadConversation when a turn contains one of our marks.
         """
         turns, tools = self._guarded(conversation.messages), self._guarded(conversation.tools)
-        text, found = self._located(turns, tools)
-        targets = [span for index, span in found if index is None or conversation.targets[index]]
-        return tuple(self._cut(text, [span for _, span in found], targets))
+        answers = [index for index, turn in enumerate(turns) if turn["role"] == ASSISTANT]
+        others = [(count, count == index) for index in answers for count in (index, index + 1)]
+        message = self._message(turns, tools, ((len(turns), False), others))
+        return Request(self, turns, tools, answers, conversation.targets, message)
+
+    def examples(self, requests: Sequence[Request]) -> Iterator[Examples | DataError]:
+        """Yield the examples to train on of each conversation, or its error.
+
+        A conversation is one example. When the template renders a turn differently once later ones
+        follow, each assistant turn that counts has its own example, which starts with the prompt
+        for that turn.
+
+        The error is BadConversation when the template refuses the conversation, or does not write
+        a turn after its prompt, and DataError when the template fails.
+        """
+        rendered = self._render([one.message for one in requests])
+        for one, found in zip(requests, rendered, strict=True):
+            if isinstance(found, DataError):
+                yield found
+                continue
+            try:
+                yield self._together(one, *found[0]) or self._apart(one)
+            except DataError as error:
+                yield error
 
     def prompt(self, messages: Sequence[JsonObject]) -> tuple[Piece, ...]:
         """Return the pieces of the text that asks for the next assistant turn.
 
-        They are the first pieces of any conversation that continues with an assistant turn.
+        They are the first pieces of any example that continues with an assistant turn.
 
         Raises: BadConversation; DataError when the template fails.
         """
-        text, found = self._located(self._guarded(messages), None, prompting=True)
-        return tuple(self._cut(text, [span for _, span in found], []))
+        turns = self._guarded(messages)
+        answers = [index for index, turn in enumerate(turns) if turn["role"] == ASSISTANT]
+        asked = (None, True), [(index, True) for index in answers]
+        (found,) = self._rendered(self._message(turns, None, asked))
+        text, spans = self._prompt(found)
+        return self._cut(text, spans, [])
 
     @cached_property
     def _specials(self) -> re.Pattern[str] | None:
@@ -122,75 +172,147 @@ class Renderer:
             return [self._guarded(inner) for inner in value]
         return value
 
-    def _render(
-        self,
-        turns: Sequence[JsonObject],
-        tools: list[Any] | None = None,
-        *,
-        prompting: bool = False,
-    ) -> str:
-        from flatout.conversation.jinja import Refused, render  # not needed to read other rows
+    def _message(
+        self, turns: Sequence[JsonObject], tools: list[Any] | None, *asked: Asked
+    ) -> bytes:
+        """Return a request for some texts of a conversation."""
+        from flatout.conversation.rendering_process import message
 
-        values = self.template.variables | {
-            "messages": list(turns),
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": prompting,
-        }
-        try:
-            return render(self.template.name, self.template.text, values)
-        except Refused as error:
-            why = " ".join(str(error).split()).rstrip(".")
-            raise BadConversation(
+        values = {"messages": list(turns), "tools": tools, "documents": None}
+        return message(self.template.variables | values, asked)
+
+    def _render(self, messages: Sequence[bytes]) -> Iterator[list[Rendered] | DataError]:
+        """Yield the texts that each request asks for, or why there are none."""
+        from flatout.conversation.rendering_process import Refused, render
+
+        for found in render(self.template.name, self.template.text, messages):
+            if not isinstance(found, Refused):
+                yield found
+                continue
+            why = " ".join(str(found).split()).rstrip(".")
+            yield BadConversation(
                 f"is refused by the chat template {self.template.name}: {why}",
                 reason="refused by the chat template",
-            ) from error
+            )
 
-    def _located(
-        self, turns: Sequence[JsonObject], tools: list[Any] | None, *, prompting: bool = False
-    ) -> tuple[str, list[tuple[int | None, Span]]]:
-        """Return the rendered text, and the span of each assistant turn with the turn's index.
+    def _rendered(self, message: bytes) -> list[Rendered]:
+        """Return the texts that one request asks for.
 
-        The index is None when `{% generation %}` blocks are not one per turn.
+        Raises: BadConversation; DataError when the template fails.
         """
-        text = self._render(turns, tools, prompting=prompting)
-        if START not in text:
-            return text, list(self._assistant_spans(text, turns, tools))
-        text, spans = _without_marks(text)
-        indices = [index for index, turn in enumerate(turns) if turn["role"] == ASSISTANT]
-        if len(indices) != len(spans):
-            return text, [(None, span) for span in spans]
-        return text, list(zip(indices, spans, strict=True))
+        (found,) = self._render([message])
+        if isinstance(found, DataError):
+            raise found
+        return found
 
-    def _assistant_spans(
-        self, text: str, turns: Sequence[JsonObject], tools: list[Any] | None
-    ) -> Iterator[tuple[int, Span]]:
-        """Yield the index of each assistant turn with its span: its text and what ends it."""
-        previous = 0
-        for index, turn in enumerate(turns):
-            if turn["role"] != ASSISTANT:
-                continue
-            before = self._render(turns[:index], tools, prompting=True)
-            start, at = len(before), text.find(self.end, len(before))
-            if not text.startswith(before) or at < 0 or start < previous:
-                raise BadConversation(
-                    f"is rendered by the chat template {self.template.name} in a way that depends "
-                    f"on later turns, so the text of turn {index + 1} cannot be told from the rest",
-                    fix="Use a template with {% generation %} blocks, or --chat chatml or plain.",
-                    reason="rendered differently with later turns",
-                )
-            previous = at + len(self.end)
-            yield index, (start, previous)
+    def _together(
+        self, one: Request, text: str, shared: Sequence[tuple[int, int]]
+    ) -> Examples | None:
+        """Return all turns as one example; None when some are rendered differently later.
 
-    def _cut(self, text: str, cuts: Sequence[Span], targets: Sequence[Span]) -> Iterator[Piece]:
-        """Yield the pieces between the edges of `cuts` and of special tokens."""
+        `shared` says what the text has in common with the prompt for each assistant turn, and with
+        the text that ends after it.
+        """
+        if START in text:
+            text, spans = _without_marks(text)
+            counts = [one.targets[index] for index in one.answers]
+            if len(counts) != len(spans):
+                counts = [True] * len(spans)
+        else:
+            spans = self._ends(text, [length for length, _ in shared[::2]])
+            counts = [one.targets[index] for index in one.answers]
+            if len(spans) != len(counts):
+                return None
+            for (_, stop), (length, before), (_, after) in zip(
+                spans, shared[::2], shared[1::2], strict=True
+            ):
+                if before < length or after < stop:
+                    return None
+        return (self._cut(text, spans, list(compress(spans, counts))),)
+
+    def _apart(self, one: Request) -> Examples:
+        """Return an example for each assistant turn that counts.
+
+        Raises: BadConversation when the template does not write a turn after its prompt.
+        """
+        counted = [index for index in one.answers if one.targets[index]]
+        asked: list[Asked] = []
+        for index in counted:
+            asked.append(
+                ((index, True), [(before, True) for before in one.answers if before < index])
+            )
+            asked.append(((index + 1, False), []))
+        found = self._rendered(self._message(one.turns, one.tools, *asked))
+        return tuple(
+            self._example(one.turns[index], index, prompt, after.text)
+            for index, prompt, after in zip(counted, found[::2], found[1::2], strict=True)
+        )
+
+    def _prompt(self, found: Rendered) -> tuple[str, list[Span]]:
+        """Return a prompt, and the spans of earlier assistant turns in it.
+
+        A turn that the template now writes differently has none.
+        """
+        if START in found.text:
+            return _without_marks(found.text)
+        starts = [length for length, common in found.shared if common == length]
+        return found.text, self._ends(found.text, starts)
+
+    def _ends(self, text: str, starts: Sequence[int]) -> list[Span]:
+        """Return the spans of turns that start at some positions, with what ends them."""
+        return [
+            (start, at + len(self.end))
+            for start in starts
+            if (at := text.find(self.end, start)) >= 0
+        ]
+
+    def _example(
+        self, turn: JsonObject, index: int, found: Rendered, after: str
+    ) -> tuple[Piece, ...]:
+        """Return the pieces of a prompt and of the turn that answers it."""
+        prompt, spans = self._prompt(found)
+        answer = after[len(prompt) :] if after.startswith(prompt) else self._after_tag(prompt, turn)
+        if answer is None or self.end not in answer:
+            raise BadConversation(
+                f"has a turn {index + 1} that the chat template {self.template.name} does not "
+                "write after the prompt for it, so its text cannot be told from the rest",
+                fix="Use a template with {% generation %} blocks, or --chat chatml or plain.",
+                reason="written differently from its prompt",
+            )
+        text = prompt + answer[: answer.index(self.end) + len(self.end)]
+        target = (len(prompt), len(text))
+        return self._cut(text, [*spans, target], [target])
+
+    def _after_tag(self, prompt: str, turn: JsonObject) -> str | None:
+        """Return a turn after a prompt that ends with a tag such as <think>; None after others.
+
+        The template itself drops thoughts, so the text of the turn is taken as the row states it;
+        a turn without a thought has an empty one.
+        """
+        tag = _TAG.search(prompt)
+        if tag is None or "tool_calls" in turn:
+            return None
+        opening, closing, content = tag[0].strip(), f"</{tag[1]}>", turn["content"]
+        if content.lstrip().startswith(opening):
+            content = content.lstrip().removeprefix(opening).removeprefix("\n")
+        elif closing not in content:
+            content = f"{turn.get('reasoning_content') or ''}\n{closing}\n\n{content}"
+        return f"{content}{self.end}"
+
+    def _cut(self, text: str, cuts: Sequence[Span], targets: Sequence[Span]) -> tuple[Piece, ...]:
+        """Return the pieces between the edges of `cuts` and of special tokens."""
         found = self._specials.finditer(text) if self._specials else ()
         special = {match.span() for match in found}
         edges = sorted({0, len(text), *chain.from_iterable((*special, *cuts))})
-        for start, stop in pairwise(edges):
-            is_target = any(first <= start < last for first, last in targets)
-            if part := text[start:stop].replace(GUARD, ""):
-                yield Piece(part, (start, stop) in special, is_target)
+        return tuple(
+            Piece(
+                part,
+                (start, stop) in special,
+                any(first <= start < last for first, last in targets),
+            )
+            for start, stop in pairwise(edges)
+            if (part := text[start:stop].replace(GUARD, ""))
+        )
 
 
 def _without_marks(text: str) -> tuple[str, list[Span]]:

@@ -118,9 +118,7 @@ def template_beside(
 
     Raises: DataError when a file cannot be read.
     """
-    document: JsonObject = {}
-    if config is not None and config.is_file():
-        document = _parsed(config, _read(config))
+    document = config_in(config) if config is not None else {}
     stated = variables | tokens_in(document)
     if jinja is not None and jinja.is_file():
         return _made(jinja, {"name": jinja.name, "text": _read(jinja), "variables": stated})
@@ -137,6 +135,14 @@ def stored_template(source: JsonObject) -> ChatTemplate | None:
     """
     stored = source.get("chat_template")
     return None if stored is None else _made(Path("manifest.json"), stored)
+
+
+def config_in(path: Path) -> JsonObject:
+    """Return a tokenizer_config.json; it is empty when there is no such file.
+
+    Raises: DataError when it cannot be read.
+    """
+    return _parsed(path, _read(path)) if path.is_file() else {}
 
 
 def tokens_in(config: JsonObject) -> dict[str, str]:

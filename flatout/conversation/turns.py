@@ -1,18 +1,25 @@
-"""Reads the turns of a conversation from a row: OpenAI's form, or ShareGPT's."""
+"""Reads the turns of a conversation from a row: OpenAI's form, ShareGPT's or Alpaca's."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import DataError
-from flatout.json_io import JsonObject
+
+if TYPE_CHECKING:
+    from flatout.json_io import JsonObject
 
 CHAT_FIELDS = ("messages", "conversations")
 """Fields of a row that contain its turns, unless another is named."""
 TOOLS = "tools"
 """Field of a row with the descriptions of the tools that its assistant may call."""
+SYSTEM = "system"
+"""Field of a row with its system prompt, if that is not a turn."""
+INSTRUCTION, OUTPUT = "instruction", "output"
+ALPACA_FIELDS = (INSTRUCTION, "input", OUTPUT, "history")
+"""Fields of a row that is one question with its answer, after earlier ones."""
 ASSISTANT = "assistant"
 START, STOP, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters in rendered text: around `{% generation %}` blocks, and inside names of special
@@ -63,8 +70,10 @@ class Conversation:
     """Descriptions of the tools that the assistant may call."""
 
 
-def read_conversation(value: Any, tools: Any = None) -> Conversation:
+def read_conversation(value: Any, tools: Any = None, system: Any = None) -> Conversation:
     """Return the conversation in a list of `{role, content}` or `{from, value}` objects.
+
+    `tools` and `system` are what the row states beside it.
 
     Raises: BadConversation, whose message continues a sentence that starts with the row.
     """
@@ -82,7 +91,37 @@ def read_conversation(value: Any, tools: Any = None) -> Conversation:
         raise BadConversation(
             f"has {found}, so nothing in it would count towards the loss", reason=found
         )
+    if system is not None and system != "":
+        if not isinstance(system, str):
+            raise BadConversation(f"has a {SYSTEM!r} that is not text", reason="bad system prompt")
+        if messages[0]["role"] != SYSTEM:
+            messages.insert(0, {"role": SYSTEM, "content": system})
+            targets.insert(0, False)
+        elif messages[0]["content"] != system:
+            raise BadConversation(
+                f"has a {SYSTEM!r} and a first turn that are different system prompts",
+                reason="two system prompts",
+            )
     return Conversation(tuple(messages), tuple(targets), _tools(tools))
+
+
+def turns_of_instruction(row: JsonObject) -> list[JsonObject]:
+    """Return the turns of a row in Alpaca's form; a blank line precedes its `input`.
+
+    Raises: BadConversation when `history` is not a list of questions with their answers.
+    """
+    history = row.get("history") or []
+    pairs = history if isinstance(history, list) else [None]
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise BadConversation("has a 'history' that is not a list of pairs", reason="bad history")
+    question = row[INSTRUCTION]
+    if isinstance(question, str) and isinstance(row.get("input"), str) and row["input"].strip():
+        question = f"{question}\n\n{row['input']}" if question else row["input"]
+    return [
+        {"role": role, "content": content}
+        for pair in [*pairs, (question, row[OUTPUT])]
+        for role, content in zip(("user", ASSISTANT), pair, strict=True)
+    ]
 
 
 def _counts(weight: Any, which: str) -> bool:

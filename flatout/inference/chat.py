@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-
 from flatout.conversation.rendering import Renderer
 from flatout.conversation.templates import ChatTemplate
 from flatout.conversation.turns import ASSISTANT
 from flatout.data.tokenizers.conversation import encode_pieces
 from flatout.errors import ConfigError, DataError
-from flatout.inference.generate import Context, draw_token
-from flatout.inference.load import LoadedRun
+from flatout.inference.generate import Context, draw_token, generator_of
 from flatout.inference.text import DecodedText, StoppedText
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
@@ -23,6 +20,7 @@ from flatout.training.evaluation import evaluating
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
+    from flatout.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,20 @@ class ChatSession:
 
     def __init__(
         self,
-        loaded: LoadedRun,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        max_context: int,
         template: ChatTemplate,
         *,
         system: str | None = None,
         sampling: Sampling | None = None,
         progress: Progress = SILENT,
     ) -> None:
-        self._model, self._tokenizer = loaded.model, loaded.tokenizer
+        self._model, self._tokenizer = model, tokenizer
         self._sampling = sampling or Sampling()
         self._renderer = Renderer(template, tuple(self._tokenizer.special_tokens()))
-        self._max_context = loaded.config.data.seq_len
-        device = next(self._model.parameters()).device
-        self._generator = torch.Generator(device).manual_seed(self._sampling.seed)
+        self._max_context = max_context
+        self._generator = generator_of(self._model, self._sampling.seed)
         self._progress, self._has_left_out = progress, False
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.reset()
@@ -109,6 +108,14 @@ class ChatSession:
                 yield piece
         finally:
             self.messages.append({"role": ASSISTANT, "content": text})
+
+    def sample(self, question: str, prompt: list[int]) -> str:
+        """Return an answer to a question, or to the tokens of a prompt, after what was asked.
+
+        Raises: as `reply`.
+        """
+        ids = self._encoded([{"role": "user", "content": question}]) if question else prompt
+        return self._tokenizer.decode(ids) + "".join(self._generate(ids))
 
     @property
     def _room(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from flatout.errors import CheckpointError, ConfigError, MissingPackage, Untrust
 from flatout.export_mark import MARK, format_of, require_as_exported
 from flatout.json_io import read_json
 from flatout.progress import SILENT, Progress
+from flatout.training.run_dir.layout import CONFIG
 from flatout.trust import BY_ARGUMENT
 
 CONFIGS = ("config.json", "tokenizer_config.json")
@@ -35,6 +37,16 @@ class ExportedModel:
 def is_export(path: Path | str | None) -> bool:
     """Return whether a path is the directory of an export."""
     return path is not None and (Path(path) / MARK).is_file()
+
+
+def is_run(path: Path | str | None) -> bool:
+    """Return whether a command reads a run, not another program's model; None is the newest run.
+
+    What does not exist counts as the name of a run.
+    """
+    if path is None or str(path).startswith("hf:"):
+        return path is None
+    return not os.path.exists(path) or (Path(path) / CONFIG).is_file()
 
 
 def open_export(

@@ -44,14 +44,13 @@ def sample(
     Raises: ConfigError when a setting is out of range; DataError when the prompt cannot be encoded.
     """
     check_sampling(temperature, top_k, top_p, max_tokens, stop)
-    generator = torch.Generator(float64_device(next(model.parameters()).device)).manual_seed(seed)
     choose = partial(
         draw_token,
         vocab_size=tokenizer.vocab_size,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        generator=generator,
+        generator=generator_of(model, seed),
     )
     prompt_ids = tokenizer.encode(prompt)
     decoded, text = DecodedText(tokenizer, prompt_ids), StoppedText(stop)
@@ -141,6 +140,11 @@ class Context:
     def _read(self, ids: list[int]) -> Tensor:
         logits_BV = self._decoder.read(torch.tensor([ids], dtype=torch.int64, device=self._device))
         return logits_BV[0]
+
+
+def generator_of(model: LanguageModel, seed: int) -> torch.Generator:
+    """Return random numbers for `draw_token`, on the device where it draws."""
+    return torch.Generator(float64_device(next(model.parameters()).device)).manual_seed(seed)
 
 
 def draw_token(

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from flatout.architectures.exported import OWN_TOKENIZER
+from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Recipe, Speedup
 from flatout.assembly.resolve import ops_of
@@ -16,21 +18,24 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import AnyDataset, open_data
 from flatout.data.tokenizers import load_tokenizer
-from flatout.errors import CheckpointError, DataError, in_shell
+from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
+from flatout.export_mark import require_as_exported
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.uninitialised import uninitialised
 from flatout.progress import SILENT, Progress
 from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
-from flatout.training.checkpoint.merged import read_merged
+from flatout.training.checkpoint.merged import read_merged, shapes_of
 from flatout.training.run_dir.data_location import exists, relocated
 from flatout.training.run_dir.layout import trusted_config
-from flatout.training.run_dir.lookup import find_checkpoint, find_run
+from flatout.training.run_dir.lookup import find_checkpoint, find_run, run_or_newest
 
 if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
 
+MOST_CONTEXT = 4096
+"""Positions of a model of another program that are used: the cache has room for all of them."""
 Arithmetic = Literal["fp32", "trained"]
 """Precision of a loaded model: fp32, or the one that the run was trained in."""
 
@@ -115,6 +120,59 @@ def load_run(
         model.to(device).eval()
         tokenizer = load_tokenizer(folder / TOKENIZER, sha256=tokenizer_of(path))
     return LoadedRun(model, tokenizer, config, recipe, folder, path, progress)
+
+
+def load_model(
+    model: str | Path | None,
+    checkpoint: str = "best",
+    *,
+    trust_code: bool = False,
+    progress: Progress = SILENT,
+) -> LoadedRun:
+    """Return a run, None for the newest, or a model of another program, exports included.
+
+    Such a model is what `train.init_from` reads, with its tokenizer.json beside it. No code of its
+    directory is executed. Its context is that of its configuration, up to MOST_CONTEXT.
+
+    Raises: as `load_run`; ConfigError for `checkpoint` with such a model.
+    """
+    if model is None or not is_foreign(str(model)):
+        folder = run_or_newest(model, progress=progress)
+        return load_run(folder, checkpoint, trust_code=trust_code, progress=progress)
+    if checkpoint != "best":
+        raise ConfigError(
+            f"{model} is a single model; --checkpoint {checkpoint} cannot choose another.",
+            fix="Leave --checkpoint out, or name a run.",
+        )
+    found = find_model(str(model), progress=progress)
+    folder = found.path if found.path.is_dir() else found.path.parent
+    require_as_exported(folder, progress=progress)
+    keys = {key: value for key, value in found.keys.items() if key not in ("kind", "vocab_size")}
+    seq_len = min(keys.get("max_seq_len") or MOST_CONTEXT, MOST_CONTEXT)
+    config = RunConfig.model_validate(
+        {
+            "model": {"kind": found.keys["kind"], "vocab_size": found.keys["vocab_size"]} | keys,
+            "data": {"seq_len": seq_len},
+        }
+    )
+    device, _ = pick_device("auto", probe())
+    recipe = assemble(())
+    model_class, model_config = model_of(config)
+    with uninitialised(config.model.kind):
+        built = model_class(model_config, ops_of(recipe))
+    weights = ForeignWeights(found, model_config)
+    weights.require_fit(shapes_of(built))
+    with progress.task(f"Loading {found.path.name}"):
+        built.load_state_dict({name: weights.read(name) for name in weights.names()})
+        built.to(device).eval()
+    names = (TOKENIZER, OWN_TOKENIZER)
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise DataError(
+            f"{folder} has no {TOKENIZER}, so its tokens have no text.",
+            fix=f"Copy the {TOKENIZER} of the model there.",
+        )
+    return LoadedRun(built, load_tokenizer(path), config, recipe, folder, found.path, progress)
 
 
 def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decision]:

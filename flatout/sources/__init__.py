@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from flatout.conversation.rendering import Piece
+from flatout.conversation.rendering import Examples, Request
+from flatout.conversation.turns import BadConversation
 from flatout.errors import DataError, without_secrets
 from flatout.json_io import JsonObject
 from flatout.sources.input_file import InputFile
@@ -24,6 +25,10 @@ from flatout.transfer.urls import is_url
 
 FIRST_NAMED = 10
 """Number of rows named among those left out for the same reason."""
+RENDERED_ROWS = 64
+"""Conversations that are rendered at once: a process of its own renders them."""
+RENDERED_BYTES = 1 << 20
+"""Bytes of conversations after which no other is added to those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,10 @@ class Document(_Located):
     """First byte of the row, if the document is a row of the file `name`."""
     prompt: str = ""
     """Text before the document, excluded from the loss."""
-    pieces: tuple[Piece, ...] = ()
-    """The pieces of a conversation, whose whole text is `text`; empty for other documents."""
+    examples: Examples = ()
+    """The examples of a conversation, and `text` is that of all; empty for other documents."""
+    request: Request | None = None
+    """A conversation that `ReadTask.rows` renders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +149,49 @@ class ReadTask:
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows in order; a document without text becomes a `LeftOut`."""
-        for index, row in enumerate(self.read(*self.arguments)):
-            document = Document(row, f"document {index}") if isinstance(row, str) else row
+        found = enumerate(self.read(*self.arguments))
+        rows = (Document(row, f"document {i}") if isinstance(row, str) else row for i, row in found)
+        for document in _rendered(rows):
             if isinstance(document, Document) and not document.text:
                 yield LeftOut("empty document", document.name, document.offset)
             else:
                 yield document
+
+
+def _rendered(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows with rendered conversations."""
+    for batch in _batches(rows):
+        requests = [row.request for row in batch if isinstance(row, Document) and row.request]
+        found = requests[0].renderer.examples(requests) if requests else iter(())
+        for row in batch:
+            if isinstance(row, Document) and row.request:
+                yield _conversation(row, next(found))
+            else:
+                yield row
+
+
+def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    """Yield rows in lists; a list has several only if conversations are among them."""
+    batch: list[Row] = []
+    num_bytes = 0
+    for row in rows:
+        batch.append(row)
+        num_bytes += len(row.request.message) if isinstance(row, Document) and row.request else 0
+        if not num_bytes or num_bytes >= RENDERED_BYTES or len(batch) == RENDERED_ROWS:
+            yield batch
+            batch, num_bytes = [], 0
+    yield batch
+
+
+def _conversation(row: Row, examples: Examples | DataError) -> Row:
+    """Return a rendered conversation as a document, or the bad row when there is an error."""
+    if isinstance(examples, BadConversation):
+        return BadRow(examples.what, examples.fix, examples.reason, row.name, row.offset)
+    if isinstance(examples, DataError):
+        what = f"cannot be rendered: {examples.what.removesuffix('.')}"
+        return BadRow(what, examples.fix, "the chat template fails", row.name, row.offset)
+    text = "".join(piece.text for pieces in examples for piece in pieces)
+    return Document(text, row.name, row.offset, examples=examples)
 
 
 Source = Callable[..., Sequence[ReadTask] | Iterable[Row | str]]

@@ -7,8 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.conversation.rendering import Renderer
-from flatout.conversation.turns import CHAT_FIELDS, TOOLS, BadConversation, read_conversation
-from flatout.errors import DataError, in_shell
+from flatout.conversation.turns import (
+    ALPACA_FIELDS,
+    CHAT_FIELDS,
+    INSTRUCTION,
+    OUTPUT,
+    SYSTEM,
+    TOOLS,
+    BadConversation,
+    read_conversation,
+    turns_of_instruction,
+)
+from flatout.errors import in_shell
 from flatout.json_io import JsonObject
 from flatout.registry import nearest
 from flatout.sources import BadRow, Document, Row
@@ -18,6 +28,10 @@ ROW_BYTES = 8 << 20
 _TEXT = "text"
 """The field that is read unless another is named."""
 _MISSING = object()
+_CHAT_FORMS = (
+    "Name the field with the turns with --text-field. A prompt and its answer in two fields need "
+    "no --chat, but --mask-field PROMPT --text-field ANSWER."
+)
 _KINDS = {
     type(None): "null",
     bool: "true or false",
@@ -42,28 +56,31 @@ class Fields:
     """The field with preceding text that is excluded from the loss; null and empty: no prompt."""
     chat: Renderer | None = None
     """Writes the turns as text, when rows are conversations."""
-    tools: str | None = None
-    """The field with descriptions of tools, when rows have it."""
+    beside: tuple[str, ...] = ()
+    """Further fields of a conversation that rows have: tools, a system prompt, an answer."""
 
     @property
     def named(self) -> list[tuple[str, str]]:
         """The fields that are read, each with the option that names it."""
-        options = {"--text-field": self.text, "--mask-field": self.prompt, "--chat": self.tools}
-        return [(field, option) for option, field in options.items() if field is not None]
+        named = [(self.text, "--text-field"), (self.prompt or "", "--mask-field")]
+        return [each for each in named if each[0]] + [(field, "--chat") for field in self.beside]
 
     def among(self, names: Collection[str]) -> Fields:
         """Return the fields of rows that have fields of these names.
 
-        Conversations are in the first of CHAT_FIELDS that there is, unless another is named.
+        Conversations are in the first of CHAT_FIELDS that there is, or in ALPACA_FIELDS, unless
+        another field is named.
         """
-        if self.chat is None:
+        if self.chat is None or self.beside:
             return self
-        turns = next(filter(names.__contains__, CHAT_FIELDS), CHAT_FIELDS[0])
-        return replace(
-            self,
-            text=turns if self.text == _TEXT else self.text,
-            tools=TOOLS if TOOLS in names else None,
-        )
+        beside = [TOOLS, SYSTEM]
+        text = self.text
+        if text == _TEXT:
+            text = next(filter(names.__contains__, CHAT_FIELDS), CHAT_FIELDS[0])
+            if text not in names and INSTRUCTION in names and OUTPUT in names:
+                text = INSTRUCTION
+                beside += ALPACA_FIELDS[1:]
+        return replace(self, text=text, beside=tuple(filter(names.__contains__, beside)))
 
 
 def value_at(row: JsonObject, field: str) -> Any:
@@ -106,19 +123,17 @@ def document(row: Any, fields: Fields, name: str, offset: int | None = None) -> 
 def _conversation(
     row: JsonObject, fields: Fields, chat: Renderer, name: str, offset: int | None
 ) -> Row:
-    """Return the conversation of a row as a document, or the bad row when it cannot be used."""
+    """Return the conversation of a row, or the bad row when it has none."""
     turns = value_at(row, fields.text)
     if turns is _MISSING:
-        return no_field(name, offset, fields.text, [], "--text-field")
+        return replace(no_field(name, offset, fields.text, [], "--text-field"), fix=_CHAT_FORMS)
     try:
-        pieces = chat.pieces(read_conversation(turns, row.get(fields.tools or TOOLS)))
+        if OUTPUT in fields.beside:
+            turns = turns_of_instruction(row)
+        request = chat.request(read_conversation(turns, row.get(TOOLS), row.get(SYSTEM)))
     except BadConversation as error:
         return BadRow(error.what, error.fix, error.reason, name, offset)
-    except DataError as error:
-        what = f"cannot be rendered: {error.what.removesuffix('.')}"
-        return BadRow(what, error.fix, "the chat template fails", name, offset)
-    text = "".join(piece.text for piece in pieces)
-    return Document(text, name, offset, pieces=pieces)
+    return Document("", name, offset, request=request)
 
 
 def is_conversation_field(field: str, value: Any) -> bool:

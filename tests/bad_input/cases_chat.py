@@ -111,6 +111,40 @@ CASES = [
         ),
     ),
     Case(
+        "a chat template that fills the memory",
+        f"prepare chat.jsonl {NEW} --chat mine.jinja",
+        ("mine.jinja", "too much memory"),
+        ("--chat chatml",),
+        template("{{ 'x' | center(10000000000) }}"),
+    ),
+    Case(
+        "a chat template that asks for a turn otherwise than it writes it",
+        f"prepare chat.jsonl {NEW} --chat mine.jinja",
+        ("chat.jsonl, line 1", "turn 2", "mine.jinja"),
+        ("{% generation %}", "--chat chatml"),
+        template(
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}[model]{% endif %}"
+        ),
+    ),
+    Case(
+        "a row with two system prompts",
+        f"prepare chat.jsonl {NEW} --chat chatml",
+        ("chat.jsonl, line 2", "'system'", "different"),
+        ("--on-bad-row skip",),
+        chat_rows(
+            json.dumps(
+                {
+                    "system": "Be brief.",
+                    "conversations": [
+                        {"from": "system", "value": "Be kind."},
+                        {"from": "gpt", "value": "Hello"},
+                    ],
+                }
+            )
+        ),
+    ),
+    Case(
         "a chat template that does not end turns",
         f"prepare chat.jsonl {NEW} --chat mine.jinja",
         ("mine.jinja", "could not learn to end"),

@@ -99,7 +99,7 @@ CASES = [
     Case(
         "an export for llama.cpp to start from",
         "train my.yaml train.init_from=hf",
-        ("hf is a directory with model.gguf", "a file of model weights"),
+        ("hf is a directory with model.gguf", "a GGUF file"),
         ("does not read GGUF", "safetensors"),
         spoil=exported_for_llama_cpp,
     ),

@@ -53,6 +53,12 @@ CASES = [
         may_change=(".cache",),
     ),
     Case(
+        "a URL in memory as --out",
+        "prepare book.txt --tokenizer byte --out memory://set",
+        ("memory://set", "lost with it"),
+        ("s3://BUCKET/NAME",),
+    ),
+    Case(
         "a URL as --run-dir",
         "train my.yaml --run-dir s3://bucket/run",
         ("--run-dir s3://bucket/run is a URL",),

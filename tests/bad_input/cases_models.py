@@ -52,6 +52,13 @@ def with_weights(world: World, change: str) -> None:
     write_model(model(world), MODEL, weights)
 
 
+def to_convert(world: World, *names: str) -> None:
+    """Write a recipe without a shape, and files that identify another program's model."""
+    world.write("bare.yaml", BARE)
+    for name in names:
+        world.write(f"theirs/{name}", b"GGUF" + bytes(60) if name.endswith("gguf") else "{}")
+
+
 def one_shard(world: World) -> None:
     folder = model(world)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
@@ -68,6 +75,34 @@ def unnamed(world: World) -> None:
 
 
 CASES = [
+    Case(
+        "a PEFT adapter as train.init_from",
+        LINE,
+        ("theirs is a PEFT adapter",),
+        ("merge_and_unload", "train.init_from=merged"),
+        lambda w: to_convert(w, "adapter_config.json", "adapter_model.safetensors"),
+    ),
+    Case(
+        "the weights of a PEFT adapter as train.init_from",
+        f"{LINE}/adapter_model.safetensors",
+        ("theirs is a PEFT adapter",),
+        ("merge_and_unload", "train.init_from=merged"),
+        lambda w: to_convert(w, "adapter_config.json", "adapter_model.safetensors"),
+    ),
+    Case(
+        "a checkpoint of litgpt as train.init_from",
+        LINE,
+        ("theirs is a checkpoint of litgpt",),
+        ("litgpt convert_from_litgpt theirs converted", "train.init_from=converted"),
+        lambda w: to_convert(w, "lit_model.pth", "config.json", "model_config.yaml"),
+    ),
+    Case(
+        "a GGUF file as train.init_from",
+        f"{LINE}/model.gguf",
+        ("theirs/model.gguf is a GGUF file",),
+        ("safetensors that the file was made from",),
+        lambda w: to_convert(w, "model.gguf"),
+    ),
     Case(
         "a model without weights",
         LINE,

@@ -262,6 +262,17 @@ CASES = [
         ("tokenizer.json",),
     ),
     Case(
+        "a tokenizer whose characters share an id",
+        "prepare book.txt --out data/new --tokenizer shared.json",
+        ("shared.json", "'a' and 'b' the same id, 1"),
+        ("an id of its own",),
+        lambda w: w.write(
+            "shared.json",
+            '{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "merges": [], '
+            '"vocab": {"</s>": 0, "a": 1, "b": 1}}}',
+        ),
+    ),
+    Case(
         "a vocabulary smaller than 256 bytes",
         "prepare book.txt --out data/new --tokenizer train:100",
         ("'train:100'",),

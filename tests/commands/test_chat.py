@@ -4,12 +4,15 @@ import io
 import json
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
 from flatout import cli
 from flatout.commands.chat import chat
 from flatout.commands.eval import evaluate
+from flatout.commands.export import export
+from flatout.commands.generate import generate
 from flatout.commands.inspect import inspect
 from flatout.commands.prepare import prepare
 from flatout.commands.train import train_config
@@ -41,6 +44,50 @@ def run(tmp_path_factory):
     prepare("capitals:documents=60", root / "data", tokenizer="byte", chat="auto", workers=1)
     train_config(load_config(None, [*SHAPE, f"data.path={root / 'data'}"]), run=root / "runs/chat")
     return root / "runs/chat"
+
+
+def test_the_sample_of_a_run_answers_the_first_validation_conversation(run):
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    text = next(event["text"] for event in events if event["event"] == "sample")
+    first = inspect(run.parent.parent / "data").value("beginning")
+    assert text.startswith("User:\n")
+    assert text.count("\n\nAssistant:\n") == 1
+    assert "User:" in first
+
+
+def test_train_sample_prompt_is_a_question(run, tmp_path):
+    keys = [*SHAPE, f"data.path={run.parent.parent / 'data'}", "train.sample_prompt=Who?"]
+    train_config(load_config(None, keys), run=tmp_path / "run")
+    assert "User:\\nWho?\\n\\nAssistant:\\n" in (tmp_path / "run/events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("to", ["huggingface", "safetensors"])
+def test_an_export_answers_as_its_run_does(run, tmp_path, to):
+    made = export(run, to, tmp_path / "export")
+    said = [
+        chat(model, lines=["Hi\n", "Bye\n"], max_tokens=5, temperature=0).conversations
+        for model in (run, made.path)
+    ]
+    assert said[0] == said[1]
+    texts = [
+        generate(model, "a", temperature=0, max_tokens=5).samples for model in (run, made.path)
+    ]
+    assert texts[0] == texts[1]
+    with pytest.raises(ConfigError, match="single model"):
+        generate(made.path, checkpoint="last")
+
+
+def test_a_model_without_a_tokenizer_or_a_template_is_refused(run, tmp_path):
+    made = Path(export(run, "huggingface", tmp_path / "export").path)
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    (made / "flatout.json").unlink()
+    (made / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        chat(made, lines=["Hi\n"])
+    assert chat(made, lines=["Hi\n"], max_tokens=2, chat_template="plain").conversations
+    (made / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+        generate(made)
 
 
 def test_a_run_keeps_the_template_of_its_data(run):

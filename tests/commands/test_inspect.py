@@ -1,12 +1,15 @@
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import numpy as np
 import pytest
 
-from flatout.commands.inspect import COMMAND, inspect
+from flatout.commands.inspect import COMMAND, _model_of, inspect
 from flatout.commands.prepare import prepare as prepare_dataset
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.manifest import SkippedRows
@@ -99,6 +102,30 @@ def test_conversations_are_trained_on_with_the_recipe_for_them(tmp_path):
     prepare_dataset(["capitals:documents=200"], tmp_path / "set", chat="auto", workers=1)
     command = inspect(tmp_path / "set").value("recipe")["command"]
     assert command.startswith(f"flatout train chat-demo data.path={tmp_path / 'set'} ")
+
+
+def test_conversations_in_the_tokens_of_a_model_tune_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = "capitals:documents=200"
+    prepare_dataset([source], "text", tokenizer="byte", workers=1)
+    prepare_dataset([source], "set", tokenizer="text/tokenizer.json", chat="plain", workers=1)
+
+    def command():
+        return inspect("set").value("recipe")["command"]
+
+    assert command() == "flatout train chat-tune data.path=set train.init_from=MODEL"
+    for number, tokenizer in enumerate(("set/tokenizer.json", "set/manifest.json")):
+        run = Path(f"runs/{number}")
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("{}")
+        (run / "asked.yaml").write_text("{}")
+        shutil.copy(tokenizer, run / "tokenizer.json")
+    assert command() == ("flatout train runs/0/asked.yaml data.path=set train.init_from=runs/0")
+
+
+def test_the_model_of_a_repositorys_tokenizer_is_that_repository():
+    source = {"chat_template": {}, "tokenizer": "org/name@main"}
+    assert _model_of(SimpleNamespace(manifest=SimpleNamespace(source=source))) == "hf:org/name@main"
 
 
 def test_text_without_a_mask_has_no_marks(folder):

@@ -35,8 +35,16 @@ def built_in(name, special=IM):
     return Renderer(named_template(name, {"eos_token": "<|endoftext|>"}), special)
 
 
+def examples(found, turns=TURNS, tools=None):
+    (made,) = found.examples([found.request(read_conversation(turns, tools))])
+    if isinstance(made, DataError):
+        raise made
+    return made
+
+
 def pieces(found, turns=TURNS, tools=None):
-    return found.pieces(read_conversation(turns, tools))
+    (made,) = examples(found, turns, tools)
+    return made
 
 
 def targets(found):
@@ -114,9 +122,53 @@ def test_a_noncharacter_is_refused():
         pieces(built_in("chatml"), [{"role": "assistant", "content": "a\ufdd2b"}])
 
 
-def test_spans_do_not_depend_on_later_turns_that_change_earlier_ones():
-    found = pieces(renderer(THINKING))
-    assert targets(found) == ["Hello", "<|im_end|>", "<think></think>See you", "<|im_end|>"]
+def test_a_turn_that_is_rendered_differently_later_has_an_example_of_its_own():
+    found = renderer(THINKING)
+    first, second = examples(found)
+    assert text(first).endswith(
+        "user\nHi<|im_end|>\n<|im_start|>assistant\n<think></think>Hello<|im_end|>"
+    )
+    assert targets(first) == ["<think></think>Hello", "<|im_end|>"]
+    assert text(second).count("<think>") == 1
+    assert targets(second) == ["<think></think>See you", "<|im_end|>"]
+    for end, example in ((2, first), (4, second)):
+        prompt = found.prompt(TURNS[:end])
+        assert list(prompt) == list(example[: len(prompt)]), "the prompt of flatout chat"
+
+
+def test_a_turn_of_weight_0_has_no_example():
+    turns = [turn | ({"weight": 0} if turn["content"] == "Hello" else {}) for turn in TURNS]
+    (found,) = examples(renderer(THINKING), turns)
+    assert targets(found) == ["<think></think>See you", "<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reasoning"),
+    [
+        ("<think>\nhm\n</think>\n\nHello", None),
+        ("hm\n</think>\n\nHello", None),
+        ("Hello", "hm"),
+        ("Hello", None),
+    ],
+    ids=["stated", "as generated", "reasoning_content", "none"],
+)
+def test_a_thought_that_the_prompt_opens_is_continued(content, reasoning):
+    """Like the template of DeepSeek-R1's distills, which drops the thoughts of every turn."""
+    found = renderer(
+        "{% for m in messages %}{% if m.role == 'assistant' %}"
+        "<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|><think>\n{% endif %}"
+    )
+    answer = {"role": "assistant", "content": content, "reasoning_content": reasoning}
+    turns = [{"role": "user", "content": "Hi"}, answer, *TURNS[3:]]
+    first, second = examples(found, turns)
+    thought = "hm" if content != "Hello" or reasoning else ""
+    assert targets(first) == [f"{thought}\n</think>\n\nHello", "<|im_end|>"]
+    assert text(first).startswith("Hi<|im_start|><think>\n")
+    assert "hm" not in text(second), "as the template shows the first turn in the next prompt"
+    prompt = found.prompt(turns[:3])
+    assert list(prompt) == list(second[: len(prompt)])
 
 
 def test_generation_blocks_decide_what_counts():
@@ -139,11 +191,14 @@ def test_a_turn_of_weight_0_is_cut_like_others_but_does_not_count():
     assert [piece.text for piece in found] == [piece.text for piece in pieces(built_in("chatml"))]
 
 
-def test_a_template_that_rewrites_the_past_is_refused():
+def test_a_template_that_rewrites_the_past_is_rendered_for_each_turn():
     template = "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(BadConversation, match="depends on later turns") as found:
-        pieces(renderer(template))
-    assert found.value.reason == "rendered differently with later turns"
+    with pytest.raises(BadConversation, match="does not write after the prompt") as found:
+        examples(renderer(template))
+    assert found.value.reason == "written differently from its prompt"
+    users = "messages | selectattr('role', 'eq', 'user') | list | length"
+    found = examples(renderer(template.replace("messages | length", users)))
+    assert [targets(one)[0] for one in found] == ["Hello", "See you"]
 
 
 def test_a_template_that_refuses_a_row_is_quoted():

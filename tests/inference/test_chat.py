@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from scripted import EOT, Script
 
 from flatout.conversation.templates import ChatTemplate, named_template
@@ -40,13 +41,19 @@ class Model(Script):
 
 
 def session(model, template=PLAIN, seq_len=1000, **options):
-    loaded = SimpleNamespace(
-        model=model,
-        tokenizer=ByteTokenizer(),
-        config=SimpleNamespace(data=SimpleNamespace(seq_len=seq_len)),
-    )
     options.setdefault("sampling", Sampling(temperature=0))
-    return ChatSession(loaded, template, **options)
+    return ChatSession(model, ByteTokenizer(), seq_len, template, **options)
+
+
+class OnMac(Model):
+    """A model whose weights say that they are on the GPU of a Mac, which has no float64."""
+
+    def parameters(self, recurse=True):
+        return iter([SimpleNamespace(device=torch.device("mps"))])
+
+
+def test_random_numbers_are_drawn_where_tokens_are():
+    assert session(OnMac([]))._generator.device.type == "cpu"
 
 
 class Lines(type(SILENT)):

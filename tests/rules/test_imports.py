@@ -13,6 +13,7 @@ import pytest
 
 HOUSE = (
     "errors",
+    "process_limits",
     "recognised",
     "cache",
     "streams",

@@ -21,7 +21,8 @@ def test_equal_parameters_give_equal_conversations():
 
 def test_each_answer_follows_from_the_question_and_the_topic():
     for row in rows(documents=50, chat=PLAIN):
-        answers = [piece.text for piece in row.pieces if piece.is_target and not piece.is_special]
+        (pieces,) = row.examples
+        answers = [piece.text for piece in pieces if piece.is_target and not piece.is_special]
         assert 1 <= len(answers) <= 3
         assert len({answer.startswith("The capital") for answer in answers}) == 1, "one topic"
         for answer in answers:
@@ -33,7 +34,7 @@ def test_each_answer_follows_from_the_question_and_the_topic():
 
 def test_without_a_template_a_conversation_is_lines_of_text():
     first = rows(documents=1)[0]
-    assert first.pieces == ()
+    assert first.examples == ()
     assert first.text.count("\n") % 2 == 0
 
 

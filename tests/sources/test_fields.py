@@ -2,8 +2,9 @@ import pytest
 
 from flatout.conversation.rendering import Renderer
 from flatout.conversation.templates import named_template
-from flatout.sources import BadRow
+from flatout.sources import BadRow, ReadTask
 from flatout.sources.fields import Fields, document
+from flatout.sources.files import files
 
 CHAT = Renderer(named_template("plain", {"eos_token": "</s>"}), ("</s>",))
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -52,6 +53,11 @@ def test_a_row_without_the_text_is_a_bad_row(row, field, reason, said):
     assert bad.name == "a.jsonl, line 1"
 
 
+def rendered(row, fields):
+    (found,) = ReadTask(lambda: [document(row, fields, "a.jsonl")], (), "").rows()
+    return found
+
+
 def test_a_prompt_is_read_from_its_field():
     assert read({"q": {"ask": "why?"}, "text": "so"}, prompt="q.ask").prompt == "why?"
     assert read({"q": None, "text": "so"}, prompt="q").prompt == ""
@@ -69,9 +75,50 @@ def test_a_suggested_field_is_quoted_for_the_shell():
 
 def test_a_conversation_is_read_from_its_usual_fields_or_a_named_one():
     for field, text in (("messages", "text"), ("conversations", "text"), ("mine", "mine")):
-        found = document({"text": "other", field: TURNS}, Fields(text, chat=CHAT), "a.jsonl")
+        found = rendered({"text": "other", field: TURNS}, Fields(text, chat=CHAT))
         assert found.text == "User:\nHi\n\nAssistant:\nHello</s>"
-        assert [piece.text for piece in found.pieces if piece.is_target] == ["Hello", "</s>"]
+        (pieces,) = found.examples
+        assert [piece.text for piece in pieces if piece.is_target] == ["Hello", "</s>"]
+
+
+def test_the_system_prompt_of_a_row_is_its_first_turn():
+    expected = "System:\nBe brief.\n\nUser:\nHi\n\nAssistant:\nHello</s>"
+    row = {"system": "Be brief.", "conversations": TURNS}
+    assert rendered(row, Fields(chat=CHAT)).text == expected
+    turn = {"role": "system", "content": "Be brief."}
+    assert rendered(row | {"conversations": [turn, *TURNS]}, Fields(chat=CHAT)).text == expected
+    assert rendered(row | {"system": ""}, Fields(chat=CHAT)).text.startswith("User:")
+    row["conversations"] = [turn | {"content": "Be kind."}, *TURNS]
+    assert rendered(row, Fields(chat=CHAT)).reason == "two system prompts"
+    assert rendered(row | {"system": 7}, Fields(chat=CHAT)).reason == "bad system prompt"
+
+
+def test_an_instruction_with_its_output_is_a_conversation():
+    row = {"instruction": "Add.", "input": "2 + 2", "output": "4", "text": "all of it"}
+    fields = Fields(chat=CHAT)
+    assert rendered(row, fields).text == "User:\nAdd.\n\n2 + 2\n\nAssistant:\n4</s>"
+    for other in (row | {"input": ""}, {"instruction": "Add.", "output": "4"}):
+        assert rendered(other, fields).text == "User:\nAdd.\n\nAssistant:\n4</s>"
+    row |= {"system": "Be brief.", "history": [["Hi", "Hello"]]}
+    assert rendered(row, fields).text == (
+        "System:\nBe brief.\n\nUser:\nHi\n\nAssistant:\nHello</s>\n\n"
+        "User:\nAdd.\n\n2 + 2\n\nAssistant:\n4</s>"
+    )
+    assert rendered(row | {"history": ["Hi"]}, fields).reason == "bad history"
+    assert rendered(row | {"output": None}, fields).reason == "content that is not text"
+    assert rendered(row | {"messages": TURNS}, fields).text.startswith(
+        "System:\nBe brief.\n\nUser:\nHi"
+    )
+
+
+def test_parquet_reads_all_fields_of_a_conversation(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    row = {"system": "Be brief.", "instruction": "Add.", "input": "2 + 2", "output": "4", "id": 7}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+    (task,) = files(str(path), chat=CHAT)
+    (found,) = task.rows()
+    assert found.text == rendered(row, Fields(chat=CHAT)).text
 
 
 @pytest.mark.parametrize(

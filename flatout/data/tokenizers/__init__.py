@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from flatout.cache import default_cache
+from flatout.conversation.templates import CONFIG_FILE, config_in, tokens_in
 from flatout.data.tokenizers.base import (
     FORMAT,
     FORMAT_VERSION,
@@ -23,7 +25,7 @@ from flatout.data.tokenizers.base import (
 from flatout.data.tokenizers.base import Tokenizer as Tokenizer
 from flatout.data.tokenizers.check import require_usable, try_out_within_limits
 from flatout.data.tokenizers.engine_choice import WORTHWHILE_CHARACTERS, choose_engine
-from flatout.data.tokenizers.hub import is_repository, tokenizer_file
+from flatout.data.tokenizers.hub import is_repository, repository_file, tokenizer_file
 from flatout.documents import parser_says
 from flatout.errors import DataError
 from flatout.files import expanded
@@ -110,6 +112,7 @@ def existing_tokenizer(
         return load_tokenizer(path, pattern=pattern, end_of_text=end_of_text)
     if is_repository(spec) and not path.parent.is_dir():
         path = tokenizer_file(spec, progress=progress)
+        repository_file(spec, CONFIG_FILE, progress=progress)  # read beside it
         return load_tokenizer(path, end_of_text=end_of_text, name=spec)
     if "/" not in spec and not path.suffix:
         forms = sorted(_kinds_by("SPEC"))
@@ -204,7 +207,8 @@ def load_tokenizer(
     name = name or str(path)
     kind = _kinds_by("SUFFIX").get(path.suffix)
     if kind is None:
-        return parse_tokenizer(data, name, end_of_text=end_of_text)
+        named = tokens_in(config_in(path.with_name(CONFIG_FILE)))
+        return parse_tokenizer(data, name, end_of_text=end_of_text, named=named)
     file = TokenizerFile(name, data, pattern=pattern)
     tokenizer: Tokenizer = TOKENIZERS.get(kind).from_file(file)
     if not tokenizer.proven:
@@ -212,8 +216,17 @@ def load_tokenizer(
     return tokenizer
 
 
-def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = None) -> Tokenizer:
+def parse_tokenizer(
+    data: bytes | str,
+    name: str,
+    *,
+    end_of_text: str | None = None,
+    named: Mapping[str, str] | None = None,
+) -> Tokenizer:
     """Return the tokenizer in a JSON text; messages call the text `name`.
+
+    `end_of_text` is the name of that token in a tokenizer.json, and `named` are its special tokens
+    by their usual names.
 
     Raises: DataError when it contains no tokenizer.
     """
@@ -231,7 +244,7 @@ def parse_tokenizer(data: bytes | str, name: str, *, end_of_text: str | None = N
         require_usable(data, name, cache=default_cache())
     if document.get("format") == FORMAT:
         return _restored(document, name)
-    file = TokenizerFile(name, data, document, end_of_text=end_of_text)
+    file = TokenizerFile(name, data, document, end_of_text=end_of_text, named=named)
     tokenizer: Tokenizer = TOKENIZERS.get(_JSON_KIND).from_file(file)
     return tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +61,8 @@ class TokenizerFile:
     """The regular expression that splits text."""
     end_of_text: str | None = None
     """The name of the end-of-text token."""
+    named: Mapping[str, str] | None = None
+    """Special tokens that its tokenizer_config.json names, such as bos_token."""
 
     @property
     def stem(self) -> str:
@@ -141,6 +143,10 @@ class Tokenizer(ABC):
     def special_tokens(self) -> dict[str, int]:
         """Return the special tokens that a chat template may write, with their ids."""
         return {END_OF_TEXT: self.eot_id}
+
+    def named_tokens(self) -> dict[str, tuple[str, int]]:
+        """Return the tokens that its origin names, such as bos_token, each with its id."""
+        return {}
 
     def tokenizer_json(self) -> Document | None:
         """Return a tokenizer.json with the same ids, for other programs; None if there is none."""

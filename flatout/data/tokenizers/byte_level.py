@@ -23,11 +23,11 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
-LLAMA_CPP_PATTERNS = {_GPT2: "gpt-2", _LLAMA3: "llama-bpe", _QWEN2: "qwen2"}
+LLAMA_CPP_PATTERNS = {_GPT2: "gpt-2", _LLAMA3: "llama-bpe", QWEN2: "qwen2"}
 """llama.cpp's names of the patterns."""
-CUT_PATTERNS = frozenset({_GPT2, _LLAMA3, _QWEN2})
+CUT_PATTERNS = frozenset({_GPT2, _LLAMA3, QWEN2})
 """Patterns for which `cut_points` proves where a text can be cut."""
 _MODEL_OPTIONS = (
     "dropout",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -61,13 +61,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
     kind: ClassVar[str] = "huggingface"
 
-    def __init__(self, name: str, definition: Document, eot_id: int) -> None:
+    def __init__(
+        self, name: str, definition: Document, eot_id: int, named: Mapping[str, str] | None = None
+    ) -> None:
         self.layout: Layout | None = layout_of(definition)
         self.engines = ("gigatoken", "tiktoken", "tokenizers") if self.layout else ("tokenizers",)
         self.engine = "tokenizers"
         self.name = name
         self.definition = definition
         self.eot_id = eot_id
+        self.named = dict(named or {})
+        """Special tokens by the names that programs give them, such as bos_token."""
         self.proven = _is_proven(definition)
         self.vocab_size = self._largest_id() + 1
         require_ids(name, self.vocab_size)
@@ -96,7 +100,8 @@ class HuggingFaceTokenizer(Tokenizer):
             entry | {"special": True} if entry["content"] == token else entry
             for entry in definition.get("added_tokens") or []
         ]
-        return cls(file.stem, definition | {"added_tokens": added}, vocabulary[token])
+        named = {name: each for name, each in (file.named or {}).items() if each in vocabulary}
+        return cls(file.stem, definition | {"added_tokens": added}, vocabulary[token], named)
 
     @classmethod
     def to_try_out(cls, file: TokenizerFile) -> HuggingFaceTokenizer:
@@ -111,7 +116,8 @@ class HuggingFaceTokenizer(Tokenizer):
     @classmethod
     def from_document(cls, document: Document) -> Self:
         """Return the tokenizer that `document` describes."""
-        return cls(str(document["name"]), dict(document["tokenizer"]), int(document["eot_id"]))
+        definition, named = dict(document["tokenizer"]), document.get("named")
+        return cls(str(document["name"]), definition, int(document["eot_id"]), named)
 
     @classmethod
     def is_proven(cls, document: Document) -> bool:
@@ -137,8 +143,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return dict(self._special)
 
     def document(self) -> Document:
-        """Return the end-of-text id and the whole definition."""
-        return {"eot_id": self.eot_id, "tokenizer": self.definition}
+        """Return the end-of-text id, the whole definition, and named tokens if there are any."""
+        named = {"named": self.named} if self.named else {}
+        return {"eot_id": self.eot_id, "tokenizer": self.definition} | named
+
+    def named_tokens(self) -> dict[str, tuple[str, int]]:
+        """Return the tokens that the tokenizer_config.json named, each with its id."""
+        return {
+            name: (token, index)
+            for name, token in self.named.items()
+            if (index := self._tokenizer.token_to_id(token)) is not None
+        }
 
     def tokenizer_json(self) -> Document:
         """Return the definition without the parts that are not applied."""
@@ -263,7 +278,7 @@ TOKENIZER = HuggingFaceTokenizer
 def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
     """Return the ids of a tokenizer.json's tokens.
 
-    Raises: DataError when it is not one.
+    Raises: DataError when it is not one, or when tokens share an id, so that text would be lost.
     """
     try:
         vocabulary: dict[str, int] = _loaded(definition).get_vocab(with_added_tokens=True)
@@ -275,6 +290,15 @@ def _vocabulary_of(definition: Document, name: str) -> dict[str, int]:
             fix="Give a file that flatout saved, a Hugging Face tokenizer.json, "
             "or a .tiktoken file.",
         ) from error
+    added = definition.get("added_tokens") or []
+    known = {*vocabulary.items(), *((one["content"], int(one["id"])) for one in added)}
+    if len({index for _, index in known}) < len(known):
+        pairs = itertools.pairwise(sorted(known, key=lambda each: (each[1], each[0])))
+        one, other, index = next((one, two, i) for (one, i), (two, j) in pairs if i == j)
+        raise DataError(
+            f"{name} gives {one!r} and {other!r} the same id, {index}, so that text is lost.",
+            fix="Give each token an id of its own, or use another tokenizer.",
+        )
     return vocabulary
 
 

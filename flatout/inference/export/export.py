@@ -10,7 +10,7 @@ from typing import Literal
 from flatout.conversation.templates import CHAT_TEMPLATE, load_template
 from flatout.errors import HardwareError
 from flatout.export_mark import write_mark
-from flatout.files import folder_bytes, write_whole
+from flatout.files import copy_whole, folder_bytes, write_whole
 from flatout.inference.export import card, gguf
 from flatout.inference.export.destination import require_free, whole_folder
 from flatout.inference.export.huggingface import (
@@ -79,6 +79,8 @@ def _write(source: Source, folder: Path, to: Format, max_bytes: int, progress: P
         return Written(gguf.write_gguf(source, folder, template, progress))
     write_json(folder / "config.json", own_config(source))
     source.tokenizer.save(folder / "tokenizer.json")
+    if template is not None:
+        copy_whole(source.folder / CHAT_TEMPLATE, folder / CHAT_TEMPLATE)
     write_weights(list(own_tensors(source)), folder, max_bytes, progress)
     return Written(None)
 
@@ -99,8 +101,8 @@ def _usage(to: Format, written: Written) -> str:
         )
     trust = ", trust_remote_code=True" if written.needs_code else ""
     return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        "tokenizer = AutoTokenizer.from_pretrained(FOLDER)\n"
+        f"```python\nfrom transformers import AutoModelForCausalLM, {written.tokenizer_class}\n\n"
+        f"tokenizer = {written.tokenizer_class}.from_pretrained(FOLDER)\n"
         f"model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})\n```"
     )
 

@@ -105,10 +105,11 @@ def write_gguf(source: Source, folder: Path, chat_template: str | None, progress
     family = family_of(config)
     assert isinstance(config, TransformerConfig), "family_of has checked it"
     document = tokenizer_json(source.tokenizer)
+    named = {name: index for name, (_, index) in source.tokenizer.named_tokens().items()}
     writer = GGUFWriter(folder / FILE, family)
     try:
         _write_shape(writer, source, config)
-        write_vocabulary(writer, document, source.tokenizer.eot_id, config.vocab_size)
+        write_vocabulary(writer, document, source.tokenizer.eot_id, named, config.vocab_size)
         if chat_template:
             writer.add_chat_template(chat_template)
         planned = list(_tensors(source, config, family))

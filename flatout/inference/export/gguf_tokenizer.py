@@ -22,8 +22,12 @@ _SCHEME_NAMES = {"gpt4": "llama-bpe", "o200k": "gpt-4o"}
 """llama.cpp's names of tiktoken's patterns, by gigatoken's."""
 
 
-def write_vocabulary(writer: GGUFWriter, document: Document, eot_id: int, rows: int) -> None:
+def write_vocabulary(
+    writer: GGUFWriter, document: Document, eot_id: int, named: Mapping[str, int], rows: int
+) -> None:
     """Write tokens, merges and the way to split text; `rows` are those of the embedding.
+
+    `named` are the ids of special tokens by name, such as bos_token.
 
     Raises: DataError when llama.cpp has no such tokenizer.
     """
@@ -48,8 +52,10 @@ def write_vocabulary(writer: GGUFWriter, document: Document, eot_id: int, rows: 
     writer.add_token_list([piece for piece, _ in table])
     writer.add_token_types([kind for _, kind in table])
     writer.add_token_merges(merges or [NO_MERGE])
-    writer.add_bos_token_id(eot_id)
-    writer.add_eos_token_id(eot_id)
+    writer.add_bos_token_id(named.get("bos_token", eot_id))
+    writer.add_eos_token_id(named.get("eos_token", eot_id))
+    if "pad_token" in named:
+        writer.add_pad_token_id(named["pad_token"])
     writer.add_add_bos_token(False)
     writer.add_add_space_prefix(False)
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flatout.architectures import Architecture
-from flatout.architectures.exported import MODEL_TYPE
+from flatout.architectures.exported import MODEL_TYPE, OWN_TOKENIZER
 from flatout.data.tokenizers.base import Document
 from flatout.errors import ConfigError, DataError
 from flatout.files import copy_whole, sync
 from flatout.inference.export import modeling
 from flatout.inference.export.shards import Planned, write_shards
 from flatout.inference.export.source import Source
-from flatout.inference.export.tokenizer_files import end_of_text, tokenizer_config, tokenizer_json
+from flatout.inference.export.tokenizer_files import (
+    TOKENIZER_CLASS,
+    end_of_text,
+    replaced_by_transformers,
+    tokenizer_config,
+    tokenizer_json,
+)
 from flatout.json_io import JsonObject, write_json
 from flatout.models.transformer import TransformerConfig
 from flatout.progress import Progress
@@ -29,8 +35,6 @@ OWN_CLASS = "FlatoutForCausalLM"
 """The class in that file."""
 TRAINING_KEYS = ("chunk_size", "dropout", "initialisation", "memory", "z_loss")
 """Keys under `model.` that have no effect on a trained model's results."""
-OWN_TOKENIZER = "flatout_tokenizer.json"
-"""The name of flatout's own tokenizer file, if it has no counterpart."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Written:
     """The class of transformers; None for an export in flatout's own names."""
     needs_code: bool = False
     """Whether the class is in a modeling file of the export."""
+    tokenizer_class: str = "AutoTokenizer"
+    """The class of transformers that loads the tokenizer with the ids of the run."""
     notes: list[str] = field(default_factory=list)
     """What the user should know, as sentences."""
 
@@ -70,18 +76,30 @@ def write_huggingface(
         copy_whole(file, folder / f"{MODELING}.py")
         found = Written(OWN_CLASS, needs_code=True, notes=[no_stock_class(reasons)])
     dtypes = [tensor.dtype for tensor in planned if tensor.dtype.is_floating_point]
+    end = source.tokenizer.eot_id
+    ids = {f"{name}_id": index for name, (_, index) in source.tokenizer.named_tokens().items()}
     special: JsonObject = {
-        "bos_token_id": source.tokenizer.eot_id,
-        "eos_token_id": source.tokenizer.eot_id,
+        "bos_token_id": ids.get("bos_token_id", end),
+        "eos_token_id": ids.get("eos_token_id", end),
     }
     name = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     write_json(folder / "config.json", config | {"dtype": name} | special)
     no_cache = {"use_cache": False} if not _has_cache(source, found) else {}
     write_json(
         folder / "generation_config.json",
-        special | {"pad_token_id": source.tokenizer.eot_id} | no_cache,
+        special
+        | {"pad_token_id": ids.get("pad_token_id", end)}
+        | ({"eos_token_id": [ids["eos_token_id"], end]} if special["eos_token_id"] != end else {})
+        | no_cache,
     )
     found.notes.extend(write_tokenizer(source, folder, chat_template))
+    if replaced_by_transformers(source.tokenizer, str(config["model_type"])):
+        found.notes.append(
+            f"AutoTokenizer of transformers 5 replaces the tokenizer of a {config['model_type']} "
+            "model by that of the published ones, which gives other ids: load this one with "
+            f"{TOKENIZER_CLASS}.from_pretrained(FOLDER)."
+        )
+        found = replace(found, tokenizer_class=TOKENIZER_CLASS)
     write_weights(planned, folder, max_bytes, progress)
     return found
 
@@ -217,7 +235,9 @@ def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> 
     write_json(folder / "tokenizer.json", document)
     max_tokens = getattr(source.model, "max_seq_len", None)
     token = end_of_text(document, source.tokenizer.eot_id)
-    write_json(folder / "tokenizer_config.json", tokenizer_config(token, max_tokens, chat_template))
+    named = {name: each for name, (each, _) in source.tokenizer.named_tokens().items()}
+    settings = tokenizer_config(token, named, max_tokens, chat_template)
+    write_json(folder / "tokenizer_config.json", settings)
     return _differences(source.tokenizer.document(), source.tokenizer.kind)
 
 

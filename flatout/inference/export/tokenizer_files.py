@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from flatout.data.tokenizers import Tokenizer
 from flatout.data.tokenizers.base import Document, NotEncodable
+from flatout.data.tokenizers.byte_level import QWEN2
+from flatout.data.tokenizers.tokenizer_json import UNSPLIT
 from flatout.errors import DataError
 from flatout.json_io import JsonObject
 
@@ -22,6 +24,8 @@ SAMPLES = (
     " \n \n\n  leading and trailing \t ",
 )
 """Texts on which an exported tokenizer must give the same ids."""
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""The class of transformers that uses a tokenizer.json as it is."""
 SAMPLE_IDS = 2000
 """Ids of the vocabulary, drawn at random, whose text is another sample."""
 
@@ -82,22 +86,53 @@ def _samples(tokenizer: Tokenizer, special: set[int]) -> Iterator[str]:
         yield tokenizer.decode(drawn[start : start + 50]).replace("\ufffd", "")
 
 
+def replaced_by_transformers(tokenizer: Tokenizer, model_type: str) -> bool:
+    """Return whether AutoTokenizer gives other ids than the tokenizer.json of an export.
+
+    For a Qwen 2 model, it ignores the class that the export names and the way to split text.
+    """
+    document = tokenizer.tokenizer_json()
+    if model_type != "qwen2" or document is None:
+        return False
+    model = document["model"]
+    if model.get("type") != "BPE":
+        return True
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": QWEN2},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    qwen2 = {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, UNSPLIT]},
+        "decoder": UNSPLIT,
+        "model": model | {"ignore_merges": False},
+    }
+    return first_difference(tokenizer, document | qwen2) is not None
+
+
 def end_of_text(document: Document, eot_id: int) -> str:
     """Return the text of the end-of-text token of a tokenizer.json."""
     added = {int(entry["id"]): entry["content"] for entry in document.get("added_tokens") or []}
     return str(added.get(eot_id) or loaded(document).id_to_token(eot_id))
 
 
-def tokenizer_config(token: str, max_tokens: int | None, chat_template: str | None) -> JsonObject:
+def tokenizer_config(
+    token: str, named: Mapping[str, str], max_tokens: int | None, chat_template: str | None
+) -> JsonObject:
     """Return the tokenizer_config.json beside a tokenizer.json.
 
-    `token` is the end-of-text token; `max_tokens` are the positions of the model, None for any.
+    `token` is the end-of-text token, which also pads unless `named`, the special tokens by name,
+    has another; `max_tokens` are the positions of the model, None for any.
     """
     result: JsonObject = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
+        "tokenizer_class": TOKENIZER_CLASS,
         "eos_token": token,
+        "pad_token": token,
         "clean_up_tokenization_spaces": False,
         "add_bos_token": False,
+        **named,
     }
     result |= {"model_max_length": max_tokens} if max_tokens else {}
     return result | ({"chat_template": chat_template} if chat_template else {})

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from flatout import process_limits
 from flatout.data import tokenizers
 from flatout.data.prepare.workers import local as local_workers
-from flatout.data.tokenizers import check, load_tokenizer, make_tokenizer, process_limits
+from flatout.data.tokenizers import check, load_tokenizer, make_tokenizer
 from flatout.data.tokenizers.base import NotEncodable
 from flatout.data.tokenizers.bpe import GPT2_PATTERN, RankTokenizer
 from flatout.data.tokenizers.byte import ByteTokenizer
@@ -292,8 +293,7 @@ def test_workers_limit_unproven_tokenizers(monkeypatch):
 @pytest.mark.slow
 def test_worker_reports_that_the_tokenizer_ran_out_of_cpu_time():
     code = (
-        "from flatout.data.tokenizers.process_limits import cpu_bounded\n"
-        "with cpu_bounded(0):\n  while True: pass"
+        "from flatout.process_limits import cpu_bounded\nwith cpu_bounded(0):\n  while True: pass"
     )
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)

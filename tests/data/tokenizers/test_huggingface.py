@@ -24,7 +24,7 @@ from tokenizers import (
     trainers,
 )
 
-from flatout.data.tokenizers import base, cut_points, parse_tokenizer
+from flatout.data.tokenizers import base, cut_points, load_tokenizer, parse_tokenizer
 from flatout.data.tokenizers.byte_level import layout_of
 from flatout.data.tokenizers.engine_choice import probes
 from flatout.data.tokenizers.engines import NEVER_CHANGED_BY_NFC, after_nfc, around_added_tokens
@@ -94,6 +94,33 @@ def definition(style: str) -> dict:
 @cache
 def make_tokenizer(style: str) -> HuggingFaceTokenizer:
     return parse_tokenizer(json.dumps(definition(style)), "tokenizer.json")
+
+
+def test_the_tokens_that_a_tokenizer_config_names_are_kept(tmp_path):
+    known, *_ = END
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition(known)))
+    unnamed = load_tokenizer(tmp_path / "tokenizer.json")
+    assert unnamed.named_tokens() == {}
+    assert "named" not in unnamed.document()
+    config = {"bos_token": {"content": END[known]}, "pad_token": "[absent]", "eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    named = load_tokenizer(tmp_path / "tokenizer.json")
+    assert named.named_tokens() == {"bos_token": (END[known], named.eot_id)}
+    named.save(tmp_path / "saved.json")
+    assert load_tokenizer(tmp_path / "saved.json").named_tokens() == named.named_tokens()
+
+
+def test_tokens_that_share_an_id_are_refused():
+    for style in END:
+        shared = definition(style)
+        first, second = list(shared["model"]["vocab"])[40:42]
+        shared["model"]["vocab"][second] = shared["model"]["vocab"][first]
+        with pytest.raises(DataError, match="the same id"):
+            parse_tokenizer(json.dumps(shared), "tokenizer.json")
+    shared = definition(style)
+    shared["added_tokens"][-1]["id"] = 5
+    with pytest.raises(DataError, match="the same id, 5"):
+        parse_tokenizer(json.dumps(shared), "tokenizer.json")
 
 
 @cache

@@ -67,7 +67,7 @@ class Heard:
 def vocabulary(tokenizer, rows=None):
     heard = Heard()
     document = tokenizer.tokenizer_json()
-    write_vocabulary(heard, document, tokenizer.eot_id, rows or tokenizer.vocab_size)
+    write_vocabulary(heard, document, tokenizer.eot_id, {}, rows or tokenizer.vocab_size)
     return vars(heard)
 
 
@@ -208,7 +208,7 @@ def test_llama_cpp_gives_the_same_ids(kind, tmp_path):
     writer.add_block_count(0)
     writer.add_head_count(1)
     writer.add_layer_norm_rms_eps(1e-5)
-    write_vocabulary(writer, tokenizer_json(tokenizer), tokenizer.eot_id, tokenizer.vocab_size)
+    write_vocabulary(writer, tokenizer_json(tokenizer), tokenizer.eot_id, {}, tokenizer.vocab_size)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,6 +1,7 @@
 """Exports for transformers: their classes and modeling files compute the same logits and text."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,13 @@ import torch
 from export_shapes import CLASSES, OWN_SHAPES, SHAPES
 
 from flatout.architectures.source import ForeignWeights, find_model
+from flatout.data.tokenizers import parse_tokenizer
+from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.inference.export import modeling
+from flatout.inference.export.export import export_run
 from flatout.inference.export.huggingface import MODELING, TRAINING_KEYS, no_stock_class
 from flatout.inference.export.shards import INDEX
+from flatout.inference.export.source import open_source
 from flatout.inference.load import load_run
 from flatout.registry import MODELS
 from flatout.training.checkpoint.read_write import read_weights
@@ -51,7 +56,7 @@ def test_transformers_computes_the_same_logits_and_text(make_run, export_to, sha
         out, trust_remote_code=written.needs_code
     ).eval()
     assert type(model).__name__ == written.model_class
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokenizer = getattr(transformers, written.tokenizer_class).from_pretrained(out)
     loaded = load_run(run, "last", device="cpu")
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -111,6 +116,33 @@ def test_the_files_of_an_export(make_run, export_to):
     )
     settings = json.loads((out / "tokenizer_config.json").read_text())
     assert (settings["eos_token"], settings["model_max_length"]) == ("<|endoftext|>", 16)
+
+
+@pytest.mark.slow
+def test_the_named_tokens_of_an_imported_tokenizer_stay(make_run, tmp_path):
+    definition = ByteTokenizer().tokenizer_json()
+    vocabulary = definition["model"]["vocab"]
+    names = {"bos_token": "A", "eos_token": "B", "pad_token": "C"}
+    theirs = parse_tokenizer(json.dumps(definition), "mine", named=names)
+    for shape in ("llama", "qwen2"):
+        source = replace(open_source(make_run(shape, SHAPES[shape])), tokenizer=theirs)
+        made = export_run(source, tmp_path / shape, "huggingface", shard_mib=64)
+        settings = json.loads((made.path / "tokenizer_config.json").read_text())
+        assert {name: settings[name] for name in names} == names
+        generation = json.loads((made.path / "generation_config.json").read_text())
+        assert generation["pad_token_id"] == vocabulary["C"]
+        assert generation["eos_token_id"] == [vocabulary["B"], 256]
+        config = json.loads((made.path / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == (
+            vocabulary["A"],
+            vocabulary["B"],
+        )
+        card = (made.path / "README.md").read_text()
+        loader = "AutoTokenizer" if shape == "llama" else "PreTrainedTokenizerFast"
+        assert f"tokenizer = {loader}.from_pretrained" in card
+        assert any("PreTrainedTokenizerFast" in note for note in made.written.notes) == (
+            shape == "qwen2"
+        )
 
 
 @pytest.mark.slow

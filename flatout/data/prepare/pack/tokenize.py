@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from flatout.conversation.rendering import Piece
 from flatout.data.prepare.pack.jobs import Assignment, Job, Range, num_bytes_of
 from flatout.data.prepare.pack.range_files import RangeWriter, SplitWriter
 from flatout.data.prepare.pack.records import MARK, RangeRecord, count_skipped
@@ -135,9 +136,11 @@ def _pack_document(
     record: RangeRecord,
 ) -> Iterator[None]:
     """Pack a document; yield after every `PIECES_PER_REPORT` pieces."""
-    if row.pieces:
+    if row.examples:
         ((name, _),) = (job.assignment or packing.assignment).assign(row.text, index)
-        packers[name].add_conversation(row, encode_pieces(packing.tokenizer, row.pieces))
+        encoded = [encode_pieces(packing.tokenizer, pieces) for pieces in row.examples]
+        for example, parts in zip(row.examples, encoded, strict=True):
+            packers[name].add_example(example, parts)
         return
     made = [
         (name, text, _tokenise(text, packing))
@@ -210,8 +213,11 @@ class _Packer:
         if self._held_tokens >= HELD_TOKENS:
             self.flush()
 
-    def add_conversation(self, row: Document, encoded: list[tuple[Array, bool]]) -> None:
-        """Append a conversation; the loss counts end-of-text only where it ends a turn."""
+    def add_example(self, pieces: Sequence[Piece], encoded: list[tuple[Array, bool]]) -> None:
+        """Append an example of a conversation.
+
+        The loss counts end-of-text only where it ends a turn.
+        """
         ends_turn = len(encoded) > 0 and encoded[-1][0].tolist() == [self._eot_id]
         is_target = encoded.pop()[1] if ends_turn else False
         for ids, counts in encoded:
@@ -221,8 +227,8 @@ class _Packer:
                 self.add_prompt([ids])
         if not is_target:
             self._prompts.append((self._held_tokens, self._held_tokens + 1))
-        targets = (piece.text for piece in row.pieces if piece.is_target and not piece.is_special)
-        self.end_document(str(row.text), "".join(targets))
+        targets = (piece.text for piece in pieces if piece.is_target and not piece.is_special)
+        self.end_document("".join(piece.text for piece in pieces), "".join(targets))
 
     def end_document(self, prompt: str, text: Text) -> None:
         """Append end-of-text to a document with this text and prompt (empty if it has none)."""

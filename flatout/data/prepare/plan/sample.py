@@ -33,8 +33,9 @@ def prompts_and_texts_of(job: Job) -> Iterator[Text]:
     A conversation is yielded in pieces, without its special tokens.
     """
     for row in job.rows():
-        if isinstance(row, Document) and row.pieces:
-            yield from (piece.text for piece in row.pieces if not piece.is_special)
+        if isinstance(row, Document) and row.examples:
+            for pieces in row.examples:
+                yield from (piece.text for piece in pieces if not piece.is_special)
         elif isinstance(row, Document):
             if row.prompt:
                 yield row.prompt

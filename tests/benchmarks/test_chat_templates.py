@@ -1,0 +1,25 @@
+"""The benchmark of chat templates in a process with limits."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("chat_templates")
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen 3", "llama 2", "marked"])
+def test_both_ways_render_the_same_texts(benchmark, family):
+    rows = benchmark.conversations(5)
+    row = benchmark.measure(family, benchmark.FAMILIES[family], rows, rounds=1)
+    assert min(row["here_us"], row["there_us"]) > 0
+
+
+def test_a_template_that_takes_too_much_is_answered(benchmark):
+    assert "memory" in benchmark.attack("center", benchmark.ATTACKS["center"])["answer"]
