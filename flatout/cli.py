@@ -44,6 +44,7 @@ from flatout.trust import BY_ARGUMENT
 
 if TYPE_CHECKING:
     from flatout.commands import Command, Result
+    from flatout.hardware import CpuTimes
     from flatout.terminal import Terminal
 
 MAX_NAME_BYTES = 255
@@ -59,6 +60,8 @@ OTHER_RANKS_WAIT_S = 3.0
 
 The main rank usually has the same error; when it exits, torchrun ends the others. An error on one
 rank alone is still reported."""
+LOOK_S = 0.15
+"""How long to look at what other processes do, at least."""
 HELP = """\
 Usage: flatout COMMAND [ARGUMENTS] [section.key=value ...]
 
@@ -276,10 +279,11 @@ def _call(command: Command, values: dict[str, Any], words: list[str]) -> int:
 
     `words` are the command line, for a command that runs as several processes.
     """
-    from flatout.hardware import usable_cores
+    from flatout.hardware import CpuTimes, usable_cores
     from flatout.launch import launch, program
     from flatout.terminal import Terminal
 
+    began = CpuTimes.read()
     as_json, verbose = values.pop("json"), values.pop("verbose", False)
     terminal = Terminal()
     is_main = os.environ.get("RANK", "0") == "0"
@@ -292,6 +296,7 @@ def _call(command: Command, values: dict[str, Any], words: list[str]) -> int:
             if count > 1:
                 return launch(program(words), count, os.environ, usable_cores())
         if command.needs_torch:
+            _sleep_while_waiting(began, progress)
             with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
                 importlib.import_module("torch")
         result = command.call(
@@ -302,6 +307,26 @@ def _call(command: Command, values: dict[str, Any], words: list[str]) -> int:
     if is_main and not write_output(lambda: _show(result, as_json)) and not command.writes_files:
         return result.exit_code or 1
     return result.exit_code
+
+
+def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:
+    """If other processes keep the cores busy, let torch's threads sleep while they wait.
+
+    By default they spin, and keep the cores from the threads that they wait for: a step can take
+    several times longer. torch's OpenMP reads the variable when it is loaded. No result changes.
+    """
+    from flatout.hardware import BUSY_CORES, CpuTimes, usable_cores
+
+    if {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & os.environ.keys() or usable_cores() == 1:
+        return
+    time.sleep(LOOK_S)
+    others = began.others_until(CpuTimes.read())
+    if others > BUSY_CORES:
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        progress.say(
+            f"Other processes use {others:.1f} of {usable_cores()} cores, so threads sleep while "
+            "they wait (OMP_WAIT_POLICY=passive). OMP_NUM_THREADS=1 may be faster still."
+        )
 
 
 def _with_parameters(function: Callable[..., Any], values: dict[str, Any]) -> Any:

@@ -237,6 +237,10 @@ def limited_cpu_s(
     return None
 
 
+BUSY_CORES = 0.4
+"""Cores that other processes must use to count as a load on this one."""
+
+
 class CpuTimes(NamedTuple):
     """CPU seconds on the cores that this process may use, at one moment."""
 

@@ -65,6 +65,8 @@ class Workload:
     """Processes over which weights, gradients and optimizer state are sharded."""
     whole_gradients: bool = False
     """Whether each process keeps unsharded gradients of sharded weights between micro-batches."""
+    gathers: torch.dtype | None = None
+    """Dtype in which sharded blocks are gathered if it differs from the weights'."""
     transforms: tuple[Callable[[LanguageModel, Mesh | None], LanguageModel], ...] = ()
     """Transforms that change what the model keeps; (model, mesh) -> model."""
     document_mask: bool = False
@@ -118,6 +120,8 @@ class MemoryEstimate:
     """Excess of one block's backward over `logits`, and gathered weights if sharded."""
     peak: Moment
     """The moment of the step at which most memory exists; parts do not all exist at once."""
+    largest: int = 0
+    """The largest tensor that a micro-batch creates."""
 
     @property
     def fixed(self) -> int:
@@ -133,17 +137,19 @@ class MemoryEstimate:
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
     """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
     gradients_exist, shards = _gradients_exist(workload, accumulate), workload.num_shards
-    traced = _trace_of(workload, rows, accumulate)
+    traced = _trace_of(replace(workload, gathers=None), rows, accumulate)
+    gathered = _trace_of(workload, rows, accumulate) if shards > 1 else traced
     model = traced.model
     own = sum(_shard_bytes(parameter, shards) for parameter in model.parameters())
     trained = _trained(model)
     gradients = sum(_shard_bytes(parameter, shards) for parameter in trained)
     if workload.whole_gradients:
         gradients = bytes_of(trained)
-    activations = traced.inputs + sum(part.kept for part in [traced.embedding, *traced.blocks])
+    parts = [traced.embedding, *gathered.blocks]
+    activations = traced.inputs + sum(part.kept for part in parts)
     logits = max(traced.head.forward, traced.head.backward)
-    in_block = max((part.backward - part.kept for part in traced.blocks), default=0)
-    workspace = max(in_block - logits, 0) + _gathered(model, shards)
+    in_block = max((part.backward - part.kept for part in gathered.blocks), default=0)
+    workspace = max(in_block - logits, 0) + _gathered(gathered.model, shards)
     if shards > 1:
         moments = [Moment("a sharded step", gradients, activations, logits + workspace)]
     else:
@@ -157,6 +163,7 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         logits=logits,
         workspace=workspace,
         peak=max(moments, key=lambda moment: moment.total),
+        largest=max(part.largest for part in (traced.embedding, *traced.blocks, traced.head)),
     )
 
 
@@ -236,6 +243,11 @@ def _without_values(workload: Workload) -> Iterator[LanguageModel]:
         mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
         model = workload.model_class(workload.model_config, workload.ops)
         model = with_adapters(model, workload.lora)
+        if workload.gathers is not None:
+            for module in model.blocks.modules():  # `to` cannot exchange tensors without values
+                for name, own in list(module.named_parameters(recurse=False)):
+                    narrow = nn.Parameter(own.detach().to(workload.gathers), own.requires_grad)
+                    setattr(module, name, narrow)
         for transform in workload.transforms:
             model = transform(model, None)
         yield model

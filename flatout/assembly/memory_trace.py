@@ -21,6 +21,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
+        self.largest = 0
         self.operations = 0
         """Those that computed something: not views."""
         self._seen: dict[int, weakref.ref[Any]] = {}
@@ -49,6 +50,7 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen[key] = weakref.ref(storage, on_free)
         self.now += size
         self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, size)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Part:
     """Gradients of weights that did not exist before its backward pass."""
     operations: int
     """Operations of both passes, without views."""
+    largest: int
+    """The largest tensor of both passes."""
 
 
 def trace(
@@ -90,7 +94,7 @@ def trace(
         if end.requires_grad:  # not after an embedding that is frozen
             end.backward()
         del end
-    return Part(kept, forward, live.peak, live.now, live.operations)
+    return Part(kept, forward, live.peak, live.now, live.operations, live.largest)
 
 
 class _Enter(torch.autograd.Function):

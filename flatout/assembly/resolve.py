@@ -194,6 +194,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         with_momentum=frozenset({"hidden"} if config.optim.kind == "muon" else ()),
         num_shards=config.parallel.shard,
         whole_gradients="grad_sync" in recipe.filled_by,
+        gathers=recipe.gather_dtype,
         transforms=tuple(
             transform.apply
             for transform in recipe.ordered_transforms()

@@ -9,7 +9,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -140,6 +140,9 @@ def demo(
     device, _ = pick_device("auto", probe())
     subject = about_file(file, device) if file else about_python(device)
     config = _stored_config(subject.run)
+    is_shortest = config is not None and config.train.steps == MIN_STEPS
+    if config is not None and is_shortest and read_summary(subject.run) is None:
+        subject, config = _timed_again(subject, config, device, minutes, progress)
     if config is None:
         config = _new_config(subject, device, minutes, progress)
     elif read_summary(subject.run) is not None:
@@ -169,6 +172,21 @@ def _stored_config(run: Path) -> RunConfig | None:
             error.what,
             fix=f"A demo uses only flatout's own code, so {run} is not a demo: move it away.",
         ) from error
+
+
+def _timed_again(
+    subject: Subject, config: RunConfig, device: str, minutes: float, progress: Progress
+) -> tuple[Subject, RunConfig]:
+    """Return a longer demo beside an unfinished one that was timed while the machine was busy."""
+    other = replace(subject, run=subject.run.with_name(f"{subject.run.name}-longer"))
+    longer = _stored_config(other.run) or _new_config(other, device, minutes, progress)
+    if (longer.train.steps or 0) <= 2 * MIN_STEPS:
+        return subject, config
+    progress.say(
+        f"{subject.run} has only {MIN_STEPS} steps, because it was timed on a busy machine; "
+        f"{other.run} has {longer.train.steps}."
+    )
+    return other, longer
 
 
 def check(file: Path | None, minutes: float) -> None:

@@ -16,12 +16,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from flatout.config.schema import RunConfig, flat
-from flatout.data.store.mix import AnyDataset, members_of
-from flatout.errors import ConfigError, DiskFull, RunFailed
+from flatout.errors import DiskFull, RunFailed
 from flatout.files import disk_fix, is_full
-from flatout.json_io import JsonObject
-from flatout.training.run_dir.data_location import data_digest
 
 if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
@@ -32,7 +28,6 @@ SHARED_FIX = (
     "Start all processes in one shared directory, "
     "or set --run-dir to an absolute path on a disk that all machines mount."
 )
-PATHS_OF_DATA = ("data.path", "data.mix", "data.cache")
 Result = TypeVar("Result")
 WRITING, READING = "cannot write", "cannot read"
 
@@ -81,36 +76,6 @@ def _others(mesh: Mesh, error: Exception | None) -> type[RunFailed] | None:
     if not float(failed):
         return None
     return DiskFull if float(failed) == float(full) else RunFailed
-
-
-def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
-    """Check that all processes were started with the same settings and the same tokens.
-
-    Only the main process's are used; the paths of datasets may differ between machines.
-    Raises: ConfigError, on every rank, that names a process and what differs.
-    """
-    if ranks.world_size == 1:
-        return
-    settings = {
-        key: value for key, value in flat(config.to_dict()).items() if key not in PATHS_OF_DATA
-    }
-    settings["data"] = [data_digest(dataset), *(part.share for part in members_of(dataset))]
-    found: list[JsonObject] = [{}] * ranks.world_size
-    dist.all_gather_object(found, settings)
-    for rank, others in enumerate(found):
-        if others != found[0]:
-            keys = sorted(found[0].keys() | others.keys())
-            differ = [key for key in keys if found[0].get(key) != others.get(key)]
-            text = "; ".join(
-                "the tokens of the dataset"
-                if key == "data"
-                else f"{key} is {found[0].get(key)} on rank 0 and {others.get(key)} on rank {rank}"
-                for key in differ
-            )
-            raise ConfigError(
-                f"The processes of this run were started with different settings: {text}.",
-                fix="Start all of them with the same command and the same dataset.",
-            )
 
 
 def require_shared(ranks: Ranks, lock: Path, *, wait_s: float = SHARED_WAIT_S) -> None:

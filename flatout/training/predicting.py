@@ -31,13 +31,11 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.errors import FlatoutError
+from flatout.hardware import BUSY_CORES
 from flatout.json_io import JsonObject
 from flatout.training.metrics.device import reserved_gib
 from flatout.training.request import RunRequest
 from flatout.training.run_plan import RunPlan
-
-BUSY_CORES = 0.4
-"""Cores that other processes must use to count as a load on this one."""
 
 
 @dataclass(frozen=True)

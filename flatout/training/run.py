@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import torch
 
 from flatout.assembly.build import build, set_deterministic
@@ -21,15 +21,21 @@ from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.errors import ConfigError, FlatoutError, signal_of
 from flatout.files import writing_run
-from flatout.hardware import Machine, pick_device, probe
+from flatout.hardware import BUSY_CORES, CpuTimes, Machine, pick_device, probe
 from flatout.json_io import JsonObject
 from flatout.launch import num_processes
 from flatout.models.uninitialised import uninitialised
 from flatout.parallel.mesh import make_mesh
-from flatout.parallel.rendezvous import connect, disconnect, launcher, stated_ranks
+from flatout.parallel.rendezvous import (
+    connect,
+    disconnect,
+    launcher,
+    stated_ranks,
+    stated_variables,
+)
 from flatout.progress import SILENT, Progress
 from flatout.registry import RECIPES
-from flatout.training.agreement import require_same_settings, require_shared
+from flatout.training.agreement import require_shared
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
@@ -46,14 +52,14 @@ from flatout.training.metrics.records import forget_events
 from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.peak import peak_of_run
-from flatout.training.predicting import BUSY_CORES, Forecast, forecast, predict, record
+from flatout.training.predicting import Forecast, forecast, predict, record
 from flatout.training.request import RunRequest
 from flatout.training.rewinding import fit_or_stop, with_rewinds
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.left_out import read_left_out
 from flatout.training.run_dir.lock import hold_lock
-from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of
+from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, require_same_settings
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
@@ -181,9 +187,11 @@ def say_idle_gpus(progress: Progress) -> None:
 
 def warn_of_busy_cores(machine: Machine, progress: Progress) -> None:
     """Warn when other processes use the cores, which can slow down training several times."""
-    if torch.get_num_threads() == 1:
-        return  # one thread waits for no other
-    busy_cores = psutil.cpu_percent(interval=0.2) / 100 * machine.cores
+    if torch.get_num_threads() == 1 or stated_variables(["OMP_WAIT_POLICY"]):
+        return  # one thread waits for no other, and the command line has looked already
+    before = CpuTimes.read()
+    time.sleep(0.2)
+    busy_cores = before.others_until(CpuTimes.read())
     if busy_cores > BUSY_CORES:
         progress.say(
             f"Other processes use {busy_cores:.1f} of {machine.cores} cores. Training threads that "

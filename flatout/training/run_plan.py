@@ -18,12 +18,13 @@ from flatout.assembly.resolve import (
 )
 from flatout.assembly.selection import assemble, stored_decisions
 from flatout.assembly.sizes import for_world_size
-from flatout.config.schema import RunConfig
+from flatout.config.schema import RunConfig, flat
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
 from flatout.files import PART, writing_run
 from flatout.json_io import JsonObject, parsing
 from flatout.models.lora import require_weights
+from flatout.parallel.rendezvous import Ranks
 from flatout.progress import counted
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
@@ -35,6 +36,7 @@ from flatout.training.mirror.session import send_rest
 from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
+    data_digest,
     has_same_tokens,
     moved_data,
     require_same_data,
@@ -45,6 +47,8 @@ from flatout.training.run_dir.left_out import inherit, read_left_out
 from flatout.training.run_dir.lookup import resume_path
 from flatout.training.run_dir.resume import config_to_resume, is_own, resume_from
 from flatout.trust import remember
+
+PATHS_OF_DATA = ("data.path", "data.mix", "data.cache")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,36 @@ class RunPlan:
     """The summary of a finished run."""
     rows_are_auto: bool = False
     """Whether flatout chose the rows of a micro-batch."""
+
+
+def require_same_settings(ranks: Ranks, config: RunConfig, dataset: AnyDataset) -> None:
+    """Check that all processes were started with the same settings and the same tokens.
+
+    Only the main process's are used; the paths of datasets may differ between machines.
+    Raises: ConfigError, on every rank, that names a process and what differs.
+    """
+    if ranks.world_size == 1:
+        return
+    settings = {
+        key: value for key, value in flat(config.to_dict()).items() if key not in PATHS_OF_DATA
+    }
+    settings["data"] = [data_digest(dataset), *(part.share for part in members_of(dataset))]
+    found: list[JsonObject] = [{}] * ranks.world_size
+    torch.distributed.all_gather_object(found, settings)
+    for rank, others in enumerate(found):
+        if others != found[0]:
+            keys = sorted(found[0].keys() | others.keys())
+            differ = [key for key in keys if found[0].get(key) != others.get(key)]
+            text = "; ".join(
+                "the tokens of the dataset"
+                if key == "data"
+                else f"{key} is {found[0].get(key)} on rank 0 and {others.get(key)} on rank {rank}"
+                for key in differ
+            )
+            raise ConfigError(
+                f"The processes of this run were started with different settings: {text}.",
+                fix="Start all of them with the same command and the same dataset.",
+            )
 
 
 def agree_on_plan(request: RunRequest) -> RunPlan:

@@ -115,6 +115,25 @@ def test_recomputed_activations_are_not_counted(name):
     assert all(torch.equal(one, other) for one, other in zip(*losses, strict=True))
 
 
+def test_the_largest_tensor_of_a_wide_vocabulary_is_the_logits():
+    work = workload("plain", seq_len=64, vocab_size=5000)
+    assert estimate(work, 4).largest == 4 * 64 * 5000 * 4
+
+
+def test_gathers_in_bf16_leave_no_copies_of_weights():
+    """Autocast makes a copy of each fp32 matrix in a block, which backward keeps."""
+    work = replace(workload(autocast=torch.bfloat16), num_shards=2)
+    narrow = replace(work, gathers=torch.bfloat16)
+    wide, found = estimate(work, 4), estimate(narrow, 4)
+    model = Transformer(work.model_config, Ops.plain())
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    copies = 2 * sum(p.numel() for p in matrices)
+    assert wide.activations - found.activations == pytest.approx(copies, rel=0.02)
+    assert found.workspace < wide.workspace
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(found, name) == getattr(wide, name)
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("tied_head", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("ops", OPS)

@@ -172,12 +172,27 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
         demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
     run = about_file(quick / "a.txt", "cpu").run
     assert read_summary(run) is None
-    monkeypatch.setattr(module, "seconds_per_step", None)
+    monkeypatch.setattr(module, "seconds_per_step", lambda config: 1.0)  # still busy
     progress = RecordedLines()
-    demo(quick / "a.txt", minutes=5, progress=progress)
-    assert progress.lines[0] == f"Resuming {run}."
+    demo(quick / "a.txt", minutes=0.001, progress=progress)
+    assert f"Resuming {run}." in progress.lines
     assert read_config(run).train.steps == read_summary(run)["steps"] == 3
     assert read_summary(run)["resumed_from"].endswith("step-2")
+
+
+def test_a_demo_that_was_timed_on_a_busy_machine_is_timed_again(quick, monkeypatch):
+    (quick / "a.txt").write_text("a text of some length. " * 100)
+    with pytest.raises(Stopped):
+        demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
+    run = about_file(quick / "a.txt", "cpu").run
+    progress, longer = RecordedLines(), run.with_name(f"{run.name}-longer")
+    monkeypatch.setattr(module, "seconds_per_step", lambda config: 0.01)
+    demo(quick / "a.txt", minutes=0.002, progress=progress)
+    assert any(f"{run} has only 3 steps" in line for line in progress.lines)
+    assert read_summary(longer)["steps"] > 6
+    assert read_summary(run) is None
+    monkeypatch.setattr(module, "seconds_per_step", None)
+    assert demo(quick / "a.txt", minutes=0.002).run == str(longer), "it is found again"
 
 
 @pytest.mark.parametrize(

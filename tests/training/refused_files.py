@@ -15,7 +15,6 @@ import sys
 import traceback
 from pathlib import Path
 
-import psutil
 import torch  # noqa: F401  # imported once, not in every child
 
 from flatout import cli, roof
@@ -90,7 +89,6 @@ def main():
     place, error, start, stride, *words = sys.argv[1:]
     place, error = Path(place), int(error)
     roof.measure = lambda *_: (0.1, 512)  # the hardware is not probed here
-    psutil.cpu_percent = lambda **_: 0.0
 
     def fresh():
         shutil.rmtree(place, ignore_errors=True)

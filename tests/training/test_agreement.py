@@ -1,15 +1,11 @@
 """Votes, and work that succeeds on all ranks or on none; test_ranks.py runs several ranks."""
 
-import shutil
-from functools import partial
-
 import pytest
 import torch
 from safetensors import SafetensorError
 from stand_in import ALONE
 
-from flatout.data.store.mix import open_data
-from flatout.errors import CheckpointError, ConfigError, DiskFull, RunFailed
+from flatout.errors import CheckpointError, DiskFull, RunFailed
 from flatout.parallel.mesh import Mesh
 from flatout.parallel.rendezvous import Ranks
 from flatout.training import agreement
@@ -155,37 +151,3 @@ def test_processes_in_one_folder_continue(tmp_path, check_shared):
     check_shared(1, tmp_path, [True, True])
     (tmp_path / "lock").write_text("")  # the content may arrive late from another machine
     check_shared(1, tmp_path, [True, True])
-
-
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"optim__lr": 0.5}, "optim.lr is 0.01 on rank 0 and 0.5 on rank 1"),
-        ({"train__seed": 9}, "train.seed is 0 on rank 0 and 9 on rank 1"),
-        ({"data__path": "ragged"}, "the tokens of the dataset"),
-        ({"data__path": "copy"}, None),
-    ],
-)
-def test_processes_with_different_settings_are_refused(
-    tiny_config, tiny_set, ragged_set, tmp_path, monkeypatch, changes, named
-):
-    copy = shutil.copytree(tiny_set, tmp_path / "copy")
-    paths = {"ragged": str(ragged_set), "copy": str(copy)}
-    changes = {key: paths.get(value, value) for key, value in changes.items()}
-    sent = []
-    monkeypatch.setattr(agreement.dist, "all_gather_object", lambda found, own: sent.append(own))
-    configs = [tiny_config(), tiny_config(**changes)]
-    for rank, config in enumerate(configs):
-        agreement.require_same_settings(Ranks(rank, 2, rank, 2), config, open_data(config.data))
-    monkeypatch.setattr(
-        agreement.dist, "all_gather_object", lambda found, _: found.__setitem__(slice(None), sent)
-    )
-    check = partial(
-        agreement.require_same_settings, Ranks(0, 2, 0, 2), configs[0], open_data(configs[0].data)
-    )
-    if named is None:
-        check()
-    else:
-        with pytest.raises(ConfigError, match=f"different settings: {named}") as refused:
-            check()
-        assert "; " not in refused.value.what, "nothing else differs"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatout.assembly import resolve as resolving
 from flatout.assembly.measured import Gain, gains_here, hardware_name, keep
@@ -17,10 +19,12 @@ from flatout.data.store.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, Stopped
 from flatout.hardware import probe
 from flatout.inference.load import load_run
+from flatout.parallel.rendezvous import Ranks
 from flatout.training.checkpoint.read_write import read_weights
 from flatout.training.checkpoint.snapshot import facts
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_config
+from flatout.training.run_plan import require_same_settings
 
 pytestmark = pytest.mark.slow
 
@@ -224,3 +228,39 @@ def test_a_config_without_data_is_refused_with_the_command(tiny_config, tmp_path
     with pytest.raises(ConfigError, match=r"data\.path is not set.*flatout prepare"):
         run_training(tiny_config(data__path=None), tmp_path / "run")
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"optim__lr": 0.5}, "optim.lr is 0.01 on rank 0 and 0.5 on rank 1"),
+        ({"train__seed": 9}, "train.seed is 0 on rank 0 and 9 on rank 1"),
+        ({"data__path": "ragged"}, "the tokens of the dataset"),
+        ({"data__path": "copy"}, None),
+    ],
+)
+def test_processes_with_different_settings_are_refused(
+    tiny_config, tiny_set, ragged_set, tmp_path, monkeypatch, changes, named
+):
+    copy = shutil.copytree(tiny_set, tmp_path / "copy")
+    paths = {"ragged": str(ragged_set), "copy": str(copy)}
+    changes = {key: paths.get(value, value) for key, value in changes.items()}
+    sent = []
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda found, own: sent.append(own))
+    configs = [tiny_config(), tiny_config(**changes)]
+    for rank, config in enumerate(configs):
+        require_same_settings(Ranks(rank, 2, rank, 2), config, open_data(config.data))
+    monkeypatch.setattr(
+        torch.distributed,
+        "all_gather_object",
+        lambda found, _: found.__setitem__(slice(None), sent),
+    )
+    check = partial(
+        require_same_settings, Ranks(0, 2, 0, 2), configs[0], open_data(configs[0].data)
+    )
+    if named is None:
+        check()
+    else:
+        with pytest.raises(ConfigError, match=f"different settings: {named}") as refused:
+            check()
+        assert "; " not in refused.value.what, "nothing else differs"

@@ -26,7 +26,7 @@ from flatout.ops import cross_entropy
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
 NOT_MEASURED = "not measured"
-TOUCH_MEMORY = {"activations", "moments", "optimizer", "precision"}
+TOUCH_MEMORY = {"activations", "gather_dtype", "moments", "optimizer", "precision"}
 """Slots of speedups that may need less memory, besides the ops."""
 
 

@@ -220,8 +220,7 @@ def parameters_by_part(model: LanguageModel) -> dict[str, int]:
 def memory_at_peak(memory: MemoryPrediction) -> dict[str, Any]:
     """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
-    in_loss = moment.name == "the loss"
-    logits = moment.transient if in_loss else 0
+    logits = {"the loss": moment.transient, "a sharded step": found.logits}.get(moment.name, 0)
     parts = {
         "weights": found.weights,
         "gradients": moment.gradients,

@@ -82,7 +82,7 @@ def digests(folder):
         del state["values"]["elapsed_s"]
         found[step, catalog.STATE] = state
         info = json.loads((path / INFO).read_text())
-        varies = {"elapsed_s", "saved_at", "tokens_per_s", "config_digest"}
+        varies = {"elapsed_s", "saved_at", "tokens_per_s", "config_digest", "records_crc32"}
         found[step, INFO] = {key: value for key, value in info.items() if key not in varies}
     return found
 
