@@ -342,3 +342,10 @@ def test_each_short_name_belongs_to_one_row_and_each_capability_is_known():
         for row in rows
     )
     assert all(row.compute_capability for row in rows)
+
+
+def test_a_child_process_that_ends_meanwhile_is_no_error():
+    with subprocess.Popen(["true"]) as child:
+        gone = hardware.psutil.Process(child.pid)
+    before = hardware.CpuTimes.read()
+    assert hardware.CpuTimes.read([gone]).own_s >= before.own_s

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
@@ -31,7 +29,7 @@ from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.errors import FlatoutError
-from flatout.hardware import BUSY_CORES
+from flatout.hardware import BUSY_CORES, CpuTimes
 from flatout.json_io import JsonObject
 from flatout.training.metrics.device import reserved_gib
 from flatout.training.request import RunRequest
@@ -47,10 +45,8 @@ class Forecast:
     context: int
     """Bytes of this process so far."""
     memory: MemoryPrediction | None
-    began_s: float
-    """When that was, by the performance counter."""
-    others_s: float
-    """CPU seconds that other processes had used by then."""
+    began: CpuTimes
+    """What all processes had computed by then."""
 
 
 def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
@@ -59,7 +55,7 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
     Raises: HardwareError when a new run certainly does not fit.
     """
     runs = past_runs.read(hardware_name(request.machine, request.device), request.cache)
-    began_s, others_s = time.perf_counter(), cpu_s_of_others()
+    began = _cpu_times()
     context = psutil.Process().memory_info().rss
     config, decisions, ranks = plan.config, plan.decisions, request.ranks
     workload = workload_of(config, assemble(decisions))
@@ -70,7 +66,7 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
         raise
     except Exception as error:  # a custom model may need values, which the trace does not have
         request.progress.say(f"Its memory cannot be predicted: {type(error).__name__}: {error}")
-        return Forecast(runs, context, None, began_s, others_s)
+        return Forecast(runs, context, None, began)
     memory = predict_memory(
         config, decisions, found, runs=runs, world_size=ranks.world_size, context=context
     )
@@ -80,7 +76,7 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
         warning = require_fitting(config, workload, memory, capacity)
         if warning and ranks.rank == 0:
             request.progress.say(warning)
-    return Forecast(runs, context, memory, began_s, others_s)
+    return Forecast(runs, context, memory, began)
 
 
 def known_estimate(
@@ -110,19 +106,8 @@ def versions() -> tuple[str, str]:
     return version("torch"), str(import_module("flatout").__version__)
 
 
-def cpu_s_of_others() -> float:
-    """Return the CPU seconds that all processes but this one and its children have used."""
-    whole, own = psutil.cpu_times(), psutil.Process()
-    idle = whole.idle + getattr(whole, "iowait", 0.0)
-    ours = sum(map(_cpu_s, (own, *own.children(recursive=True))))
-    return sum(whole[:8]) - idle - ours  # from the ninth on, Linux counts guests once more
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process and its ended children; 0 if it has ended, too."""
-    with suppress(psutil.Error):
-        return float(sum(process.cpu_times()[:4]))
-    return 0.0
+def _cpu_times() -> CpuTimes:
+    return CpuTimes.read(psutil.Process().children(recursive=True))
 
 
 def predict(run: Run, known: Forecast) -> Prediction:
@@ -156,7 +141,7 @@ def record(
     predicted = summary["predicted"] or {}
     torch, flatout = versions()
     on_cpu = run.mesh.device.type == "cpu"
-    others_s, passed_s = cpu_s_of_others() - known.others_s, time.perf_counter() - known.began_s
+    others = known.began.others_until(_cpu_times())
     done = past_run(
         run.config,
         run.decisions,
@@ -165,7 +150,7 @@ def record(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         torch=torch,
         world_size=run.mesh.world_size,
-        is_busy=on_cpu and run.mesh.world_size == 1 and others_s > BUSY_CORES * passed_s,
+        is_busy=on_cpu and run.mesh.world_size == 1 and others > BUSY_CORES,
         flatout=flatout,
         estimate=known.memory.estimate if known.memory else None,
         context_gib=known.context / GIB if on_cpu else None,

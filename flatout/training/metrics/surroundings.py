@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import gc
 import resource
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
+from flatout.hardware import CpuTimes
 
 CPU_STATS = (Path("/sys/fs/cgroup/cpu.stat"), Path("/sys/fs/cgroup/cpu/cpu.stat"))
 """Counters of a container's CPU limit, cgroups v2 and v1."""
@@ -45,32 +44,6 @@ class Own(NamedTuple):
         )
 
 
-class Load(NamedTuple):
-    """Counters of the whole machine and of this process at one moment."""
-
-    time_s: float
-    busy_s: float
-    """CPU seconds of all processes."""
-    own_s: float
-
-    @classmethod
-    def read(cls) -> Load:
-        """Return the counters now."""
-        times = psutil.cpu_times()
-        busy_s = sum(times) - times.idle - getattr(times, "iowait", 0.0)
-        busy_s -= getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # in user, nice
-        return cls(time.monotonic(), busy_s, Own.read().cpu_s)
-
-    def others_until(self, later: Load) -> float:
-        """Return the cores that other processes kept busy between two readings."""
-        seconds = max(later.time_s - self.time_s, 1e-3)
-        return max(later.busy_s - self.busy_s - (later.own_s - self.own_s), 0.0) / seconds
-
-    def busy_until(self, later: Load) -> float:
-        """Return the cores that were busy between two readings."""
-        return (later.busy_s - self.busy_s) / max(later.time_s - self.time_s, 1e-3)
-
-
 class GpuState(NamedTuple):
     """What the driver reports of the GPU now; None: not reported."""
 
@@ -89,14 +62,14 @@ class Surroundings:
         *,
         cores: int,
         read_gpu: Callable[[], GpuState | None] = lambda: None,
-        read_load: Callable[[], Load] = Load.read,
+        read_load: Callable[[], CpuTimes] = CpuTimes.read,
         read_limits: Callable[[], tuple[int, int, int]] | None = None,
     ) -> None:
         self._cores = cores
         self._read_gpu, self._read_load = read_gpu, read_load
         self._read_limits = read_limits or limit_counts
         self._start = read_load()
-        self._suspected: Load | None = None
+        self._suspected: CpuTimes | None = None
         self._limits = self._read_limits()
         self._first_gpu: GpuState | None = None
         self._gpu: GpuState | None = None
@@ -135,7 +108,8 @@ class Surroundings:
         now = self._read_load()
         before = self._start.others_until(self._suspected)
         during = self._suspected.others_until(now)
-        is_full = self._suspected.busy_until(now) > FULL_MACHINE * self._cores
+        busy = (now.used_s - self._suspected.used_s) / (now.at_s - self._suspected.at_s)
+        is_full = busy > FULL_MACHINE * self._cores
         if during - before < MIN_OTHER_CORES or not is_full:
             return None
         return (

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from flatout.hardware import CpuTimes
 from flatout.training.metrics import alarms as module
 from flatout.training.metrics.alarms import Alarms
-from flatout.training.metrics.surroundings import GpuState, Load, Own, Surroundings
+from flatout.training.metrics.surroundings import GpuState, Own, Surroundings
 
 EVERY = 10
 """Steps per record."""
@@ -21,7 +22,7 @@ class Machine:
         self.busy_s = self.now_s = 0.0
 
     def load(self):
-        return Load(self.now_s, self.busy_s, 0.0)
+        return CpuTimes(self.now_s, self.busy_s, 0.0)
 
     def surroundings(self):
         return Surroundings(

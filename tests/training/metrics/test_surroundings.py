@@ -2,11 +2,11 @@
 
 import gc
 
-import psutil
 import pytest
 
+from flatout.hardware import CpuTimes
 from flatout.training.metrics import surroundings as module
-from flatout.training.metrics.surroundings import Load, Own, Surroundings, limit_counts
+from flatout.training.metrics.surroundings import Own, Surroundings, limit_counts
 
 pytestmark = pytest.mark.slow
 
@@ -17,20 +17,8 @@ def test_own_counters_grow():
     assert Own.read().full_collections == before.full_collections + 1
 
 
-def test_the_load_of_others_excludes_this_process():
-    before, after = Load(0.0, 100.0, 10.0), Load(10.0, 118.0, 20.0)
-    assert before.busy_until(after) == pytest.approx(1.8)
-    assert before.others_until(after) == pytest.approx(0.8)
-
-
-def test_the_load_of_this_machine_is_at_most_its_cores():
-    before = Load.read()
-    sum(range(10**6))
-    assert 0 <= before.busy_until(Load.read()) <= psutil.cpu_count() + 1
-
-
 def loads(*counters):
-    found = iter([Load(*one) for one in counters])
+    found = iter([CpuTimes(*one) for one in counters])
     return Surroundings(cores=2, read_load=lambda: next(found), read_limits=lambda: (0, 0, 0))
 
 
