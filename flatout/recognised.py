@@ -56,12 +56,12 @@ _TO_CONVERT = {
     "adapter_config.json": (
         ADAPTER,
         "Merge it into its base model with PEFT, `PeftModel.from_pretrained(base, {0!r})"
-        ".merge_and_unload().save_pretrained('merged')`, then train.init_from=merged.",
+        ".merge_and_unload().save_pretrained('merged')`, then give merged in its place.",
     ),
     "lit_model.pth": (
         LITGPT,
         "Convert it, `litgpt convert_from_litgpt {1} converted`, copy its config.json to "
-        "converted, then train.init_from=converted.",
+        "converted, then give converted in its place.",
     ),
 }
 """The file that identifies each, its name, and the steps."""

@@ -273,11 +273,13 @@ def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
 
 def _closing(path: Path | str, manifest: Manifest, seconds: float, existed: bool) -> str:
     verb = "already exists" if existed else f"written in {seconds:.1f} s"
+    # Of masked text, a manifest has the size of what counts alone.
+    is_masked = any(split.masks for split in manifest.splits.values())
+    size = "" if is_masked else f", {manifest.text_bytes / 1e6:,.2f} MB of text"
     splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
     lines = [
         f"{path}  {verb}",
-        f"  {manifest.tokens:,} tokens of {_documents(manifest)}, "
-        f"{manifest.text_bytes / 1e6:,.2f} MB of text",
+        f"  {manifest.tokens:,} tokens of {_documents(manifest)}{size}",
         f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; "
         f"split by {manifest.split_rule}: {splits}",
     ]

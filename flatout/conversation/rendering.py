@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _MARKS = re.compile(f"[{START}{STOP}{GUARD}]")
 _PROBE = "flatout asks"
 """The content of a turn whose end is searched for."""
+_LONGEST_END = 1 << 12
+"""Characters of the end of a turn, which every text of a turn is searched for."""
 _TAG = re.compile(r"<(think|thinking|thought|reasoning)>\s*\Z")
 """The start of a thought at the end of a prompt; the model's own text closes it."""
 
@@ -75,7 +77,7 @@ class Renderer:
     def end(self) -> str:
         """The text that ends an assistant turn, up to its special token if it has one.
 
-        Raises: DataError when the template writes nothing after the content of a turn.
+        Raises: DataError when the template writes nothing or very much after the content of a turn.
         """
         turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": _PROBE}]
         try:
@@ -88,9 +90,11 @@ class Renderer:
         tail = text[text.rfind(_PROBE) + len(_PROBE) :] if _PROBE in text else ""
         special = self._specials.search(tail) if self._specials else None
         end = tail[: special.end()] if special else tail.rstrip()
-        if len(end.strip()) < 2:
+        length = len(end.strip())
+        if not 2 <= length <= _LONGEST_END:
+            what = "nothing" if length < 2 else f"{length:,} characters"
             raise DataError(
-                f"The chat template {self.template.name} writes nothing after an assistant's turn, "
+                f"The chat template {self.template.name} writes {what} after an assistant's turn, "
                 "so a model could not learn to end one.",
                 fix="Write {{ eos_token }} or another text there, or use --chat chatml or plain.",
             )

@@ -1,4 +1,4 @@
-"""Reads the turns of a conversation from a row: OpenAI's form, ShareGPT's or Alpaca's."""
+"""Reads the turns of a conversation from a row in the form of OpenAI, ShareGPT, Alpaca or TRL."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ CHAT_FIELDS = ("messages", "conversations")
 TOOLS = "tools"
 """Field of a row with the descriptions of the tools that its assistant may call."""
 SYSTEM = "system"
-"""Field of a row with its system prompt, if that is not a turn."""
+SYSTEM_FIELDS = (SYSTEM, "system_prompt")
+"""Fields of a row with its system prompt, if that is not a turn."""
 INSTRUCTION, OUTPUT = "instruction", "output"
 ALPACA_FIELDS = (INSTRUCTION, "input", OUTPUT, "history")
 """Fields of a row that is one question with its answer, after earlier ones."""
+PROMPT, COMPLETION = "prompt", "completion"
+"""Fields of a row with its turns in two lists; the loss counts none of the first."""
 ASSISTANT = "assistant"
 START, STOP, GUARD = "\ufdd0", "\ufdd1", "\ufdd2"
 """Noncharacters in rendered text: around `{% generation %}` blocks, and inside names of special
@@ -70,10 +73,10 @@ class Conversation:
     """Descriptions of the tools that the assistant may call."""
 
 
-def read_conversation(value: Any, tools: Any = None, system: Any = None) -> Conversation:
+def read_conversation(value: Any, row: JsonObject | None = None) -> Conversation:
     """Return the conversation in a list of `{role, content}` or `{from, value}` objects.
 
-    `tools` and `system` are what the row states beside it.
+    `row` may state tools and a system prompt beside it.
 
     Raises: BadConversation, whose message continues a sentence that starts with the row.
     """
@@ -91,18 +94,22 @@ def read_conversation(value: Any, tools: Any = None, system: Any = None) -> Conv
         raise BadConversation(
             f"has {found}, so nothing in it would count towards the loss", reason=found
         )
-    if system is not None and system != "":
+    row = row or {}
+    for field in SYSTEM_FIELDS:
+        system = row.get(field)
+        if system is None or system == "":
+            continue
         if not isinstance(system, str):
-            raise BadConversation(f"has a {SYSTEM!r} that is not text", reason="bad system prompt")
+            raise BadConversation(f"has a {field!r} that is not text", reason="bad system prompt")
         if messages[0]["role"] != SYSTEM:
             messages.insert(0, {"role": SYSTEM, "content": system})
             targets.insert(0, False)
         elif messages[0]["content"] != system:
             raise BadConversation(
-                f"has a {SYSTEM!r} and a first turn that are different system prompts",
+                f"has a {field!r} and a first turn that are different system prompts",
                 reason="two system prompts",
             )
-    return Conversation(tuple(messages), tuple(targets), _tools(tools))
+    return Conversation(tuple(messages), tuple(targets), _tools(row.get(TOOLS)))
 
 
 def turns_of_instruction(row: JsonObject) -> list[JsonObject]:
@@ -122,6 +129,22 @@ def turns_of_instruction(row: JsonObject) -> list[JsonObject]:
         for pair in [*pairs, (question, row[OUTPUT])]
         for role, content in zip(("user", ASSISTANT), pair, strict=True)
     ]
+
+
+def turns_of_completion(row: JsonObject) -> list[Any]:
+    """Return the turns of a row in TRL's form, with weight 0 for those of the prompt.
+
+    Raises: BadConversation when its two fields are not lists.
+    """
+    prompt, completion = row[PROMPT], row[COMPLETION]
+    if not isinstance(prompt, list) or not isinstance(completion, list):
+        raise BadConversation(
+            f"has a {PROMPT!r} and a {COMPLETION!r} that are not both lists of turns",
+            fix=f"Read text with --mask-field {PROMPT} --text-field {COMPLETION}, without --chat.",
+            reason="no turns",
+        )
+    before = [turn | {"weight": 0} if isinstance(turn, dict) else turn for turn in prompt]
+    return before + completion
 
 
 def _counts(weight: Any, which: str) -> bool:

@@ -10,12 +10,15 @@ from flatout.conversation.rendering import Renderer
 from flatout.conversation.turns import (
     ALPACA_FIELDS,
     CHAT_FIELDS,
+    COMPLETION,
     INSTRUCTION,
     OUTPUT,
-    SYSTEM,
+    PROMPT,
+    SYSTEM_FIELDS,
     TOOLS,
     BadConversation,
     read_conversation,
+    turns_of_completion,
     turns_of_instruction,
 )
 from flatout.errors import in_shell
@@ -68,18 +71,21 @@ class Fields:
     def among(self, names: Collection[str]) -> Fields:
         """Return the fields of rows that have fields of these names.
 
-        Conversations are in the first of CHAT_FIELDS that there is, or in ALPACA_FIELDS, unless
-        another field is named.
+        Conversations are in the first of CHAT_FIELDS that there is, or in ALPACA_FIELDS, or in
+        PROMPT and COMPLETION, unless another field is named.
         """
         if self.chat is None or self.beside:
             return self
-        beside = [TOOLS, SYSTEM]
+        beside = [TOOLS, *SYSTEM_FIELDS]
         text = self.text
         if text == _TEXT:
             text = next(filter(names.__contains__, CHAT_FIELDS), CHAT_FIELDS[0])
             if text not in names and INSTRUCTION in names and OUTPUT in names:
                 text = INSTRUCTION
                 beside += ALPACA_FIELDS[1:]
+            elif text not in names and PROMPT in names and COMPLETION in names:
+                text = PROMPT
+                beside.append(COMPLETION)
         return replace(self, text=text, beside=tuple(filter(names.__contains__, beside)))
 
 
@@ -130,7 +136,9 @@ def _conversation(
     try:
         if OUTPUT in fields.beside:
             turns = turns_of_instruction(row)
-        request = chat.request(read_conversation(turns, row.get(TOOLS), row.get(SYSTEM)))
+        elif COMPLETION in fields.beside:
+            turns = turns_of_completion(row)
+        request = chat.request(read_conversation(turns, row))
     except BadConversation as error:
         return BadRow(error.what, error.fix, error.reason, name, offset)
     return Document("", name, offset, request=request)
@@ -138,7 +146,7 @@ def _conversation(
 
 def is_conversation_field(field: str, value: Any) -> bool:
     """Return whether a field with this value looks like the turns of a conversation."""
-    return field in CHAT_FIELDS and isinstance(value, list)
+    return field in (*CHAT_FIELDS, COMPLETION) and isinstance(value, list)
 
 
 def no_text(name: str, offset: int | None, field: str, turns: str) -> BadRow:

@@ -63,8 +63,9 @@ class Watchdog:
     """A context in which a thread reports when a run does nothing for `train.watchdog_minutes`.
 
     Every rank has one, and writes the stacks of its own threads; the main rank says which is
-    behind. With `train.watchdog_stop`, the process then ends with exit code 75, without saving: the
-    loop is stuck. Steps since the last checkpoint are lost.
+    behind, or, if it says nothing itself, the others. With `train.watchdog_stop`, the process then
+    ends with exit code 75, without saving: the loop is stuck. Steps since the last checkpoint are
+    lost.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Watchdog:
         self._stops = run.config.train.watchdog_stop
         # The main rank ends first: the others would be taken for the cause.
         self._grace_s = self._limit_s / TICKS * (2 if run.mesh.is_main else 5)
+        self._speaks = run.mesh.is_main
         self._spare = threading.Event()
         self._loop_id = 0
         self._closing = threading.Event()
@@ -118,28 +120,41 @@ class Watchdog:
                     line = f"Step {self._run.step + 1:,} goes on after {_time(idle_s)}."
                     self._tell("stall_over", line, text=line)
                 seen, idle_s, is_stalled = pulse.beats, 0.0, False
+                self._speaks = self._run.mesh.is_main
             else:
                 idle_s += interval_s
             limit_s = self._limit_s * (1 if pulse.activity in BEATING else PATIENCE)
             if idle_s > limit_s - interval_s / 2 and not is_stalled:
                 is_stalled = True
                 self._report(idle_s)
-            if is_stalled and self._stops and idle_s > limit_s + self._grace_s:
-                if self._run.mesh.is_main:
-                    layout.write_exit_code(self._run.folder, Stopped.exit_code)
-                self._end(Stopped.exit_code)
-                return
+            if is_stalled and idle_s > limit_s + self._grace_s:
+                if not self._speaks and not self._is_told(idle_s):
+                    self._speaks = True
+                    self._report(idle_s, at_end=True)
+                if self._stops:
+                    if layout.read_exit_code(self._run.folder) is None:
+                        layout.write_exit_code(self._run.folder, Stopped.exit_code)
+                    self._end(Stopped.exit_code)
+                    return
 
-    def _report(self, idle_s: float) -> None:
+    def _is_told(self, idle_s: float) -> bool:
+        """Return whether a rank has recorded this stall: the main one, unless it does not run."""
+        since_s = time.time() - idle_s
+        told = (e for e in layout.read_events(self._run.folder) if e["event"] == "stall")
+        return any(event.get("time", 0.0) > since_s for event in told)
+
+    def _report(self, idle_s: float, *, at_end: bool = False) -> None:
         run = self._run
         lines = [
             f"No progress for {_time(idle_s)} after step {run.step:,}, while {run.pulse.activity}.",
             *doing(run.mesh.device, self._loop_id),
         ]
-        if self._stops:
+        if self._stops and at_end:
+            lines.append("The process ends.")
+        elif self._stops:
             self._end_later()
             lines.append(f"The process ends in {_time(self._grace_s)}, unless it goes on.")
-        self._say_on_main(" ".join(lines))
+        self._say_it(" ".join(lines))
         verdict = self._verdict()
         lines += [verdict] if verdict else []
         path = run.folder / layout.WATCHDOG / f"step-{run.step}-rank-{run.mesh.rank}.txt"
@@ -162,14 +177,16 @@ class Watchdog:
         threading.Thread(target=end, name="flatout-watchdog-end", daemon=True).start()
 
     def _tell(self, kind: str, line: str, **fields: str | float) -> None:
-        """Say a line and record an event, on the main rank."""
-        self._say_on_main(line)
-        if self._run.mesh.is_main:
+        """Say a line and record an event, on the rank that speaks."""
+        self._say_it(line)
+        if self._speaks:
             with suppress(OSError):
                 layout.append_event(self._run.folder, kind, step=self._run.step, **fields)
 
-    def _say_on_main(self, line: str) -> None:
-        if self._say is not None and self._run.mesh.is_main:
+    def _say_it(self, line: str) -> None:
+        if self._speaks and not self._run.mesh.is_main:
+            print(f"[rank {self._run.mesh.rank}] {line}", file=sys.stderr, flush=True)
+        elif self._speaks and self._say is not None:
             self._say(line)
 
     def _give_signs(self) -> None:
@@ -190,7 +207,8 @@ class Watchdog:
         if world_size == 1:
             return ""
         signs = list(read_signs(self._run.folder / layout.WATCHDOG, world_size))
-        return waiting_for(signs, world_size, late_s=3 * self._limit_s / TICKS + SILENT_S)
+        late_s = min(3 * self._limit_s / TICKS + SILENT_S, self._limit_s)
+        return waiting_for(signs, world_size, late_s=late_s)
 
 
 def waiting_for(signs: Sequence[Sign], world_size: int, *, late_s: float) -> str:

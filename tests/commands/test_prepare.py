@@ -41,6 +41,11 @@ def test_the_result_has_the_fields_of_the_command_line(book, tmp_path):
     assert fields["tokens_per_s"] == pytest.approx(fields["tokens"] / fields["seconds"], rel=0.1)
 
 
+def test_the_summary_of_conversations_does_not_give_a_part_of_their_text_as_all(tmp_path):
+    result = prepare("capitals:documents=20", tmp_path / "out", tokenizer="byte", chat="auto")
+    assert " tokens of 20 documents\n" in result.summary()
+
+
 @pytest.mark.slow
 def test_the_summary_describes_the_dataset(book, tmp_path):
     (tmp_path / "empty.txt").write_text("")

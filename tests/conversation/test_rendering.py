@@ -36,7 +36,7 @@ def built_in(name, special=IM):
 
 
 def examples(found, turns=TURNS, tools=None):
-    (made,) = found.examples([found.request(read_conversation(turns, tools))])
+    (made,) = found.examples([found.request(read_conversation(turns, {"tools": tools}))])
     if isinstance(made, DataError):
         raise made
     return made
@@ -210,9 +210,10 @@ def test_a_template_that_refuses_a_row_is_quoted():
         pieces(renderer(template))
 
 
-@pytest.mark.parametrize("end", ["", "\n", "."], ids=repr)
+@pytest.mark.parametrize("end", ["", "\n", ".", "x" * 5000], ids=len)
 def test_a_template_without_an_end_of_turn_is_refused(end):
-    with pytest.raises(DataError, match="could not learn to end"):
+    what = "5,000 characters" if len(end) == 5000 else "nothing"
+    with pytest.raises(DataError, match=f"writes {what} after .*could not learn to end"):
         _ = renderer("{% for m in messages %}{{ m.content }}" + end + "{% endfor %}").end
 
 

@@ -61,7 +61,8 @@ def test_an_assistant_turn_of_weight_0_does_not_count():
 def test_arguments_of_tool_calls_are_parsed():
     call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     found = read_conversation(
-        [{"role": "assistant", "content": None, "tool_calls": [call]}], '[{"name": "add"}]'
+        [{"role": "assistant", "content": None, "tool_calls": [call]}],
+        {"tools": '[{"name": "add"}]'},
     )
     assert found.messages[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert found.messages[0]["content"] == ""
@@ -114,6 +115,6 @@ def test_an_unusable_conversation_is_explained(value, reason, said):
 
 def test_tools_that_are_not_a_list_are_refused():
     with pytest.raises(BadConversation, match="not JSON"):
-        read_conversation(turns(("assistant", "x")), "[")
+        read_conversation(turns(("assistant", "x")), {"tools": "["})
     with pytest.raises(BadConversation, match="not a list"):
-        read_conversation(turns(("assistant", "x")), {"name": "add"})
+        read_conversation(turns(("assistant", "x")), {"tools": {"name": "add"}})

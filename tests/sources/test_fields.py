@@ -93,6 +93,32 @@ def test_the_system_prompt_of_a_row_is_its_first_turn():
     assert rendered(row | {"system": 7}, Fields(chat=CHAT)).reason == "bad system prompt"
 
 
+def test_a_system_prompt_has_two_names():
+    row = {"system_prompt": "TOP", "conversations": TURNS}
+    fields = Fields(chat=CHAT)
+    assert rendered(row, fields).text.startswith("System:\nTOP\n\nUser:\nHi")
+    assert rendered(row | {"system": "TOP"}, fields).text.count("TOP") == 1
+    bad = rendered(row | {"system": "else"}, fields)
+    assert bad.reason == "two system prompts"
+    assert "'system_prompt'" in str(bad.error)
+
+
+def test_a_prompt_and_its_completion_are_a_conversation_of_which_the_completion_counts():
+    first = [*TURNS, {"role": "user", "content": "Why?"}]
+    row = {"prompt": first, "completion": [{"role": "assistant", "content": "So."}]}
+    fields = Fields(chat=CHAT)
+    found = rendered(row | {"system_prompt": "TOP"}, fields)
+    assert found.text == (
+        "System:\nTOP\n\nUser:\nHi\n\nAssistant:\nHello</s>\n\nUser:\nWhy?\n\nAssistant:\nSo.</s>"
+    )
+    (pieces,) = found.examples
+    assert [piece.text for piece in pieces if piece.is_target] == ["So.", "</s>"]
+    assert rendered(row | {"messages": TURNS}, fields).text.startswith("User:\nHi\n\nAss")
+    bad = rendered(row | {"prompt": "Why?"}, fields)
+    assert "--mask-field prompt --text-field completion" in bad.fix
+    assert "--chat auto" in read(row).fix
+
+
 def test_an_instruction_with_its_output_is_a_conversation():
     row = {"instruction": "Add.", "input": "2 + 2", "output": "4", "text": "all of it"}
     fields = Fields(chat=CHAT)
@@ -114,11 +140,19 @@ def test_an_instruction_with_its_output_is_a_conversation():
 def test_parquet_reads_all_fields_of_a_conversation(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
-    row = {"system": "Be brief.", "instruction": "Add.", "input": "2 + 2", "output": "4", "id": 7}
-    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
-    (task,) = files(str(path), chat=CHAT)
-    (found,) = task.rows()
-    assert found.text == rendered(row, Fields(chat=CHAT)).text
+    alpaca = {
+        "system": "Be brief.",
+        "instruction": "Add.",
+        "input": "2 + 2",
+        "output": "4",
+        "id": 7,
+    }
+    trl = {"system_prompt": "Be brief.", "prompt": TURNS[:1], "completion": TURNS[1:], "id": 7}
+    for row in (alpaca, trl):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        (task,) = files(str(path), chat=CHAT)
+        (found,) = task.rows()
+        assert found.text == rendered(row, Fields(chat=CHAT)).text
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import os
 import subprocess
 import sys
@@ -72,6 +74,37 @@ def test_a_process_that_stops_says_so_in_its_exit_code(idle_run):
         wait_until(lambda: codes)
     assert codes == [75]
     assert read_exit_code(run.folder) == 75
+
+
+def test_another_rank_reports_the_stall_when_the_main_one_does_not_run(idle_run, events, capfd):
+    run, codes = idle_run(watchdog_minutes=0.01, watchdog_stop="true"), []
+    run.mesh = dataclasses.replace(ALONE, rank=1, world_size=2)
+    folder = run.folder / "watchdog"
+    folder.mkdir()
+    stopped = dataclasses.asdict(sign(0, 0, age_s=600))
+    (folder / "rank-0.json").write_text(json.dumps(stopped))
+    with Watchdog(run, say=[].append, end=codes.append):
+        wait_until(lambda: codes)
+    assert read_exit_code(run.folder) == 75
+    (stall,) = events(run.folder, "stall")
+    said = capfd.readouterr().err
+    assert "unreachable: rank 0 on host0, without a sign of life for 10.0 min." in stall["text"]
+    assert "[rank 1] No progress for " in said
+    assert "[rank 1] Stopped, killed or unreachable: rank 0 on host0" in said
+    assert stall["path"].endswith("step-7-rank-1.txt")
+
+
+def test_another_rank_is_silent_when_the_main_one_reports(idle_run, events, capfd):
+    run, codes = idle_run(watchdog_minutes=0.01, watchdog_stop="true"), []
+    main = SimpleNamespace(**vars(run) | {"mesh": dataclasses.replace(ALONE, world_size=2)})
+    run.mesh = dataclasses.replace(ALONE, rank=1, world_size=2)
+    with (
+        Watchdog(main, say=[].append, end=codes.append),
+        Watchdog(run, end=codes.append),
+    ):
+        wait_until(lambda: len(codes) == 2)
+    assert len(events(run.folder, "stall")) == 1
+    assert capfd.readouterr().err == ""
 
 
 def test_a_full_disk_does_not_silence_it(idle_run):
@@ -193,7 +226,7 @@ def test_a_save_that_hangs_ends_the_process_if_wanted(tiny_config, tmp_path, mon
 
 
 HANGING_MODEL = """
-import os, time
+import os, signal, time
 from flatout.models.transformer import Transformer
 
 class Hanging(Transformer):
@@ -203,16 +236,15 @@ class Hanging(Transformer):
         Hanging.calls += 1
         if os.environ["RANK"] == "1" and Hanging.calls == 5:
             time.sleep(600)
+        if os.environ["RANK"] == "0" and Hanging.calls == 7:
+            os.kill(os.getpid(), signal.SIGSTOP)
         return super().forward(*arguments)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.faults
-def test_the_rank_that_hangs_is_named_and_the_run_can_be_started_again(
-    tiny_set, tiny, tmp_path, events
-):
-    (tmp_path / "hanging.py").write_text(HANGING_MODEL)
+def run_hanging(model, tiny_set, tiny, tmp_path):
+    """Return the run directory and the standard error of two ranks, one of which hangs."""
+    (tmp_path / "hanging.py").write_text(model)
     run = tmp_path / "run"
     settings = tiny | {
         "data.path": tiny_set,
@@ -224,7 +256,7 @@ def test_the_rank_that_hangs_is_named_and_the_run_can_be_started_again(
     del settings["name"]
     (tmp_path / "empty.yaml").write_text("name: hanging\n")
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run(
+    done = subprocess.run(
         [
             *(sys.executable, "-m", *torchrun, "-m", "flatout", "train"),
             *(str(tmp_path / "empty.yaml"), "--run-dir", str(run)),
@@ -234,7 +266,30 @@ def test_the_rank_that_hangs_is_named_and_the_run_can_be_started_again(
         cwd=tmp_path,
         timeout=240,
         check=False,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    return run, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_a_stopped_main_rank_is_named_by_another(tiny_set, tiny, tmp_path, events):
+    model = HANGING_MODEL.replace("== 5", "< 0")
+    run, errors = run_hanging(model, tiny_set, tiny, tmp_path)
+    assert read_exit_code(run) == 75
+    (stall,) = events(run, "stall")
+    assert "unreachable: rank 0" in stall["text"]
+    assert "[rank 1] No progress for " in errors
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_the_rank_that_hangs_is_named_and_the_run_can_be_started_again(
+    tiny_set, tiny, tmp_path, events
+):
+    run, errors = run_hanging(HANGING_MODEL, tiny_set, tiny, tmp_path)
+    assert "[rank 1] No progress" not in errors
     assert read_exit_code(run) == 75
     (stall,) = events(run, "stall")
     assert "The others wait for rank 1" in stall["text"]
