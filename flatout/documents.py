@@ -23,6 +23,8 @@ MOST_BYTES = 1 << 20
 MOST_VALUES = 50_000
 """Keys and values of a document, counting what its aliases repeat: nine levels of nine aliases,
 a few hundred bytes, are 400 million."""
+CHARS_PER_VALUE = 200
+"""A text counts once more for each of these, so the limit is also 10 million characters."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,12 +49,14 @@ class _Loader(yaml.SafeLoader):
         if node in self._sizes:  # an alias
             self._num_values += self._sizes[node]
         elif node is not None:
-            self._num_values += 1
+            long = len(node.value) // CHARS_PER_VALUE if isinstance(node, yaml.ScalarNode) else 0
+            self._num_values += 1 + long
             self._sizes[node] = self._num_values - before
         if self._num_values > MOST_VALUES:
             raise ConfigError(
                 f"{self.name} has more than {MOST_VALUES:,} values.",
-                fix="Shorten it; what an alias (*name) stands for counts each time.",
+                fix=f"Shorten it; a text counts once more for every {CHARS_PER_VALUE} characters, "
+                "and what an alias (*name) stands for counts each time.",
             )
         return node
 

@@ -28,6 +28,12 @@ def test_aliases_that_stand_for_millions_of_values_are_refused(indent):
     assert "*name" in caught.value.fix
 
 
+def test_aliases_of_one_long_text_are_refused():
+    text = f"x0: &a {'A' * 100_000}\nmodel: [{', '.join(['*a'] * 500)}]"
+    with pytest.raises(ConfigError, match="has more than 50,000 values"):
+        parse_yaml(text, name="a.yaml")
+
+
 def test_a_few_aliases_are_read():
     text = "base: &base {lr: 1}\none: *base\ntwo: [*base, *base]\n"
     assert parse_yaml(text, name="a.yaml")["two"] == [{"lr": 1}, {"lr": 1}]

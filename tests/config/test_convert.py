@@ -260,8 +260,8 @@ def test_axolotl_has_no_adapters_without_its_switch(switch):
     "stated",
     [
         {"eval_only": True, "init_from": "gpt2"},
-        {"do_train": False, "do_eval": True},
         {"rl": "dpo"},
+        {"loss_type": "sigmoid"},
         {"reward_model": True},
         {"num_generations": 8},
     ],
@@ -269,8 +269,40 @@ def test_axolotl_has_no_adapters_without_its_switch(switch):
 def test_a_config_that_trains_nothing_or_something_else_is_refused(stated):
     with pytest.raises(ConfigError, match=next(iter(stated))):
         convert(TOOLS["nanoGPT"] | stated, [])
-    off = dict.fromkeys(stated, None) | {"eval_only": False, "do_train": True, "rl": None}
+    off = dict.fromkeys(stated, None) | {
+        "eval_only": False,
+        "do_train": False,
+        "rl": None,
+        "loss_type": "nll",
+    }
     assert convert(TOOLS["nanoGPT"] | off, []).values
+
+
+TRL_LORA = {
+    "model_name_or_path": "openai-community/gpt2",
+    "max_length": 512,
+    "packing": True,
+    "learning_rate": 1e-4,
+}
+LITGPT_LORA = {
+    "checkpoint_dir": "checkpoints/openai-community/gpt2",
+    "train": {"global_batch_size": 16, "micro_batch_size": 2, "epochs": 2},
+    "logger_name": "csv",
+}
+
+
+@pytest.mark.parametrize(
+    ("stated", "rank", "targets"),
+    [
+        ({**TRL_LORA, "use_peft": True}, 16, ["q", "v"]),
+        ({**LITGPT_LORA, "lora_r": 32}, 32, ["q", "v"]),
+        ({**LITGPT_LORA, "lora_mlp": True}, 8, ["q", "v", "gate", "up", "down"]),
+    ],
+)
+def test_adapters_that_are_not_described_are_those_of_the_tool(stated, rank, targets):
+    values = convert(stated, []).values
+    assert values["lora.rank"] == rank
+    assert sorted(values["lora.targets"]) == sorted(targets)
 
 
 def test_the_trainers_arguments_are_converted():

@@ -16,7 +16,7 @@ import torch
 from flatout.assembly.resolve import epoch_tokens
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
-from flatout.errors import ConfigError, DataError, RunFailed, Stopped
+from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.training import loop
@@ -388,3 +388,7 @@ def test_a_relative_checkpoint_dir_is_found_from_elsewhere(tiny_config, tmp_path
     monkeypatch.chdir("elsewhere")
     assert find_checkpoint(tmp_path / "run") == tmp_path / "disk" / "run" / "step-1"
     assert run_training(config, tmp_path / "run") == whole, "it is the finished run"
+    (tmp_path / "disk").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="has no checkpoint yet") as lost:
+        find_checkpoint(tmp_path / "run")
+    assert f"{tmp_path}/disk/run, does not exist" in lost.value.fix

@@ -45,8 +45,13 @@ OTHER_TRAINING = Refused("is training on preferences or rewards; flatout trains 
 NO_ADAPTER = "Only linear layers of the blocks have adapters."
 OUTPUT = {"lm_head", "embed_out", "embed_tokens", "wte"}
 """Layers outside the blocks, which have no adapters."""
-USUAL_RANK = 8
-"""The rank of adapters that a config asks for without one: peft's default."""
+USUAL_RANK, TRL_RANK = 8, 16
+"""The rank of adapters that a config asks for without one: the default of peft, and of TRL."""
+PREFERENCE_LOSSES = (
+    *("sigmoid", "hinge", "ipo", "kto", "kto_pair", "exo_pair", "nca_pair", "robust", "bco_pair"),
+    *("sppo_hard", "aot", "aot_pair", "apo_zero", "apo_down"),
+)
+"""Losses of TRL's training on preferences; with `nll`, the default, SFT is meant."""
 UNITS |= {
     "clip": lambda value, key, known: {key: value or 0},
     "beta1": lambda value, key, known: {key: [value, known.get(key, BETAS)[1]]},
@@ -58,7 +63,7 @@ UNITS |= {
     "all_linear": lambda value, key, known: {} if is_off(value) else {f"~{key}": ["all-linear"]},
     "no_adapter": lambda value, key, known: {} if is_off(value) else NO_ADAPTER,
     "only_scores": lambda value, key, known: {} if is_off(value) else ONLY_SCORES,
-    "trains": lambda value, key, known: ONLY_SCORES if is_off(value) else {},
+    "loss_type": lambda value, key, known: OTHER_TRAINING if value in PREFERENCE_LOSSES else {},
     "other_training": lambda value, key, known: {} if is_off(value) else OTHER_TRAINING,
     "saves_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
     "evals_per_epoch": lambda value, key, known: {key: 1 / value} if value else {},
@@ -318,7 +323,7 @@ def adapter(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject | str:
     if is_off(value):
         return {}
     if str(value).lower() in {"lora", "true", "yes", "on"}:
-        return {f"~{key}": USUAL_RANK}
+        return {f"~{key}": TRL_RANK if f"{THEIRS}use_peft" in known else USUAL_RANK}
     return f"There is no {value}: adapters are plain LoRA beside weights in fp32 or bf16."
 
 
