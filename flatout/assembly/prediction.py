@@ -19,6 +19,7 @@ from flatout.assembly.selection import assemble, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.json_io import JsonObject
+from flatout.registry import SPEEDUPS
 from flatout.roof import Peak
 
 EAGER_ERROR = 0.1
@@ -38,8 +39,8 @@ LAST_RUNS = 5
 SIMILAR = 4
 """Largest ratio of FLOPs per token at which a model's share of the peak is taken for another's."""
 HEAP_HOLES = 2
-"""How many times the largest tensor the heap holds in vain with kept-memory: 0 to 5 in 15 runs
-of two shapes (a vocabulary of 32,768; 64 and 16 rows).
+"""How many times the largest tensor the heap holds in vain if it keeps freed memory: 0 to 5 in 15
+runs of two shapes (a vocabulary of 32,768; 64 and 16 rows).
 """
 EVALUATION_COST = 3
 """A training token costs as much as this many evaluated ones: forward, and backward twice that."""
@@ -229,7 +230,9 @@ def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> float:
     Small blocks that are allocated inside a freed tensor leave a hole that is too small for the
     next tensor of its size.
     """
-    return HEAP_HOLES * estimate.largest if "kept-memory" in speedups else 0.0
+    known = set(speedups) & set(SPEEDUPS.names())  # an earlier run may have had others
+    keeps = any("allocator" in SPEEDUPS.get(name).fills for name in known)
+    return HEAP_HOLES * estimate.largest if keeps else 0.0
 
 
 def _peak(run: PastRun) -> float:

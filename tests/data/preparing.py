@@ -29,7 +29,8 @@ def main(source: str, out: str, workers: str, largest: str = "") -> str:
     try:
         pipeline.prepare_dataset([source], Path(out), options, workers=int(workers))
     except FlatoutError as error:
-        return f"{type(error).__name__}: {error}"
+        notes = getattr(error, "__notes__", [])  # the command line prints them too
+        return "\n".join([*notes, f"{type(error).__name__}: {error}"])
     return ""
 
 
