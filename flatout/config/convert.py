@@ -84,7 +84,7 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
     found = Conversion(_tool_of(set(flat)))
     renames = found.tool.renames if found.tool else {}
     entries = [_Entry(key, one, word_for(renames.get(key, key))) for key, one in flat.items()]
-    entries += _defaults(found.tool, entries)
+    entries += _defaults(found.tool, entries, computed)
     reading = _Reading(flat)
     for entry in sorted(entries, key=lambda one: (one.unit in LATE) - (one.unit in EARLY)):
         reading.read(entry)
@@ -102,8 +102,8 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
     return found
 
 
-def _defaults(tool: Tool | None, entries: list[_Entry]) -> list[_Entry]:
-    """Return the tool's defaults that no key states."""
+def _defaults(tool: Tool | None, entries: list[_Entry], computed: list[str]) -> list[_Entry]:
+    """Return the tool's defaults that no key states, with a value or computed."""
     used = {(one.key_of, one.unit) for one in entries if one.value is not None and one.value != -1}
     stated = {key for key, _ in used if key}
     sections = {one.key.rpartition(".")[0] for one in entries}
@@ -119,7 +119,7 @@ def _defaults(tool: Tool | None, entries: list[_Entry]) -> list[_Entry]:
         is_free = has_adapters or not entry.key_of.startswith("lora.")
         is_free &= (entry.key_of, entry.unit) not in used and not stated & (rivals | shared)
         section = key.rpartition(".")[0]
-        if is_free and (section != tool.optional or section in sections):
+        if is_free and key not in computed and (section != tool.optional or section in sections):
             found.append(entry)
     return found
 
@@ -152,8 +152,11 @@ def _form_of(datasets: list[Any]) -> Any:
 
 
 def _tool_of(keys: set[str]) -> Tool | None:
-    """Return the tool that most keys belong to; one key alone says nothing."""
-    best = max(tools(), key=lambda tool: len(tool.keys & keys))
+    """Return the tool that most keys belong to; one key alone says nothing.
+
+    Of two with as many, the one that has a default for more of the keys: LoRA's, for example.
+    """
+    best = max(tools(), key=lambda tool: (len(tool.keys & keys), len(keys & tool.defaults.keys())))
     return best if len(best.keys & keys) > 1 else None
 
 

@@ -305,6 +305,14 @@ def test_adapters_that_are_not_described_are_those_of_the_tool(stated, rank, tar
     assert sorted(values["lora.targets"]) == sorted(targets)
 
 
+def test_a_computed_value_is_not_replaced_by_the_default_of_the_tool():
+    stated = {key: value for key, value in TOOLS["nanoGPT"].items() if key != "learning_rate"}
+    assert convert(stated, []).values["optim.lr"] == 6e-4
+    found = convert(stated, ["learning_rate"])
+    assert "optim.lr" not in found.values
+    assert [item.key for item in found.items].count("learning_rate") == 1
+
+
 def test_the_trainers_arguments_are_converted():
     found = converted(TRAINER)
     assert found.tool.name == "Hugging Face Trainer"
