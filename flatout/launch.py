@@ -242,7 +242,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
                 stop_by_s = min(stop_by_s, time.monotonic() + STOP_WITHIN_S)
         if time.monotonic() > min(kill_at_s, received.quit_at_s, stop_by_s):
             stuck = [rank for rank, process in enumerate(ranks) if _kill(process)]
-            if stop_by_s < kill_at_s and stuck:
+            if stuck and failed is None and time.monotonic() > stop_by_s:
                 raise Stopped(
                     f"Rank {stuck[0]} did not end within {STOP_WITHIN_S:.0f} s after another rank "
                     "had stopped, and was killed.",
