@@ -38,6 +38,7 @@ from flatout.registry import MODELS
 from flatout.training.loop import fit
 from flatout.training.metrics.device import memory_gib
 from flatout.training.metrics.log import Log
+from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 
 BATCHES = 32
@@ -200,7 +201,7 @@ def train_ours(
         with Log(run) as log:
             run.feed.prime(steps + 1)
             warm_up(run, log)
-            fit(run, log, keeping_losses(log, times, losses))
+            fit(Session(run, log, keeping_losses(log, times, losses)))
             log.time_breakdown()
             peak_gib = memory_gib(device)["mem/peak_gib"]
             profiled = profile_of(run, log, spec) if spec.get("profile_steps") else {}
@@ -242,7 +243,7 @@ def profile_of(run: Run, log: Log, spec: dict[str, Any]) -> dict[str, Any]:
     for optimizer in run.optimizers:
         optimizer.step = in_range(optimizer.step)  # type: ignore[method-assign]
     try:
-        fit(run, log, steps.requested)
+        fit(Session(run, log, steps.requested))
         return {"profile": steps.groups(Path(spec["folder"]))}
     except Exception as error:  # any error becomes the reason in the profile
         return {"profile": {"failed": f"{type(error).__name__}: {first_line(error)}"}}

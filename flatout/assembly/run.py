@@ -164,14 +164,6 @@ class Run:
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
-    def repeats_with_fewer_rows(self) -> bool:
-        """Whether this process repeats work that runs out of memory with a smaller micro-batch.
-
-        One of several processes cannot: the others wait for it inside a collective.
-        """
-        return self.rows_are_auto and self.mesh.world_size == 1
-
-    @property
     def last_step(self) -> int:
         """Optimizer steps of the whole run."""
         return self.config.train.steps or 0

@@ -32,8 +32,8 @@ from flatout.errors import FlatoutError
 from flatout.hardware import BUSY_CORES, CpuTimes
 from flatout.json_io import JsonObject
 from flatout.training.metrics.device import reserved_gib
-from flatout.training.request import RunRequest
 from flatout.training.run_plan import RunPlan
+from flatout.training.session import RunRequest
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from flatout.training.loop import log_evaluation
 from flatout.training.metrics.compile_events import CompilationWatch, counts, first_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
+from flatout.training.session import Session
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
@@ -184,7 +185,7 @@ def test_identical_blocks_share_one_graph(compiled_run, tmp_path, kind):
         "one for a block and one for the loss, in training and in evaluation"
     )
     step(run, log)
-    log_evaluation(run, log)
+    log_evaluation(Session(run, log))
     assert events(tmp_path / "run", "recompiled") == []
 
 
