@@ -66,12 +66,11 @@ CALLS = {
     1: Call(
         "the environment, the essential GPU tests, GPT-2 124M and nanoGPT",
         first=("environment", "tests"),
-        entries=("gpt2-124m/set", "gpt2-124m/nanogpt", "gpt2-124m/set-every", "gpt2-124m/recipe"),
+        entries=("gpt2-124m/set", "gpt2-124m/nanogpt", "gpt2-124m/recipe"),
         more=(
             "gpt2-124m/set-bias",
             "gpt2-124m/nanogpt-bias",
             "gpt2-124m/set-fp32-stream",
-            "gpt2-124m/set-bf16-weights",
             "gpt2-124m/set-*",
         ),
     ),
@@ -79,15 +78,13 @@ CALLS = {
         "32,768 tokens and nanoGPT, wide heads, the eigenstate network",
         first=("environment",),
         entries=(
-            "eigenstate-small-32k/set-every",
+            "eigenstate-small-32k/set",
             "gpt2-124m-32k/set",
             "gpt2-124m-32k/nanogpt",
             "eigenstate-small-32k/fft",
             "gpt2-124m-32k-wide-heads/set",
         ),
         more=(
-            "eigenstate-small-32k/set",
-            "*-32k*/set-every",
             "eigenstate-small-32k/set-*",
             "*-32k*/set-*",
             "*-32k*/recipe",
@@ -104,13 +101,11 @@ CALLS = {
             "gpt2-124m/people",
             "gpt2-124m/none",
         ),
-        profiles=("gpt2-124m/set", "eigenstate-small-32k/set-every"),
+        profiles=("gpt2-124m/set", "eigenstate-small-32k/set"),
         repeats=True,
         more=(
             *(
                 "gpt2-700m/set-no-fp8",
-                "gpt2-124m-fast/set-every",
-                "gpt2-700m/set-every",
                 "gpt2-124m/huggingface*",
             ),
             *("gpt2-700m/set-*", "gpt2-124m-fast/set-*", "*/recipe"),

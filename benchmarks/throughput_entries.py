@@ -42,7 +42,7 @@ TINY_MODEL = {
 
 FFT_SCAN = Speedup(
     name="fft-scan",
-    fills={"ops.scan": lazy("flatout.ops.scan:fft")},
+    fills={"ops.scan": lazy("scan_fft:fft")},
     saves="nothing: a baseline that computes the recurrence by FFT, as public code does",
     promise=Promise.rounding(rtol=1e-3),
 )
@@ -147,10 +147,8 @@ AUTO = "flatout, auto"
 NO_BIAS: Mapping[str, Any] = {"model.bias": False}
 """No biases on either side, as in the peers' published figures; `-bias` entries have them."""
 ONE_TEXT = {"data.document_mask": False}
-SWITCHES = ("triton-ce",)
-"""Speedups with a predicted, unmeasured gain: each is added to the set alone, then all together."""
-ALONE = ("bf16-weights", "cuda-graphs", "liger-ce", "coordinate-descent")
-"""Only ever added alone: they conflict with others, or compile for minutes (coordinate-descent)."""
+ALONE = ("cuda-graphs", "liger-ce")
+"""Speedups with an unmeasured gain: each is added to the set alone."""
 
 
 def _ours(
@@ -159,13 +157,10 @@ def _ours(
     best: int | None,
     *,
     extra: tuple[str, ...] = (),
-    switches: tuple[str, ...] = SWITCHES,
-    optional: tuple[str, ...] = (),
     micro_batch: int | None = None,
 ) -> tuple[Entry, ...]:
     """Return the recipe unchanged, the set at several batches, and ablations of the set at one."""
     added = (*FAST, *extra)
-    plus = (*(switches if len(switches) > 1 else ()), *optional, *ALONE)
     blocks = tuple(
         "compile-blocks" if name == "compile" else name for name in added if name != "fp8"
     )  # fp8 needs compile
@@ -174,8 +169,7 @@ def _ours(
     return (
         Entry(work, "recipe", "flatout, recipe unchanged", (None,)),
         ours("set", rows=rows, adds=added),
-        ours("set-every", rows=(best,), adds=(*added, *switches), about=switches[0]),
-        *(ours(f"set-{name}", rows=(best,), adds=(*added, name), about=name) for name in plus),
+        *(ours(f"set-{name}", rows=(best,), adds=(*added, name), about=name) for name in ALONE),
         ours("set-blocks", rows=(best,), adds=blocks, drops=("compile",), about="compile-blocks"),
         ours("set-fp32-stream", rows=(best,), adds=narrow, drops=("bf16-stream",)),
     )
@@ -209,23 +203,9 @@ OWN_BIASES = ("huggingface", "nanochat")
 def _eigenstate(work: str) -> tuple[Entry, ...]:
     chunks = {**ONE_TEXT, "model.chunk_size": 128}
     title, scan = f"{AUTO}, one document per sequence", "fast-scan"
-    switches = ("folded-weights", "bf16-states", *SWITCHES)
     return (
         Entry(work, "recipe", "flatout, recipe unchanged (document mask)", (None,)),
         Entry(work, "set", title, (4, 1), adds=FAST, values=ONE_TEXT),
-        Entry(
-            work,
-            "set-every",
-            title,
-            (4, 1),
-            adds=(*FAST, *switches),
-            about=switches[0],
-            values=ONE_TEXT,
-        ),
-        *(
-            Entry(work, f"set-{name}", title, (4,), adds=(*FAST, name), about=name, values=ONE_TEXT)
-            for name in (*switches, "bf16-weights", "coordinate-descent")
-        ),
         Entry(
             work,
             "set-fast-scan",
@@ -287,8 +267,6 @@ ENTRIES = (
         "gpt2-124m-fast",
         (None,),
         None,
-        extra=("compiled-muon",),
-        switches=(*SWITCHES, "packed-heads"),
         micro_batch=64,
     ),
     *_ours("gpt2-700m", (16, 32, 8), 16, extra=("fp8",)),
@@ -302,9 +280,9 @@ ENTRIES = (
         values=NO_BIAS,
     ),
     _peer("gpt2-700m", "nanogpt", "nanoGPT, compiled", (16, 8), "nanogpt"),
-    *_ours("gpt2-124m-32k", (4, 2, 1), 4, optional=("flash-attention-4",)),
+    *_ours("gpt2-124m-32k", (4, 2, 1), 4),
     _peer("gpt2-124m-32k", "nanogpt", "nanoGPT, compiled", (4, 2, 1), "nanogpt"),
-    *_ours("gpt2-124m-32k-wide-heads", (4, 2, 1), 4, optional=("flash-attention-4",)),
+    *_ours("gpt2-124m-32k-wide-heads", (4, 2, 1), 4),
     *_eigenstate("eigenstate-small-32k"),
 )
 

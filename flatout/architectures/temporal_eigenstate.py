@@ -18,8 +18,7 @@ from flatout.architectures.transforms import same
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.models.eigenstate import EigenstateConfig
-from flatout.models.recurrence import GOLDEN
-from flatout.ops.folding import RESONANCE
+from flatout.models.recurrence import GOLDEN, RESONANCE
 
 FIRST = "layers.0"
 LAYER = {

@@ -27,7 +27,6 @@ from flatout.errors import HardwareError
 from flatout.hardware import Machine
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import with_adapters
-from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
@@ -168,7 +167,6 @@ def make_feed(
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         device=str(mesh.device),
-        most_documents=most_documents(recipe.ops.attention),
     )
     steps = recipe.batching(dataset.split("train"), plan, reader)
     return recipe.feed(LeavingOut(steps, left_out) if left_out else steps)

@@ -38,7 +38,6 @@ STAGES = (
     "tensor",
     "low-precision",
     "checkpointing",
-    "compiler-options",
     "compile",
     "cuda-graphs",
     "shard",
@@ -72,7 +71,7 @@ class _LoadsLazily:
             return value.load() if isinstance(value, Lazy) else value
 
 
-MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan", "ops.folding"})
+MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
 """Ops that a model may or may not call; its file states which, as USES."""
 
 
@@ -88,8 +87,6 @@ class OpSlots(_LoadsLazily):
     """Splits a projection into query, key and value heads, normalised and rotated."""
     scan: Callable[..., Tensor] = lazy("flatout.ops.scan:reference")
     """The linear recurrence of an eigenstate network."""
-    folding: Callable[[Any], Any] = lazy("flatout.ops.folding:reference")
-    """How an eigenstate network applies the constant factors of its drive and states."""
     cross_entropy: Callable[..., tuple[Tensor, Tensor]] = lazy("flatout.ops.cross_entropy:fused")
     """The loss. Its plain value is torch's cross-entropy on whole logits, as people write it."""
     newton_schulz: Callable[[Tensor], Tensor] = lazy("flatout.ops.newton_schulz:reference")

@@ -27,7 +27,6 @@ from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
-from flatout.ops.newton_schulz import batched, compiled
 from flatout.roof import peak_tflops
 
 known_peak = functools.cache(peak_tflops)
@@ -180,7 +179,7 @@ def _count_flops(
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
     """Return the workload of a resolved configuration, from which its memory is estimated."""
     model_class, model_config = model_of(config)
-    ops, newton_schulz = ops_of(recipe), recipe.ops.newton_schulz
+    ops = ops_of(recipe)
     if ops.scan is scan.reference:
         # Stepping through 16,384 tokens takes minutes; the chunked scan keeps only 2% less memory.
         ops = replace(ops, scan=scan.chunked)
@@ -205,8 +204,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         or config.parallel.replicate not in ("auto", 1),
         optim=config.optim,
         lora=config.lora,
-        # The compiled iterations need no more memory, and no compiler runs without values.
-        newton_schulz=batched if newton_schulz is compiled else newton_schulz,
+        newton_schulz=recipe.ops.newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
         on_gpu=config.train.device.startswith("cuda"),
     )

@@ -297,5 +297,5 @@ class RecurrentDecoder(Decoder):
         return self._model.last_logits(hidden_BTD)
 
 
-USES = ("linear", "scan", "folding")
+USES = ("linear", "scan")
 MODEL = Eigenstate

@@ -6,10 +6,8 @@ Letters: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
@@ -64,8 +62,6 @@ class LanguageModel(nn.Module, ABC):
     config: LanguageModelConfig
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
-    compiler_options: Mapping[str, bool] = MappingProxyType({})
-    """Extra options for the backend of torch.compile, when the model is compiled."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()

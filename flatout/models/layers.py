@@ -50,7 +50,7 @@ class Linear(nn.Linear):
 
 
 class Factor(Linear):
-    """A linear layer whose weight the model reads, to combine it with others, and never calls."""
+    """A linear layer whose product the model computes itself; LoRA adapts none."""
 
 
 class Embedding(nn.Embedding):

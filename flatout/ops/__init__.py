@@ -7,13 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from flatout.ops.folding import Weights
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,6 @@ class Ops:
     """Defined by `flatout.ops.heads.reference`."""
     scan: Callable[..., Tensor]
     """Defined by `flatout.ops.scan.reference`."""
-    folding: Callable[[Weights], Weights]
-    """Defined by `flatout.ops.folding.reference`."""
 
     @classmethod
     def plain(cls, **others: Callable[..., Any]) -> Ops:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, flash_attention_4, flex_attention, varlen_attention
+from flatout.ops import at_least_fp32, flex_attention, triton_kernels
 from flatout.ops.autograd import Context
 
 FEWEST_QUERIES = 8
@@ -137,68 +136,14 @@ def flex(
     Raises:  ShapeError as `reference`.
     Source:  Dong et al. 2024, arXiv:2412.05496.
     """
-    return _by_kernel(
-        flex_attention, fused, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
-    )
-
-
-def varlen(
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    blocks: BlockMask | None = None,
-) -> Tensor:
-    """`reference` through torch's variable-length flash attention, one sequence per document.
-
-    For GPUs, bf16 or fp16, and packed documents; `flex` handles everything else, including heads
-    that the kernel does not support (above 192 or not a multiple of 8). The tokens of a document
-    are contiguous, and rows have at most T / 64 + 1 documents on average: the feed, which numbers
-    the documents on the host, rejects a micro-batch with more (`most_documents`) before it reaches
-    the device.
-
-    Shapes:  as `reference`.
-    Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, for the pairs within a document; keeps H B T log-sums besides its
-             inputs and its output.
-    Raises:  ShapeError as `reference`; without that feed, a failed device assertion when there are
-             more documents.
-    Source:  Dao 2023, arXiv:2307.08691.
-    """
-    return _by_kernel(
-        varlen_attention, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
-    )
-
-
-def flash4(
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    blocks: BlockMask | None = None,
-) -> Tensor:
-    """`reference` through FlashAttention 4, from the package flash-attn-4.
-
-    For NVIDIA GPUs of capability 9.0 and above, bf16 and fp16, head sizes up to 128 that are a
-    multiple of 8, and a purely causal mask; `flex` handles everything else.
-
-    Shapes:  as `reference`.
-    Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, for the visible pairs; keeps B H T log-sums besides its inputs and its
-             output.
-    Raises:  ShapeError as `reference`; MissingPackage.
-    Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024,
-             arXiv:2407.08608.
-    """
-    return _by_kernel(
-        flash_attention_4, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
-    )
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    if softcap is not None or not flex_attention.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap)
+    if triton_kernels.run_on(q_BHTC):
+        return flex_attention.attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, blocks)
+    if isinstance(q_BHTC, FakeTensor):  # estimates the memory of a GPU run, which builds no mask
+        return fused(q_BHTC, k_BGSC, v_BGSC)
+    return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
 
 
 def block_masks(
@@ -211,65 +156,10 @@ def block_masks(
 
     Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
     """
-    if attend not in (flex, varlen, flash4) or not tokens_BT.is_cuda:
+    if attend is not flex or not tokens_BT.is_cuda:
         return {}
     masked = {w for w in windows if flex_attention.masks(tokens_BT.shape[1], doc_ids_BT, w)}
     return {w: flex_attention.block_mask(tokens_BT, doc_ids_BT, w) for w in masked}
-
-
-def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
-    """Return a variant's limit on documents as a function of (rows, seq_len); None for no limit."""
-    return varlen_attention.max_documents if attend is varlen else None
-
-
-def _by_kernel(
-    kernel: ModuleType,
-    fallback: Callable[..., Tensor],
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    doc_ids_BT: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    blocks: BlockMask | None,
-) -> Tensor:
-    """Call the `attend` of a module, or `fallback` for inputs that it does not support.
-
-    No kernel supports a softcap.
-    """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    if softcap is not None or not kernel.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
-        return fallback(
-            q_BHTC,
-            k_BGSC,
-            v_BGSC,
-            doc_ids_BT=doc_ids_BT,
-            window=window,
-            softcap=softcap,
-            blocks=blocks,
-        )
-    return _on_gpu(kernel.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, blocks)
-
-
-def _on_gpu(
-    attend: Callable[..., Tensor],
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    doc_ids_BT: Tensor | None,
-    window: int | None,
-    blocks: BlockMask | None,
-) -> Tensor:
-    """Call a GPU kernel, or `fused` without a GPU.
-
-    Fake tensors estimate the memory of a GPU run, so they get `fused` without the mask, which the
-    kernel does not build.
-    """
-    if q_BHTC.is_cuda:
-        return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, blocks)
-    if isinstance(q_BHTC, FakeTensor):
-        return fused(q_BHTC, k_BGSC, v_BGSC)
-    return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
 
 
 def bf16(

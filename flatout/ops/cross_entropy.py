@@ -11,7 +11,6 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import MissingPackage, ShapeError
@@ -19,9 +18,7 @@ from flatout.ops import (
     at_least_fp32,
     linear,
     loss_chunks,
-    loss_rows,
     product_dtype,
-    triton_kernels,
 )
 from flatout.ops.autograd import Context
 from flatout.ops.loss_chunks import IGNORED as IGNORED
@@ -145,36 +142,6 @@ def chunked(
     Raises:  ShapeError as `reference`.
     """
     return _in_chunks(loss_chunks, hidden_BTD, weight_VD, targets_BT, softcap, z_loss)
-
-
-def triton(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`chunked` with a Triton kernel that replaces logits by their gradient in place.
-
-    The products accumulate the weight's gradient in fp32. For GPUs with the package triton; on a
-    CPU and in fp64 it is `chunked`. It never waits for the device, and results are the same bits on
-    every run.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `chunked`; the logits of a chunk are read twice, once from the cache, and written
-             once.
-    Raises:  ShapeError as `reference`; MissingPackage.
-    Source:  the running maximum of the logits: Milakov and Gimelshein 2018, arXiv:1805.02867;
-             gradients in place: Hsu et al. 2024, arXiv:2410.10989.
-    """
-    # Fake tensors estimate the memory of a GPU run.
-    runs = triton_kernels.run_on(hidden_BTD) or isinstance(hidden_BTD, FakeTensor)
-    by_rows = runs and torch.float64 not in (hidden_BTD.dtype, weight_VD.dtype)
-    return _in_chunks(
-        loss_rows if by_rows else loss_chunks, hidden_BTD, weight_VD, targets_BT, softcap, z_loss
-    )
 
 
 def liger(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, head_passes, triton_kernels
+from flatout.ops import at_least_fp32
 from flatout.ops.autograd import Context
 
 EPS = 1e-5
@@ -93,37 +93,6 @@ def fused(
     return _transposed(qk_BTNC, v_BTGC, counts)
 
 
-def packed(
-    qkv_BTE: Tensor,
-    gain_NC: Tensor | None,
-    cos_TC: Tensor | None,
-    sin_TC: Tensor | None,
-    *,
-    counts: tuple[int, int],
-    eps: float = EPS,
-) -> Heads:
-    """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU.
-
-    The kernel reads three gradients and writes the packed one. The forward pass is `reference` when
-    compiled, since the compiler fuses its passes, and `fused` otherwise. `fused` does both passes
-    when nothing is normalised or rotated, on a CPU, where Triton does not run, and in fp64.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `reference`; backward reads the gradients and, with a gain, the product once and
-             writes the packed gradient once. Inductor's code for `reference` also writes and reads
-             4 B T N C bytes and reads the product twice, for the gains' gradient.
-    Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
-    """
-    is_plain = gain_NC is None and cos_TC is None
-    if is_plain or qkv_BTE.dtype == torch.float64 or not triton_kernels.run_on(qkv_BTE):
-        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
-    if not torch.compiler.is_compiling():
-        triton_kernels.load("head_kernels")  # a failure in backward comes too late
-    _split(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
-    return _Packed.apply(qkv_BTE, gain_NC, cos_TC, sin_TC, counts, eps)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Return the hidden states divided by the root mean square of their last axis, times `gain`.
 
@@ -187,39 +156,6 @@ class _Rotated(torch.autograd.Function):
             grad_BTNC *= gain_NC
             grad_BTNC.addcmul_(wide_BTNC, along_BTN1, value=-1 / wide_BTNC.shape[-1])
         return grad_qkv_BTMC.to(qkv_BTMC.dtype), grad_gain_NC, None, None, None, None
-
-
-class _PackedContext(Context, Protocol):
-    eps: float
-
-
-class _Packed(torch.autograd.Function):
-    """Heads by `fused` or a compiler, and their gradients by one kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: _PackedContext,
-        qkv_BTE: Tensor,
-        gain_NC: Tensor | None,
-        cos_TC: Tensor | None,
-        sin_TC: Tensor | None,
-        counts: tuple[int, int],
-        eps: float,
-    ) -> Heads:
-        """Return the heads; the product is kept for backward."""
-        ctx.eps = eps
-        ctx.save_for_backward(qkv_BTE, gain_NC, cos_TC, sin_TC)
-        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
-
-    @staticmethod
-    def backward(ctx: _PackedContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the product and of the gains."""
-        qkv_BTE, gain_NC, cos_TC, sin_TC = ctx.saved_tensors
-        grad_BTE, grad_gain_NC = head_passes.gradient(
-            *grads, qkv_BTE, gain_NC, cos_TC, sin_TC, ctx.eps
-        )
-        grad_gain_NC = None if gain_NC is None else grad_gain_NC.to(gain_NC.dtype)
-        return grad_BTE, grad_gain_NC, None, None, None, None
 
 
 def _rotate(

@@ -16,7 +16,7 @@ from torch.nn import functional
 from flatout.errors import ShapeError
 from flatout.ops import scan_passes, triton_kernels
 from flatout.ops.autograd import Context
-from flatout.ops.scan_solvers import by_fft, by_products, eigenvalues, pairs, times
+from flatout.ops.scan_solvers import by_products, eigenvalues, pairs, times
 from flatout.ops.uncompiled import uncompiled
 
 Solve = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -106,28 +106,6 @@ def chunked(
     return _solved(solve, log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
 
 
-def fft(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    start_BE: Tensor | None = None,
-    chunk_size: int = 128,
-) -> Tensor:
-    """`reference` as a convolution by FFT, padded to 2 T tokens to prevent wrap-around.
-
-    For comparison only. With documents or selective eigenvalues it is `chunked`.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    O(B T K log T) FLOP, in complex tensors of 2 T tokens.
-    Raises:  ShapeError as `reference`.
-    """
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
-    return _solved(by_fft, log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
-
-
 def triton(
     log_decay: Tensor,
     angle: Tensor,
@@ -150,57 +128,13 @@ def triton(
              Keeps the states and the eigenvalues.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
-    wide = torch.promote_types(drive_BTE.dtype, torch.float32)
-    return _by_kernels(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, wide)
-
-
-def triton_narrow(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    start_BE: Tensor | None = None,
-    chunk_size: int = 128,
-) -> Tensor:
-    """`triton` with states in the dtype of the drive; on a CPU and in fp64 `chunked`, rounded.
-
-    States are rounded as they are written, and backward reads the rounded ones. The recurrence
-    itself and the states carried between chunks stay fp32, so rounding errors do not accumulate
-    over tokens.
-
-    Shapes:  as `reference`.
-    Returns: states_BTE, in the drive's dtype.
-    Cost:    as `triton`: forward moves 8 B T K numbers and backward 16 B T K, of two bytes each for
-             a drive in bf16.
-    Raises:  as `triton`.
-    """
-    dtype = drive_BTE.dtype
-    return _by_kernels(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, dtype)
-
-
-def _by_kernels(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    doc_ids_BT: Tensor | None,
-    start_BE: Tensor | None,
-    chunk_size: int,
-    states_dtype: torch.dtype,
-) -> Tensor:
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
     if drive_BTE.dtype == torch.float64 or not triton_kernels.run_on(drive_BTE):
         solve = partial(by_products, chunk_size=chunk_size)
-        return _solved(solve, log_decay, angle, drive_BTE, doc_ids_BT, start_BE).to(states_dtype)
+        return _solved(solve, log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
     start_BE = None if start_BE is None else start_BE.float()
     states_BTE: Tensor = scan_passes.states(
-        log_decay.float(),
-        angle.float(),
-        drive_BTE,
-        _resets(doc_ids_BT),
-        start_BE,
-        chunk_size,
-        states_dtype,
+        log_decay.float(), angle.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size
     )
     return states_BTE
 

@@ -132,31 +132,6 @@ def _in_parallel(
     return states_BNC2K.flatten(1, 2)[:, :tokens].to(drive_BT2K.dtype)
 
 
-def by_fft(
-    log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None
-) -> Tensor:
-    """Return the states as a convolution by FFT, for eigenvalues that tokens share.
-
-    Shapes:  as `by_products`.
-    Returns: states_BT2K.
-    """
-    if log_decay.dim() > 1 or resets_BT is not None:
-        return _in_parallel(log_decay, angle, drive_BT2K, resets_BT)
-    tokens = drive_BT2K.shape[1]
-    exponents_T1 = torch.arange(tokens, device=drive_BT2K.device, dtype=torch.float64)[:, None]
-    response_T2K = eigenvalues(
-        log_decay.double() * exponents_T1, angle.double() * exponents_T1, drive_BT2K.dtype
-    )
-    drive_BTK, response_TK = (
-        torch.complex(*parts.unbind(dim=-2)) for parts in (drive_BT2K, response_T2K)
-    )
-    spectrum_BTK = torch.fft.fft(drive_BTK, n=2 * tokens, dim=1) * torch.fft.fft(
-        response_TK, n=2 * tokens, dim=0
-    )
-    states_BTK = torch.fft.ifft(spectrum_BTK, dim=1)[:, :tokens]
-    return torch.stack((states_BTK.real, states_BTK.imag), dim=-2)
-
-
 def pairs(parts: Tensor) -> Tensor:
     """Return K real and K imaginary parts as a complex tensor, in at least fp32.
 

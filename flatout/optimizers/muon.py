@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
-from flatout.models.split_weights import SplitTensor, decay_and_add
 from flatout.ops.flag import assign_unless
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_groups, named_by_kind
@@ -154,17 +153,6 @@ class Muon(Optimizer):
                 self._update(parameters, group, getattr(self, "found_inf", None))
         return loss
 
-    @torch.no_grad()
-    def warm_up(self) -> None:
-        """Run the iterations once on zeros in every shape of a step, without changing anything."""
-        for group in self.param_groups:
-            for batch in _batches(self._matrices([p for p in group["params"] if p.requires_grad])):
-                self._newton_schulz(_empty_stack(batch, group["params"]).zero_())
-
-    def give_up_compiling(self) -> None:
-        """Run the iterations without compilation from now on."""
-        self._newton_schulz = batched
-
     def _update(
         self, parameters: list[nn.Parameter], group: dict[str, Any], skip: Tensor | None
     ) -> None:
@@ -264,21 +252,16 @@ def _add_batch(
             sharded: Any = parameters[matrix.index]
             _add_to_shard(sharded, matrix, step_RC if wide else step_RC.T, alpha, skip)
         return
-    if not isinstance(parameters[batch[0].index], SplitTensor):
-        # The kernel for split weights reads narrow steps.
-        steps_NRC = steps_NRC.to(batch[0].dtype)
+    steps_NRC = steps_NRC.to(batch[0].dtype)
     steps_NCR = steps_NRC if all(is_wide) else steps_NRC.mT.contiguous()
     steps = [
         step_RC if wide else step_CR
         for step_RC, step_CR, wide in zip(steps_NRC, steps_NCR, is_wide, strict=True)
     ]
-    decay_and_add(
-        [parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch],
-        steps,
-        kept=kept,
-        alpha=alpha,
-        skip=skip,
-    )
+    targets: list[Tensor] = [parameters[m.index][m.start : m.stop] for m in batch]
+    moved = torch._foreach_mul(targets, kept)
+    torch._foreach_add_(moved, steps, alpha=alpha)
+    assign_unless(skip, targets, moved)
 
 
 def _add_to_shard(

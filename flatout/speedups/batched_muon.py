@@ -21,6 +21,6 @@ SPEEDUP = Speedup(
     rank=310,
     auto={
         "cpu": On(unless=("bf16-products", "onednn"), measured=True),
-        "cuda": On(unless=("compiled-muon",)),
+        "cuda": On(),
     },
 )

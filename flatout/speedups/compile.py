@@ -29,7 +29,7 @@ def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
 
     if (mesh is not None and mesh.world_size > 1) or len(model.blocks) > MOST_BLOCKS:
         return compile_blocks(model, mesh)
-    model.compile(dynamic=False, options=dict(model.compiler_options) or None)
+    model.compile(dynamic=False)
     return model
 
 

@@ -27,7 +27,7 @@ def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     import torch
 
     next_step: Callable[[], None] = torch.compiler.cudagraph_mark_step_begin
-    model.compile(dynamic=False, options={**model.compiler_options, "triton.cudagraphs": True})
+    model.compile(dynamic=False, options={"triton.cudagraphs": True})
     recorded: Any = model._compiled_call_impl
 
     def call(*args: object, **kwargs: object) -> object:

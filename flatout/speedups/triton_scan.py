@@ -15,5 +15,5 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=1e-4),
     why_not=partial(without_triton, capability=(7, 0), instead="fast-scan", what="Triton"),
     rank=510,
-    auto={"cuda": On("it moves the fewest bytes of all scans", unless=("bf16-states",))},
+    auto={"cuda": On("it moves the fewest bytes of all scans")},
 )

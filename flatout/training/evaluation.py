@@ -18,7 +18,6 @@ from flatout.data.load.feed import evaluation_batches
 from flatout.data.store.mix import Member, members_of
 from flatout.json_io import JsonObject
 from flatout.ops import Ops
-from flatout.ops.attention import most_documents
 from flatout.ops.float64 import float64_device
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
@@ -171,7 +170,6 @@ class Evaluator:
             world_size=mesh.world_size,
             max_tokens=max_tokens,
             document_mask=data.document_mask,
-            most_documents=most_documents(self.ops.attention),
             reader=self.reader,
         )
         exact = float64_device(mesh.device)

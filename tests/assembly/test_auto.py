@@ -133,11 +133,6 @@ def test_a_measured_gain_still_needs_a_long_run_if_compiling_takes_minutes():
 
 
 def test_a_speedup_that_measured_faster_takes_its_slot_from_the_default():
-    found = chosen({"triton-ce": FASTER}, machine=replace(HOPPER))
-    if found["triton-ce"].on:  # triton may be missing here
-        assert (
-            found["chunked-ce"].reason == "triton-ce, which measured faster here, takes its place"
-        )
     found = chosen({"compile-blocks": FASTER})
     assert found["compile-blocks"].on
     assert not found["compile"].on
@@ -167,14 +162,11 @@ def test_a_speedup_that_was_dropped_or_cannot_run_stays_off():
     assert "uses a GPU" in found["onednn"].reason
 
 
-def test_unless_with_any_and_needs_still_apply():
+def test_unless_and_needs_still_apply():
     found = chosen({"bf16": SLOWER, "bf16-stream": FASTER})
     assert not found["bf16"].on
     assert found["fp16"].on, "it is on unless bf16 is"
     assert found["bf16-stream"].reason == "needs bf16, which is off"
-    found = chosen({"compiled-muon": FASTER, "compile": SLOWER}, "optim.kind=muon")
-    assert "compile or compile-blocks" in found["compiled-muon"].reason
-    assert found["batched-muon"].on
     found = chosen({"onednn": FASTER}, machine=replace(CPU, cpu_multiplies_bf16=True), device="cpu")
     assert found["bf16-products"].on
     assert found["onednn"].reason == "bf16-products is on and replaces it"

@@ -157,5 +157,5 @@ def test_killed_calls_lose_no_measurement_and_finish(tmp_path):
     assert missing == []
     assert [row["reason"] for row in rows_of(results) if row["status"] == "failed"] == []
     contact = json.loads((results / "contact.json").read_text())
-    assert set(contact["profiles"]) == {"gpt2-124m/set", "eigenstate-small-32k/set-every"}
+    assert set(contact["profiles"]) == {"gpt2-124m/set", "eigenstate-small-32k/set"}
     assert {"environment", "tests"} <= set(contact)

@@ -267,7 +267,7 @@ def test_skipped_entries_are_reported(benchmark, on_gpu, monkeypatch, tmp_path, 
         ]
     )
     output = capsys.readouterr().err
-    assert output.count("There is no speedup bf16-weights: it is omitted.") == 1
+    assert output.count("There is no speedup liger-ce: it is omitted.") == 1
     assert "gpt2-124m/set-cuda-graphs is skipped: it tests cuda-graphs." in output
     assert (
         "gpt2-124m/huggingface is skipped: huggingface is missing. "

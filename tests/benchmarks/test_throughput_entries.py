@@ -12,7 +12,7 @@ import pytest
 from flatout.assembly import conditions
 from flatout.assembly.selection import assemble, select
 from flatout.hardware import Gpu, probe
-from flatout.speedups import flash_attention_4, flex_attention, liger_ce
+from flatout.speedups import flex_attention, liger_ce
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
@@ -29,7 +29,6 @@ def every_package(monkeypatch):
     """Pretend that the optional packages of a GPU machine are installed."""
     for module in (conditions, liger_ce, flex_attention):
         monkeypatch.setattr(module, "find_spec", lambda package: package)
-    monkeypatch.setattr(flash_attention_4, "version", lambda package: "4")
 
 
 @pytest.mark.usefixtures("every_package")
@@ -55,10 +54,10 @@ def test_a_speedup_brings_what_it_needs(benchmark, tmp_path):
     session = benchmark.Session(
         benchmark.parser().parse_args(["--tiny"]), probe(), tmp_path, tmp_path
     )
-    entry = benchmark.Entry("gpt2-124m", "x", "x", (1,), adds=("bf16-weights",))
+    entry = benchmark.Entry("gpt2-124m", "x", "x", (1,), adds=("bf16-stream",))
     assert (
         session.available.config(entry, benchmark.shape(benchmark.WORKS[0], tiny=True)).speedups
-        == "auto,+bf16-weights,+bf16"
+        == "auto,+bf16-stream,+bf16"
     )
 
 

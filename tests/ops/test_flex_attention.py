@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from flatout.assembly.selection import speedup_named
 from flatout.models import transformer
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, flex_attention
+from flatout.ops import Ops, attention, flex_attention, triton_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def as_on_gpu(monkeypatch):
     """Use the GPU kernels."""
     torch._dynamo.reset()
-    monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
+    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     compiled = torch.compile(torch_flex.flex_attention, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(flex_attention, "_compiled", lambda: compiled)
@@ -177,7 +177,8 @@ def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
 
 def test_unsupported_or_unmasked_inputs_use_fused(monkeypatch):
     called = []
-    monkeypatch.setattr(attention, "_on_gpu", lambda *given: called.append(given))
+    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)
+    monkeypatch.setattr(flex_attention, "attend", lambda *given: called.append(given))
     for case in CASES.values():
         tensors, options = random_inputs(**case)
         torch.testing.assert_close(

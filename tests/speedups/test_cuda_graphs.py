@@ -40,7 +40,6 @@ def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("step"))
     monkeypatch.setattr(torch, "compile", lambda call, **options: calls.append(options) or call)
     model = nn.Linear(2, 2)
-    model.compiler_options = {}
     names = list(model.state_dict())
     SPEEDUP.transform.apply(model, SimpleNamespace(shard=1))
     for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention import varlen  # noqa: F401  # imports register operations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.assembly.selection import speedup_named

@@ -75,7 +75,7 @@ SETTINGS = {
     "compiled": {"speedups": "auto,+compile"},
     "documents": {"speedups": "auto,-compile", "data__document_mask": True},
     "flex": {
-        "speedups": "auto,-compile,-varlen-attention,+flex-attention",
+        "speedups": "auto,-compile,+flex-attention",
         "data__document_mask": True,
     },
     "eigenstate": {"speedups": "auto,-compile", "model__kind": "eigenstate"},

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from flatout.hardware import Machine
-from flatout.models.split_weights import SplitTensor, join
 from flatout.training.checkpoint.snapshot import Snapshot
 
 ALIGNMENT = 64
@@ -183,10 +182,7 @@ def _aligned(num_bytes: int) -> int:
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for copy, tensor in pairs:
-        copy.copy_(
-            join(tensor.high, tensor.low) if isinstance(tensor, SplitTensor) else tensor,
-            non_blocking=True,
-        )
+        copy.copy_(tensor, non_blocking=True)
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:

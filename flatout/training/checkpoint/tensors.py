@@ -25,7 +25,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from flatout.errors import CheckpointError
 from flatout.files import disk_fix
 from flatout.json_io import RESTORE, JsonObject
-from flatout.models.split_weights import whole
 from flatout.progress import Task
 
 
@@ -143,7 +142,7 @@ def write(path: Path, parts: Mapping[str, Tensor]) -> None:
 
     Shapes: parts of any shape.
     """
-    save_file({name: whole(part).contiguous().cpu() for name, part in parts.items()}, path)
+    save_file({name: part.contiguous().cpu() for name, part in parts.items()}, path)
 
 
 def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
