@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from flatout.assembly.prediction import Prediction
 from flatout.assembly.run import Run
 from flatout.errors import Stopped
 from flatout.json_io import JsonObject
@@ -32,11 +31,11 @@ def finish(
     sample: Callable[[Run], str] | None,
     *,
     drop: Drop | None = None,
-    prediction: Prediction | None = None,
+    predicted: JsonObject | None = None,
 ) -> JsonObject:
     """Save, evaluate on the whole validation split, sample, and write and return the summary.
 
-    Every rank calls it. The summary states the `prediction` beside what was measured.
+    Every rank calls it. The summary states what was `predicted` beside what was measured.
     Raises: EvaluationDropped when `drop`, called between the evaluation's batches, returns True;
             the state is saved by then. DiskFull when the last step, or that it is the best, cannot
             be saved; the run is then not complete, and the same command tries again.
@@ -52,7 +51,6 @@ def finish(
         log_sample(run, log, sample)
     log.close()
     log.keep_clock()
-    predicted = prediction.to_dict() if prediction else None
     summary = summarise(run, log, evaluation) | {"predicted": predicted}
     if run.mesh.is_main:
         log.event("end", **summary)

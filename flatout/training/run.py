@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from flatout.assembly.build import build, set_deterministic
-from flatout.assembly.measured import advice, gpu_name
-from flatout.assembly.prediction import Prediction
+from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run
@@ -281,8 +280,9 @@ def num_parameters(run: Run) -> int:
 
 def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
     """Suggest `bench`, once per GPU, for a new run on a GPU without measurements."""
-    gpu = gpu_name(run.machine, str(run.mesh.device))
-    if request.cache is None or gpu is None or plan.checkpoint is not None:
+    gpu = hardware_name(run.machine, str(run.mesh.device))
+    is_gpu = run.mesh.device.type == "cuda"
+    if request.cache is None or gpu is None or not is_gpu or plan.checkpoint is not None:
         return
     recipe = run.config.name if run.config.name in RECIPES.names() else "RECIPE"
     line = advice(gpu, recipe, request.cache)
@@ -316,11 +316,11 @@ def execute(
         if plan.checkpoint is None and run.config.train.init_from is not None:
             with log.aside():  # so that the run no longer depends on the source of its weights
                 save_last(run, log)
-        prediction = predict(run, known)
-        log.event("predicted", **prediction.to_dict())
+        predicted = predict(run, known)
+        log.event("predicted", **predicted)
         log.start()
         try:
-            summary = _train(run, log, stop, request.sample, prediction)
+            summary = _train(run, log, stop, request.sample, predicted)
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(run, log, stop)
         log.end(summary)
@@ -334,7 +334,7 @@ def _train(
     log: Log,
     stop: StopRequests,
     sample: Callable[[Run], str] | None,
-    prediction: Prediction,
+    predicted: JsonObject,
 ) -> JsonObject:
     """Warm up, train and finish; return the run's summary.
 
@@ -351,7 +351,7 @@ def _train(
         raise WorkInterrupted
     stop.waits_for = "the batch of the final evaluation"
     with run.pulse.during("finishing"):
-        return finish(run, log, sample, drop=drop, prediction=prediction)
+        return finish(run, log, sample, drop=drop, predicted=predicted)
 
 
 def _interruptible(sample: Callable[[Run], str], stop: StopRequests) -> Callable[[Run], str]:

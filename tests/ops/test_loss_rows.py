@@ -17,7 +17,7 @@ from test_cross_entropy import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flatout.assembly.memory_trace import Live
+from flatout.assembly.memory import Live
 from flatout.errors import MissingPackage
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, cross_entropy, loss_chunks
