@@ -31,8 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 from training_runs import built
 
 from flatout import Dataset, load_config
-from flatout.assembly.memory import MemoryEstimate, estimate
-from flatout.assembly.prediction import fixed_bytes
+from flatout.assembly.memory import estimate
+from flatout.assembly.prediction import MemoryEstimate, fixed_bytes
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.hardware import probe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from flatout.assembly.memory_trace import parts_of, storage_id
+from flatout.assembly.memory import parts_of, storage_id
 
 
 def kept_bytes(run, *, apart_from):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.assembly.measured import Gain
+from typing import TYPE_CHECKING
+
 from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Off, On, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 from flatout.registry import SPEEDUPS
+
+if TYPE_CHECKING:
+    from flatout.assembly.prediction import Gain
 
 
 def all_speedups() -> list[Speedup]:

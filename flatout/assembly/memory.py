@@ -1,45 +1,60 @@
-"""Estimate the memory of a run, part by part, without a GPU and without allocating it.
+"""Estimate the memory of a run, part by part, and say whether it fits its device.
 
 The embedding, each kind of block, the head with the loss, and the optimizer's step run on tensors
 that have shapes but no storage, and their bytes are counted while they exist. The peak of a step
 follows by arithmetic, for any number of blocks. The estimate therefore works for any model, op and
-precision, without formulas. It is for eager mode; a compiled model usually needs less. It excludes
-the device's context (about half a GiB on a GPU), scratch space inside kernels, the allocator's
-fragmentation, and copies of the state in host memory.
+precision, without a GPU and without formulas. It is for eager mode; a compiled model usually needs
+less. It excludes the device's context (about half a GiB on a GPU), scratch space inside kernels,
+the allocator's fragmentation, and copies of the state in host memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from flatout.assembly.memory_trace import Live, Part, bytes_of, trace
+from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.prediction import (
+    CUDA_CONTEXT,
+    CUDA_RESERVED,
+    GIB,
+    MemoryEstimate,
+    MemoryPrediction,
+    Moment,
+)
+from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.errors import HardwareError
+from flatout.hardware import Machine, row_named
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
 from flatout.parallel.mesh import Mesh
 from flatout.progress import readable_memory
-from flatout.registry import OPTIMIZERS
+from flatout.registry import MACHINES, OPTIMIZERS
 
-GIB = 2**30
 PER_PARAMETER = 4
 """Assumed operations of the optimizer's step per trained tensor."""
 FIRST_STEP = 64
 """The second number of rows that is tried: with few, the optimizer's step may need the most."""
 MOST_ROWS = 2**20
 """Upper bound of the search for the most rows."""
+COUNTS = tuple(2**power for power in range(11))
+"""Numbers of GPUs that are suggested."""
 
 
 def two_in_fp32(num_weights: int) -> int:
@@ -85,97 +100,399 @@ class Workload:
     """Whether it runs on a GPU, where some ops work in larger pieces."""
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What exists at one moment of a step, besides the weights and the optimizer state."""
-
-    name: str
-    gradients: int
-    activations: int
-    """Tensors kept for backward, with the tokens."""
-    transient: int
-    """Everything else: what the pass that is running needs for itself."""
-
-    @property
-    def total(self) -> int:
-        """Sum of all bytes."""
-        return self.gradients + self.activations + self.transient
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one device in a training step."""
-
-    weights: int
-    """Parameters and buffers of this process."""
-    gradients: int
-    """One gradient per trained parameter of this process."""
-    optimizer: int
-    """Optimizer state."""
-    activations: int
-    """Tensors that embedding and blocks keep for backward, with low-precision copies of weights."""
-    logits: int
-    """Peak of final norm, head and loss, including the logits' gradient."""
-    workspace: int
-    """Excess of one block's backward over `logits`, and gathered weights if sharded."""
-    peak: Moment
-    """The moment of the step at which most memory exists; parts do not all exist at once."""
-    largest: int = 0
-    """The largest tensor that a micro-batch creates."""
-
-    @property
-    def fixed(self) -> int:
-        """Bytes of weights and optimizer state, which exist throughout."""
-        return self.weights + self.optimizer
-
-    @property
-    def total(self) -> int:
-        """Bytes at the peak."""
-        return self.fixed + self.peak.total
-
-
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
     """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
-    gradients_exist, shards = _gradients_exist(workload, accumulate), workload.num_shards
-    traced = _trace_of(replace(workload, gathers=None), rows, accumulate)
-    gathered = _trace_of(workload, rows, accumulate) if shards > 1 else traced
-    model = traced.model
-    own = sum(_shard_bytes(parameter, shards) for parameter in model.parameters())
+    shards, exist = workload.num_shards, workload.gradients_stay or accumulate > 1
+    whole = replace(workload, num_shards=1, whole_gradients=False)
+    traced = _trace(replace(whole, gathers=None), rows, exist)
+    gathered = _trace(whole, rows, exist) if shards > 1 else traced
+    model, embedding, head = traced.model, traced.embedding, traced.head
+
+    def own(parameter: nn.Parameter) -> int:
+        """Return the bytes of the largest shard, split along the first dimension."""
+        slice_rows = math.ceil(parameter.shape[0] / shards)
+        return slice_rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+
     trained = _trained(model)
-    gradients = sum(_shard_bytes(parameter, shards) for parameter in trained)
-    if workload.whole_gradients:
-        gradients = bytes_of(trained)
-    parts = [traced.embedding, *gathered.blocks]
-    activations = traced.inputs + sum(part.kept for part in parts)
-    logits = max(traced.head.forward, traced.head.backward)
+    kinds, optimizer = model.parameter_kinds(), 0
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            count = own(parameter) // parameter.element_size()
+            has_one = kinds[name] in workload.with_momentum
+            optimizer += 4 * count if has_one else workload.moments(count)
+    gradients = bytes_of(trained) if workload.whole_gradients else sum(map(own, trained))
+    logits = max(head.forward, head.backward)
     in_block = max((part.backward - part.kept for part in gathered.blocks), default=0)
-    workspace = max(in_block - logits, 0) + _gathered(gathered.model, shards)
+    workspace = max(in_block - logits, 0)
+    activations = traced.inputs + embedding.kept + sum(part.kept for part in gathered.blocks)
     if shards > 1:
+        # Gathered: the weights outside the blocks, two blocks (one prefetched), and the gradients
+        # of one block.
+        blocks = [bytes_of(block.parameters()) for block in gathered.model.blocks]
+        all_weights = bytes_of(gathered.model.parameters())
+        workspace += all_weights - sum(blocks) + 3 * max(blocks, default=0)
         moments = [Moment("a sharded step", gradients, activations, logits + workspace)]
     else:
-        step = Moment("the optimizer's step", gradients, traced.inputs, traced.step)
-        moments = [*_micro_batch(traced, gradients if gradients_exist else 0), step]
+        moments = [
+            *_micro_batch(traced, gradients if exist else 0),
+            Moment("the optimizer's step", gradients, traced.inputs, traced.step),
+        ]
+    parts = (embedding, *traced.blocks, head)
+    in_micro_batch = sum(part.operations for part in parts)
     return MemoryEstimate(
-        weights=own + bytes_of(model.buffers()),
+        weights=sum(map(own, model.parameters())) + bytes_of(model.buffers()),
         gradients=gradients,
-        optimizer=_optimizer_bytes(model, workload),
+        optimizer=optimizer,
         activations=activations,
         logits=logits,
         workspace=workspace,
         peak=max(moments, key=lambda moment: moment.total),
-        largest=max(part.largest for part in (traced.embedding, *traced.blocks, traced.head)),
+        largest=max(part.largest for part in parts),
+        operations=accumulate * in_micro_batch + PER_PARAMETER * len(trained),
     )
 
 
-def operations_per_step(workload: Workload, rows: int, accumulate: int = 1) -> int:
-    """Return how many operations an eager step starts, without views; the optimizer's are assumed.
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one part of a model in a micro-batch, apart from everything outside it."""
 
-    It costs nothing after `estimate` of the same batch.
+    kept: int
+    """What exists between its forward and its backward pass, with its input if that is kept."""
+    forward: int
+    """Peak of its forward pass, with its input and its output."""
+    backward: int
+    """Peak of its backward pass, with what was kept and the gradient of its output."""
+    gradients: int
+    """Gradients of weights that did not exist before its backward pass."""
+    operations: int
+    """Operations of both passes, without views."""
+    largest: int
+    """The largest tensor of both passes."""
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A model without values, and its parts in the order of a micro-batch."""
+
+    model: LanguageModel
+    inputs: int
+    embedding: Part
+    blocks: Sequence[Part]
+    head: Part
+    step: int
+    """What the optimizer's step needs beside its state."""
+
+
+def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
+    """Yield the moments of a micro-batch that starts with these bytes of gradients."""
+    kept = traced.inputs
+    yield Moment("the embedding", gradients, kept, traced.embedding.forward)
+    kept += traced.embedding.kept
+    for part in traced.blocks:
+        yield Moment("a block's forward pass", gradients, kept, part.forward)
+        kept += part.kept
+    head = traced.head
+    yield Moment("the loss", gradients, kept, max(head.forward, head.backward))
+    gradients += head.gradients
+    for part in reversed(traced.blocks):
+        own = min(part.kept, part.backward)
+        yield Moment("a block's backward pass", gradients, kept, part.backward - own)
+        kept -= part.kept
+        gradients += part.gradients
+    kept -= traced.embedding.kept
+    yield Moment("the embedding's gradient", gradients, kept, traced.embedding.backward)
+
+
+@lru_cache(maxsize=64)
+def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
+    """Trace each kind of block once, and the parts around them."""
+    step = _optimizer_peak(workload)
+    autocast = workload.autocast
+    with _without_values(workload) as model:
+        shape = (rows, workload.seq_len)
+        tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+        doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None
+        inputs = [tokens_BT, targets_BT, *([] if doc_ids_BT is None else [doc_ids_BT])]
+
+        def precision() -> Any:
+            return nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+
+        with torch.no_grad(), precision():
+            hidden_BTD = model.embed(tokens_BT)
+            _, weight_VD = model.head(hidden_BTD)
+        kinds, entered = model.parameter_kinds(), (hidden_BTD.shape, hidden_BTD.dtype)
+        tied = {
+            n for n, p in model.named_parameters() if kinds[n] == "embedding" and p is weight_VD
+        }
+        del hidden_BTD
+
+        def traced(call: Callable[[Any], Tensor], *, is_first: bool = False) -> Part:
+            for name, parameter in model.named_parameters():
+                # Autograd adds both gradients of a tied weight before it touches an existing one.
+                exists = gradients_exist and parameter.requires_grad and name not in tied
+                parameter.grad = torch.empty_like(parameter) if exists else None
+            return _trace_part(call, None if is_first else entered, precision)
+
+        def loss(hidden_BTD: Tensor) -> Tensor:
+            config, (normed_BTD, weight_VD) = model.config, model.head(hidden_BTD)
+            limits = {"softcap": config.logit_softcap, "z_loss": config.z_loss}
+            return model.ops.cross_entropy(normed_BTD, weight_VD, targets_BT, **limits)[0]
+
+        def through(block: nn.Module, hidden_BTD: Tensor) -> Tensor:
+            return block(hidden_BTD, doc_ids_BT)  # type: ignore[no-any-return]
+
+        block_of = {repr(block): block for block in model.blocks}
+        part_of = {name: traced(partial(through, block)) for name, block in block_of.items()}
+        return _Traced(
+            model,
+            bytes_of(inputs),
+            traced(lambda _: model.embed(tokens_BT), is_first=True),
+            [part_of[repr(block)] for block in model.blocks],
+            traced(loss),
+            step,
+        )
+
+
+@contextmanager
+def _without_values(workload: Workload) -> Iterator[LanguageModel]:
+    """Make the model, and in the block all other tensors, without storage."""
+    with FakeTensorMode() as mode:
+        mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
+        model = workload.model_class(workload.model_config, workload.ops)
+        model = with_adapters(model, workload.lora)
+        if workload.gathers is not None:
+            for module in model.blocks.modules():  # `to` cannot exchange tensors without values
+                for name, own in list(module.named_parameters(recurse=False)):
+                    narrow = nn.Parameter(own.detach().to(workload.gathers), own.requires_grad)
+                    setattr(module, name, narrow)
+        for transform in workload.transforms:
+            model = transform(model, None)
+        yield model
+
+
+def _trace_part(
+    call: Callable[[Tensor | None], Tensor],
+    entered: tuple[torch.Size, torch.dtype] | None,
+    precision: Callable[[], Any],
+) -> Part:
+    """Run a part forward and backward, and return its bytes.
+
+    The part is called with a tensor of the shape and dtype `entered`, or None. What it returns is
+    the input of the next part, which counts it.
     """
-    traced = _trace_of(workload, rows, accumulate)
-    parts = (traced.embedding, *traced.blocks, traced.head)
-    in_optimizer = PER_PARAMETER * len(_trained(traced.model))
-    return accumulate * sum(part.operations for part in parts) + in_optimizer
+    shape, dtype = entered or ((), torch.float32)
+    leaf = torch.zeros((), dtype=dtype, requires_grad=True)
+    with Live() as live:
+        # A copy, which nothing but the part holds.
+        given = leaf.expand(shape).clone() if entered else None
+        with precision():
+            left = call(given)
+        del given
+        if left.requires_grad:  # not after an embedding that is frozen
+            # Its gradient has memory of its own.
+            left.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+        end = left.sum()
+        del left
+        kept, forward = live.now, live.peak
+        live.restart_peak()
+        if end.requires_grad:
+            end.backward()  # type: ignore[no-untyped-call]
+        del end
+    return Part(kept, forward, live.peak, live.now, live.operations, live.largest)
+
+
+@lru_cache(maxsize=64)
+def _optimizer_peak(workload: Workload) -> int:
+    """Return the most that the optimizer's step needs beside its state, for any rows.
+
+    AdamW's need is stated; other optimizers take two steps, of which the first creates the state.
+    An optimizer that reads values, as `.item()` does, counts as one that needs nothing.
+    """
+    with _without_values(workload) as model:
+        parameters = _trained(model)
+        largest = max((parameter.numel() for parameter in parameters), default=0)
+        adamw = 4 * workload.adamw_copies * largest
+        if workload.optim.kind == "adamw" or workload.newton_schulz is None:
+            return adamw
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        parts = OptimizerParts(_Nothing, workload.newton_schulz)
+        try:
+            optimizers = OPTIMIZERS.get(workload.optim.kind)(model, workload.optim, parts)
+            with Live() as live:
+                for optimizer in optimizers:
+                    optimizer.step()
+                state = live.now
+                live.restart_peak()
+                for optimizer in optimizers:
+                    optimizer.step()
+        except RuntimeError:
+            return adamw
+    return max(adamw, int(live.peak - state))
+
+
+class _Nothing(Optimizer):
+    """Stands for AdamW, whose step cannot run without values."""
+
+    def __init__(self, groups: list[ParameterGroup], keywords: AdamWSettings) -> None:
+        super().__init__(groups, dict(keywords))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tracks the total bytes of tensors created inside the context, and the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = self.largest = 0
+        self.operations = 0
+        """Those that computed something: not views."""
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_id(part) for part in parts_of(tree_leaves((args, kwargs)))}
+        made = [part for part in parts_of(tree_leaves(result)) if storage_id(part) not in given]
+        self.operations += bool(made) or func._schema.is_mutable
+        for part in made:
+            if storage_id(part) not in self._seen:
+                self._add(part.untyped_storage())
+        return result
+
+    def restart_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak = self.now
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+
+        def on_free(_: object) -> None:
+            self._seen.pop(key, None)
+            self.now -= size
+
+        self._seen[key] = weakref.ref(storage, on_free)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, size)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors' storages; each storage counts once."""
+    sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(sizes.values())
+
+
+def parts_of(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among `values`; for a wrapper subclass, the tensors inside it."""
+    for value in values:
+        if is_traceable_wrapper_subclass(value):
+            yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
+        elif isinstance(value, Tensor):
+            yield value
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return the identity of a tensor's storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _trained(model: LanguageModel) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The memory of one rank, in bytes."""
+
+    whole: int
+    """All memory that it could ever have: of the GPU, or on a CPU its share, with swap."""
+    free: int
+    """What is available now, without swapping."""
+    name: str
+    """What has it: `GPU` or `machine`."""
+
+
+def capacity_of(machine: Machine, device: str, local_world_size: int) -> Capacity | None:
+    """Return the memory of one rank on `device`; None when the machine has no such device."""
+    if device.startswith("cuda"):
+        if machine.is_here and torch.cuda.is_available():
+            free, whole = torch.cuda.mem_get_info(device)
+            return Capacity(whole, free, "GPU")
+        if not machine.gpus:
+            return None
+        whole = int(machine.gpus[0].memory_gib * GIB)
+        return Capacity(whole, whole, "GPU")
+    memory = int(machine.memory_gib * GIB)
+    own = psutil.Process().memory_info().rss
+    free = min(psutil.virtual_memory().available + own, memory)
+    whole = memory + psutil.swap_memory().total
+    return Capacity(whole // local_world_size, free // local_world_size, "machine")
+
+
+def require_fitting(
+    config: RunConfig, workload: Workload, memory: MemoryPrediction, capacity: Capacity
+) -> str | None:
+    """Return a warning when a micro-batch fits only by swapping or by luck, else None.
+
+    Raises: HardwareError with the largest micro-batch that fits, when this one certainly does not.
+    """
+    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
+    # A compiled model needs less than its estimate, by an unknown amount.
+    expected = memory.least if memory.error is None else memory.total
+    impossible = memory.least > capacity.whole
+    if not impossible and expected <= capacity.free:
+        return None
+    limit = capacity.whole if impossible else capacity.free
+    need = f"batch.rows_per_device={rows} needs about {readable_memory(memory.total)}"
+    batch = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * limit), rows - 1)
+    fix = f"Set {rows_advice(batch)}" if batch else ""
+    if not fix and (impossible or memory.on_gpu):
+        machine = smallest_machine(workload)
+        larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
+        fix = "Not even one sequence fits: shorten data.seq_len or choose a smaller model"
+        fix += f"{larger if machine else ''}."
+    if impossible:
+        raise HardwareError(
+            f"{need}, and this {capacity.name} has {readable_memory(capacity.whole)}.", fix=fix
+        )
+    risk = (
+        "it may run out of memory"
+        if memory.on_gpu
+        else "it will be much slower if the system swaps"
+    )
+    free = readable_memory(capacity.free)
+    return f"{need}, and {free} of this {capacity.name} are free: {risk}. {fix}".rstrip()
+
+
+def rows_advice(batch: tuple[int, int]) -> str:
+    """Return the settings of a micro-batch and its accumulation, as the end of a sentence."""
+    rows, accumulate = batch
+    return (
+        f"batch.rows_per_device={rows} batch.accumulate={accumulate}: "
+        "the tokens per step stay the same."
+    )
+
+
+def smaller_batch(
+    workload: Workload, rows_per_rank: int, available: int, at_most: int
+) -> tuple[int, int] | None:
+    """Return the most rows that fit and divide a rank's step, and how often they accumulate.
+
+    Rows that divide the step keep its number of tokens. None if not even one row fits.
+    """
+    fits = min(most_rows(workload, available), at_most)
+    found = next((rows for rows in range(fits, 0, -1) if rows_per_rank % rows == 0), None)
+    return (found, rows_per_rank // found) if found else None
+
+
+def most_rows(workload: Workload, available: int) -> int:
+    """Return the most rows of a micro-batch whose tensors fit; 0 when not even one does."""
+    try:
+        return rows_that_fit(workload, available)
+    except HardwareError:
+        return 0
 
 
 def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> int:
@@ -206,207 +523,17 @@ def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> in
     return fits
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """A model without values, and its parts in the order of a micro-batch."""
+def smallest_machine(workload: Workload) -> str | None:
+    """Return the smallest known machine that can train with one row per device, as `8x h100-sxm`.
 
-    model: LanguageModel
-    inputs: int
-    embedding: Part
-    blocks: Sequence[Part]
-    head: Part
-    step: int
-    """What the optimizer's step needs beside its state."""
-
-
-def _gradients_exist(workload: Workload, accumulate: int) -> bool:
-    """Return whether gradients exist before a micro-batch."""
-    return workload.gradients_stay or accumulate > 1
-
-
-def _trace_of(workload: Workload, rows: int, accumulate: int) -> _Traced:
-    whole = replace(workload, num_shards=1, whole_gradients=False)
-    return _trace(whole, rows, _gradients_exist(workload, accumulate))
-
-
-@lru_cache(maxsize=64)
-def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
-    step = _optimizer_peak(workload)
-    with _without_values(workload) as model:
-        return _trace_model(model, workload, rows, step, gradients_exist=gradients_exist)
-
-
-@contextmanager
-def _without_values(workload: Workload) -> Iterator[LanguageModel]:
-    """Make the model, and in the block all other tensors, without storage."""
-    with FakeTensorMode() as mode:
-        mode.stands_for = "cuda" if workload.on_gpu else "cpu"  # type: ignore[attr-defined]
-        model = workload.model_class(workload.model_config, workload.ops)
-        model = with_adapters(model, workload.lora)
-        if workload.gathers is not None:
-            for module in model.blocks.modules():  # `to` cannot exchange tensors without values
-                for name, own in list(module.named_parameters(recurse=False)):
-                    narrow = nn.Parameter(own.detach().to(workload.gathers), own.requires_grad)
-                    setattr(module, name, narrow)
-        for transform in workload.transforms:
-            model = transform(model, None)
-        yield model
-
-
-def _trace_model(
-    model: LanguageModel, workload: Workload, rows: int, step: int, *, gradients_exist: bool
-) -> _Traced:
-    shape = (rows, workload.seq_len)
-    tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None
-    precision = partial(_precision, workload)
-    with torch.no_grad(), precision():
-        hidden_BTD = model.embed(tokens_BT)
-        tied = _tied(model, hidden_BTD)
-    entered = (hidden_BTD.shape, hidden_BTD.dtype)
-    del hidden_BTD
-
-    def traced(call: Callable[[Any], Tensor], *, is_first: bool = False) -> Part:
-        for parameter in _trained(model):
-            # Autograd adds both gradients of a tied weight before it touches an existing one.
-            exists = gradients_exist and id(parameter) not in tied
-            parameter.grad = _like(parameter) if exists else None
-        return trace(call, None if is_first else entered, precision)
-
-    def loss(hidden_BTD: Tensor) -> Tensor:
-        config, (normed_BTD, weight_VD) = model.config, model.head(hidden_BTD)
-        return model.ops.cross_entropy(
-            normed_BTD, weight_VD, targets_BT, softcap=config.logit_softcap, z_loss=config.z_loss
-        )[0]
-
-    block_of = {repr(block): block for block in model.blocks}
-    part_of = {name: traced(partial(_call, block, doc_ids_BT)) for name, block in block_of.items()}
-    return _Traced(
-        model,
-        bytes_of([tokens_BT, targets_BT, *([] if doc_ids_BT is None else [doc_ids_BT])]),
-        traced(lambda _: model.embed(tokens_BT), is_first=True),
-        [part_of[repr(block)] for block in model.blocks],
-        traced(loss),
-        step,
-    )
-
-
-def _call(block: nn.Module, doc_ids_BT: Tensor | None, hidden_BTD: Tensor) -> Tensor:
-    return block(hidden_BTD, doc_ids_BT)  # type: ignore[no-any-return]
-
-
-def _tied(model: LanguageModel, hidden_BTD: Tensor) -> set[int]:
-    """Return the id of the embedding that is the output weight too, if there is one."""
-    _, weight_VD = model.head(hidden_BTD)
-    kinds = model.parameter_kinds()
-    return {
-        id(parameter)
-        for name, parameter in model.named_parameters()
-        if kinds[name] == "embedding" and parameter is weight_VD
-    }
-
-
-def _like(parameter: nn.Parameter) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype)
-
-
-def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
-    """Yield the moments of a micro-batch that starts with these bytes of gradients."""
-    kept = traced.inputs
-    yield Moment("the embedding", gradients, kept, traced.embedding.forward)
-    kept += traced.embedding.kept
-    for part in traced.blocks:
-        yield Moment("a block's forward pass", gradients, kept, part.forward)
-        kept += part.kept
-    head = traced.head
-    yield Moment("the loss", gradients, kept, max(head.forward, head.backward))
-    gradients += head.gradients
-    for part in reversed(traced.blocks):
-        own = min(part.kept, part.backward)
-        yield Moment("a block's backward pass", gradients, kept, part.backward - own)
-        kept -= part.kept
-        gradients += part.gradients
-    kept -= traced.embedding.kept
-    yield Moment("the embedding's gradient", gradients, kept, traced.embedding.backward)
-
-
-class _Nothing(Optimizer):
-    """Stands for AdamW, whose step cannot run without values."""
-
-    def __init__(self, groups: list[ParameterGroup], keywords: AdamWSettings) -> None:
-        super().__init__(groups, dict(keywords))
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""
-
-
-@lru_cache(maxsize=64)
-def _optimizer_peak(workload: Workload) -> int:
-    """Return the most that the optimizer's step needs beside its state, for any rows.
-
-    AdamW's need is stated; other optimizers take two steps, of which the first creates the state.
-    An optimizer that reads values, as `.item()` does, counts as one that needs nothing.
+    The number of GPUs comes first, then their memory. More than one GPU means a sharded model.
     """
-    with _without_values(workload) as model:
-        return _peak_of_step(_trained(model), model, workload)
-
-
-def _peak_of_step(parameters: list[nn.Parameter], model: LanguageModel, workload: Workload) -> int:
-    largest = max((parameter.numel() for parameter in parameters), default=0)
-    adamw = 4 * workload.adamw_copies * largest
-    if workload.optim.kind == "adamw" or workload.newton_schulz is None:
-        return adamw
-    for parameter in parameters:
-        parameter.grad = _like(parameter)
-    parts = OptimizerParts(_Nothing, workload.newton_schulz)
-    try:
-        optimizers = OPTIMIZERS.get(workload.optim.kind)(model, workload.optim, parts)
-        with Live() as live:
-            for optimizer in optimizers:
-                optimizer.step()
-            state = live.now
-            live.restart_peak()
-            for optimizer in optimizers:
-                optimizer.step()
-    except RuntimeError:
-        return adamw
-    return max(adamw, int(live.peak - state))
-
-
-def _precision(workload: Workload) -> AbstractContextManager[Any]:
-    if workload.autocast is None:
-        return nullcontext()
-    return torch.autocast("cpu", dtype=workload.autocast)
-
-
-def _gathered(model: LanguageModel, num_shards: int) -> int:
-    """Return the bytes of gathered weights when the model is sharded.
-
-    These are the weights outside the blocks, two blocks (one prefetched), and one block's
-    gradients.
-    """
-    if num_shards == 1:
-        return 0
-    blocks = [bytes_of(block.parameters()) for block in model.blocks]
-    return bytes_of(model.parameters()) - sum(blocks) + 3 * max(blocks, default=0)
-
-
-def _optimizer_bytes(model: LanguageModel, workload: Workload) -> int:
-    kinds = model.parameter_kinds()
-    total = 0
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        count = _shard_bytes(parameter, workload.num_shards) // parameter.element_size()
-        total += 4 * count if kinds[name] in workload.with_momentum else workload.moments(count)
-    return total
-
-
-def _trained(model: LanguageModel) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _shard_bytes(parameter: nn.Parameter, num_shards: int) -> int:
-    """Return the bytes of the largest shard of a parameter, split along its first dimension."""
-    slice_rows = math.ceil(parameter.shape[0] / num_shards)
-    return slice_rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+    rows = sorted(map(row_named, MACHINES.names()), key=lambda row: row.memory_gb.value)
+    for count in COUNTS:
+        sharded = replace(workload, num_shards=count, on_gpu=True)
+        need = estimate(sharded, 1, 2).total * CUDA_RESERVED + CUDA_CONTEXT  # rows that accumulate
+        for row in rows:
+            if need <= row.memory_gb.value * 1e9:
+                how = f" with parallel.shard={count}" if count > 1 else ""
+                return f"{count}x {row.name}{how}"
+    return None

@@ -1,27 +1,56 @@
-"""Predict the peak memory, the rate and the duration of a resolved run.
+"""Predict the memory, the rate and the duration of a run from what was measured on this hardware.
 
-Earlier runs on the same hardware (`flatout.assembly.past_runs`) correct the arithmetic. A figure
-that neither they nor a data sheet support is None, and every figure says where it comes from.
+One file per GPU or CPU in flatout's cache has the gains that `bench` measured, which `auto` prefers
+to the defaults in the speedups' own files and `list speedups` shows, and what finished runs needed,
+which corrects the arithmetic. A figure that neither they nor a data sheet support is None, and
+every figure says where it comes from. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from importlib.metadata import version
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.assumed_rate import assumed_rate
-from flatout.assembly.memory import GIB, MemoryEstimate, Workload
 from flatout.assembly.parts import Decision
-from flatout.assembly.past_runs import PastRun, alike, shape_of
 from flatout.assembly.selection import assemble, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.json_io import JsonObject
+from flatout.errors import FlatoutError
+from flatout.files import write_text
+from flatout.hardware import ASSUMED_MFU, Machine
+from flatout.json_io import JsonObject, Stored
 from flatout.registry import SPEEDUPS
-from flatout.roof import Peak
 
+if TYPE_CHECKING:
+    from flatout.assembly.memory import Workload
+    from flatout.roof import Peak
+
+GIB = 2**30
+FORMAT_VERSION = 1
+MINUTES = 30
+"""Suggested --minutes on a GPU: about 40 trials, assumed to take 20 s each with start and
+compilation; two rounds.
+"""
+MOST_RUNS = 200
+"""Runs kept per file; older ones are dropped."""
+LAST_RUNS = 5
+"""How many of the latest runs of one kind are used."""
+SIMILAR = 4
+"""Largest ratio of FLOPs per token at which a model's rate of FLOPs is taken for another's."""
+STARTING_S = 15e-6
+"""Assumed seconds to start an operation in eager mode, from Python to its backward pass."""
+EVALUATION_COST = 3
+"""A training token costs as much as this many evaluated ones: forward, and backward twice that."""
 EAGER_ERROR = 0.1
 """Error of the estimate for an eager model; benchmarks/plan.py measures it."""
 LEAST_ERROR = 0.02
@@ -34,16 +63,263 @@ CUDA_RESERVED = 1.1
 """Assumed ratio of what torch's allocator reserves to what is allocated."""
 CPU_OVERHEAD = GIB // 10
 """Assumed memory of a process on a CPU besides tensors and what it holds before it starts."""
-LAST_RUNS = 5
-"""How many of the latest runs of one kind are used."""
-SIMILAR = 4
-"""Largest ratio of FLOPs per token at which a model's share of the peak is taken for another's."""
 HEAP_HOLES = 2
 """How many times the largest tensor the heap holds in vain if it keeps freed memory: 0 to 5 in 15
 runs of two shapes (a vocabulary of 32,768; 64 and 16 rows).
 """
-EVALUATION_COST = 3
-"""A training token costs as much as this many evaluated ones: forward, and backward twice that."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What exists at one moment of a step, besides the weights and the optimizer state."""
+
+    name: str
+    gradients: int
+    activations: int
+    """Tensors kept for backward, with the tokens."""
+    transient: int
+    """Everything else: what the pass that is running needs for itself."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all bytes."""
+        return self.gradients + self.activations + self.transient
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device in a training step, as traced by `flatout.assembly.memory`."""
+
+    weights: int
+    """Parameters and buffers of this process."""
+    gradients: int
+    """One gradient per trained parameter of this process."""
+    optimizer: int
+    """Optimizer state."""
+    activations: int
+    """Tensors that embedding and blocks keep for backward, with low-precision copies of weights."""
+    logits: int
+    """Peak of final norm, head and loss, including the logits' gradient."""
+    workspace: int
+    """Excess of one block's backward over `logits`, and gathered weights if sharded."""
+    peak: Moment
+    """The moment of the step at which most memory exists; parts do not all exist at once."""
+    largest: int
+    """The largest tensor that a micro-batch creates."""
+    operations: int
+    """Operations that an eager step starts, without views; the optimizer's are assumed."""
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of weights and optimizer state, which exist throughout."""
+        return self.weights + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return self.fixed + self.peak.total
+
+
+class Gain(Stored):
+    """What a speedup gained in the last ladder that measured it."""
+
+    gain: float
+    """How many times faster training is with it."""
+    low: float | None
+    """Lower end of its 94% interval; null: too few repeats to tell."""
+    high: float | None
+    """Upper end."""
+    where: str
+    """What it was added to or left out of."""
+    recipe: str
+    """Recipe of that ladder."""
+    date: str
+    """When the ladder started."""
+    commit: str | None
+    """Commit of flatout; null outside a checkout."""
+    torch: str
+    """Version of torch."""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the whole interval lies below 1."""
+        return self.high is not None and self.high < 1
+
+    def describe(self) -> str:
+        """Return one line for a person."""
+        spread = (
+            "too few repeats to be sure"
+            if self.low is None or self.high is None
+            else f"{self.low:.2f} to {self.high:.2f}"
+        )
+        at = f", commit {self.commit}" if self.commit else ""
+        return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
+
+
+class PastRun(Stored):
+    """One finished run: what it was, and what was measured."""
+
+    by: Literal["train", "bench"]
+    """The command that measured it."""
+    digest: str
+    """Digest of all that decides its arithmetic but the micro-batch."""
+    versions: str
+    """Versions of torch and flatout."""
+    kind: str
+    """The model's kind."""
+    speedups: list[str]
+    """Speedups that were on, in order of their names."""
+    rows_per_device: int
+    """Sequences in a micro-batch."""
+    accumulate: int
+    """Micro-batches per step."""
+    world_size: int
+    """Processes."""
+    is_compiled: bool
+    """Whether anything was compiled."""
+    is_busy: bool = False
+    """Whether other processes used the cores meanwhile; on a CPU only."""
+    estimate: MemoryEstimate | None = None
+    """Memory of its tensors as estimated for eager mode, in bytes."""
+    context_gib: float = 0.0
+    """Memory of the process before it built the model; on a CPU only."""
+    peak_gib: float = 0.0
+    """Measured peak; 0: not measured."""
+    reserved_gib: float | None = None
+    """Measured peak of what the allocator reserved; on a GPU only."""
+    tokens_per_s: float = 0.0
+    """Measured steady rate; 0: not measured."""
+    flops_per_token: float = 0.0
+    """FLOPs of a token; 0: not known."""
+    beside_s: float | None = None
+    """Seconds besides its steps and evaluations at the steady rate: start, compiling, saves."""
+    cached_s: float = 0.0
+    """The part of it in which torch compiled what it then kept on disk."""
+
+
+class MeasuredHere(Stored):
+    """The file of one GPU or CPU."""
+
+    format_version: int = FORMAT_VERSION
+    """Version of this file's format."""
+    hardware: str
+    """The GPU as its driver names it, or the CPU and its cores."""
+    speedups: dict[str, Gain] | None = None
+    """Gains by name; null: nothing has been measured, and the user has not been told so."""
+    runs: tuple[PastRun, ...] = ()
+    """Finished runs, oldest first."""
+
+
+def hardware_name(machine: Machine, device: str) -> str | None:
+    """Return the GPU of a run on `device`, or the CPU with its cores; None for an absent GPU."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda":
+        number = int(index or 0)
+        return machine.gpus[number].name if number < len(machine.gpus) else None
+    return f"{machine.cpu_name}, {machine.cores} cores" + (", MPS" if device == "mps" else "")
+
+
+def read(hardware: str | None, cache: Path | None) -> MeasuredHere | None:
+    """Return what was measured on this hardware; None without a file that this version reads."""
+    if hardware is None or cache is None:
+        return None
+    try:
+        found = MeasuredHere.model_validate_json(_path(hardware, cache).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if found.hardware == hardware and found.format_version == FORMAT_VERSION else None
+
+
+def keep(
+    hardware: str, cache: Path, gains: Mapping[str, Gain] | None = None, run: PastRun | None = None
+) -> Path:
+    """Add gains, replacing earlier ones, or a run to the file of this hardware; return its path.
+
+    Raises: OSError when the cache cannot be written.
+    """
+    path, before = _path(hardware, cache), read(hardware, cache) or MeasuredHere(hardware=hardware)
+    found = MeasuredHere(
+        hardware=hardware,
+        speedups=before.speedups if gains is None else {**(before.speedups or {}), **gains},
+        runs=(*before.runs, *([run] if run else []))[-MOST_RUNS:],
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, found.model_dump_json(indent=1) + "\n")
+    return path
+
+
+def _path(hardware: str, cache: Path) -> Path:
+    name = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
+    return cache.expanduser() / "measured" / f"{name}.json"
+
+
+def gains_here(machine: Machine, device: str, cache: Path | None) -> dict[str, Gain]:
+    """Return the gains measured on the hardware of `device` with the torch in use, by speedup.
+
+    Without a `cache` there are none.
+    """
+    found = read(hardware_name(machine, device), cache)
+
+    def release(torch: str) -> str:  # 2.13.0+cu130 and 2.13.0+cpu are the same release
+        return torch.partition("+")[0]
+
+    gains = (found and found.speedups) or {}
+    here = release(version("torch"))
+    return {name: gain for name, gain in gains.items() if release(gain.torch) == here}
+
+
+def runs_here(machine: Machine, device: str, cache: Path | None) -> Sequence[PastRun]:
+    """Return the runs recorded on the hardware of `device`, oldest first."""
+    found = read(hardware_name(machine, device), cache)
+    return found.runs if found else ()
+
+
+def advice(gpu: str, recipe: str, cache: Path) -> str | None:
+    """Return the hint for the first run on a GPU without measurements; None from the second on."""
+    found = read(gpu, cache)
+    if found is not None and found.speedups is not None:
+        return None
+    with suppress(OSError):  # the hint is then repeated at the next run
+        keep(gpu, cache, {})
+    return (
+        f"No speedup has been measured on this GPU ({gpu}); `flatout bench {recipe} --minutes "
+        f"{MINUTES}`, with this run's settings, measures them in about {MINUTES} minutes."
+    )
+
+
+def speedups_on(decisions: Iterable[Decision]) -> list[str]:
+    """Return the speedups that are on, apart from one that only chose the micro-batch."""
+    return [
+        decision.name
+        for decision in decisions
+        if decision.on and "micro_batch" not in speedup_named(decision.name).fills
+    ]
+
+
+def past_run(
+    config: RunConfig, decisions: Sequence[Decision], world_size: int, **measured: Any
+) -> PastRun:
+    """Return the record of a resolved run with what was measured."""
+    speedups = sorted(speedups_on(decisions))
+    parts = [config.model.model_dump(mode="json"), config.data.seq_len, config.optim.kind]
+    parts += [config.data.document_mask, config.train.precision, speedups, world_size]
+    parts.append(config.lora.model_dump(mode="json"))
+    return PastRun(
+        digest=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16],
+        versions=f"torch {version('torch')}, flatout {import_module('flatout').__version__}",
+        kind=config.model.kind,
+        speedups=speedups,
+        rows_per_device=int(config.batch.rows_per_device),
+        accumulate=config.batch.accumulate or 1,
+        world_size=world_size,
+        is_compiled="compilation" in assemble(decisions).filled_by,
+        **measured,
+    )
 
 
 @dataclass(frozen=True)
@@ -93,50 +369,49 @@ class TimePrediction:
     """Relative error to expect of the time; None if it is unknown."""
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What `train` predicts before its first step."""
-
-    memory: MemoryPrediction | None
-    """None when the model cannot run on tensors without values."""
-    time: TimePrediction
-
-    def to_dict(self) -> JsonObject:
-        """Return the figures under the names of the summary's measured ones, with their sources."""
-        return {
-            "tokens_per_s": self.time.tokens_per_s,
-            "tokens_per_s_from": self.time.source,
-            "wall_s": self.time.wall_s,
-            "peak_gib": self.memory.peak_gib if self.memory else None,
-            "peak_gib_from": self.memory.source if self.memory else "not predictable",
-        }
+def prediction_of(memory: MemoryPrediction | None, time: TimePrediction) -> JsonObject:
+    """Return the figures under the names of the summary's measured ones, with their sources."""
+    return {
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_from": time.source,
+        "wall_s": time.wall_s,
+        "peak_gib": memory.peak_gib if memory else None,
+        "peak_gib_from": memory.source if memory else "not predictable",
+    }
 
 
-def speedups_on(decisions: Iterable[Decision]) -> list[str]:
-    """Return the speedups that are on, apart from one that only chose the micro-batch."""
-    return [
-        decision.name
-        for decision in decisions
-        if decision.on and "micro_batch" not in speedup_named(decision.name).fills
-    ]
+def trace_memory(
+    config: RunConfig,
+    decisions: Sequence[Decision],
+    workload: Workload,
+    *,
+    runs: Sequence[PastRun] = (),
+    world_size: int = 1,
+    context: int = 0,
+) -> tuple[MemoryPrediction | None, str | None]:
+    """Return the peak memory of one rank of a resolved run, or why it cannot be predicted.
 
+    The estimate of an earlier run that needed the same saves the trace, a quarter of a second.
+    Custom code is traced again: it may have changed.
+    """
+    this = past_run(config, decisions, world_size, by="train")
+    is_custom = any(":" in name for name in (this.kind, config.optim.kind, *this.speedups))
+    needs = attrgetter("digest", "versions", "rows_per_device", "accumulate")
+    known = (run.estimate for run in reversed(runs) if run.estimate and needs(run) == needs(this))
+    found = None if is_custom or world_size > 1 else next(known, None)
+    if found is None:
+        from flatout.assembly.memory import estimate
 
-def compiles(decisions: Iterable[Decision]) -> bool:
-    """Return whether anything of a run is compiled."""
-    return "compilation" in assemble(decisions).filled_by
-
-
-def past_run(config: RunConfig, decisions: Sequence[Decision], **measured: Any) -> PastRun:
-    """Return the record of a run with what was measured."""
-    return PastRun(
-        shape=shape_of(config),
-        kind=config.model.kind,
-        speedups=speedups_on(decisions),
-        rows_per_device=int(config.batch.rows_per_device),
-        accumulate=config.batch.accumulate or 1,
-        is_compiled=compiles(decisions),
-        **measured,
+        try:
+            found = estimate(workload, this.rows_per_device, this.accumulate)
+        except FlatoutError:
+            raise
+        except Exception as error:  # a custom model may need values, which the trace does not have
+            return None, f"{type(error).__name__}: {error}"
+    memory = predict_memory(
+        config, decisions, found, runs=runs, world_size=world_size, context=context
     )
+    return memory, None
 
 
 def predict_memory(
@@ -153,47 +428,59 @@ def predict_memory(
     `runs` are those recorded on this hardware, `context` the memory of this process so far (CPU).
     """
     on_gpu = config.train.device.startswith("cuda")
-    is_compiled = compiles(decisions)
+    this = past_run(config, decisions, world_size, by="train", estimate=estimate)
     measured = [run for run in runs if run.by == "train" and run.estimate and run.peak_gib]
-    same = [
-        run
-        for run in alike(measured, shape_of(config), speedups_on(decisions), world_size)
-        if run.rows_per_device == config.batch.rows_per_device
-    ][-LAST_RUNS:]
-    kind = [
-        run for run in measured if run.kind == config.model.kind and run.is_compiled == is_compiled
-    ][-LAST_RUNS:]
-    used = same or kind
-    fixed = fixed_bytes(estimate, is_compiled=is_compiled and bool(used))
-    variable = estimate.peak.total
+    shape = attrgetter("digest", "rows_per_device")
+    same = [run for run in measured if shape(run) == shape(this)][-LAST_RUNS:]
+    likeness = attrgetter("kind", "is_compiled")
+    used = same or [run for run in measured if likeness(run) == likeness(this)][-LAST_RUNS:]
+
+    def split(run: PastRun) -> tuple[float, int]:
+        """Return the bytes that are not corrected, and the unit of the correction.
+
+        On a GPU, that is what depends on the micro-batch; on a CPU one byte besides the tensors.
+        """
+        found = run.estimate or estimate
+        if on_gpu:
+            return fixed_bytes(found, is_compiled=run.is_compiled), max(found.peak.total, 1)
+        return GIB * run.context_gib + found.total + _heap_holes(found, run.speedups), 1
+
+    def correction(run: PastRun) -> float:
+        known, unit = split(run)
+        return (GIB * run.peak_gib - known) / unit
+
+    median = statistics.median(map(correction, used)) if used else 0.0
     allocated = reserved = estimate.total
-    error: float | None = None if is_compiled and not used else EAGER_ERROR
+    error = None if this.is_compiled and not used else EAGER_ERROR
     if on_gpu:
-        share = statistics.median(map(_share, used)) if used else 1.0
-        allocated = int(fixed + share * variable)
-        reserved = int(allocated * _reserved(used))
+        ratios = [run.reserved_gib / run.peak_gib for run in used if run.reserved_gib]
+        if used:
+            known, unit = split(this)
+            allocated = int(known + max(median, 0.0) * unit)
+        reserved = int(allocated * (statistics.median(ratios) if ratios else CUDA_RESERVED))
         extra = CUDA_CONTEXT
     else:
-        holes = int(_heap_holes(estimate, speedups_on(decisions)))
+        holes = _heap_holes(estimate, this.speedups)
         reserved += holes
         error = error and max(error, holes / reserved)
-        beside = int(statistics.median(map(_overhead, used))) if used else CPU_OVERHEAD
-        extra = max(context + beside, 0)
-    least = min(allocated, estimate.total)
-    if is_compiled and not (on_gpu and same):
-        least = estimate.fixed + int(LEAST_COMPILED * variable)
+        extra = max(context + int(median if used else CPU_OVERHEAD), 0)
     if used:
-        error = max(LEAST_ERROR if same else EAGER_ERROR, _spread(used, on_gpu=on_gpu))
-    return MemoryPrediction(
-        estimate,
-        allocated,
-        reserved,
-        extra,
-        int(least * (1 - EAGER_ERROR)),
-        error,
-        _memory_source(same, kind, is_compiled),
-        on_gpu,
-    )
+        misses = [
+            abs(correction(run) - median) * split(run)[1] / (GIB * run.peak_gib) for run in used
+        ]
+        spread = EAGER_ERROR if len(used) == 1 else max(misses)
+        error = max(LEAST_ERROR if same else EAGER_ERROR, spread)
+    least = min(allocated, estimate.total)
+    if this.is_compiled and not (on_gpu and same):
+        least = estimate.fixed + int(LEAST_COMPILED * estimate.peak.total)
+    source = "traced in eager mode"
+    if used:
+        whose = "of this recipe's shape" if same else "of other shapes"
+        source = f"traced, corrected by {_count(used)} {whose} here"
+    elif this.is_compiled:
+        source += "; a compiled model usually needs less, by an unknown amount"
+    least = int(least * (1 - EAGER_ERROR))
+    return MemoryPrediction(estimate, allocated, reserved, extra, least, error, source, on_gpu)
 
 
 def fixed_bytes(estimate: MemoryEstimate, *, is_compiled: bool) -> int:
@@ -204,27 +491,7 @@ def fixed_bytes(estimate: MemoryEstimate, *, is_compiled: bool) -> int:
     return estimate.fixed + (estimate.gradients if is_compiled else 0)
 
 
-def _share(run: PastRun) -> float:
-    """Return the measured share of what depends on the micro-batch."""
-    if run.estimate is None:
-        return 1.0
-    measured = _peak(run) - fixed_bytes(run.estimate, is_compiled=run.is_compiled)
-    return max(measured, 0.0) / max(run.estimate.peak.total, 1)
-
-
-def _reserved(runs: Sequence[PastRun]) -> float:
-    """Return the ratio of what the allocator reserves on a GPU to what is allocated."""
-    found = [run.reserved_gib / run.peak_gib for run in runs if run.reserved_gib and run.peak_gib]
-    return statistics.median(found) if found else CUDA_RESERVED
-
-
-def _overhead(run: PastRun) -> float:
-    """Return the measured bytes of a process on a CPU besides its tensors and its start."""
-    held = run.estimate.total + _heap_holes(run.estimate, run.speedups) if run.estimate else 0
-    return _peak(run) - GIB * (run.context_gib or 0.0) - held
-
-
-def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> float:
+def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> int:
     """Return the bytes of freed tensors that glibc's heap keeps and cannot reuse, on a CPU.
 
     Small blocks that are allocated inside a freed tensor leave a hole that is too small for the
@@ -232,35 +499,7 @@ def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> float:
     """
     known = set(speedups) & set(SPEEDUPS.names())  # an earlier run may have had others
     keeps = any("allocator" in SPEEDUPS.get(name).fills for name in known)
-    return HEAP_HOLES * estimate.largest if keeps else 0.0
-
-
-def _peak(run: PastRun) -> float:
-    return GIB * (run.peak_gib or 0.0)
-
-
-def _spread(runs: Sequence[PastRun], *, on_gpu: bool) -> float:
-    """Return how far from the peak of each run their median correction is, at most."""
-    if len(runs) == 1:
-        return EAGER_ERROR
-    correction = _share if on_gpu else _overhead
-    median = statistics.median(map(correction, runs))
-
-    def miss(run: PastRun) -> float:
-        unit = run.estimate.peak.total if on_gpu and run.estimate else 1
-        return abs(correction(run) - median) * unit / (_peak(run) or 1.0)
-
-    return max(map(miss, runs))
-
-
-def _memory_source(same: Sequence[PastRun], kind: Sequence[PastRun], is_compiled: bool) -> str:
-    if same:
-        return f"traced, corrected by {_count(same)} of this recipe's shape here"
-    if kind:
-        return f"traced, corrected by {_count(kind)} of other shapes here"
-    if is_compiled:
-        return "traced in eager mode; a compiled model usually needs less, by an unknown amount"
-    return "traced in eager mode"
+    return HEAP_HOLES * estimate.largest if keeps else 0
 
 
 def _count(runs: Sequence[PastRun]) -> str:
@@ -277,89 +516,79 @@ def predict_time(
     world_size: int = 1,
     dataset: AnyDataset | None = None,
     first_step: int = 0,
-    workload: Workload | None = None,
+    memory: MemoryPrediction | None = None,
 ) -> TimePrediction:
     """Return the rate and the duration of a resolved run on `world_size` devices.
 
     A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
-    share of the peak that models of similar size reached here, or an assumed share. A run whose
-    micro-batch also is the same is preferred, and one that had the cores to itself. With a
-    `workload`, the assumption counts what it takes to start the operations of an eager step.
+    rate of FLOPs that models of similar size reached here, or an assumed share of the peak. A run
+    whose micro-batch also is the same is preferred, and one that had the cores to itself. With the
+    `memory` of an eager run, the assumption counts what it takes to start its operations.
     """
-    speedups = speedups_on(decisions)
-    rate, source, past = _known_rate(config, speedups, flops_per_token, peak, runs, world_size)
-    if rate is None and peak is not None:
-        whole = peak.tflops * 1e12 * world_size / flops_per_token
-        rate, source = assumed_rate(config, whole, None if compiles(decisions) else workload)
-    mfu = rate * flops_per_token / (peak.tflops * 1e12 * world_size) if rate and peak else None
+    this, tokens = past_run(config, decisions, world_size, by="train"), config.batch.tokens_per_step
+    timed = [run for run in runs if run.tokens_per_s]
+    same = [run for run in timed if run.digest == this.digest]
+
+    def preference(run: PastRun) -> tuple[bool, bool, bool]:
+        return run.by == "train", run.rows_per_device == this.rows_per_device, not run.is_busy
+
+    best = max(map(preference, same), default=None)
+    same = [run for run in same if preference(run) == best][-LAST_RUNS:]
+    whole = peak and peak.tflops * 1e12 * world_size / flops_per_token
+    others = [
+        run.tokens_per_s * run.flops_per_token / run.world_size
+        for run in timed
+        if run.kind == this.kind
+        and run.speedups == this.speedups
+        and 1 / SIMILAR < run.flops_per_token / flops_per_token < SIMILAR
+    ][-LAST_RUNS:]
+    rate, source = None, "unknown: no peak rate is known for this device"
+    if same and best:
+        # Whatever disturbs a run makes it slower, so of two the faster one counts.
+        rate = statistics.median_high(run.tokens_per_s for run in same)
+        by = _count(same) if best[0] else f"{len(same)} measurement(s) of bench"
+        source = f"{by} {'of' if best[0] else 'for'} this shape here"
+        source += "" if best[2] else ", while other processes used the cores"
+    elif others:
+        rate = statistics.median(others) * world_size / flops_per_token
+        source = f"the FLOP/s of {len(others)} earlier run(s) of other shapes here"
+    elif whole:
+        operations = memory.estimate.operations if memory and not this.is_compiled else 0
+        rate, source = assumed_rate(config, whole, operations)
+    mfu = rate / whole if rate and whole else None
     steps = config.train.steps
     if rate is None or steps is None:
         return TimePrediction(rate, None, mfu, source, None)
-    train_s = (steps - first_step) * (config.batch.tokens_per_step or 0) / rate
-    scored = tokens_to_score(config, dataset, first_step)
-    score_s = (scored or 0) / (EVALUATION_COST * rate)
-    rows = config.batch.rows_per_device
-    beside = [_beside(run, rows) for run in past if run.wall_s and run.train_s] or [0.0]
-    wall_s = train_s + score_s + statistics.median_low(beside)
-    misses = [abs(rate / run.tokens_per_s - 1) for run in past if run.tokens_per_s]
+    train_s = (steps - first_step) * (tokens or 0) / rate
+    score_s = (tokens_to_score(config, dataset, first_step) or 0) / (EVALUATION_COST * rate)
+    beside = [  # another run with as many rows finds in torch's cache what this one compiled
+        run.beside_s - (run.cached_s if run.rows_per_device == this.rows_per_device else 0.0)
+        for run in same
+        if run.beside_s is not None
+    ]
+    wall_s = train_s + score_s + max(statistics.median_low(beside or [0.0]), 0.0)
+    misses = [abs(rate / run.tokens_per_s - 1) for run in same]
     error = max(misses) if len(misses) > 1 else None
     return TimePrediction(rate, wall_s, mfu, source, error)
 
 
-def _known_rate(
-    config: RunConfig,
-    speedups: Sequence[str],
-    flops_per_token: float,
-    peak: Peak | None,
-    runs: Sequence[PastRun],
-    world_size: int,
-) -> tuple[float | None, str, Sequence[PastRun]]:
-    """Return the rate that runs have reached, its source, and the runs; without any, no rate."""
-    timed = [run for run in runs if run.tokens_per_s]
-    same = alike(timed, shape_of(config), speedups, world_size)
-    for by, what in (("train", "of this shape here"), ("bench", "of bench for this shape here")):
-        found = [run for run in same if run.by == by]
-        rows = [run for run in found if run.rows_per_device == config.batch.rows_per_device]
-        alone = [run for run in rows or found if not run.is_busy]
-        used = (alone or rows or found)[-LAST_RUNS:]
-        if used:
-            # Whatever disturbs a run makes it slower, so of two the faster one counts.
-            rate = statistics.median_high(run.tokens_per_s or 0.0 for run in used)
-            counted = _count(used) if by == "train" else f"{len(used)} measurement(s)"
-            load = "" if alone else ", while other processes used the cores"
-            return rate, f"{counted} {what}{load}", used
-    if peak is None:
-        return None, "unknown: no peak rate is known for this device", ()
-    whole = peak.tflops * 1e12 * world_size / flops_per_token
-    others = [
-        run
-        for run in timed
-        if run.kind == config.model.kind
-        and set(run.speedups) == set(speedups)
-        and _is_similar(run, flops_per_token, peak)
-    ][-LAST_RUNS:]
-    if others:
-        mfu = statistics.median(run.mfu or 0.0 for run in others)
-        return mfu * whole, f"{mfu:.0%} of the peak, as {_count(others)} of other shapes here", ()
-    return None, "unknown", ()
+def assumed_rate(config: RunConfig, whole: float, operations: int) -> tuple[float, str]:
+    """Return the tokens per second of all devices, and what was assumed.
 
-
-def _is_similar(run: PastRun, flops_per_token: float, peak: Peak) -> bool:
-    """Return whether a run's model is of similar size; a tiny one is far from the peak."""
-    if not run.mfu or not run.tokens_per_s:
-        return False
-    flops = run.mfu * peak.tflops * 1e12 * run.world_size / run.tokens_per_s
-    return 1 / SIMILAR < flops / flops_per_token < SIMILAR
-
-
-def _beside(run: PastRun, rows: int | str) -> float:
-    """Return the seconds of a run besides its steps and evaluations: start, compiling, saves.
-
-    Another run with as many `rows` finds in torch's cache what this one compiled.
+    `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
+    small ones count: a CPU computes after it has started an operation, a GPU meanwhile.
     """
-    cached_s = run.cached_s if run.rows_per_device == rows else 0.0
-    taken_s = (run.train_s or 0.0) + (run.score_s or 0.0) + cached_s
-    return max((run.wall_s or 0.0) - taken_s, 0.0)
+    tokens = config.batch.tokens_per_step or 0
+    computing = f"an assumed {ASSUMED_MFU:.0%} of the peak"
+    if not operations or not tokens:
+        return ASSUMED_MFU * whole, computing
+    computing_s, starting_s = tokens / (ASSUMED_MFU * whole), operations * STARTING_S
+    starting = f"an assumed {1e6 * STARTING_S:.0f} us to start each of {operations:,} operations"
+    if not config.train.device.startswith("cuda"):
+        return tokens / (computing_s + starting_s), f"{computing}, and {starting} per step"
+    if starting_s > computing_s:
+        return tokens / starting_s, f"{starting} per step"
+    return tokens / computing_s, computing
 
 
 def tokens_to_score(

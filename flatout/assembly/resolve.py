@@ -10,10 +10,10 @@ from dataclasses import fields, replace
 import torch
 
 from flatout.assembly.imported import with_imported_shape
-from flatout.assembly.measured import Gain
 from flatout.assembly.memory import Workload
 from flatout.assembly.parts import Decision
 from flatout.assembly.plain import MicroBatchPlan
+from flatout.assembly.prediction import Gain
 from flatout.assembly.preflight import check_names
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import assemble, select

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from flatout.assembly.auto import all_speedups, decide, default_of, overrides
-from flatout.assembly.measured import Gain
 from flatout.assembly.parts import Decision, Precision
 from flatout.assembly.recipe import On, Recipe, Speedup, baseline, both_fill
 from flatout.assembly.request import Request, adding, mentions, parse_request, removing
@@ -18,6 +18,9 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine
 from flatout.registry import SPEEDUPS
+
+if TYPE_CHECKING:
+    from flatout.assembly.prediction import Gain
 
 
 def speedup_named(name: str) -> Speedup:

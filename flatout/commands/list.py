@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.assembly.auto import all_speedups, is_measured, longest_wait
-from flatout.assembly.measured import gains_here
+from flatout.assembly.prediction import gains_here
 from flatout.assembly.selection import select
 from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option, Result

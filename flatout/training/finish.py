@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flatout.assembly.prediction import Prediction
 from flatout.assembly.run import Run
 from flatout.json_io import JsonObject
 from flatout.progress import counted
@@ -26,10 +25,10 @@ MEASURE_AGAIN_S = 10.0
 """Seconds of training after which a measured peak is measured again at the end."""
 
 
-def finish(session: Session, prediction: Prediction) -> JsonObject:
+def finish(session: Session, predicted: JsonObject) -> JsonObject:
     """Save, evaluate on the whole validation split, sample, and write and return the summary.
 
-    Every rank calls it. The summary states the `prediction` beside what was measured.
+    Every rank calls it. The summary states what was `predicted` beside what was measured.
     Raises: EvaluationDropped when `session.drop`, called between the evaluation's batches, returns
             True; the state is saved by then. DiskFull when the last step, or that it is the best,
             cannot be saved; the run is then not complete, and the same command tries again.
@@ -46,7 +45,7 @@ def finish(session: Session, prediction: Prediction) -> JsonObject:
         log_sample(session)
     log.close()
     log.keep_clock()
-    summary = summarise(run, log, evaluation) | {"predicted": prediction.to_dict()}
+    summary = summarise(run, log, evaluation) | {"predicted": predicted}
     if run.mesh.is_main:
         log.event("end", **summary)
         layout.write_summary(run.folder, summary)

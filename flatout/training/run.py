@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from flatout.assembly.build import build, set_deterministic
-from flatout.assembly.measured import advice, gpu_name
+from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run
@@ -171,8 +171,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         if not is_resumed and run.config.train.init_from is not None:
             with log.aside():  # so that the run no longer depends on the source of its weights
                 save_last(run, log)
-        prediction = predict(run, known)
-        log.event("predicted", **prediction.to_dict())
+        predicted = predict(run, known)
+        log.event("predicted", **predicted)
         log.start()
         sample = stop.interrupting(request.sample) if request.sample else None
         session = Session(run, log, stop.requested, stop.requested_within_step, sample)
@@ -189,7 +189,7 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
                 raise WorkInterrupted
             stop.waits_for = "the batch of the final evaluation"
             with run.pulse.during("finishing"):
-                summary = finish(session, prediction)
+                summary = finish(session, predicted)
         except (WorkInterrupted, EvaluationDropped):
             save_and_stop(session, stop)
         except Rewound as rewound:
@@ -361,8 +361,9 @@ def num_parameters(run: Run) -> int:
 
 def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
     """Suggest `bench`, once per GPU, for a new run on a GPU without measurements."""
-    gpu = gpu_name(run.machine, str(run.mesh.device))
-    if request.cache is None or gpu is None or plan.checkpoint is not None:
+    gpu = hardware_name(run.machine, str(run.mesh.device))
+    is_gpu = run.mesh.device.type == "cuda"
+    if request.cache is None or gpu is None or not is_gpu or plan.checkpoint is not None:
         return
     recipe = run.config.name if run.config.name in RECIPES.names() else "RECIPE"
     line = advice(gpu, recipe, request.cache)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from flatout.assembly.measured import gains_here
 from flatout.assembly.parts import Decision
+from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import (
     ops_of,

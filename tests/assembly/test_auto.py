@@ -13,7 +13,7 @@ from flatout.assembly.auto import (
     is_measured,
     longest_wait,
 )
-from flatout.assembly.measured import Gain
+from flatout.assembly.prediction import Gain
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 from flatout.assembly.selection import assemble, select
 from flatout.config.schema import load_config

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
+from flatout.assembly import prediction
 from flatout.assembly.memory import estimate
 from flatout.assembly.parts import Decision
-from flatout.assembly.past_runs import PastRun, shape_of
 from flatout.assembly.prediction import (
     CPU_OVERHEAD,
+    FORMAT_VERSION,
     GIB,
+    MINUTES,
+    STARTING_S,
+    Gain,
+    advice,
+    assumed_rate,
+    gains_here,
+    hardware_name,
+    keep,
+    past_run,
     predict_memory,
     predict_time,
+    read,
+    runs_here,
     speedups_on,
     tokens_to_score,
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
+from flatout.hardware import Gpu, Machine
 from flatout.roof import Peak
 
 FLOPS, PEAK = 1e6, Peak(1.0, "a data sheet")
@@ -34,20 +48,7 @@ def past(run):
     """Return a record of a run like `run`, with other fields laid over it."""
 
     def make(**fields):
-        plain = {
-            "by": "train",
-            "recipe": "tiny",
-            "date": "",
-            "torch": "",
-            "shape": shape_of(run.config),
-            "kind": "transformer",
-            "speedups": speedups_on(run.decisions),
-            "rows_per_device": 4,
-            "accumulate": 2,
-            "world_size": 1,
-            "is_compiled": False,
-        }
-        return PastRun(**plain | fields)
+        return past_run(run.config, run.decisions, 1, by="train").model_copy(update=fields)
 
     return make
 
@@ -105,7 +106,7 @@ def test_an_earlier_run_of_the_shape_gives_the_overhead(memory, past):
     part = memory().estimate
     size, sized = part.total / GIB, {"estimate": part, "context_gib": 0.5}
     same = past(**sized, peak_gib=0.5 + size + 0.25)
-    other = past(**sized, peak_gib=0.5 + size + 0.75, shape="another")
+    other = past(**sized, peak_gib=0.5 + size + 0.75, digest="another")
     found = memory(other, same)
     assert found.context == pytest.approx(1.25 * GIB)
     assert found.source == "traced, corrected by 1 earlier run of this recipe's shape here"
@@ -133,7 +134,7 @@ def test_a_compiled_model_on_a_gpu_is_corrected_by_what_one_needed(memory, run, 
         peak_gib=fixed + variable / 2,
         reserved_gib=1.2 * (fixed + variable / 2),
         is_compiled=True,
-        shape="another",
+        digest="another",
     )
     found = memory(halved, config=config, decisions=compiled)
     assert found.allocated / GIB == pytest.approx(fixed + variable / 2, rel=1e-3)
@@ -154,9 +155,9 @@ def test_a_compiled_model_on_a_cpu_may_need_much_less_whatever_was_measured(memo
 
 
 def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
-    here = past(tokens_per_s=100.0, mfu=0.2)
+    here = past(tokens_per_s=100.0)
     bench = past(by="bench", tokens_per_s=200.0)
-    other = past(shape="another", tokens_per_s=0.5 * 1e12 / (2 * FLOPS), mfu=0.5)
+    other = past(digest="another", tokens_per_s=0.5 * 1e12 / (2 * FLOPS), flops_per_token=2 * FLOPS)
     assert time(here, bench, other).tokens_per_s == 100.0
     assert time(bench, other).tokens_per_s == 200.0
     assert time(other).tokens_per_s == pytest.approx(0.5 * 1e12 / FLOPS)
@@ -170,7 +171,7 @@ def test_the_rate_comes_from_the_best_source_that_there_is(time, past):
 
 @pytest.mark.parametrize("ratio", [1 / 8, 8])
 def test_a_much_smaller_or_larger_model_says_nothing_about_the_rate(time, past, ratio):
-    other = past(shape="another", tokens_per_s=0.5 * 1e12 / (ratio * FLOPS), mfu=0.5)
+    other = past(digest="another", tokens_per_s=0.5 * 1e12 / FLOPS, flops_per_token=ratio * FLOPS)
     assert time(other).source == time().source
 
 
@@ -186,13 +187,15 @@ def test_of_two_runs_the_one_that_was_not_disturbed_decides(time, past):
 
 
 def test_other_speedups_say_nothing_about_the_rate(time, past):
-    assert time(past(tokens_per_s=1.0, speedups=[])).source.startswith("an assumed")
+    assert time(
+        past(tokens_per_s=1.0, digest="another", speedups=[], flops_per_token=FLOPS)
+    ).source.startswith("an assumed")
 
 
 def test_the_time_has_the_evaluations_and_what_an_earlier_run_needed_besides(time, run, past):
     alone = time(past(tokens_per_s=100.0))
     assert alone.wall_s == pytest.approx(100 * 128 / 100)
-    beside = past(tokens_per_s=100.0, wall_s=30.0, train_s=20.0, score_s=4.0)
+    beside = past(tokens_per_s=100.0, beside_s=6.0)
     scored = run.dataset.split("val").num_tokens / 300
     whole = time(beside, dataset=run.dataset)
     assert whole.wall_s == pytest.approx(128 + scored + 6)
@@ -203,7 +206,7 @@ def test_the_time_has_the_evaluations_and_what_an_earlier_run_needed_besides(tim
 @pytest.mark.parametrize(("rows", "beside_s"), [(4, 2.0), (8, 6.0)])
 def test_what_torch_keeps_on_disk_is_not_compiled_again(time, past, rows, beside_s):
     """Another micro-batch is other code."""
-    seconds = {"wall_s": 30.0, "train_s": 20.0, "score_s": 4.0, "cached_s": 4.0}
+    seconds = {"beside_s": 6.0, "cached_s": 4.0}
     earlier = past(tokens_per_s=100.0, rows_per_device=rows, **seconds)
     assert time(earlier).wall_s == pytest.approx(128 + beside_s)
 
@@ -224,3 +227,185 @@ def test_every_evaluation_is_counted(run):
 def test_what_chose_the_micro_batch_is_no_speedup_of_the_run():
     on = [Decision(name, True, "") for name in ("prefetch", "micro-batch")]
     assert speedups_on([*on, Decision("bf16", False, "")]) == ["prefetch"]
+
+
+STEP_TOKENS = 128
+"""Tokens of one step of the tiny model."""
+
+
+def test_a_cpu_starts_operations_before_it_computes_them(run):
+    slow, source = assumed_rate(run.config, STEP_TOKENS / 0.3, 1000)
+    assert slow == pytest.approx(STEP_TOKENS / (1 + 1000 * STARTING_S))
+    assert source == (
+        "an assumed 30% of the peak, and an assumed 15 us to start each of 1,000 operations "
+        "per step"
+    )
+    fast, _ = assumed_rate(run.config, 1e15, 1000)
+    assert fast == pytest.approx(STEP_TOKENS / (1000 * STARTING_S))
+
+
+def test_a_gpu_starts_operations_while_it_computes(run):
+    on_gpu = run.config.with_values({"train.device": "cuda"})
+    assert assumed_rate(on_gpu, STEP_TOKENS / 0.3, 1000) == (
+        pytest.approx(STEP_TOKENS),
+        "an assumed 30% of the peak",
+    )
+    bound, source = assumed_rate(on_gpu, 1e15, 1000)
+    assert bound == pytest.approx(STEP_TOKENS / (1000 * STARTING_S))
+    assert "of the peak" not in source
+
+
+def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run):
+    eager = time(memory=memory())
+    assert "to start each of" in eager.source
+    assert eager.tokens_per_s < time().tokens_per_s
+    compiled = [*run.decisions, Decision("compile", True, "")]
+    found = predict_time(
+        run.config, compiled, flops_per_token=FLOPS, peak=PEAK, memory=memory(decisions=compiled)
+    )
+    assert found.source == "an assumed 30% of the peak"
+
+
+def test_without_a_peak_the_flops_of_other_shapes_still_give_a_rate(time, past):
+    other = past(digest="another", tokens_per_s=100.0, flops_per_token=2 * FLOPS)
+    found = time(other, peak=None)
+    assert (found.tokens_per_s, found.mfu) == (200.0, None)
+
+
+H200, CPU = "NVIDIA H200", "AMD EPYC 7B13, 2 cores"
+MACHINE = Machine(
+    "AMD EPYC 7B13",
+    2,
+    8.0,
+    tuple(Gpu(name, 141.0, (9, 0), "1") for name in (H200, "NVIDIA L4")),
+    "3.11",
+)
+GAIN = Gain(
+    gain=1.125,
+    low=1.05,
+    high=1.2,
+    where="in the full set",
+    recipe="gpt2-124m",
+    date="2026-11-22T08:00:00",
+    commit="abc1234",
+    torch="2.11.0",
+)
+
+
+def test_a_device_has_its_hardware_name():
+    devices = ("cpu", "cuda", "cuda:0", "cuda:1", "cuda:2")
+    names = [hardware_name(MACHINE, device) for device in devices]
+    assert names == [CPU, H200, H200, "NVIDIA L4", None]
+
+
+def test_runs_and_gains_are_kept_per_hardware(tmp_path, past):
+    keep(CPU, tmp_path, run=past())
+    keep(CPU, tmp_path, {"bf16": GAIN, "compile": GAIN})
+    keep(CPU, tmp_path, run=past(kind="another"))
+    keep(CPU, tmp_path, {"bf16": GAIN.model_copy(update={"gain": 1.5})})
+    keep(H200, tmp_path, run=past())
+    assert [run.kind for run in runs_here(MACHINE, "cpu", tmp_path)] == ["transformer", "another"]
+    assert list(runs_here(MACHINE, "cuda", tmp_path)) == [past()]
+    found = read(CPU, tmp_path).speedups
+    assert {name: gain.gain for name, gain in found.items()} == {"bf16": 1.5, "compile": 1.125}
+    assert read("NVIDIA H200 NVL", tmp_path) is None
+
+
+def test_only_the_latest_runs_are_kept(tmp_path, monkeypatch, past):
+    monkeypatch.setattr(prediction, "MOST_RUNS", 3)
+    for number in range(5):
+        keep(CPU, tmp_path, run=past(rows_per_device=number))
+    kept = runs_here(MACHINE, "cpu", tmp_path)
+    assert [run.rows_per_device for run in kept] == [2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"hardware": 1}',
+        '{"hardware": "another"}',
+        f'{{"hardware": "{H200}", "format_version": {FORMAT_VERSION + 1}}}',
+    ],
+)
+def test_an_unreadable_file_counts_as_absent(tmp_path, text):
+    keep(H200, tmp_path, {"bf16": GAIN}).write_text(text)
+    assert read(H200, tmp_path) is None
+    assert not runs_here(MACHINE, "cuda", tmp_path)
+    assert gains_here(MACHINE, "cuda", tmp_path) == {}
+
+
+def test_two_names_that_share_a_file_do_not_share_runs(tmp_path, past):
+    keep("A GPU", tmp_path, run=past())
+    assert read("A-GPU", tmp_path) is None
+
+
+def test_the_digest_covers_what_decides_the_arithmetic(run):
+    def digest(decisions=run.decisions, world_size=1, **values):
+        config = run.config.with_values({k.replace("__", "."): v for k, v in values.items()})
+        return past_run(config, decisions, world_size, by="train").digest
+
+    changed = [
+        digest(decisions=[d for d in run.decisions if d.name != "prefetch"]),
+        digest(world_size=2),
+        digest(lora__rank=4),
+        digest(lora__rank=8),
+        digest(optim__kind="muon"),
+        digest(data__seq_len=8),
+    ]
+    assert len({digest(), *changed}) == 7
+    same = (digest(decisions=run.decisions[::-1]), digest(batch__rows_per_device=8))
+    assert set(same) == {digest()}
+
+
+def test_the_hint_is_given_once_per_gpu(tmp_path, past):
+    keep(H200, tmp_path, run=past())  # a run alone has measured no speedup
+    line = advice(H200, "gpt2-124m", tmp_path)
+    assert line.startswith(
+        f"No speedup has been measured on this GPU ({H200}); "
+        f"`flatout bench gpt2-124m --minutes {MINUTES}`"
+    )
+    assert "\n" not in line
+    assert advice(H200, "gpt2-124m", tmp_path) is None
+    assert advice("NVIDIA L4", "RECIPE", tmp_path) is not None
+    keep("NVIDIA A10", tmp_path, {"bf16": GAIN})
+    assert advice("NVIDIA A10", "gpt2-124m", tmp_path) is None
+
+
+def test_without_a_writable_cache_the_hint_is_repeated(tmp_path):
+    (tmp_path / "measured").write_text("a file")
+    assert advice(H200, "gpt2-124m", tmp_path) == advice(H200, "gpt2-124m", tmp_path)
+    with pytest.raises(OSError, match="measured"):
+        keep(H200, tmp_path, {})
+
+
+def test_only_gains_with_this_torch_and_hardware_count(tmp_path):
+    here = GAIN.model_copy(update={"torch": version("torch").partition("+")[0] + "+cu130"})
+    keep(CPU, tmp_path, {"bf16": here, "compile": GAIN})
+    assert gains_here(MACHINE, "cpu", tmp_path) == {"bf16": here}
+    assert gains_here(replace(MACHINE, cores=4), "cpu", tmp_path) == {}
+    assert gains_here(MACHINE, "cuda", tmp_path) == {}
+    assert gains_here(MACHINE, "cpu", None) == {}
+
+
+def test_a_gain_is_described_in_one_line():
+    assert (
+        GAIN.describe()
+        == "x1.12 (1.05 to 1.20), in the full set of gpt2-124m, 2026-11-22, commit abc1234"
+    )
+    assert (
+        GAIN.model_copy(update={"low": None, "commit": None}).describe()
+        == "x1.12 (too few repeats to be sure), in the full set of gpt2-124m, 2026-11-22"
+    )
+
+
+def test_an_interval_without_1_is_faster_or_slower():
+    def judged(low, high):
+        gain = GAIN.model_copy(update={"low": low, "high": high})
+        return gain.is_faster, gain.is_slower
+
+    assert judged(1.01, 1.2) == (True, False)
+    assert judged(0.8, 0.99) == (False, True)
+    assert judged(0.9, 1.1) == judged(None, None) == (False, False)

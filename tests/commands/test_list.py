@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 
 from flatout.assembly.auto import all_speedups
-from flatout.assembly.measured import Gain, keep
+from flatout.assembly.prediction import Gain, keep
 from flatout.commands import list as list_command
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError
@@ -127,7 +127,7 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
     slower = GAIN.model_copy(update={"gain": 0.9, "low": 0.85, "high": 0.95})
     other = GAIN.model_copy(update={"torch": "1.0.0"})
     gains = {"bf16": GAIN, "fused-adamw": slower, "tf32": other, "checkpointing": GAIN}
-    keep(gpu.name, gains, tmp_path)
+    keep(gpu.name, tmp_path, gains)
     result = list_entries("speedups")
     after = {item["name"]: item for item in result.items}
     reason = f"measured here: {GAIN.describe()}"
@@ -158,7 +158,7 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path
         == "2%: half of 4%"
     )
     assert "  predicted: 2%\n" in result.summary()
-    keep(gpu.name, {"bf16": GAIN}, tmp_path)
+    keep(gpu.name, tmp_path, {"bf16": GAIN})
     assert "2%: half of 4%" not in list_entries("speedups").summary()
 
 

@@ -8,10 +8,10 @@ import math
 import pytest
 
 from flatout import hardware
+from flatout.assembly import memory
 from flatout.commands.plan import check, plan
 from flatout.commands.train import train_config
 from flatout.errors import ConfigError
-from flatout.measure.plan import plan as planning
 
 pytestmark = pytest.mark.slow
 
@@ -218,7 +218,7 @@ def test_a_custom_model_that_needs_values_has_no_memory_estimate(recipe, monkeyp
     def refuse(*_):
         raise RuntimeError("data-dependent")
 
-    monkeypatch.setattr(planning, "estimate", refuse)
+    monkeypatch.setattr(memory, "estimate", refuse)
     found = plan(recipe, [*ON_CPU, "model.vocab_size=101", "batch.rows_per_device=4"])
     assert (found.memory, found.fits, found.peak_gib, found.largest_rows_per_device) == (
         None,

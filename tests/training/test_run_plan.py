@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flatout.assembly import resolve as resolving
-from flatout.assembly.measured import Gain, gains_here, hardware_name, keep
+from flatout.assembly.prediction import Gain, gains_here, hardware_name, keep
 from flatout.assembly.resolve import resolve
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.mix import open_data
@@ -185,7 +185,7 @@ def test_what_auto_chose_is_not_chosen_again(tiny_config, tmp_path, stop_at, eve
     assert decided["micro-batch"]
     assert not decided["compile"]
     monkeypatch.setattr(resolving, "expected_minutes", lambda *_: 600.0)
-    keep(hardware_name(machine, "cpu"), {"micro-batch": gain(0.5), "compile": gain(2)}, cache)
+    keep(hardware_name(machine, "cpu"), cache, {"micro-batch": gain(0.5), "compile": gain(2)})
     again, _ = resolve(
         config,
         machine=machine,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.assembly.capacity import most_rows
-from flatout.assembly.measured import gains_here
-from flatout.assembly.memory import GIB, MemoryEstimate, Workload, estimate
+from flatout.assembly.memory import Workload, estimate, most_rows
 from flatout.assembly.parts import Decision
+from flatout.assembly.prediction import GIB, gains_here
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, memory_bytes, resolve, workload_of
 from flatout.assembly.selection import assemble
@@ -121,7 +120,7 @@ def memory_facts(workload: Workload, config: RunConfig, machine: Machine) -> Mem
     """Return the estimate of the run's memory, and what the device has."""
     device, rows = config.train.device, int(config.batch.rows_per_device)
     available = memory_bytes(machine, device, 1)
-    need: MemoryEstimate = estimate(workload, rows, config.batch.accumulate or 1)
+    need = estimate(workload, rows, config.batch.accumulate or 1)
     total = machine.gpus[0].memory_gib if device.startswith("cuda") else machine.memory_gib
     return MemoryFacts(
         total_gib=total,

@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.assembly.auto import all_speedups
-from flatout.assembly.capacity import smaller_batch
-from flatout.assembly.measured import gains_here
-from flatout.assembly.memory import GIB, Workload, estimate
+from flatout.assembly.memory import Workload, estimate, smaller_batch
+from flatout.assembly.prediction import GIB, gains_here
 from flatout.assembly.recipe import Speedup
 from flatout.assembly.request import adding
 from flatout.assembly.resolve import workload_of

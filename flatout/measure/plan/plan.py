@@ -10,23 +10,22 @@ from typing import Any
 
 import psutil
 
-from flatout.assembly import past_runs
-from flatout.assembly.capacity import Capacity, capacity_of
-from flatout.assembly.measured import gains_here, hardware_name
-from flatout.assembly.memory import GIB, Workload, estimate
+from flatout.assembly.memory import Capacity, Workload, capacity_of
 from flatout.assembly.parts import Decision
-from flatout.assembly.past_runs import PastRun
 from flatout.assembly.prediction import (
+    GIB,
     MemoryPrediction,
     TimePrediction,
-    predict_memory,
+    gains_here,
     predict_time,
+    runs_here,
+    trace_memory,
 )
 from flatout.assembly.resolve import known_peak, resolve, workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import FlatoutError, HardwareError
+from flatout.errors import HardwareError
 from flatout.measure.plan.target import Target, find_data, target_of
 from flatout.models.language_model import Flops, LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
@@ -95,7 +94,7 @@ def make_plan(
     require_weights(requested.lora, requested.train.init_from)
     target = target_of(requested, machine)
     dataset, note = find_data(requested, progress)
-    runs = past_runs.read(hardware_name(target.machine, target.device), cache)
+    runs = runs_here(target.machine, target.device, cache)
     with progress.task("Resolving the configuration"):
         config, decisions = resolve_for(target, requested, dataset, cache)
     peak = peak_of(target, decisions)
@@ -105,8 +104,16 @@ def make_plan(
     workload = workload_of(config, assemble(decisions))
     notes = [note] if note else []
     with progress.task("Tracing the memory of a step"):
-        memory, problem = _memory(config, decisions, workload, target, runs)
-    notes += [problem] if problem else []
+        memory, problem = trace_memory(
+            config,
+            decisions,
+            workload,
+            runs=runs,
+            world_size=target.world_size,
+            context=psutil.Process().memory_info().rss,
+        )
+    if problem:
+        notes.append(f"The memory cannot be predicted: {problem}")
     time = predict_time(
         config,
         decisions,
@@ -115,7 +122,7 @@ def make_plan(
         runs=runs,
         world_size=target.world_size,
         dataset=dataset,
-        workload=workload,
+        memory=memory,
     )
     if config.train.steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
@@ -176,27 +183,6 @@ def peak_of(target: Target, decisions: Sequence[Decision]) -> Peak | None:
     if dtype == "fp32" and recipe.matmul == "high" and target.device.startswith("cuda"):
         dtype = "tf32"
     return known_peak(target.machine, target.device, dtype)
-
-
-def _memory(
-    config: RunConfig,
-    decisions: Sequence[Decision],
-    workload: Workload,
-    target: Target,
-    runs: Sequence[PastRun],
-) -> tuple[MemoryPrediction | None, str | None]:
-    """Return the predicted memory, or why there is none."""
-    context = psutil.Process().memory_info().rss
-    try:
-        found = estimate(workload, int(config.batch.rows_per_device), config.batch.accumulate or 1)
-    except FlatoutError:
-        raise
-    except Exception as error:  # a custom model may need values, which the trace does not have
-        return None, f"The memory cannot be predicted: {type(error).__name__}: {error}"
-    world_size = target.world_size
-    return predict_memory(
-        config, decisions, found, runs=runs, world_size=world_size, context=context
-    ), None
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from flatout.assembly.capacity import most_rows, smallest_machine
-from flatout.assembly.memory import GIB
-from flatout.assembly.prediction import TimePrediction, speedups_on
+from flatout.assembly.memory import most_rows, smallest_machine
+from flatout.assembly.prediction import GIB, TimePrediction, speedups_on
 from flatout.measure.plan.changes import changes
 from flatout.measure.plan.plan import Plan, memory_at_peak
 from flatout.progress import SILENT, Progress

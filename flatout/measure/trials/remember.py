@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from flatout.assembly import past_runs
-from flatout.assembly.measured import Gain, hardware_name, keep
 from flatout.assembly.parts import Decision
-from flatout.assembly.prediction import past_run, speedups_on
+from flatout.assembly.prediction import Gain, hardware_name, keep, past_run, speedups_on
 from flatout.hardware import Machine
 from flatout.measure.trials.resolving import Resolved
 from flatout.measure.trials.results import Report, Row
@@ -31,7 +30,7 @@ def remember(
     if hardware is None or not found:
         return
     try:
-        keep(hardware, found, cache)
+        keep(hardware, cache, found)
     except OSError as error:
         progress.say(
             f"Cannot write {cache}: {error.strerror or error}. "
@@ -49,14 +48,12 @@ def remember_rate(report: Report, resolved: Resolved, cache: Path) -> None:
     measured = past_run(
         config,
         resolved.decisions,
+        1,
         by="bench",
-        recipe=report.recipe,
-        date=report.began,
-        torch=str(report.environment.get("torch", "unknown")),
-        world_size=1,
         tokens_per_s=row.tokens_per_s.median,
     )
-    past_runs.keep(hardware, measured, cache)
+    with suppress(OSError):  # a cache that cannot be written is left alone
+        keep(hardware, cache, run=measured)
 
 
 def _is_of(row: Row, names: Sequence[str]) -> bool:

@@ -16,8 +16,8 @@ from typing import Any
 
 from flatout import errors
 from flatout.assembly.conditions import uses_gpu
-from flatout.assembly.measured import gains_here
 from flatout.assembly.parts import Decision
+from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.request import adding, parse_request
 from flatout.assembly.resolve import resolve

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from flatout.assembly.measured import Gain
 from flatout.assembly.parts import Decision
+from flatout.assembly.prediction import Gain
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError

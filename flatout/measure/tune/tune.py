@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from flatout.assembly.capacity import smallest_machine
+from flatout.assembly.memory import smallest_machine
 from flatout.assembly.parts import Decision
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.measured import read
+from flatout.assembly.prediction import read
 from flatout.hardware import Gpu, Machine
 from flatout.measure.trials.remember import gains, remember
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from made_up_speeds import OUT_OF_MEMORY, MadeUpSpeeds
 
-from flatout.assembly import measured
+from flatout.assembly import prediction
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
 from flatout.hardware import probe
@@ -277,7 +277,7 @@ def test_gains_are_kept_for_auto(config, tmp_path):
     machine = MadeUpSpeeds(speedups={"fused-adamw": 0.97, "fused-heads": 0.9}, noise=0.001)
     cache = tmp_path / "cache"
     tune(config, machine, tmp_path, cache=cache, only=["fused-adamw", "fused-heads"])
-    found = measured.gains_here(probe(), "cpu", cache)["fused-adamw"]
+    found = prediction.gains_here(probe(), "cpu", cache)["fused-adamw"]
     assert found.high < 1
     assert found.recipe == config.name
 
