@@ -205,8 +205,8 @@ def trace(config: RunConfig, rows: int) -> list[list[str]]:
         torch.device("cuda"),
     ):
         core = model = model_class(model_config, ops_of(recipe))
-        for transform in recipe.ordered_transforms():
-            model = transform.apply(model, mesh)
+        for transform in recipe.transforms():
+            model = transform(model, mesh)
         parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
         optimizers = OPTIMIZERS.get(config.optim.kind)(core, config.optim, parts)
         tokens_BT, targets_BT = (torch.zeros(rows, seq_len, dtype=torch.int64) for _ in range(2))

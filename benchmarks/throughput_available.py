@@ -91,11 +91,7 @@ class Availability:
     def why_not(self, name: str, config: RunConfig) -> str | None:
         """Return why a speedup cannot be added here, or None."""
         speedup = speedup_named(name)
-        if (
-            self.arguments.tiny
-            and speedup.transform is not None
-            and speedup.transform.stage == "compile"
-        ):
+        if self.arguments.tiny and "compilation" in speedup.fills:
             return "toy shapes are not compiled"
         return speedup.why_not(self.machine, config)
 

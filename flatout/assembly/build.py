@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from flatout.assembly.parts import Decision
 from flatout.assembly.plain import zero_in_place
-from flatout.assembly.recipe import Recipe, Transform
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
@@ -62,7 +61,6 @@ def build(
     """
     recipe = assemble(decisions)
     recipe.allocator()
-    precision = recipe.precision
     _seed(config.train.seed)
     set_deterministic(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.matmul)
@@ -79,7 +77,7 @@ def build(
         dataset=dataset,
         folder=folder,
         decisions=decisions,
-        precision=precision,
+        recipe=recipe if model is core else recipe.with_parts(zero_grad=zero_in_place),
         core=core,
         model=model,
         optimizers=optimizers,
@@ -88,15 +86,11 @@ def build(
         readback=recipe.readback(),
         saver=recipe.state_saver(),
         peak=None,
-        grad_sync=recipe.grad_sync,
-        zero_grad=zero_in_place if model is not core else recipe.zero_grad,
-        gc=recipe.gc,
-        cudnn_benchmark=recipe.cudnn_benchmark,
-        scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
+        scaler=LossScaler(recipe.precision.loss_scale) if recipe.precision.loss_scale else None,
         guard=_guard(config.train, core, mesh),
         left_out=left_out or {},
     )
-    run.zero_grad(run.trained())
+    run.recipe.zero_grad(run.trained())
     run.peak = peak(machine, str(mesh.device), run.arithmetic)
     return run
 
@@ -128,11 +122,10 @@ def _model(
         memory_bytes(machine, config.train.device, mesh.local_world_size),
     )
     core = with_adapters(model_class(model_config, ops_of(recipe)), config.lora).to(mesh.device)
-    shard = Transform("shard", functools.partial(wrap, gathers=recipe.gather_dtype))
     model = core
-    for transform in [*recipe.ordered_transforms(), shard]:
-        model = transform.apply(model, mesh)
-    return core, model
+    for transform in recipe.transforms():
+        model = transform(model, mesh)
+    return core, wrap(model, mesh, gathers=recipe.gather_dtype)
 
 
 def _require_room(weights_bytes: int, free_bytes: int) -> None:

@@ -21,7 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.parts import Decision
+from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.selection import assemble, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
@@ -118,47 +118,6 @@ class MemoryEstimate:
     def total(self) -> int:
         """Bytes at the peak."""
         return self.fixed + self.peak.total
-
-
-class Gain(Stored):
-    """What a speedup gained in the last ladder that measured it."""
-
-    gain: float
-    """How many times faster training is with it."""
-    low: float | None
-    """Lower end of its 94% interval; null: too few repeats to tell."""
-    high: float | None
-    """Upper end."""
-    where: str
-    """What it was added to or left out of."""
-    recipe: str
-    """Recipe of that ladder."""
-    date: str
-    """When the ladder started."""
-    commit: str | None
-    """Commit of flatout; null outside a checkout."""
-    torch: str
-    """Version of torch."""
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the whole interval lies above 1."""
-        return self.low is not None and self.low > 1
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the whole interval lies below 1."""
-        return self.high is not None and self.high < 1
-
-    def describe(self) -> str:
-        """Return one line for a person."""
-        spread = (
-            "too few repeats to be sure"
-            if self.low is None or self.high is None
-            else f"{self.low:.2f} to {self.high:.2f}"
-        )
-        at = f", commit {self.commit}" if self.commit else ""
-        return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
 
 
 class PastRun(Stored):

@@ -11,9 +11,8 @@ import torch
 
 from flatout.assembly.imported import with_imported_shape
 from flatout.assembly.memory import Workload
-from flatout.assembly.parts import Decision
+from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.plain import MicroBatchPlan
-from flatout.assembly.prediction import Gain
 from flatout.assembly.preflight import check_names
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import assemble, select
@@ -195,9 +194,9 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         whole_gradients="grad_sync" in recipe.filled_by,
         gathers=recipe.gather_dtype,
         transforms=tuple(
-            transform.apply
-            for transform in recipe.ordered_transforms()
-            if transform.stage in ("low-precision", "checkpointing")
+            transform
+            for transform in (recipe.low_precision, recipe.residual, recipe.activations)
+            if transform is not None
         ),
         document_mask=config.data.document_mask,
         gradients_stay="zero_grad" in recipe.filled_by

@@ -20,7 +20,7 @@ SPEEDUP = Speedup(
     why_not=_why_not,
     rank=310,
     auto={
-        "cpu": On(unless=("bf16-products", "onednn"), measured=True),
+        "cpu": On(measured=True),
         "cuda": On(),
     },
 )

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
-
-if TYPE_CHECKING:
-    from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
-
-
-def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
-    from flatout.assembly.transforms import recompute_blocks
-
-    return recompute_blocks(model)
-
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="checkpointing",
-    fills={"activations": "each block's input"},
-    transform=Transform("checkpointing", _recompute),
+    fills={"activations": lazy("flatout.assembly.transforms:recompute_blocks")},
     saves="memory: each block keeps only its input between forward and backward, for a third "
     "more compute",
     promise=Promise.exact(),

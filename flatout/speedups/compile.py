@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.assembly.conditions import without_compiler
-from flatout.assembly.recipe import Off, On, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, On, Promise, Speedup
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
@@ -35,8 +35,7 @@ def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
 
 SPEEDUP = Speedup(
     name="compile",
-    fills={"compilation": "whole model"},
-    transform=Transform("compile", _compile),
+    fills={"compilation": _compile},
     saves="time: elementwise operations are fused, and the model runs without Python's "
     "overhead; with several processes or more than 16 blocks, each block is compiled by itself",
     promise=Promise.rounding(rtol=1e-3),

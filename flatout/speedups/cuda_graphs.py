@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.conditions import uses_gpu
 from flatout.assembly.plain import zero_in_place
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -56,8 +56,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="cuda-graphs",
-    fills={"zero_grad": zero_in_place},
-    transform=Transform("cuda-graphs", _record),
+    fills={"zero_grad": zero_in_place, "cuda_graphs": _record},
     saves="time where kernels are short: the host launches one graph, not hundreds of kernels; "
     "the memory of gradients and activations stays reserved",
     promise=Promise.rounding(rtol=1e-3),

@@ -27,5 +27,5 @@ SPEEDUP = Speedup(
     promise=Promise.rounding(rtol=1e-4),
     why_not=_why_not,
     rank=290,
-    auto={"cpu": On(unless=("bf16-products",), measured=True)},
+    auto={"cpu": On(measured=True)},
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
@@ -42,8 +42,7 @@ def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
 
 SPEEDUP = Speedup(
     name="selective-checkpointing",
-    fills={"activations": "products and attention"},
-    transform=Transform("checkpointing", _recompute),
+    fills={"activations": _recompute},
     saves="memory: backward recomputes norms, activations and sums, but not matmuls, attention "
     "and scans, which are nearly all of the work",
     promise=Promise.exact(),

@@ -232,7 +232,7 @@ def score(
         run.core.ops,
         run.mesh,
         run.reader,
-        run.precision,
+        run.recipe.precision,
         between_batches,
     )
     with run.pulse.during("evaluating"):

@@ -16,7 +16,6 @@ import torch
 
 from flatout.assembly.build import make_feed
 from flatout.assembly.run import Run
-from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import SmallerBatch
 from flatout.progress import counted
@@ -123,8 +122,7 @@ def _use_rows(session: Session, rows: int) -> None:
         stored = _with_rows(stored, run, rows)
     run.feed.close()
     run.config = _with_rows(run.config, run, rows)
-    recipe = assemble(run.decisions)
-    run.feed = make_feed(run.config, recipe, run.mesh, run.dataset, run.reader, run.left_out)
+    run.feed = make_feed(run.config, run.recipe, run.mesh, run.dataset, run.reader, run.left_out)
     run.feed.seek(position)
     gc.collect()
     if run.mesh.device.type == "cuda":

@@ -25,7 +25,7 @@ def fit(session: Session) -> Run:
     """
     run, log = session.run, session.log
     saves = SaveSchedule(run, log)
-    with run.pulse.during("training"), run.cudnn_benchmark(), run.gc() as collect:
+    with run.pulse.during("training"), run.recipe.cudnn_benchmark(), run.recipe.gc() as collect:
         if run.evaluation_due:
             between_steps(session, saves)
         while run.step < run.last_step and not run.evaluation_due:

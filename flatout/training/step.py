@@ -68,7 +68,7 @@ class StepStart:
     def restore(self) -> None:
         """Clear the gradients and restore the generators and buffers."""
         run = self._run
-        run.zero_grad(run.trained())
+        run.recipe.zero_grad(run.trained())
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
@@ -103,7 +103,7 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
             run.pulse.beat()
             if number > 1 and drop is not None and drop(run, number):
                 raise StepDropped
-            with run.grad_sync(run.model, number == batch.num_micro_batches):
+            with run.recipe.grad_sync(run.model, number == batch.num_micro_batches):
                 with run.autocast():
                     micro_loss, micro_valid = run.model(
                         micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
@@ -121,7 +121,7 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
         if start is not None and not run.is_updating:
             start.restore()
         raise
-    run.zero_grad(run.trained())
+    run.recipe.zero_grad(run.trained())
     run.is_updating = False
     return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=overflowed)
 

@@ -115,7 +115,7 @@ def _try_step(
                     return failure, True
     finally:
         run.core.train()
-        run.zero_grad(run.trained())
+        run.recipe.zero_grad(run.trained())
     return None, False
 
 

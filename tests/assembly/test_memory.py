@@ -27,6 +27,7 @@ from flatout.assembly.memory import (
 )
 from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.prediction import predict_memory
+from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.sections import LoraConfig
@@ -108,7 +109,7 @@ def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_ma
 @pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
 def test_recomputed_activations_are_not_counted(name):
     """Full checkpointing keeps a block's input only; selective less than all, as estimated."""
-    transform = SPEEDUPS.get(name).transform.apply
+    transform = baseline().with_speedup(SPEEDUPS.get(name)).activations
     whole = workload(seq_len=64)
     work = replace(whole, transforms=(transform,))
     model, tokens_BT, _ = real(work, 4)

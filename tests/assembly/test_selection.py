@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from flatout.assembly.auto import all_speedups
 from flatout.assembly.parts import Decision
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import assemble, select, stored_decisions
+from flatout.assembly.selection import all_speedups, assemble, select, stored_decisions
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError

@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 95_600,
     "training": 64_600,
     "data": 55_000,
-    "ops": 24_500,
+    "ops": 20_600,
     "commands": 23_400,
     "top": 22_800,
     "assembly": 19_600,

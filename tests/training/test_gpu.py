@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from flatout.assembly.auto import all_speedups
+from flatout.assembly.selection import all_speedups
 from flatout.errors import Stopped
 from flatout.hardware import probe
 from flatout.inference.generate import sample

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from flatout.assembly.request import adding, mentions, parse_request, removing
+from flatout.assembly.selection import adding, mentions, parse_request, removing
 from flatout.config.overrides import nested
 from flatout.config.schema import RunConfig, flat
 from flatout.errors import ConfigError

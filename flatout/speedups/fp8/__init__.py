@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flatout.assembly.conditions import gpu_below, uses_gpu, without_package
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
@@ -61,7 +61,7 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="fp8",
-    transform=Transform("low-precision", _to_fp8),
+    fills={"low_precision": _to_fp8},
     saves="time: matmuls in the blocks with at least 4 million weights run at up to twice the "
     "rate of bf16; the others do not change",
     promise=Promise.statistical(),

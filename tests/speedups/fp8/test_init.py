@@ -34,7 +34,7 @@ def low(monkeypatch):
     """Replace small products too, on a CPU."""
     pytest.importorskip("torchao")
     monkeypatch.setattr(fp8, "FEWEST_WEIGHTS", LARGE)
-    return fp8.SPEEDUP.transform.apply
+    return fp8.SPEEDUP.fills["low_precision"]
 
 
 def losses(run, count=20):
