@@ -206,7 +206,7 @@ class Eigenstate(EmbeddingModel):
             "selection": 0.0,
             "coupling": 1.0,
         }
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.own_parameters():
             if name.endswith("bias"):
                 nn.init.constant_(parameter, GATE_BIAS if name.endswith("gate.bias") else 0.0)
             elif parameter.dim() == 1:

@@ -6,6 +6,7 @@ Letters: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, final
@@ -200,6 +201,12 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def init_weights(self) -> None:
         """Initialise every parameter from torch's generator, also after `to_empty`."""
+
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by name, without those of LoRA adapters."""
+        for name, parameter in self.named_parameters():
+            if ".adapters." not in name:
+                yield name, parameter
 
     @property
     @abstractmethod

@@ -274,7 +274,7 @@ class Transformer(EmbeddingModel):
         section 2.3).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.own_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 1:

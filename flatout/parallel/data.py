@@ -51,7 +51,8 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
         )
         _fix_buckets(copied, mesh.device)
         return copied
-    _copy_from_main(model)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        _copy_from_main(model)
     device_mesh = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
     core: Any = getattr(model, "_orig_mod", model)  # shard the model inside a compiled one
     narrow = MixedPrecisionPolicy(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -25,7 +25,6 @@ from flatout.files import writing_run
 from flatout.hardware import BUSY_CORES, CpuTimes, Machine, pick_device, probe
 from flatout.json_io import JsonObject
 from flatout.launch import num_processes
-from flatout.models.uninitialised import uninitialised
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import (
     connect,
@@ -308,8 +307,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0, without the random weights that a checkpoint replaces."""
     require_loggers(plan.config.log)
     mesh = make_mesh(plan.config.parallel, request.device)
-    unset = uninitialised(plan.config.model.kind) if plan.checkpoint else nullcontext()
-    with request.progress.task("Building the model"), unset:
+    with request.progress.task("Building the model"):
         return build(
             plan.config,
             machine=request.machine,
@@ -319,6 +317,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             decisions=plan.decisions,
             left_out=read_left_out(request.folder).positions(),
             peak=peak_of_run(request.folder, is_resumed=plan.checkpoint is not None),
+            draws=plan.checkpoint is None,
         )
 
 
