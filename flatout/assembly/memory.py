@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.parts import USED_MEMORY
 from flatout.assembly.prediction import (
     CUDA_CONTEXT,
     CUDA_RESERVED,

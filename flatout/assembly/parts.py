@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+USED_MEMORY = 0.8
+"""Share of the memory that a micro-batch may fill, by estimate."""
+
 
 @dataclass(frozen=True)
 class Decision:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flatout.assembly.parts import USED_MEMORY
 from flatout.errors import ConfigError, FlatoutError
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
 """The usual hand-written micro-batch: nanoGPT's 12 rows, at most the tokens of 4 x 32,768."""
-USED_MEMORY = 0.8
-"""Share of the memory that a micro-batch may fill, by estimate."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.plain import USED_MEMORY, MicroBatchPlan
+from flatout.assembly.parts import USED_MEMORY
+from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine

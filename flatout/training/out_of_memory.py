@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from flatout.assembly.memory import Workload, capacity_of, estimate, rows_advice, smaller_batch
-from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.parts import USED_MEMORY
 from flatout.assembly.prediction import MemoryEstimate
 from flatout.assembly.resolve import memory_bytes, workload_of
 from flatout.assembly.run import Run

@@ -13,8 +13,7 @@ from functools import cache
 from typing import Any
 
 from flatout.assembly.memory import estimate
-from flatout.assembly.parts import Decision
-from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.parts import USED_MEMORY, Decision
 from flatout.assembly.prediction import GIB
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import all_speedups, assemble, parse_request, speedup_named
