@@ -14,7 +14,7 @@ import yaml
 
 from flatout.config.messages import all_keys, unknown_key
 from flatout.config.schema import RunConfig, load_config
-from flatout.config.units import NAMES, UNITS
+from flatout.config.units import UNITS
 from flatout.errors import ConfigError, DataError
 from flatout.models.transformer import TransformerConfig
 from flatout.optimizers.schedule import SCHEDULES
@@ -268,7 +268,7 @@ def test_all_counterparts_exist():
     assert {word.option for word in words("prepare")} - options - {"", "SOURCE"} == set()
     units = {word.unit.partition(" ")[0] for group in GROUPS for word in words(group)} - {""}
     assert units == set(UNITS)
-    assert {*NAMES["schedule"]()} == {*SCHEDULES}
+    assert {*word_for("lr_scheduler").unit.split()} == {"schedule", *SCHEDULES}
     document = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     entries = {
         "recipe": RECIPES.names(),

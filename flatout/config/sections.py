@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from flatout.config.messages import NO_NUMBER
 from flatout.errors import ConfigError
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, is_finite
+
+Rule: TypeAlias = tuple[Callable[[Any], Any], str, str]
+"""A contradiction: a function that finds it in a section, what happened, and the fix.
+
+In both texts, {0} is the section and {1} what was found.
+"""
+
+
+def _split(names: Any) -> Any:
+    """Return names as a list: text has commas between them, and none stands for an empty list."""
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",") if name.strip() not in ("", "none")]
+    return () if names is None else names
+
+
+Names: TypeAlias = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_split),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+]
+"""Names, each once."""
 
 
 class Section(BaseModel):
@@ -23,6 +53,16 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Contradictions between the keys of the section."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        for found_in, what, fix in self.rules:
+            if found := found_in(self):
+                raise ConfigError(what.format(self, found), fix=fix.format(self, found))
+        return self
 
     @field_validator("*", mode="before")
     @classmethod
@@ -72,23 +112,17 @@ class DataConfig(Section):
     @field_validator("mix", mode="before")
     @classmethod
     def _check_mix(cls, mix: Any) -> Any:
-        example = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
+        fix = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
         if mix is None:
             return None
         if not isinstance(mix, Mapping) or not mix:
-            raise ConfigError(
-                f"data.mix={mix!r} is not a mapping of datasets to weights.", fix=example
-            )
+            raise ConfigError(f"data.mix={mix!r} is not a mapping of datasets to weights.", fix=fix)
         for path, weight in mix.items():
-            if (
-                isinstance(weight, bool)
-                or not isinstance(weight, int | float)
-                or not 0 < weight < float("inf")
-            ):
+            if not is_finite(weight) or weight <= 0:
                 raise ConfigError(
                     f"data.mix gives {path!r} the weight {weight!r}, which is not a number above "
-                    f"0.",
-                    fix=example,
+                    "0.",
+                    fix=fix,
                 )
         return {str(path): weight for path, weight in mix.items()}
 
@@ -113,6 +147,14 @@ class BatchConfig(Section):
 class OptimConfig(Section):
     """The optimizer."""
 
+    rules = (
+        (
+            lambda optim: not all(0 <= beta < 1 for beta in optim.betas) and [*optim.betas],
+            "optim.betas={1} must be in [0, 1).",
+            "Set optim.betas=[0.9,0.95].",
+        ),
+    )
+
     kind: str = "adamw"
     """A file in flatout/optimizers, or package.module:my_optimizer."""
     lr: float = Field(1e-3, gt=0)
@@ -128,18 +170,17 @@ class OptimConfig(Section):
     momentum: float = Field(0.95, ge=0, lt=1)
     """Muon's momentum."""
 
-    @model_validator(mode="after")
-    def _betas_in_range(self) -> Self:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                f"optim.betas={list(self.betas)} must be in [0, 1).",
-                fix="Set optim.betas=[0.9,0.95].",
-            )
-        return self
-
 
 class ScheduleConfig(Section):
     """The learning rate as a function of the optimizer step."""
+
+    rules = (
+        (
+            lambda schedule: isinstance(schedule.warmup, float) and schedule.warmup >= 1,
+            "schedule.warmup={0.warmup} is neither a number of steps nor a fraction of the run.",
+            "Write schedule.warmup={0.warmup:.0f} for steps, or a fraction below 1.",
+        ),
+    )
 
     kind: str = "cosine"
     """cosine, linear, wsd (warm-up, stable, decay) or constant."""
@@ -150,19 +191,23 @@ class ScheduleConfig(Section):
     min_lr: float = Field(0.0, ge=0)
     """Learning rate at the last step."""
 
-    @model_validator(mode="after")
-    def _warmup_is_steps_or_fraction(self) -> Self:
-        if isinstance(self.warmup, float) and self.warmup >= 1:
-            raise ConfigError(
-                f"schedule.warmup={self.warmup} is neither a number of steps nor a fraction of the "
-                f"run.",
-                fix=f"Write schedule.warmup={round(self.warmup)} for steps, or a fraction below 1.",
-            )
-        return self
-
 
 class TrainConfig(Section):
     """How long to train, on which device, and in which precision."""
+
+    rules = (
+        (
+            lambda train: train.watchdog_stop and not train.watchdog_minutes,
+            "train.watchdog_stop has no effect: train.watchdog_minutes=0 turns the watchdog off.",
+            "Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
+        ),
+        (
+            lambda train: train.patience and not (train.eval_every or train.eval_every_epochs),
+            "train.patience={0.patience} counts evaluations during the run, but "
+            "train.eval_every=0 means that there are none.",
+            "Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
+        ),
+    )
 
     steps: int | None = Field(None, ge=1)
     """Optimizer steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
@@ -218,31 +263,31 @@ class TrainConfig(Section):
     """End such a run with exit code 75, so that a scheduler starts it again from its last
     checkpoint."""
 
-    @model_validator(mode="after")
-    def _stop_needs_a_limit(self) -> Self:
-        if self.watchdog_stop and not self.watchdog_minutes:
-            raise ConfigError(
-                "train.watchdog_stop has no effect: train.watchdog_minutes=0 turns the watchdog "
-                "off.",
-                fix="Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _patience_counts_evaluations(self) -> Self:
-        if self.patience and not (self.eval_every or self.eval_every_epochs):
-            raise ConfigError(
-                f"train.patience={self.patience} counts evaluations during the run, but "
-                f"train.eval_every=0 means that there are none.",
-                fix="Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
-            )
-        return self
-
 
 class LoraConfig(Section):
     """Low-rank adapters: the weights of train.init_from are frozen, and small matrices beside its
     linear layers are trained.
     """
+
+    rules = (
+        (
+            lambda lora: not lora.targets,
+            "lora.targets=[] names no layer.",
+            "Set lora.targets=all-linear, or [q,v].",
+        ),
+        (
+            lambda lora: (
+                lora.rank is None
+                and [
+                    name
+                    for name, one in type(lora).model_fields.items()
+                    if one.default != getattr(lora, name)
+                ]
+            ),
+            "lora.{1[0]} has no effect without lora.rank.",
+            "Set lora.rank=8, or leave lora.{1[0]} out.",
+        ),
+    )
 
     rank: int | None = Field(None, ge=1)
     """Rank of the adapters, such as 8; None trains all weights. Needs train.init_from."""
@@ -250,7 +295,7 @@ class LoraConfig(Section):
     """The output of an adapter is multiplied by alpha / rank; None means a factor of 1."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of components dropped from the input of the adapters."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: Names = ("all-linear",)
     """Layers with adapters: some of q, k, v, o (attention), gate, up, down (MLP), or another linear
     layer of the blocks by its name; all-linear means every one."""
     base_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -262,28 +307,6 @@ class LoraConfig(Section):
         """Factor of the adapters' output."""
         return (self.alpha or self.rank or 1) / (self.rank or 1)
 
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _as_list(cls, targets: Any) -> Any:
-        return (
-            [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
-        )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if not self.targets:
-            raise ConfigError(
-                "lora.targets=[] names no layer.", fix="Set lora.targets=all-linear, or [q,v]."
-            )
-        fields = type(self).model_fields
-        stated = [name for name in fields if getattr(self, name) != fields[name].default]
-        if stated and self.rank is None:
-            raise ConfigError(
-                f"lora.{stated[0]} has no effect without lora.rank.",
-                fix=f"Set lora.rank=8, or leave lora.{stated[0]} out.",
-            )
-        return self
-
 
 MIRROR_OFF = "none"
 """The value of `checkpoint.mirror` that turns off the mirror of a stored run."""
@@ -291,6 +314,14 @@ MIRROR_OFF = "none"
 
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""
+
+    rules = (
+        (
+            lambda checkpoint: checkpoint.compress and checkpoint.mirror is None,
+            "checkpoint.compress={0.compress} has no effect without checkpoint.mirror.",
+            "Set checkpoint.mirror=s3://BUCKET/FOLDER, or leave checkpoint.compress out.",
+        ),
+    )
 
     every_steps: int | None = Field(None, ge=1)
     """Steps between saves. Set at most one of the three; without any, every ten minutes."""
@@ -314,22 +345,22 @@ class CheckpointConfig(Section):
     compress: Literal["zstd"] | None = None
     """How the checkpoints in the mirror are compressed."""
 
-    @model_validator(mode="after")
-    def _compresses_a_mirror(self) -> Self:
-        if self.compress is not None and self.mirror is None:
-            raise ConfigError(
-                f"checkpoint.compress={self.compress} has no effect without checkpoint.mirror.",
-                fix="Set checkpoint.mirror=s3://BUCKET/FOLDER, or leave checkpoint.compress out.",
-            )
-        return self
-
 
 class LogConfig(Section):
     """How often metrics are written, and where they go besides metrics.jsonl."""
 
+    rules = (
+        (
+            lambda log: [name for name in log.observers if ":" not in name],
+            "log.observers names {1[0]!r}, which is not an object in a Python module.",
+            "Write log.observers=package.module:MyObserver; for tensorboard, csv, wandb and mlflow "
+            "set log.to.",
+        ),
+    )
+
     every: int = Field(10, ge=1)
     """Steps between records in metrics.jsonl."""
-    to: tuple[str, ...] = ("tensorboard",)
+    to: Names = ("tensorboard",)
     """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
     package.module:MyLogger; none for metrics.jsonl alone. A run continues when one of them
     fails."""
@@ -338,39 +369,14 @@ class LogConfig(Section):
     MLFLOW_EXPERIMENT_NAME states, or else flatout."""
     run_name: str | None = None
     """Name of the run there; None means the name of the run directory."""
-    tags: tuple[str, ...] = ()
+    tags: Names = ()
     """Tags of the run there."""
     wandb_mode: Literal["online", "offline"] | None = None
     """offline keeps W&B's files in the run directory, for `wandb sync`. None means what WANDB_MODE
     states, or else online."""
-    observers: tuple[str, ...] = ()
+    observers: Names = ()
     """Observers of your own, each as package.module:MyObserver; a class is called without
     arguments. They are called as those passed to `flatout.train` are."""
-
-    @field_validator("to", "tags", "observers", mode="before")
-    @classmethod
-    def _split_text(cls, value: Any) -> Any:
-        if value is None or value == "none":
-            return ()
-        if isinstance(value, str):
-            return tuple(word.strip() for word in value.split(",") if word.strip())
-        return value
-
-    @field_validator("to", "observers")
-    @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(value))
-
-    @model_validator(mode="after")
-    def _observers_are_references(self) -> Self:
-        for name in self.observers:
-            if ":" not in name:
-                raise ConfigError(
-                    f"log.observers names {name!r}, which is not an object in a Python module.",
-                    fix="Write log.observers=package.module:MyObserver; for tensorboard, csv, "
-                    "wandb and mlflow set log.to.",
-                )
-        return self
 
 
 class ParallelConfig(Section):

@@ -33,18 +33,9 @@ OFF = {"none", "no", "off", "false", "disabled", "eager", "for-loop", "foreach",
 """Values, as text, that turn a feature off."""
 BETAS = (0.9, 0.95)
 """The default of optim.betas."""
-NAMES: dict[str, Callable[[], list[str]]] = {
-    "optimizer": OPTIMIZERS.names,
-    "model": MODELS.names,
-    "logger": LOGGERS.names,
-    "schedule": lambda: ["cosine", "linear", "wsd", "constant"],
-    "precision": lambda: ["auto", "fp32", "fp16", "bf16"],
-    "norm": lambda: ["layernorm", "rmsnorm"],
-    "activation": lambda: ["gelu", "gelu_exact", "swiglu", "geglu", "relu2"],
-    "positions": lambda: ["learned", "rotary"],
-}
-"""The names that exist here, by what they name."""
-OF_A_CLASS = re.compile(r"(for_?causal_?lm|lm_?head_?model|model)$")
+REGISTRIES = {"optimizer": OPTIMIZERS, "model": MODELS}
+"""Names that are not listed in words.yaml, by what they name."""
+OF_A_CLASS = re.compile(r"_?(for_?causal_?lm|lm_?head_?model|model)$")
 """End of the name of a model's class."""
 TOKENIZERS = ("openai-community/gpt2", "char", "byte", "train:4096")
 """What names of tokenizers elsewhere stand for."""
@@ -153,20 +144,20 @@ def half(value: Any, word: Word, known: Known, index: str) -> Found:
     return {word.key: betas}
 
 
-def name(value: Any, word: Word, known: Known, noun: str) -> Found:
+def name(value: Any, word: Word, known: Known, noun: str, *listed: str) -> Found:
     """Return the name of a choice here; an optimizer may store its state in 8 bits."""
-    first = value[0] if isinstance(value, list) and value else value
-    text = str(first).rpartition(".")[2].lower() if noun == "optimizer" else str(first).lower()
-    text, names = OF_A_CLASS.sub("", text), NAMES[noun]()
+    first = str(value[0] if isinstance(value, list) and value else value)
+    text = OF_A_CLASS.sub("", first.rpartition(".")[2].lower())
+    names = listed or REGISTRIES[noun].names()
     found = text if text in names else name_for(noun, text, names) or value_for(word.key, text)
     if found is None:
         return f"There is no {noun} {first}; flatout has {', '.join(names)}."
     return {word.key: found} | ({"speedups": "+adamw-8bit"} if "8bit" in text else {})
 
 
-def schedule(value: Any, word: Word, known: Known) -> Found:
+def schedule(value: Any, word: Word, known: Known, *listed: str) -> Found:
     """Return the schedule; a line that starts late, by another key, is wsd."""
-    found = name(value, word, known, "schedule")
+    found = name(value, word, known, "schedule", *listed)
     is_late = known.get("schedule.decay", 1) < 1
     return {word.key: "wsd"} if found == {word.key: "linear"} and is_late else found
 
@@ -180,27 +171,28 @@ def loggers(value: Any, word: Word, known: Known) -> Found:
     return f"There is no logger {', '.join(names)}; flatout has {', '.join(LOGGERS.names())}."
 
 
-def steps(value: Any, word: Word, known: Known, in_epochs: str, strategy: str) -> Found:
-    """Return a number of steps; a fraction below 1 is a share of the run, perhaps in epochs."""
+def steps(
+    value: Any, word: Word, known: Known, in_epochs: str, strategy: str, *or_epochs: str
+) -> Found:
+    """Return a number of steps; a fraction below 1 is a share of the run, perhaps in epochs.
+
+    With `or_epochs`, it counts epochs if the run does, and is long enough.
+    """
     if not isinstance(value, int | float) or value <= 0:
         return {}
+    total, epochs = known.get("train.steps"), known.get("train.epochs")
+    epochs = None if "train.tokens" in known or total else epochs
+    if or_epochs and epochs and value <= epochs:
+        return {in_epochs: value}
     if known.get(f"{THEIRS}{strategy}") == "epoch":
         return Unneeded(f"{strategy}=epoch counts epochs instead.")
     if value >= 1:
         return {word.key: round(value)}
-    if total := known.get("train.steps"):
+    if total:
         return {word.key: max(1, round(value * (total + 0)))}
-    if "train.tokens" in known or not known.get("train.epochs"):
+    if not epochs:
         return "It is a share of an unknown length."
-    return {in_epochs: value * (known["train.epochs"] + 0)}
-
-
-def interval(value: Any, word: Word, known: Known, in_epochs: str, strategy: str) -> Found:
-    """Return steps, or epochs if the run counts these and is long enough."""
-    epochs = None if {"train.steps", "train.tokens"} & known.keys() else known.get("train.epochs")
-    if epochs is not None and isinstance(value, int | float) and 0 < value <= epochs:
-        return {in_epochs: value}
-    return steps(value, word, known, in_epochs, strategy)
+    return {in_epochs: value * (epochs + 0)}
 
 
 def eval_strategy(value: Any, word: Word, known: Known) -> Found:
@@ -396,7 +388,7 @@ def trained_inputs(value: Any, word: Word, known: Known, *inverted: str) -> Foun
 UNITS: dict[str, Callable[..., Found]] = {
     unit.__name__: unit
     for unit in (
-        *(as_option, dataset, decay_end, eval_strategy, half, hub_config, interval, inverse),
+        *(as_option, dataset, decay_end, eval_strategy, half, hub_config, inverse),
         *(litgpt_layers, loggers, mix, name, of_head, packing, positive, scales, schedule, shape),
         *(steps, targets, template, times, tokenizer, trained_inputs, warmup, weights),
     )
