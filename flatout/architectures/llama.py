@@ -110,7 +110,7 @@ def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
     Raises: ConfigError when some layers have a window, biases or positions and others do not.
     """
     kind, count = document["model_type"], keys["num_layers"]
-    require(document, "no_rope_layers", (None, [], [1] * count))
+    require(document, "no_rope_layers", [], [1] * count)
     biases = {bool(document.get("attention_bias")), bool(document.get("mlp_bias"))}
     if len(biases) > 1:
         raise ConfigError(

@@ -39,7 +39,7 @@ def recognise(shapes: Shapes, others: JsonObject) -> JsonObject | None:
             f"The imported checkpoint is of a changed nanoGPT: its model_args has {unknown[0]}.",
             fix=OTHER_MODEL,
         )
-    require(arguments, "bias", (True, False, None))
+    require(arguments, "bias", True, False)
     bias = {"bias": arguments.get("bias") is not False}
     return read_fields(SIZES, arguments, SHAPE | bias)
 

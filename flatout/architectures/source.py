@@ -104,25 +104,17 @@ def _configured(path: Path, config: Path) -> ForeignModel:
             f"The weights of {path} are quantised (quantization_config in config.json).",
             fix="Start from the weights before quantisation.",
         )
-    for architecture in map(ARCHITECTURES.get, ARCHITECTURES.names()):
-        if kind in architecture.model_types:
-            return ForeignModel(path, architecture, _keys(architecture, document, config))
-    named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"
-    if kind and any("expert" in key for key in document):
-        named += "a mixture of experts; flatout has none"
-    elif kind:
-        named += "which flatout does not read"
-    raise ConfigError(f"The imported model {named}.", fix=OTHER_MODEL)
-
-
-def _keys(architecture: Architecture, document: JsonObject, config: Path) -> JsonObject:
-    """Return the keys under `model.` for a config.json that may be damaged.
-
-    Raises: ConfigError when a value has the wrong type or size, or flatout cannot express it.
-    """
-    assert architecture.keys is not None  # it has model types
+    families = map(ARCHITECTURES.get, ARCHITECTURES.names())
+    family = next((family for family in families if kind in family.model_types), None)
+    if family is None:
+        named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"
+        if kind and any("expert" in key for key in document):
+            named += "a mixture of experts; flatout has none"
+        elif kind:
+            named += "which flatout does not read"
+        raise ConfigError(f"The imported model {named}.", fix=OTHER_MODEL)
     try:
-        return architecture.keys(document)
+        return ForeignModel(path, family, family.keys(document))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{config} has a value of the wrong type or size ({type(error).__name__}: {error}).",

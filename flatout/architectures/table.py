@@ -77,16 +77,16 @@ def required(document: JsonObject, key: str, kind: type = int) -> Any:
     return value
 
 
-def require(document: JsonObject, key: str, values: Collection[Any]) -> None:
-    """Check that a key has one of these values; if None is one of them, it may be absent.
+def require(document: JsonObject, key: str, *values: Any) -> None:
+    """Check that a key is absent or has one of these values.
 
     Raises: ConfigError: flatout's model would compute another function.
     """
     value = document.get(key)
-    if value not in values:
-        shown = " or ".join(repr(v) for v in values if v is not None)
+    if value is not None and value not in values:
         raise ConfigError(
-            f"The imported model has {key}={value!r} in config.json; flatout reads {shown}.",
+            f"The imported model has {key}={value!r} in config.json; flatout reads "
+            f"{' or '.join(map(repr, values))}.",
             fix=OTHER_MODEL,
         )
 
@@ -105,7 +105,7 @@ def entry(theirs: str, ours: str, default: Any = None, names: JsonObject | None 
             return {ours: bool(document.get(theirs, default))}
         value = document.get(theirs) or (default(document, keys) if callable(default) else default)
         if names:
-            require(document, theirs, (*names, None))
+            require(document, theirs, *names)
             return {ours: names[value]}
         return {ours: float(value) if isinstance(default, float) else value}
 
@@ -130,7 +130,7 @@ def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
     """
 
     def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
-        require(document, theirs, (*values, None))
+        require(document, theirs, *values)
         return ours
 
     return Field(read, lambda _config: {theirs: values[0]} if written else {})
@@ -221,14 +221,10 @@ def transformer(
 
 
 SAME = (lambda parts: parts[0], lambda whole: [whole])
-TRANSPOSED = (lambda parts: _turned(parts[0]), lambda whole: [_turned(whole)])
+TRANSPOSED = (lambda parts: parts[0].t(), lambda whole: [whole.t()])
 """The family stores the axes of a matrix in the opposite order."""
 PLUS_ONE = (lambda parts: parts[0] + 1, lambda whole: [whole - 1])
 """The family stores a gain as its difference from 1."""
-
-
-def _turned(tensor: Tensor) -> Tensor:
-    return tensor.T if tensor.dim() == 2 else tensor
 
 
 def stacked(*rows: int) -> tuple[Any, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeGuard
+from typing import TypeGuard
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -13,8 +13,6 @@ from flatout.errors import ConfigError
 from flatout.registry import misspelt, nearest
 from flatout.words import Word, known_words, value_for, word_for
 
-NO_NUMBER = "no_number"
-"""The type of the error about true or false in a field that accepts neither."""
 LONGEST_VALUE = 200
 """Characters of a wrong value that an error repeats."""
 _KINDS = {
@@ -43,8 +41,6 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
             f"{key}={_shown(first['input'])} is not valid: {key} is a section.",
             fix=f"Set one of its keys: {', '.join(inside)}.",
         )
-    if first["type"] == NO_NUMBER and field is not None:
-        problems = _problems_of(field, key.removeprefix(prefix))
     expected = dict.fromkeys(
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
     )
@@ -69,16 +65,6 @@ def _shown(value: object) -> str:
     """Return a wrong value as Python writes it, cut after the part that identifies it."""
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _problems_of(field: FieldInfo, key: str) -> list[ErrorDetails]:
-    """Return what a field reports about a value of no valid type."""
-    try:
-        kind: Any = Annotated[field.annotation, field]
-        TypeAdapter(kind).validate_python(object())
-    except ValidationError as error:
-        return [{**one, "loc": (*key.split("."), *one["loc"])} for one in error.errors()]
-    return []
 
 
 def _whole(key: str, value: object) -> tuple[str, object]:

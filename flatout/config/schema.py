@@ -205,24 +205,22 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonO
 
 def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
     """Return an override's value: parsed as YAML, or as text for a text key."""
-    field = field_at(section, key)
-    if field is None or field.annotation not in (str, str | None):
-        try:
-            return parse_yaml(text, name=name) if text.strip() else None
-        except ConfigError as error:
-            if not isinstance(error.__cause__, yaml.YAMLError):
-                raise  # valid YAML with its own message, such as a repeated key
-            raise ConfigError(
-                f"{name!r} is not YAML.",
-                fix="Correct the value, and quote the whole override: 'section.key=value'.",
-            ) from error
-    if not text.strip() or text.strip() in {"null", "~"}:
-        return text if field.annotation is str else None
+    kind = getattr(field_at(section, key), "annotation", None)
+    is_text, stripped = kind in (str, str | None), text.strip()
+    if not stripped or (is_text and stripped in {"null", "~"}):
+        return text if kind is str else None
     try:
         value = parse_yaml(text, name=name)
-    except ConfigError:
-        return text
-    return value if isinstance(value, str) else text
+    except ConfigError as error:
+        if is_text:
+            return text
+        if not isinstance(error.__cause__, yaml.YAMLError):
+            raise  # valid YAML with its own message, such as a repeated key
+        raise ConfigError(
+            f"{name!r} is not YAML.",
+            fix="Correct the value, and quote the whole override: 'section.key=value'.",
+        ) from error
+    return text if is_text and not isinstance(value, str) else value
 
 
 def nested(values: JsonObject) -> JsonObject:

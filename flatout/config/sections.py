@@ -11,13 +11,14 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from flatout.config.messages import NO_NUMBER
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject, is_finite
 
@@ -35,12 +36,24 @@ def _split(names: Any) -> Any:
     return () if names is None else names
 
 
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Names: TypeAlias = Annotated[
     tuple[str, ...],
     BeforeValidator(_split),
     AfterValidator(lambda names: tuple(dict.fromkeys(names))),
 ]
 """Names, each once."""
+
+
+class _Switch:
+    """True or false where neither is valid: not a number, text or list, but shown as it was."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 class Section(BaseModel):
@@ -66,11 +79,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-            raise PydanticCustomError(NO_NUMBER, "something other than true or false")
-        return value
+    def _bool_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        is_other = isinstance(value, bool) and "bool" not in str(field.annotation)
+        return _Switch(str(value)) if is_other else value
 
 
 class ModelConfig(Section):
@@ -80,7 +92,7 @@ class ModelConfig(Section):
 
     kind: str = "transformer"
     """A file in flatout/models, or package.module:MyModel."""
-    vocab_size: int | None = Field(None, ge=1)
+    vocab_size: Count | None = None
     """Rows of the embedding; None means the vocabulary size of the dataset."""
 
     def own(self) -> JsonObject:
@@ -102,7 +114,7 @@ class DataConfig(Section):
     cache: str | None = None
     """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
     or else ~/.cache/flatout."""
-    seq_len: int = Field(256, ge=1)
+    seq_len: Count = 256
     """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
     """Optimizer steps that the feed reads ahead."""
@@ -130,12 +142,12 @@ class DataConfig(Section):
 class BatchConfig(Section):
     """How many tokens each optimizer step sees. Set two of the three keys; the third follows."""
 
-    tokens_per_step: int | None = Field(None, ge=1)
+    tokens_per_step: Count | None = None
     """Tokens per optimizer step, summed over ranks and micro-batches."""
-    rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    rows_per_device: Count | Literal["auto"] = "auto"
     """Sequences per micro-batch on each device. With auto, a process that trains alone halves them
     when a step runs out of memory, and repeats the step."""
-    accumulate: int | None = Field(None, ge=1)
+    accumulate: Count | None = None
     """Micro-batches per optimizer step."""
 
     @property
@@ -157,17 +169,17 @@ class OptimConfig(Section):
 
     kind: str = "adamw"
     """A file in flatout/optimizers, or package.module:my_optimizer."""
-    lr: float = Field(1e-3, gt=0)
+    lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates for the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the denominator."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, not applied to norms, biases and embeddings."""
-    clip: float = Field(1.0, ge=0)
+    clip: NonNegativeFloat = 1.0
     """Maximum gradient norm; 0 turns clipping off."""
-    momentum: float = Field(0.95, ge=0, lt=1)
+    momentum: Share = 0.95
     """Muon's momentum."""
 
 
@@ -188,7 +200,7 @@ class ScheduleConfig(Section):
     """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
     decay: float = Field(0.2, gt=0, le=1)
     """Fraction of the run over which wsd lowers the rate to min_lr."""
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at the last step."""
 
 
@@ -209,11 +221,11 @@ class TrainConfig(Section):
         ),
     )
 
-    steps: int | None = Field(None, ge=1)
+    steps: Count | None = None
     """Optimizer steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
-    tokens: int | None = Field(None, ge=1)
+    tokens: Count | None = None
     """Training tokens, rounded up to whole steps."""
-    epochs: float | None = Field(None, gt=0)
+    epochs: PositiveFloat | None = None
     """Passes over the training tokens of all datasets, rounded up to whole steps."""
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
@@ -222,29 +234,29 @@ class TrainConfig(Section):
     way to make two runs, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untried."""
-    devices: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    devices: Count | Literal["all"] | None = None
     """Devices of this machine to train on: `flatout train` starts a process for each. A number, or
     all GPUs; on a CPU, a number of processes. None means one, or as many as torchrun starts."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Precision of the matmuls; weights and optimizer state stay fp32."""
-    eval_every: int = Field(0, ge=0)
+    eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates once, at the end."""
-    eval_every_epochs: float | None = Field(None, gt=0)
+    eval_every_epochs: PositiveFloat | None = None
     """Epochs between evaluations, in place of eval_every; rounded up to whole steps."""
-    eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    eval_tokens: Count | Literal["all"] = "all"
     """Validation tokens per evaluation during the run; the final one always uses all."""
-    patience: int = Field(0, ge=0)
+    patience: NonNegativeInt = 0
     """Stop after this many evaluations in a row without a better validation loss; 0 turns this off.
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
     another program's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
     and step start anew."""
-    sample_every: int = Field(0, ge=0)
+    sample_every: NonNegativeInt = 0
     """Steps between text samples; 0 samples once, at the end."""
     sample_prompt: str = ""
     """Prompt of the samples; empty starts a new document."""
-    max_bad_steps: int = Field(10, ge=1)
+    max_bad_steps: Count = 10
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
     finite; its update is skipped, and the run continues with the next step."""
     skip_spikes: float | None = Field(None, ge=3)
@@ -253,9 +265,9 @@ class TrainConfig(Section):
     on_divergence: Literal["stop", "rewind"] = "stop"
     """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
     and leave out the sequences of the bad steps."""
-    max_rewinds: int = Field(3, ge=1)
+    max_rewinds: Count = 3
     """How many times on_divergence=rewind may go back, over all resumes of a run."""
-    watchdog_minutes: float = Field(5.0, ge=0)
+    watchdog_minutes: NonNegativeFloat = 5.0
     """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
     waits for, and writes the stacks of its threads; compiling, saving and sampling may take four
     times as long. 0 turns this off."""
@@ -289,11 +301,11 @@ class LoraConfig(Section):
         ),
     )
 
-    rank: int | None = Field(None, ge=1)
+    rank: Count | None = None
     """Rank of the adapters, such as 8; None trains all weights. Needs train.init_from."""
-    alpha: float | None = Field(None, gt=0)
+    alpha: PositiveFloat | None = None
     """The output of an adapter is multiplied by alpha / rank; None means a factor of 1."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Share = 0.0
     """Share of components dropped from the input of the adapters."""
     targets: Names = ("all-linear",)
     """Layers with adapters: some of q, k, v, o (attention), gate, up, down (MLP), or another linear
@@ -323,16 +335,16 @@ class CheckpointConfig(Section):
         ),
     )
 
-    every_steps: int | None = Field(None, ge=1)
+    every_steps: Count | None = None
     """Steps between saves. Set at most one of the three; without any, every ten minutes."""
-    every_minutes: float | None = Field(None, gt=0)
+    every_minutes: PositiveFloat | None = None
     """Minutes between saves."""
-    every_epochs: float | None = Field(None, gt=0)
+    every_epochs: PositiveFloat | None = None
     """Epochs between saves."""
-    keep: Annotated[int, Field(ge=1)] | Literal["all"] = 2
+    keep: Count | Literal["all"] = 2
     """Number of newest checkpoints to keep, or all; the best one is kept in addition. Incomplete
     ones do not count, so the last complete one is never deleted."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: Count | None = None
     """Steps between checkpoints that stay for good: the run also saves at each multiple."""
     best: bool = True
     """Save at each evaluation with a lower loss than all before it. With false, only the intervals
@@ -358,7 +370,7 @@ class LogConfig(Section):
         ),
     )
 
-    every: int = Field(10, ge=1)
+    every: Count = 10
     """Steps between records in metrics.jsonl."""
     to: Names = ("tensorboard",)
     """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
@@ -382,7 +394,7 @@ class LogConfig(Section):
 class ParallelConfig(Section):
     """How processes share the work; the product of the sizes is the number of processes."""
 
-    replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    replicate: Count | Literal["auto"] = "auto"
     """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
-    shard: int = Field(1, ge=1)
+    shard: Count = 1
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""
