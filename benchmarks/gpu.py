@@ -8,7 +8,7 @@
     python benchmarks/gpu.py --out FOLDER --tiny
 
 Each step answers one question (`--list` prints them) in a process of its own. OUT/results.jsonl
-gets a line per step as it ends, OUT/log.txt all that the steps printed, with full tracebacks, and
+gets a line per step as it ends, OUT/output.txt all that the steps printed, full tracebacks too, and
 OUT/table.md a table of the figures beside what was predicted: the ranges in the list below, which
 are for an H200 and are scaled by the rate of a bf16 matmul on other GPUs, and what `train` predicts
 for itself. A step with a line is not run again, unless `--again` names it or the time was up.
@@ -464,7 +464,7 @@ def write_rows(path: Path, rows: Any, mode: str = "w") -> None:
 def run(step: Step, arguments: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """Run a step in a process of its own, and return its row; its output goes to the log."""
     limit_s = max(MOST * step.seconds, LEAST_LIMIT_S)
-    log = arguments.out / "log.txt"
+    log = arguments.out / "output.txt"
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="flatout-step-") as folder, log.open("ab") as written:
         for kind in ("random", "text"):

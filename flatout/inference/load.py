@@ -21,8 +21,7 @@ from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
 from flatout.export_mark import require_as_exported
 from flatout.hardware import pick_device, probe
-from flatout.models.language_model import LanguageModel, model_of
-from flatout.models.uninitialised import uninitialised
+from flatout.models.language_model import LanguageModel, model_of, uninitialised
 from flatout.progress import SILENT, Progress
 from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of

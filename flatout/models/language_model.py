@@ -1,12 +1,15 @@
 """The contract of every language model: one forward that contains the loss, in separable parts.
 
+A decoder keeps state of the tokens that it has read, so that the next one is cheap.
+
 Letters: B rows, T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
@@ -15,16 +18,19 @@ from typing import Any, ClassVar, Literal, Self, final
 import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, ShapeError
 from flatout.json_io import JsonObject
-from flatout.models.decoding import Decoder, RecomputingDecoder
+from flatout.models.layers import Embedding, Linear
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
 from flatout.registry import MODELS
 
+DRAWN = {nn.init.normal_, nn.init.kaiming_uniform_}
+"""What flatout's own models draw their weights with."""
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
 """hidden: a matrix between activations; embedding: a table with a row per index; head: the output
 weight; vector: a norm or a bias.
@@ -54,6 +60,78 @@ class LanguageModelConfig(Section):
     """Weight of the squared log of the softmax denominator in the training loss; a small one, such
     as 1e-4, keeps logits from drifting.
     """
+
+
+class Decoder(ABC):
+    """Reads a document piece by piece and returns the logits of the next token after each piece.
+
+    `LanguageModel.decoder` creates one. What it keeps in between depends on the model: keys and
+    values, a recurrent state of constant size, or only the tokens.
+    """
+
+    max_tokens: int | None
+    """The maximum number of tokens; None means no limit."""
+    num_tokens: int
+    """Tokens read so far, per row."""
+
+    def __init__(self, max_tokens: int | None) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+
+    @final
+    def has_room(self, num_tokens: int) -> bool:
+        """Return whether it can read this many more tokens."""
+        return self.max_tokens is None or self.num_tokens + num_tokens <= self.max_tokens
+
+    @final
+    @torch.no_grad()
+    def read(self, tokens_BT: Tensor) -> Tensor:
+        """Read more tokens and return the logits of the next one.
+
+        They equal those of a full pass over all tokens read.
+
+        Shapes:  tokens_BT (B, T) integers, T at least 1; every call has the same rows.
+        Returns: logits_BV.
+        Raises:  ShapeError when there is no room for the tokens.
+        """
+        num_tokens = tokens_BT.shape[1]
+        if num_tokens < 1 or not self.has_room(num_tokens):
+            raise ShapeError(
+                f"Cannot read {num_tokens} more tokens: the decoder has read {self.num_tokens} of "
+                f"at most {self.max_tokens}.",
+                fix="Pass at least one token; when the decoder is full, start a new one with the "
+                "last part of the text.",
+            )
+        logits_BV = self.scores_after(tokens_BT)
+        self.num_tokens += num_tokens
+        return logits_BV
+
+    @abstractmethod
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Read tokens and return the logits after them; `num_tokens` does not count them yet.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
+
+
+@final
+class RecomputingDecoder(Decoder):
+    """Keeps the tokens and recomputes all of them: slow, but works for every model."""
+
+    def __init__(self, next_logits: Callable[[Tensor], Tensor], max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._next_logits = next_logits
+        self._read: list[Tensor] = []
+
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits after all tokens, computed from the first one on.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
+        self._read.append(tokens_BT)
+        return self._next_logits(torch.cat(self._read, dim=1))
 
 
 class LanguageModel(nn.Module, ABC):
@@ -226,6 +304,66 @@ class LanguageModel(nn.Module, ABC):
         return {}
 
 
+class EmbeddingModel(LanguageModel):
+    """A model with a token embedding, a final norm, and a tied or separate output weight.
+
+    A subclass creates them in its constructor, in the order in which their weights are drawn.
+    """
+
+    token_embedding: Embedding
+    final_norm: nn.Module
+    unembedding: Linear | None
+    """The separate output weight; None when the embedding is the output weight too."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+
+    def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised hidden states and the output weight.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: (hidden_BTD, weight_VD).
+        """
+        output = self.token_embedding if self.unembedding is None else self.unembedding
+        hidden_BTD = self.final_norm(hidden_BTD)
+        if self.logit_scale != 1:
+            hidden_BTD = hidden_BTD * self.logit_scale
+        return hidden_BTD, output.weight
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """Return the kind of every parameter by its name; a tied head is an embedding."""
+        return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return the row counts of the parts of each matrix that stacks several, by name."""
+        return {
+            name: rows
+            for name, _ in self.named_parameters()
+            for ending, rows in self.stacked_by_ending().items()
+            if name.endswith(ending)
+        }
+
+    @abstractmethod
+    def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
+        """Return the row counts for `stacked_rows`, by the ending of the parameter name."""
+
+    def matmul_flops(self) -> int:
+        """Return the training FLOPs per token of the products with hidden matrices and the head.
+
+        Each weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
+        tied head. A frozen weight needs no gradient and costs 4. The embedding look-up is not a
+        product.
+        """
+        kinds = self.parameter_kinds()
+        hidden = [p for name, p in self.named_parameters() if kinds[name] == "hidden"]
+        products = [*hidden, self.token_embedding.weight]
+        return sum((6 if p.requires_grad else 4) * p.numel() for p in products)
+
+    def new_unembedding(self, *, tied: bool) -> Linear | None:
+        """Return a separate output weight, or None when it is tied to the embedding."""
+        vocab_size, width = self.token_embedding.weight.shape
+        return None if tied else Linear(width, vocab_size, bias=False, ops=self.ops)
+
+
 def model_of(
     config: RunConfig, *, vocab_size: int | None = None, seq_len: int | None = None
 ) -> tuple[type[LanguageModel], LanguageModelConfig]:
@@ -251,6 +389,29 @@ def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
     if "embedding" in name:
         return "embedding"
     return "hidden" if parameter.dim() == 2 else "vector"
+
+
+def uninitialised(kind: str) -> AbstractContextManager[object]:
+    """Return a context in which models of this kind keep arbitrary values for their random weights.
+
+    Drawing takes about a second per 100 million parameters. The caller replaces every parameter.
+    Custom models are initialised: a buffer that no checkpoint stores may use the same generator.
+    """
+    return nullcontext() if ":" in kind else _Undrawn()
+
+
+class _Undrawn(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func in DRAWN:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def _keys_of_another_kind(error: ValidationError) -> ConfigError | None:

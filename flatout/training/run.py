@@ -23,7 +23,7 @@ from flatout.files import writing_run
 from flatout.hardware import BUSY_CORES, CpuTimes, Machine, pick_device, probe
 from flatout.json_io import JsonObject
 from flatout.launch import num_processes
-from flatout.models.uninitialised import uninitialised
+from flatout.models.language_model import uninitialised
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import (
     connect,

@@ -93,7 +93,7 @@ def test_every_outcome_of_a_process_becomes_a_row(gpu, programs, rows, tmp_path,
     assert found["crash"]["reason"].endswith("ValueError: no luck")
     assert found["refused"]["reason"] == "too large"
     assert found["untrained"]["reason"] == "It does not train: its loss is 6.300."
-    assert "Traceback" in (tmp_path / "out" / "log.txt").read_text()
+    assert "Traceback" in (tmp_path / "out" / "output.txt").read_text()
 
 
 def test_a_command_continues_where_an_earlier_one_ended(gpu, programs, rows, tmp_path):

@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
+from flatout.models.language_model import uninitialised
 from flatout.models.transformer import Transformer
-from flatout.models.uninitialised import uninitialised
 from flatout.ops import Ops
 
 
