@@ -31,8 +31,7 @@ from flatout.ops.attention import most_documents
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
-from flatout.parallel.data import wrap
-from flatout.parallel.mesh import Mesh
+from flatout.parallel.mesh import Mesh, wrap
 from flatout.progress import readable_memory
 from flatout.roof import Peak
 

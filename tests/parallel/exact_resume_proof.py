@@ -11,8 +11,7 @@ from torch import nn
 warnings.simplefilter("error")
 
 from flatout.config.sections import ParallelConfig  # noqa: E402
-from flatout.parallel.data import wrap  # noqa: E402
-from flatout.parallel.mesh import make_mesh  # noqa: E402
+from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 STEPS = 4

@@ -10,8 +10,7 @@ from flatout.config.sections import ParallelConfig
 from flatout.models.split_weights import join, split, split_weights
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops
-from flatout.parallel.data import wrap
-from flatout.parallel.mesh import make_mesh
+from flatout.parallel.mesh import make_mesh, wrap
 from flatout.parallel.rendezvous import connect, disconnect
 
 STEPS, ACCUMULATE = 4, 2
