@@ -487,29 +487,17 @@ def smaller_batch(
     return (found, rows_per_rank // found) if found else None
 
 
-def most_rows(workload: Workload, available: int) -> int:
-    """Return the most rows of a micro-batch whose tensors fit; 0 when not even one does."""
-    try:
-        return rows_that_fit(workload, available)
-    except HardwareError:
-        return 0
+def most_rows(workload: Workload, available: int, accumulate: int = 2) -> int:
+    """Return the most rows of a micro-batch with which a step needs at most `available` bytes.
 
-
-def rows_that_fit(workload: Workload, available: int, accumulate: int = 2) -> int:
-    """Return the most rows per micro-batch with which a step needs at most `available` bytes.
-
-    Raises: HardwareError when not even one row fits.
+    0 when not even one row fits.
     """
 
     def need(rows: int) -> int:
         return estimate(workload, rows, accumulate).total
 
-    if (least := need(1)) > available:
-        raise HardwareError(
-            f"One sequence of {workload.seq_len} tokens needs about {readable_memory(least)}, "
-            f"and {readable_memory(available)} are available.",
-            fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
-        )
+    if need(1) > available:
+        return 0
     fits, step, too_many = 1, FIRST_STEP, MOST_ROWS
     while too_many - fits > 1:
         # The need grows almost in proportion, so guesses from its slope are nearly right.

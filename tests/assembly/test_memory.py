@@ -21,8 +21,8 @@ from flatout.assembly.memory import (
     Workload,
     capacity_of,
     estimate,
+    most_rows,
     require_fitting,
-    rows_that_fit,
     smallest_machine,
 )
 from flatout.assembly.plain import MicroBatchPlan
@@ -36,6 +36,7 @@ from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, scan, variants
 from flatout.registry import MODELS, SPEEDUPS
+from flatout.speedups.micro_batch import largest_useful
 
 pytestmark = pytest.mark.slow
 
@@ -355,13 +356,18 @@ def test_a_model_too_large_for_this_machine_can_be_estimated():
     assert estimate(workload(seq_len=32_768, **own, autocast=torch.bfloat16), 64).total > 100 * GIB
 
 
-def test_rows_that_fit_returns_the_most_rows():
+def test_the_most_rows_are_found():
     work = workload()
     for rows in (1, 2, 3, 7, 16, 1000):
-        assert rows_that_fit(work, estimate(work, rows, 2).total) == rows
-        assert rows_that_fit(work, estimate(work, rows + 1, 2).total - 1) == rows
-    with pytest.raises(HardwareError, match="Fix:"):
-        rows_that_fit(work, estimate(work, 1, 2).total - 1)
+        assert most_rows(work, estimate(work, rows, 2).total) == rows
+        assert most_rows(work, estimate(work, rows + 1, 2).total - 1) == rows
+    assert most_rows(work, estimate(work, 1, 2).total - 1) == 0
+
+
+def test_rows_are_not_chosen_when_not_even_one_fits():
+    plan = MicroBatchPlan(workload(), 8, "cpu", 1000)
+    with pytest.raises(HardwareError, match=r"One sequence of 33 tokens needs about .*shard it"):
+        largest_useful(plan)
 
 
 def test_an_estimate_leaves_the_random_generator_unchanged():
