@@ -25,8 +25,7 @@ from main_job import RESULTS, commit, spread
 
 from flatout.hardware import probe
 from flatout.inference.generate import tokens_after
-from flatout.models.decoding import Decoder
-from flatout.models.language_model import LanguageModel
+from flatout.models.language_model import Decoder, LanguageModel
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
 

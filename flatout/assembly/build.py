@@ -30,8 +30,7 @@ from flatout.models.meta import allocate, on_meta
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
-from flatout.parallel.data import wrap
-from flatout.parallel.mesh import Mesh
+from flatout.parallel.mesh import Mesh, wrap
 from flatout.progress import readable_memory
 from flatout.roof import Peak
 

@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 import torch
 
 from flatout.assembly.imported import with_imported_shape
-from flatout.assembly.memory import Workload
-from flatout.assembly.parts import Decision, Gain
+from flatout.assembly.memory import Workload, estimate, most_rows
+from flatout.assembly.parts import USED_MEMORY, Decision, Gain
 from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.preflight import check_names
 from flatout.assembly.recipe import Recipe
@@ -21,11 +21,12 @@ from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
+from flatout.progress import readable_memory
 from flatout.roof import peak_tflops
 
 known_peak = functools.cache(peak_tflops)
@@ -75,12 +76,9 @@ def resolve(
     batch: dict[str, int] = {}
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        plan = MicroBatchPlan(
-            workload_of(config, recipe),
-            rows_per_rank,
-            config.train.device,
-            memory_bytes(machine, config.train.device, local_world_size or world_size),
-        )
+        device = config.train.device
+        available = int(USED_MEMORY * memory_bytes(machine, device, local_world_size or world_size))
+        plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, available)
         rows = recipe.micro_batch(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
         # The config now states the rows: the speedup that chose them has no further effect.
@@ -90,6 +88,40 @@ def resolve(
         "speedups": [d.name for d in decisions if d.name in on] or "none",
     }
     return config.with_values(batch | resolved), decisions
+
+
+def micro_batch_plan(
+    workload: Workload, rows_per_rank: int, device: str, available: int
+) -> MicroBatchPlan:
+    """Return what the rows of a micro-batch are chosen from, given the bytes that it may fill.
+
+    Its `fits` raises ConfigError when the memory of a custom model cannot be predicted.
+    """
+
+    def fits(rows: int) -> bool:
+        try:
+            return estimate(workload, rows, rows_per_rank // rows).total <= available
+        except FlatoutError:
+            raise
+        except Exception as error:  # a custom model may need values, which the trace does not have
+            raise ConfigError(
+                "The memory of a micro-batch cannot be predicted, so that its rows cannot be "
+                f"chosen: {type(error).__name__}: {error}",
+                fix=f"Set batch.rows_per_device to a number, such as {rows}.",
+            ) from error
+
+    def most() -> int:
+        fitting = most_rows(workload, available)
+        if fitting:
+            return fitting
+        least = estimate(workload, 1, accumulate=2).total
+        raise HardwareError(
+            f"One sequence of {workload.seq_len} tokens needs about "
+            f"{readable_memory(least)}, and {readable_memory(available)} are available.",
+            fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
+        )
+
+    return MicroBatchPlan(workload.seq_len, rows_per_rank, device, fits, most)
 
 
 def _resolve_length(

@@ -151,7 +151,13 @@ class AdaptedModel(LanguageModel):
             except (RuntimeError, NotImplementedError) as error:
                 if "meta" not in str(error):
                     raise
-                raise _of_another_device(error) from error
+                lines = [f for f in extract_tb(error.__traceback__) if is_user_code(f.filename)]
+                at = f"{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}: " if lines else ""
+                raise ConfigError(
+                    f"{at}the model uses a tensor that is not on the device of its input.",
+                    fix="Create tensors there: torch.zeros(..., device=tokens.device), or "
+                    "x.new_zeros(...); register constants with register_buffer.",
+                ) from error
         per_token = Fraction(3 * counter.get_total_flops(), seq_len)
         return Flops(palm=round(per_token), causal_exact=per_token)
 
@@ -233,14 +239,3 @@ def adapt(build: Callable[..., nn.Module], *, limit: str | None = None) -> type[
         "__module__": build.__module__,
     }
     return type(getattr(build, "__name__", "Adapted"), (AdaptedModel,), members)
-
-
-def _of_another_device(error: Exception) -> ConfigError:
-    """Return the error for a module that mixes devices, with the user's line where it fails."""
-    lines = [frame for frame in extract_tb(error.__traceback__) if is_user_code(frame.filename)]
-    where = f"{lines[-1].filename}:{lines[-1].lineno}: {lines[-1].line}: " if lines else ""
-    return ConfigError(
-        f"{where}the model uses a tensor that is not on the device of its input.",
-        fix="Create tensors there: torch.zeros(..., device=tokens.device), or x.new_zeros(...); "
-        "register constants with register_buffer.",
-    )

@@ -19,9 +19,7 @@ from torch.nn import functional
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.models import layers
-from flatout.models.decoding import Decoder
-from flatout.models.embedding_model import EmbeddingModel
-from flatout.models.language_model import Flops, LanguageModelConfig
+from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.models.recurrence import Memory, MemoryState, Recurrence
 from flatout.ops import Ops
 

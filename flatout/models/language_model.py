@@ -1,12 +1,14 @@
 """The contract of every language model: one forward that contains the loss, in separable parts.
 
+A decoder keeps state of the tokens that it has read, so that the next one is cheap.
+
 Letters: B rows, T tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, Self, final
@@ -17,9 +19,9 @@ from torch import Tensor, nn
 
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, ShapeError
 from flatout.json_io import JsonObject
-from flatout.models.decoding import Decoder, RecomputingDecoder
+from flatout.models.layers import Embedding, Linear
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
 from flatout.registry import MODELS
@@ -53,6 +55,78 @@ class LanguageModelConfig(Section):
     """Weight of the squared log of the softmax denominator in the training loss; a small one, such
     as 1e-4, keeps logits from drifting.
     """
+
+
+class Decoder(ABC):
+    """Reads a document piece by piece and returns the logits of the next token after each piece.
+
+    `LanguageModel.decoder` creates one. What it keeps in between depends on the model: keys and
+    values, a recurrent state of constant size, or only the tokens.
+    """
+
+    max_tokens: int | None
+    """The maximum number of tokens; None means no limit."""
+    num_tokens: int
+    """Tokens read so far, per row."""
+
+    def __init__(self, max_tokens: int | None) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+
+    @final
+    def has_room(self, num_tokens: int) -> bool:
+        """Return whether it can read this many more tokens."""
+        return self.max_tokens is None or self.num_tokens + num_tokens <= self.max_tokens
+
+    @final
+    @torch.no_grad()
+    def read(self, tokens_BT: Tensor) -> Tensor:
+        """Read more tokens and return the logits of the next one.
+
+        They equal those of a full pass over all tokens read.
+
+        Shapes:  tokens_BT (B, T) integers, T at least 1; every call has the same rows.
+        Returns: logits_BV.
+        Raises:  ShapeError when there is no room for the tokens.
+        """
+        num_tokens = tokens_BT.shape[1]
+        if num_tokens < 1 or not self.has_room(num_tokens):
+            raise ShapeError(
+                f"Cannot read {num_tokens} more tokens: the decoder has read {self.num_tokens} of "
+                f"at most {self.max_tokens}.",
+                fix="Pass at least one token; when the decoder is full, start a new one with the "
+                "last part of the text.",
+            )
+        logits_BV = self.scores_after(tokens_BT)
+        self.num_tokens += num_tokens
+        return logits_BV
+
+    @abstractmethod
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Read tokens and return the logits after them; `num_tokens` does not count them yet.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
+
+
+@final
+class RecomputingDecoder(Decoder):
+    """Keeps the tokens and recomputes all of them: slow, but works for every model."""
+
+    def __init__(self, next_logits: Callable[[Tensor], Tensor], max_tokens: int) -> None:
+        super().__init__(max_tokens)
+        self._next_logits = next_logits
+        self._read: list[Tensor] = []
+
+    def scores_after(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits after all tokens, computed from the first one on.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: logits_BV.
+        """
+        self._read.append(tokens_BT)
+        return self._next_logits(torch.cat(self._read, dim=1))
 
 
 class LanguageModel(nn.Module, ABC):
@@ -227,6 +301,66 @@ class LanguageModel(nn.Module, ABC):
         An optimizer that treats matrices as a whole splits such a matrix into its parts.
         """
         return {}
+
+
+class EmbeddingModel(LanguageModel):
+    """A model with a token embedding, a final norm, and a tied or separate output weight.
+
+    A subclass creates them in its constructor, in the order in which their weights are drawn.
+    """
+
+    token_embedding: Embedding
+    final_norm: nn.Module
+    unembedding: Linear | None
+    """The separate output weight; None when the embedding is the output weight too."""
+    logit_scale: float = 1.0
+    """Factor of the logits."""
+
+    def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normalised hidden states and the output weight.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: (hidden_BTD, weight_VD).
+        """
+        output = self.token_embedding if self.unembedding is None else self.unembedding
+        hidden_BTD = self.final_norm(hidden_BTD)
+        if self.logit_scale != 1:
+            hidden_BTD = hidden_BTD * self.logit_scale
+        return hidden_BTD, output.weight
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """Return the kind of every parameter by its name; a tied head is an embedding."""
+        return {name: kind_by_name(name, parameter) for name, parameter in self.named_parameters()}
+
+    def stacked_rows(self) -> dict[str, tuple[int, ...]]:
+        """Return the row counts of the parts of each matrix that stacks several, by name."""
+        return {
+            name: rows
+            for name, _ in self.named_parameters()
+            for ending, rows in self.stacked_by_ending().items()
+            if name.endswith(ending)
+        }
+
+    @abstractmethod
+    def stacked_by_ending(self) -> dict[str, tuple[int, ...]]:
+        """Return the row counts for `stacked_rows`, by the ending of the parameter name."""
+
+    def matmul_flops(self) -> int:
+        """Return the training FLOPs per token of the products with hidden matrices and the head.
+
+        Each weight of a matrix product costs 2 FLOPs forward and 4 backward: 6 N in all, also for a
+        tied head. A frozen weight needs no gradient and costs 4. The embedding look-up is not a
+        product.
+        """
+        kinds = self.parameter_kinds()
+        hidden = [p for name, p in self.named_parameters() if kinds[name] == "hidden"]
+        products = [*hidden, self.token_embedding.weight]
+        return sum((6 if p.requires_grad else 4) * p.numel() for p in products)
+
+    def new_unembedding(self, *, tied: bool) -> Linear | None:
+        """Return a separate output weight, or None when it is tied to the embedding."""
+        vocab_size, width = self.token_embedding.weight.shape
+        return None if tied else Linear(width, vocab_size, bias=False, ops=self.ops)
 
 
 def model_of(

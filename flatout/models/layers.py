@@ -1,7 +1,6 @@
-"""Layers that models share: norms, attention, MLPs and the pre-norm block.
+"""Layers that models share: linear layers, norms, the MLP, and the sums of a block.
 
-Letters: B rows, T tokens, D width, H query heads, G key and value heads, C head size, F width
-         inside the MLP, E = H C.
+Letters: B rows, T tokens, D width.
 """
 
 from __future__ import annotations
@@ -11,11 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask
 
 from flatout.errors import ConfigError, ShapeError
-from flatout.models.decoding import KeyValueCache
-from flatout.models.rotary import Rotary
 from flatout.ops import Ops, at_least_fp32
 from flatout.ops.autograd import Context
 from flatout.ops.heads import rms_normed
@@ -104,110 +100,6 @@ class RMSNorm(nn.Module):
         return rms_normed(hidden, self.weight, self.eps)
 
 
-class Attention(nn.Module):
-    """Attention with queries, keys and values from one matrix, and an output matrix."""
-
-    def __init__(
-        self,
-        *,
-        width: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        bias: bool,
-        qkv_bias: bool,
-        window: int | None,
-        softcap: float | None,
-        rotary: Rotary | None,
-        qk_norm: bool,
-        rms_norm_eps: float,
-        post_norm: nn.Module | None,
-        ops: Ops,
-    ) -> None:
-        super().__init__()
-        self.head_counts = (num_heads, num_kv_heads)
-        self.head_dim = head_dim
-        self.window = window
-        self.softcap = softcap
-        self.ops = ops
-        self.qkv = Linear(width, (num_heads + 2 * num_kv_heads) * head_dim, bias=qkv_bias, ops=ops)
-        self.output = Linear(num_heads * head_dim, width, bias=bias, ops=ops)
-        self.rms_norm_eps = rms_norm_eps
-        self.query_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else None
-        self.key_norm = RMSNorm(head_dim, eps=rms_norm_eps) if qk_norm else None
-        self.post_norm = post_norm
-        self.rotary = rotary
-
-    def extra_repr(self) -> str:
-        """Return what distinguishes a layer from others with the same modules."""
-        return "" if self.window is None else f"window={self.window}"
-
-    def forward(
-        self,
-        hidden_BTD: Tensor,
-        doc_ids_BT: Tensor | None,
-        masks: dict[int | None, BlockMask] | None = None,
-    ) -> Tensor:
-        """Return the output of attention for each token; `masks` has `attention.block_masks`.
-
-        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
-        Returns: hidden_BTD.
-        """
-        blocks = masks.get(self.window) if masks else None
-        return self._attend(*self._heads(hidden_BTD), doc_ids_BT, blocks)
-
-    def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
-        """Return the output for the next tokens of a document, and add them to the cache.
-
-        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
-        Returns: hidden_BTD.
-        """
-        q_BHTC, k_BGTC, v_BGTC = self._heads(hidden_BTD, start)
-        return self._attend(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start))
-
-    def _heads(self, hidden_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values by head."""
-        num_heads, num_kv_heads = self.head_counts
-        gain_NC = None
-        if self.query_norm is not None and self.key_norm is not None:
-            gain_NC = torch.cat(
-                (
-                    self.query_norm.weight.expand(num_heads, -1),
-                    self.key_norm.weight.expand(num_kv_heads, -1),
-                )
-            )
-        cos_TC, sin_TC = (
-            (None, None) if self.rotary is None else self.rotary(start, start + hidden_BTD.shape[1])
-        )
-        return self.ops.heads(
-            self.qkv(hidden_BTD),
-            gain_NC,
-            cos_TC,
-            sin_TC,
-            counts=self.head_counts,
-            eps=self.rms_norm_eps,
-        )
-
-    def _attend(
-        self,
-        q_BHTC: Tensor,
-        k_BGSC: Tensor,
-        v_BGSC: Tensor,
-        doc_ids_BT: Tensor | None = None,
-        blocks: BlockMask | None = None,
-    ) -> Tensor:
-        out_BHTC = self.ops.attention(
-            q_BHTC,
-            k_BGSC,
-            v_BGSC,
-            doc_ids_BT=doc_ids_BT,
-            window=self.window,
-            softcap=self.softcap,
-            blocks=blocks,
-        )
-        return normed(self.output(out_BHTC.transpose(1, 2).flatten(2)), self.post_norm)
-
-
 def gelu(hidden: Tensor) -> Tensor:
     """Return GELU by the tanh formula that GPT-2 uses.
 
@@ -270,38 +162,6 @@ class MLP(nn.Module):
         return normed(self.down(self.up(hidden_BTD)), self.post_norm)
 
 
-class GatedMLP(nn.Module):
-    """Two linear layers with an activated gate between them; gate and value are one product.
-
-    With SiLU it is SwiGLU, with GELU GeGLU. Source: Shazeer 2020, arXiv:2002.05202.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        inner: int,
-        *,
-        activation: Callable[[Tensor], Tensor],
-        bias: bool,
-        post_norm: nn.Module | None,
-        ops: Ops,
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        self.gate_up = Linear(width, 2 * inner, bias=bias, ops=ops)
-        self.down = Linear(inner, width, bias=bias, ops=ops)
-        self.post_norm = post_norm
-
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the output for each token, which does not depend on the others.
-
-        Shapes:  hidden_BTD (B, T, D).
-        Returns: hidden_BTD.
-        """
-        gate_BTF, up_BTF = self.gate_up(hidden_BTD).chunk(2, dim=-1)
-        return normed(self.down(self.activation(gate_BTF) * up_BTF), self.post_norm)
-
-
 class ResidualBlock(nn.Module):
     """A block that mixes tokens and ends with an MLP, each added to the hidden states."""
 
@@ -320,50 +180,6 @@ class ResidualBlock(nn.Module):
         sum_BTD = hidden_BTD + dropped(mixed_BTD, self.dropout, self.training)
         mlp_BTD = self.mlp(self.mlp_norm(hidden_BTD if self.is_parallel else sum_BTD))
         return sum_BTD + dropped(mlp_BTD, self.dropout, self.training)
-
-
-class Block(ResidualBlock):
-    """Attention and an MLP; each reads normalised hidden states and adds to them."""
-
-    def __init__(
-        self,
-        *,
-        norm: Callable[[], nn.Module],
-        attention: Attention,
-        mlp: nn.Module,
-        dropout: float,
-        is_parallel: bool,
-    ) -> None:
-        super().__init__()
-        self.attention_norm = norm()
-        self.attention = attention
-        self.mlp_norm = norm()
-        self.mlp = mlp
-        self.dropout = dropout
-        self.is_parallel = is_parallel
-
-    def forward(
-        self,
-        hidden_BTD: Tensor,
-        doc_ids_BT: Tensor | None = None,
-        masks: dict[int | None, BlockMask] | None = None,
-    ) -> Tensor:
-        """Return the hidden states after this block; `masks` has `attention.block_masks`.
-
-        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
-        Returns: hidden_BTD.
-        """
-        normed_BTD = self.attention_norm(hidden_BTD)
-        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, masks))
-
-    def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
-        """Return the hidden states of the next tokens of a document, and add them to the cache.
-
-        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
-        Returns: hidden_BTD.
-        """
-        normed_BTD = self.attention_norm(hidden_BTD)
-        return self.added(hidden_BTD, self.attention.decode(normed_BTD, cache, start))
 
 
 def normed(hidden_BTD: Tensor, norm: nn.Module | None) -> Tensor:

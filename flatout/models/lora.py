@@ -11,7 +11,7 @@ Source: Hu et al. 2021, arXiv:2106.09685.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -86,29 +86,27 @@ class LoraLinear(Linear):
         weight = self.weight if is_autocast else at_least_fp32(self.weight)
         if not self.adapters:
             return self.ops.linear(hidden, weight, self.bias, activation=self.activation)
-        product = self._added(self.ops.linear(hidden, weight, self.bias), hidden, is_autocast)
-        return product if self.activation is None else self.activation(product)
-
-    def _added(self, product: Tensor, hidden: Tensor, is_autocast: bool) -> Tensor:
-        """Return the product plus that of the adapters, which are stacked: two products in all."""
-        narrow_RI = torch.cat([self.adapters[name].lora_A for name in self.parts])  # type: ignore[misc]
-        widen_OR: Tensor = torch.block_diag(*self._blocks())  # type: ignore[no-untyped-call]
+        product = self.ops.linear(hidden, weight, self.bias)
+        # The adapters are stacked, so that two products are enough for all of them.
+        narrow: list[Tensor] = []
+        widen: list[Tensor] = []
+        done = 0
+        for name, (start, end) in self.parts.items():
+            adapter: Adapter = self.adapters[name]  # type: ignore[assignment]
+            narrow.append(adapter.lora_A)
+            # Rows between the parts have no adapter, and get an empty matrix.
+            widen += [adapter.lora_B.new_zeros(start - done, 0), adapter.lora_B]
+            done = end
+        widen.append(widen[-1].new_zeros(self.out_features - done, 0))
+        narrow_RI = torch.cat(narrow)
+        widen_OR: Tensor = torch.block_diag(*widen)  # type: ignore[no-untyped-call]
         if not is_autocast:
             hidden, product = hidden.to(narrow_RI.dtype), product.to(narrow_RI.dtype)
         hidden = dropped(hidden, self.dropout, self.training)
         narrowed = self.scale * functional.linear(hidden, narrow_RI)
         whole = torch.addmm(product.flatten(0, -2), narrowed.flatten(0, -2), widen_OR.t())
-        return whole.view(product.shape)
-
-    def _blocks(self) -> Iterator[Tensor]:
-        """Yield each lora_B in the order of its rows, and empty matrices for rows without one."""
-        done = 0
-        for name, (start, end) in self.parts.items():
-            widen: Tensor = self.adapters[name].lora_B  # type: ignore[assignment]
-            yield widen.new_zeros(start - done, 0)
-            yield widen
-            done = end
-        yield widen.new_zeros(self.out_features - done, 0)
+        product = whole.view(product.shape)
+        return product if self.activation is None else self.activation(product)
 
 
 def require_weights(config: LoraConfig, init_from: str | None) -> None:
@@ -140,7 +138,14 @@ def with_adapters(model: M, config: LoraConfig) -> M:
         parent, _, own = name.rpartition(".")
         layer = model.get_submodule(name)
         assert isinstance(layer, Linear)
-        _require_low_rank(config.rank, chosen, layer.in_features)
+        for part, (start, end) in chosen.items():
+            if config.rank > (most := min(end - start, layer.in_features)):
+                raise ConfigError(
+                    f"lora.rank={config.rank} is more than the layer {part} can have: its weight "
+                    f"is {end - start} x {layer.in_features}.",
+                    fix=f"Set lora.rank to {most} or less, such as {min(8, most)}, or leave {part} "
+                    "out of lora.targets.",
+                )
         setattr(model.get_submodule(parent), own, LoraLinear(layer, chosen, config))
     kinds_of_base = model.parameter_kinds
     added: dict[str, ParameterKind] = {
@@ -197,29 +202,9 @@ def _checked_targets(targets: Sequence[str], layers: Mapping[str, Mapping[str, R
     return set(known) if EVERY in targets else set(targets)
 
 
-def _require_low_rank(rank: int, parts: Mapping[str, Rows], width_in: int) -> None:
-    """Check that the parts of a layer have at least this rank: more could not be expressed.
-
-    Raises: ConfigError.
-    """
-    for part, (start, end) in parts.items():
-        if rank > (most := min(end - start, width_in)):
-            raise ConfigError(
-                f"lora.rank={rank} is more than the layer {part} can have: its weight is "
-                f"{end - start} x {width_in}.",
-                fix=f"Set lora.rank to {most} or less, such as {min(8, most)}, or leave {part} out "
-                "of lora.targets.",
-            )
-
-
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapters of a model by name, such as `blocks.0.attention.qkv.adapters.q`."""
     return {name: each for name, each in model.named_modules() if isinstance(each, Adapter)}
-
-
-def scale_of(model: nn.Module) -> float:
-    """Return the factor of the adapters' output, which is the same in all layers."""
-    return next(each.scale for each in adapters_of(model).values())
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 from typing import ClassVar, Literal, Self, final
 
+import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask
 
 from flatout.errors import ConfigError
 from flatout.models import layers
-from flatout.models.decoding import Decoder, KeyValueCache
-from flatout.models.embedding_model import EmbeddingModel
-from flatout.models.language_model import Flops, LanguageModelConfig
-from flatout.models.rotary import Rotary, linear, llama3, unscaled
+from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
 from flatout.ops import Ops
 from flatout.ops.attention import block_masks
+from flatout.ops.float64 import float64_device
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
@@ -193,6 +192,244 @@ class TransformerConfig(LanguageModelConfig):
         return self
 
 
+class Rotary(nn.Module):
+    """Rotates pairs of a head's components by an angle proportional to the position.
+
+    Scores then depend on distances only. Component i is paired with i + C/2. If only `rotary_dims`
+    components rotate, they are the first rotary_dims / 2 of each half. The tables are fp32 for any
+    dtype of the model, recomputed when the model moves to a device, and not part of checkpoints.
+
+    Source: Su et al. 2021, arXiv:2104.09864; linear scaling: Chen et al. 2023, arXiv:2306.15595.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        cos, sin = self._tables(torch.get_default_device())
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the factors for a vector and for its swapped halves.
+
+        The first table repeats each cosine, the second each sine with its first half negated.
+        """
+        config, exact = self.config, float64_device(device)
+        rotated = config.rotary_dims or config.head_size
+        exponent = torch.arange(0, rotated, 2, device=exact, dtype=torch.float64) / rotated
+        frequency = config.rotary_base**-exponent
+        if config.rotary_scaling == "linear":
+            frequency = frequency / config.rotary_factor
+        elif config.rotary_scaling == "llama3":
+            frequency = llama3(frequency, config)
+        frequency = functional.pad(frequency, (0, (config.head_size - rotated) // 2))
+        position = torch.arange(config.num_positions, device=exact, dtype=torch.float64)
+        angle = position[:, None] * frequency
+        cos, sin = angle.cos(), angle.sin()
+        tables = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return tables[0].float().to(device), tables[1].float().to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.cos, self.sin = self._tables(self.cos.device)
+        return self
+
+    def forward(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return the tables that `ops.heads` takes, for positions from `start` to before `end`.
+
+        Returns: (cos_TC, sin_TC).
+        """
+        return self.cos[start:end], self.sin[start:end]
+
+
+def llama3(frequency: Tensor, config: TransformerConfig) -> Tensor:
+    """Return the low frequencies divided by `rotary_factor`, smoothly joined to the high ones.
+
+    A frequency with less than `rotary_low_factor` periods in `rotary_original_len` tokens is low,
+    one with more than `rotary_high_factor` is high and unchanged.
+
+    Shapes:  any.
+    Source:  Llama Team 2024, arXiv:2407.21783; the formula is that of Llama 3.1's published code.
+    """
+    low, high = config.rotary_low_factor, config.rotary_high_factor
+    periods = config.rotary_original_len * frequency / (2 * math.pi)
+    unchanged = ((periods - low) / (high - low)).clamp(0, 1)
+    return frequency * (unchanged + (1 - unchanged) / config.rotary_factor)
+
+
+def norm_of(config: TransformerConfig) -> nn.Module:
+    """Return a new norm of the hidden states."""
+    if config.norm == "layernorm":
+        return layers.LayerNorm(config.d_model, bias=config.bias, eps=config.layer_norm_eps)
+    return layers.RMSNorm(config.d_model, eps=config.rms_norm_eps)
+
+
+class Attention(nn.Module):
+    """Attention with queries, keys and values from one matrix, and an output matrix."""
+
+    def __init__(
+        self, config: TransformerConfig, layer: int, rotary: Rotary | None, ops: Ops
+    ) -> None:
+        super().__init__()
+        width, size, eps = config.d_model, config.head_size, config.rms_norm_eps
+        self.head_counts = (config.num_heads, config.kv_heads)
+        self.window = config.window_of(layer)
+        self.softcap = config.attention_softcap
+        self.ops = ops
+        stacked = (config.num_heads + 2 * config.kv_heads) * size
+        self.qkv = layers.Linear(width, stacked, bias=config.has_qkv_bias, ops=ops)
+        self.output = layers.Linear(config.num_heads * size, width, bias=config.bias, ops=ops)
+        self.rms_norm_eps = eps
+        self.query_norm = layers.RMSNorm(size, eps=eps) if config.qk_norm else None
+        self.key_norm = layers.RMSNorm(size, eps=eps) if config.qk_norm else None
+        self.post_norm = norm_of(config) if config.post_norm else None
+        self.rotary = rotary
+
+    def extra_repr(self) -> str:
+        """Return what distinguishes a layer from others with the same modules."""
+        return "" if self.window is None else f"window={self.window}"
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        doc_ids_BT: Tensor | None,
+        masks: dict[int | None, BlockMask] | None = None,
+    ) -> Tensor:
+        """Return the output of attention for each token; `masks` has `attention.block_masks`.
+
+        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        blocks = masks.get(self.window) if masks else None
+        return self._attend(*self._heads(hidden_BTD), doc_ids_BT, blocks)
+
+    def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
+        """Return the output for the next tokens of a document, and add them to the cache.
+
+        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
+        Returns: hidden_BTD.
+        """
+        q_BHTC, k_BGTC, v_BGTC = self._heads(hidden_BTD, start)
+        return self._attend(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start))
+
+    def _heads(self, hidden_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values by head."""
+        num_heads, num_kv_heads = self.head_counts
+        gain_NC = None
+        if self.query_norm is not None and self.key_norm is not None:
+            gain_NC = torch.cat(
+                (
+                    self.query_norm.weight.expand(num_heads, -1),
+                    self.key_norm.weight.expand(num_kv_heads, -1),
+                )
+            )
+        cos_TC, sin_TC = (
+            (None, None) if self.rotary is None else self.rotary(start, start + hidden_BTD.shape[1])
+        )
+        return self.ops.heads(
+            self.qkv(hidden_BTD),
+            gain_NC,
+            cos_TC,
+            sin_TC,
+            counts=self.head_counts,
+            eps=self.rms_norm_eps,
+        )
+
+    def _attend(
+        self,
+        q_BHTC: Tensor,
+        k_BGSC: Tensor,
+        v_BGSC: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        blocks: BlockMask | None = None,
+    ) -> Tensor:
+        out_BHTC = self.ops.attention(
+            q_BHTC,
+            k_BGSC,
+            v_BGSC,
+            doc_ids_BT=doc_ids_BT,
+            window=self.window,
+            softcap=self.softcap,
+            blocks=blocks,
+        )
+        return layers.normed(self.output(out_BHTC.transpose(1, 2).flatten(2)), self.post_norm)
+
+
+class GatedMLP(nn.Module):
+    """Two linear layers with an activated gate between them; gate and value are one product.
+
+    With SiLU it is SwiGLU, with GELU GeGLU. Source: Shazeer 2020, arXiv:2002.05202.
+    """
+
+    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
+        super().__init__()
+        width, inner, bias = config.d_model, config.mlp_width, config.bias
+        self.activation = GATED[config.activation]
+        self.gate_up = layers.Linear(width, 2 * inner, bias=bias, ops=ops)
+        self.down = layers.Linear(inner, width, bias=bias, ops=ops)
+        self.post_norm = norm_of(config) if config.post_norm else None
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Return the output for each token, which does not depend on the others.
+
+        Shapes:  hidden_BTD (B, T, D).
+        Returns: hidden_BTD.
+        """
+        gate_BTF, up_BTF = self.gate_up(hidden_BTD).chunk(2, dim=-1)
+        return layers.normed(self.down(self.activation(gate_BTF) * up_BTF), self.post_norm)
+
+
+class Block(layers.ResidualBlock):
+    """Attention and an MLP; each reads normalised hidden states and adds to them."""
+
+    def __init__(
+        self, config: TransformerConfig, layer: int, rotary: Rotary | None, ops: Ops
+    ) -> None:
+        super().__init__()
+        self.attention_norm = norm_of(config)
+        self.attention = Attention(config, layer, rotary, ops)
+        self.mlp_norm = norm_of(config)
+        if config.activation in GATED:
+            self.mlp: nn.Module = GatedMLP(config, ops)
+        else:
+            self.mlp = layers.MLP(
+                config.d_model,
+                config.mlp_width,
+                activation=PLAIN[config.activation],
+                bias=config.bias,
+                post_norm=norm_of(config) if config.post_norm else None,
+                ops=ops,
+            )
+        self.dropout = config.dropout
+        self.is_parallel = config.parallel_residual
+
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        doc_ids_BT: Tensor | None = None,
+        masks: dict[int | None, BlockMask] | None = None,
+    ) -> Tensor:
+        """Return the hidden states after this block; `masks` has `attention.block_masks`.
+
+        Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
+        Returns: hidden_BTD.
+        """
+        normed_BTD = self.attention_norm(hidden_BTD)
+        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, masks))
+
+    def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
+        """Return the hidden states of the next tokens of a document, and add them to the cache.
+
+        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
+        Returns: hidden_BTD.
+        """
+        normed_BTD = self.attention_norm(hidden_BTD)
+        return self.added(hidden_BTD, self.attention.decode(normed_BTD, cache, start))
+
+
 class Transformer(EmbeddingModel):
     """Pre-norm decoder-only transformer."""
 
@@ -202,16 +439,16 @@ class Transformer(EmbeddingModel):
     def __init__(self, config: TransformerConfig, ops: Ops) -> None:
         super().__init__(config, ops)
         width = config.d_model
-        rotary = _rotary(config) if config.positions == "rotary" else None
+        rotary = Rotary(config) if config.positions == "rotary" else None
         self.logit_scale = config.logit_scale
         self.token_embedding = layers.Embedding(config.vocab_size, width)
         self.position_embedding = (
             layers.Embedding(config.num_positions, width) if config.positions == "learned" else None
         )
         self.blocks = nn.ModuleList(
-            _block(config, layer, rotary, ops) for layer in range(config.num_layers)
+            Block(config, layer, rotary, ops) for layer in range(config.num_layers)
         )
-        self.final_norm = _norm(config)
+        self.final_norm = norm_of(config)
         self.unembedding = self.new_unembedding(tied=config.tied_head)
         self.init_weights()
 
@@ -312,6 +549,48 @@ class Transformer(EmbeddingModel):
 
 
 @final
+class KeyValueCache:
+    """Keys and values of the last `size` tokens of one attention layer.
+
+    The memory is allocated once, at the first use. The token at position p is stored in slot p
+    modulo `size`: the slots are in order until all are used, then each new token replaces the
+    oldest. Keys are stored with rotary positions applied.
+
+    Memory: 2 B G size C elements of the keys' dtype. All layers of GPT-2 124M take 36 MiB per row
+            for 1,024 tokens in bf16.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._kept_2BGSC: Tensor | None = None
+
+    def extend(self, k_BGTC: Tensor, v_BGTC: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values from position `start` on, and return those that the new tokens see.
+
+        Shapes:  k_BGTC, v_BGTC (B, G, T, C).
+        Returns: (k_BGSC, v_BGSC): up to `size` tokens before the new ones, then the new ones, in
+                 order; for one new token the last `size`, itself included, in any order, which does
+                 not matter to one query.
+        """
+        new_2BGTC = torch.stack((k_BGTC, v_BGTC))
+        if self._kept_2BGSC is None:
+            self._kept_2BGSC = new_2BGTC.new_empty(
+                *new_2BGTC.shape[:3], self.size, new_2BGTC.shape[4]
+            )
+        kept_2BGSC, num_new = self._kept_2BGSC, new_2BGTC.shape[3]
+        end = start + num_new
+        if num_new == 1 or end <= self.size:
+            kept_2BGSC.narrow(3, start % self.size, num_new).copy_(new_2BGTC)
+            seen_2BGSC = kept_2BGSC[:, :, :, :end]
+        else:
+            first = self.size - min(start, self.size)
+            in_order_2BGSC = kept_2BGSC.roll(-start, dims=3)[:, :, :, first:]
+            seen_2BGSC = torch.cat((in_order_2BGSC, new_2BGTC), dim=3)
+            kept_2BGSC.copy_(seen_2BGSC[:, :, :, -self.size :].roll(end, dims=3))
+        return seen_2BGSC[0], seen_2BGSC[1]
+
+
+@final
 class CachingDecoder(Decoder):
     """Decodes with a cache of keys and values per layer."""
 
@@ -331,67 +610,6 @@ class CachingDecoder(Decoder):
         for block, cache in zip(self._model.blocks, self._caches, strict=True):
             hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)
-
-
-def _rotary(config: TransformerConfig) -> Rotary:
-    scaling: dict[str, Callable[[Tensor], Tensor]] = {
-        "none": unscaled,
-        "linear": partial(linear, factor=config.rotary_factor),
-        "llama3": partial(
-            llama3,
-            factor=config.rotary_factor,
-            low_factor=config.rotary_low_factor,
-            high_factor=config.rotary_high_factor,
-            original_len=config.rotary_original_len,
-        ),
-    }
-    return Rotary(
-        config.head_size,
-        config.num_positions,
-        config.rotary_base,
-        num_rotated=config.rotary_dims,
-        scaling=scaling[config.rotary_scaling],
-    )
-
-
-def _block(config: TransformerConfig, layer: int, rotary: Rotary | None, ops: Ops) -> layers.Block:
-    attention = layers.Attention(
-        width=config.d_model,
-        num_heads=config.num_heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_size,
-        bias=config.bias,
-        qkv_bias=config.has_qkv_bias,
-        window=config.window_of(layer),
-        softcap=config.attention_softcap,
-        rotary=rotary,
-        qk_norm=config.qk_norm,
-        rms_norm_eps=config.rms_norm_eps,
-        post_norm=_norm(config) if config.post_norm else None,
-        ops=ops,
-    )
-    is_gated = config.activation in GATED
-    mlp = (layers.GatedMLP if is_gated else layers.MLP)(
-        config.d_model,
-        config.mlp_width,
-        activation=(GATED if is_gated else PLAIN)[config.activation],
-        bias=config.bias,
-        post_norm=_norm(config) if config.post_norm else None,
-        ops=ops,
-    )
-    return layers.Block(
-        norm=partial(_norm, config),
-        attention=attention,
-        mlp=mlp,
-        dropout=config.dropout,
-        is_parallel=config.parallel_residual,
-    )
-
-
-def _norm(config: TransformerConfig) -> nn.Module:
-    if config.norm == "layernorm":
-        return layers.LayerNorm(config.d_model, bias=config.bias, eps=config.layer_norm_eps)
-    return layers.RMSNorm(config.d_model, eps=config.rms_norm_eps)
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flatout.assembly.parts import USED_MEMORY
 from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
@@ -16,14 +15,9 @@ a GPU the kernels are, which is not measured yet.
 
 def largest_useful(plan: MicroBatchPlan) -> int:
     """Return the most useful rows that divide a rank's share of the step and fit in memory."""
-    from flatout.assembly.memory import rows_that_fit
-
-    enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.workload.seq_len, 1)
+    enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.seq_len, 1)
     rows = next(plan.divisors(enough))
-    if rows > 1 and not plan.fits(rows):
-        fitting = rows_that_fit(plan.workload, int(USED_MEMORY * plan.memory_bytes))
-        rows = next(plan.divisors(fitting))
-    return rows
+    return rows if rows == 1 or plan.fits(rows) else next(plan.divisors(plan.most_rows()))
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:

@@ -18,7 +18,7 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.export_mark import require_as_exported
 from flatout.json_io import JsonObject, read_model
 from flatout.models.language_model import model_of
-from flatout.models.lora import adapters_of, scale_of, with_adapters
+from flatout.models.lora import adapters_of, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
@@ -165,7 +165,8 @@ def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject 
         return source, None
     rows = {plain_name(name): adapter.rows for name, adapter in adapters.items()}
     digest = known.digest if known is not None else digest_of(source)
-    return source, Base(str(source.resolve()), digest, scale_of(run.core), rows).to_dict()
+    scale = next(iter(adapters.values())).scale  # the same in all layers
+    return source, Base(str(source.resolve()), digest, scale, rows).to_dict()
 
 
 def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:

@@ -21,14 +21,13 @@ from flatout.assembly.memory import (
     Workload,
     capacity_of,
     estimate,
+    most_rows,
     require_fitting,
-    rows_that_fit,
     smallest_machine,
 )
-from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.prediction import predict_memory
 from flatout.assembly.recipe import baseline
-from flatout.assembly.resolve import workload_of
+from flatout.assembly.resolve import micro_batch_plan, workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.sections import LoraConfig
 from flatout.errors import ConfigError, HardwareError
@@ -37,6 +36,7 @@ from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy, scan
 from flatout.registry import MODELS, SPEEDUPS
+from flatout.speedups.micro_batch import largest_useful
 
 pytestmark = pytest.mark.slow
 
@@ -321,7 +321,7 @@ def test_rows_of_a_model_that_needs_values_must_be_stated():
         def embed(self, tokens_BT):
             return super().embed(tokens_BT) * bool((tokens_BT == 11).any())
 
-    plan = MicroBatchPlan(replace(workload(), model_class=NeedsValues), 8, "cpu", 2**30)
+    plan = micro_batch_plan(replace(workload(), model_class=NeedsValues), 8, "cpu", 2**30)
     with pytest.raises(ConfigError, match="its rows cannot be chosen: DataDependent") as refused:
         plan.fits(4)
     assert refused.value.fix == "Set batch.rows_per_device to a number, such as 4."
@@ -355,13 +355,18 @@ def test_a_model_too_large_for_this_machine_can_be_estimated():
     assert estimate(workload(seq_len=32_768, **own, autocast=torch.bfloat16), 64).total > 100 * GIB
 
 
-def test_rows_that_fit_returns_the_most_rows():
+def test_the_most_rows_are_found():
     work = workload()
     for rows in (1, 2, 3, 7, 16, 1000):
-        assert rows_that_fit(work, estimate(work, rows, 2).total) == rows
-        assert rows_that_fit(work, estimate(work, rows + 1, 2).total - 1) == rows
-    with pytest.raises(HardwareError, match="Fix:"):
-        rows_that_fit(work, estimate(work, 1, 2).total - 1)
+        assert most_rows(work, estimate(work, rows, 2).total) == rows
+        assert most_rows(work, estimate(work, rows + 1, 2).total - 1) == rows
+    assert most_rows(work, estimate(work, 1, 2).total - 1) == 0
+
+
+def test_rows_are_not_chosen_when_not_even_one_fits():
+    plan = micro_batch_plan(workload(), 8, "cpu", 1000)
+    with pytest.raises(HardwareError, match=r"One sequence of 33 tokens needs about .*shard it"):
+        largest_useful(plan)
 
 
 def test_an_estimate_leaves_the_random_generator_unchanged():

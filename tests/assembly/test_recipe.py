@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
@@ -51,14 +50,9 @@ def speedup(name: str, *slots: str) -> Speedup:
         (1_024, 512, 0, 1),
     ],
 )
-def test_the_plain_micro_batch_is_what_people_write_and_fits(
-    monkeypatch, seq_len, rows_per_rank, fitting, rows
-):
-    monkeypatch.setattr(MicroBatchPlan, "fits", lambda self, rows: rows <= fitting)
-    assert (
-        rows_people_write(MicroBatchPlan(SimpleNamespace(seq_len=seq_len), rows_per_rank, "cpu", 0))
-        == rows
-    )
+def test_the_plain_micro_batch_is_what_people_write_and_fits(seq_len, rows_per_rank, fitting, rows):
+    plan = MicroBatchPlan(seq_len, rows_per_rank, "cpu", lambda rows: rows <= fitting, lambda: 0)
+    assert rows_people_write(plan) == rows
 
 
 def stored(recipe: Recipe) -> dict[str, object]:

@@ -6,7 +6,7 @@ from torch import nn
 
 from flatout.data.tokenizers import parse_tokenizer
 from flatout.data.tokenizers.byte import ByteTokenizer
-from flatout.models.decoding import RecomputingDecoder
+from flatout.models.language_model import RecomputingDecoder
 
 EOT = ByteTokenizer().eot_id
 SPACED = ["\u2581the", "\u2581cat", "\u2581sat", "\u2581on", "\u2581mat", "s", "."]

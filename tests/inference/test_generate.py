@@ -12,8 +12,7 @@ from torch import nn
 from flatout.data.tokenizers.byte import ByteTokenizer
 from flatout.errors import ConfigError
 from flatout.inference.generate import draw_token, sample, tokens_after
-from flatout.models.decoding import Decoder
-from flatout.models.language_model import LanguageModel
+from flatout.models.language_model import Decoder, LanguageModel
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, cross_entropy
 

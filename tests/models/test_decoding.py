@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from flatout.errors import ShapeError
-from flatout.models.decoding import KeyValueCache, RecomputingDecoder
-from flatout.models.language_model import LanguageModel
-from flatout.models.transformer import CachingDecoder
+from flatout.models.language_model import LanguageModel, RecomputingDecoder
+from flatout.models.transformer import CachingDecoder, KeyValueCache
 from flatout.ops import Ops, attention, cross_entropy
 from flatout.registry import MODELS
 

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 
-from flatout.models.rotary import Rotary, linear, llama3, unscaled
+from flatout.models.transformer import Rotary, TransformerConfig, llama3
 from flatout.ops import heads, variants
 
 
 def tables(tokens=32, head_dim=8, **changes):
-    options = {"num_rotated": None, "scaling": unscaled} | changes
-    return Rotary(head_dim, tokens, 10_000.0, **options)(0, tokens)
+    return Rotary(config(head_dim=head_dim, max_seq_len=tokens, **changes))(0, tokens)
+
+
+def config(**values):
+    return TransformerConfig(vocab_size=1, **values)
 
 
 def test_all_components_rotate_by_default():
-    assert torch.equal(tables()[0], tables(num_rotated=8)[0])
+    assert torch.equal(tables()[0], tables(rotary_dims=8)[0])
     assert (tables()[1][1] != 0).all()
 
 
 def test_a_part_of_each_head_rotates_as_a_head_of_that_size():
     """The rotated components are the first of each half; the others keep their values."""
-    cos, sin = tables(num_rotated=4)
+    cos, sin = tables(rotary_dims=4)
     small_cos, small_sin = tables(head_dim=4)
     for whole, part in ((cos, small_cos), (sin, small_sin)):
         assert torch.equal(whole[:, [0, 1, 4, 5]], part)
@@ -39,7 +41,7 @@ def test_every_variant_of_the_op_rotates_a_part(name):
     gain = torch.randn(2, 8)
     results = []
     for function in (variants(heads)[name], heads.reference):
-        out = function(product, gain, *tables(num_rotated=4), counts=(1, 1))
+        out = function(product, gain, *tables(rotary_dims=4), counts=(1, 1))
         loss = sum(tensor.square().cumsum(-1).sum() for tensor in out)
         results.append([*out, *torch.autograd.grad(loss, product)])
     for actual, expected in zip(*results, strict=True):
@@ -47,13 +49,13 @@ def test_every_variant_of_the_op_rotates_a_part(name):
 
 
 def test_linear_scaling_moves_positions_closer():
-    cos, _ = tables(scaling=partial(linear, factor=4.0))
+    cos, _ = tables(rotary_scaling="linear", rotary_factor=4.0)
     assert torch.equal(cos[::4], tables(tokens=8)[0])
 
 
 def test_llama3_stretches_long_wavelengths_only():
     periods = torch.tensor([0.5, 1.0, 2.5, 4.0, 100.0], dtype=torch.float64)
     frequency = periods * 2 * math.pi / 8192
-    scaled = llama3(frequency, factor=8.0, low_factor=1.0, high_factor=4.0, original_len=8192)
+    scaled = llama3(frequency, config(rotary_factor=8.0, rotary_original_len=8192))
     ratios = (scaled / frequency).tolist()
     assert ratios == pytest.approx([1 / 8, 1 / 8, 0.5 + 0.5 / 8, 1, 1])

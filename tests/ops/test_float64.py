@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flatout.models.rotary import Rotary
+from flatout.models.transformer import Rotary, TransformerConfig
 from flatout.ops.float64 import float64_device, in_float64
 
 
@@ -28,5 +28,5 @@ def test_tensors_on_mps_are_read_and_tabulated_on_the_cpu():
         value = torch.empty(3, device="mps")
         assert in_float64(value).device.type == "cpu"
         with torch.device("mps"):
-            rotary = Rotary(8, 16, 1e4, num_rotated=None, scaling=torch.clone)
+            rotary = Rotary(TransformerConfig(vocab_size=1, head_dim=8, max_seq_len=16))
         assert (rotary.cos.device.type, rotary.cos.dtype) == ("mps", torch.float32)

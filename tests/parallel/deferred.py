@@ -14,8 +14,7 @@ warnings.simplefilter("error")
 
 from flatout.assembly.plain import sync_every_micro_batch  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
-from flatout.parallel.data import wrap  # noqa: E402
-from flatout.parallel.mesh import make_mesh  # noqa: E402
+from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 from flatout.speedups.deferred_sync import sync_with_the_last  # noqa: E402
 

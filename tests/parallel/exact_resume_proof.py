@@ -12,8 +12,7 @@ warnings.simplefilter("error")
 
 from flatout.assembly.plain import zero_in_place  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
-from flatout.parallel.data import wrap  # noqa: E402
-from flatout.parallel.mesh import make_mesh  # noqa: E402
+from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 STEPS = 4

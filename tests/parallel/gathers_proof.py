@@ -14,8 +14,7 @@ warnings.simplefilter("error")
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.models.transformer import Transformer  # noqa: E402
 from flatout.ops import Ops  # noqa: E402
-from flatout.parallel.data import wrap  # noqa: E402
-from flatout.parallel.mesh import make_mesh  # noqa: E402
+from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 STEPS, ACCUMULATE = 6, 2

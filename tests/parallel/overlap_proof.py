@@ -23,8 +23,7 @@ from flatout.assembly.selection import speedup_named  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.models.transformer import Transformer  # noqa: E402
 from flatout.ops import Ops  # noqa: E402
-from flatout.parallel.data import wrap  # noqa: E402
-from flatout.parallel.mesh import make_mesh  # noqa: E402
+from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 

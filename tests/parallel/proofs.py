@@ -17,8 +17,7 @@ from flatout.ops.newton_schulz import batched  # noqa: E402
 from flatout.optimizers import adamw, muon  # noqa: E402
 from flatout.optimizers.groups import OptimizerParts  # noqa: E402
 from flatout.optimizers.step_guard import step_with_flag  # noqa: E402
-from flatout.parallel.data import wrap  # noqa: E402
-from flatout.parallel.mesh import make_mesh  # noqa: E402
+from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
 
 VOCABULARY, WIDTH, ROWS, TOKENS, ACCUMULATE = 11, 6, 2, 5, 3

@@ -12,8 +12,7 @@ from flatout.assembly.selection import speedup_named
 from flatout.config.sections import ParallelConfig
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops
-from flatout.parallel.data import wrap
-from flatout.parallel.mesh import Mesh, make_mesh
+from flatout.parallel.mesh import Mesh, make_mesh, wrap
 from flatout.training.step import train_step
 
 pytestmark = pytest.mark.slow
@@ -86,7 +85,7 @@ def group_of_one():
 def test_the_buckets_of_ddp_do_not_change_after_the_first_reduction(group_of_one):
     """Otherwise three or more processes would sum in another order after a resume."""
     core = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 2))
-    model = wrap(core, Mesh(0, 2, 0, 2, 1, torch.device("cpu")))
+    model = wrap(core, Mesh(world_size=2, replicate=2))
     assert all(not parameter.grad.any() for parameter in core.parameters())
     names, exchanged = {parameter: name for name, parameter in core.named_parameters()}, []
 
@@ -108,7 +107,7 @@ def test_the_buckets_of_ddp_do_not_change_after_the_first_reduction(group_of_one
 
 def test_gradients_stay_in_the_buckets_of_ddp(group_of_one, build_run, tiny_config):
     """DDP copies a gradient that backward allocates into its bucket."""
-    run = build_run(tiny_config(), mesh=Mesh(0, 2, 0, 2, 1, torch.device("cpu")))
+    run = build_run(tiny_config(), mesh=Mesh(world_size=2, replicate=2))
     for _ in range(2):  # DDP orders its buckets anew after the first pass
         train_step(run, next(run.feed))
     buckets = {p.grad.untyped_storage().data_ptr() for p in run.trained()}

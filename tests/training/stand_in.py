@@ -14,7 +14,7 @@ from flatout.optimizers.step_guard import StepGuard
 from flatout.parallel.mesh import Mesh
 
 WIDTH = 8
-ALONE = Mesh(0, 1, 0, 1, 1, torch.device("cpu"))
+ALONE = Mesh()
 
 
 class Feed:

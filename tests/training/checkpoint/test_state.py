@@ -23,7 +23,7 @@ from flatout.training.checkpoint.state import STATE
 from flatout.training.step import train_step
 
 ON_GPU = torch.cuda.is_available()
-GPU = Mesh(0, 1, 0, 1, 1, torch.device("cuda", 0)) if ON_GPU else None
+GPU = Mesh(device=torch.device("cuda", 0)) if ON_GPU else None
 
 
 def transplant(part, donor, path):

@@ -1,0 +1,319 @@
+"""The steps of gpu.py that are not commands of flatout; each prints one JSON object.
+
+    python benchmarks/gpu_worker.py environment
+    python benchmarks/gpu_worker.py tests --essential
+    python benchmarks/gpu_worker.py data random DIR VOCABULARY TOKENS
+    python benchmarks/gpu_worker.py nanogpt gpt2-124m 64 path/to/nanoGPT model.bias=false
+
+A peer's model takes the same step as flatout's (forward, backward, clip at 1.0, its own AdamW) on
+random tokens that are already on the device. Its rate is the median of 20 steps after 8 of warm-up,
+each from its start on the device to the start of the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout import prepare
+from flatout.assembly.recipe import Promise, Speedup, lazy
+from flatout.config.schema import RunConfig, load_config
+from flatout.data.prepare.writer import DatasetWriter
+from flatout.data.tokenizers.char import CharTokenizer
+from flatout.hardware import fingerprint, probe
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("torch", "triton", "numpy", "pydantic", "torchao", "liger_kernel", "transformers")
+WARM_UP, STEPS = 8, 20
+BATCHES = 32
+"""Number of different batches that a peer cycles through."""
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
+FIRST_CHARACTER = 0x20
+"""At least 50,256 characters follow this one, none of them a surrogate."""
+LENGTHS = (200, 1800)
+"""Minimum and maximum document length in tokens."""
+OUTCOME = re.compile(r"(?:^|\s)(PASSED|FAILED|ERROR|SKIPPED)\b")
+PYTEST = (
+    *("-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default", "--disable-warnings"),
+    *("--continue-on-collection-errors", "--timeout-method", "thread", "--timeout", "90"),
+)
+
+FFT_SCAN = Speedup(
+    name="fft-scan",
+    fills={"ops.scan": lazy("flatout.ops.scan:fft")},
+    saves="nothing: a baseline that computes the recurrence by FFT, as public code does",
+    promise=Promise.rounding(rtol=1e-3),
+)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run one step and print its figures; return the exit code."""
+    does = {"environment": environment, "tests": tests, "data": data}
+    kind, *rest = words
+    found = does[kind](*rest) if kind in does else train_peer(kind, *rest)
+    print(json.dumps(found))
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """Return the machine, the versions, and the rates of a bf16 matmul and of a copy."""
+    import torch
+
+    from flatout import roof
+
+    packages: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            packages[name] = None
+    on_gpu = torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    found = {
+        "machine": probe().describe(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "flatout": version("flatout"),
+        "fingerprint": fingerprint(device),
+        "roof_tflops": roof.measure(device, "bf16" if on_gpu else "fp32")[0],
+    }
+    if on_gpu:
+        found["free_gib"] = torch.cuda.mem_get_info()[0] / 2**30
+        one = torch.empty(1 << 32, dtype=torch.uint8, device=device)
+        other = torch.empty_like(one)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(13)]
+        for event in events:
+            other.copy_(one)
+            event.record()
+        torch.cuda.synchronize()
+        found["copy_tb_per_s"] = 10 * 2 * 2**32 / events[2].elapsed_time(events[12]) / 1e9
+    return found
+
+
+def tests(which: str) -> dict[str, Any]:
+    """Run GPU tests and return the number of each outcome; what failed is in the log."""
+    marker = "gpu_essential" if which == "--essential" else "gpu"
+    files = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if f"mark.{marker}" in path.read_text(encoding="utf-8")
+    ]
+    workers = ("-n", "12", "--dist", "worksteal")
+    if which == "--tiny":
+        files, workers = ["tests/ops/test_gpu.py"], ("-n", "0")
+    command = [sys.executable, *PYTEST, "-m", marker, *workers, *files]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    sys.stderr.write(done.stdout)
+    lines = [line for line in done.stdout.splitlines() if "::" in line]
+    counts = Counter(found[1] for line in lines if (found := OUTCOME.search(line)))
+    made = {name.lower(): counts[name] for name in ("PASSED", "FAILED", "SKIPPED")}
+    made["failed"] += counts["ERROR"]
+    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    error = None
+    if made["failed"]:
+        error = f"{made['failed']} tests failed: {'; '.join(failed)[:300]}"
+    elif not sum(made.values()):
+        error = f"pytest exited with code {done.returncode} and ran no tests."
+    return made | {"error": error}
+
+
+def data(kind: str, out: str, vocabulary: str, tokens: str) -> dict[str, Any]:
+    """Write a dataset, unless it is there.
+
+    Random tokens are drawn from the first half of the vocabulary, so that the loss of a model that
+    trains falls from about ln V towards ln(V / 2). Text is for runs that tokenise in the step.
+    """
+    path, size, count = Path(out), int(vocabulary), int(tokens)
+    if (path / "manifest.json").exists():
+        return {"path": out}
+    if kind == "text":
+        prepare("python-stdlib", path, tokenizer=f"train:{size}", max_bytes=4 * count)
+        return {"path": out}
+    characters = "".join(map(chr, range(FIRST_CHARACTER, FIRST_CHARACTER + size - 1)))
+    tokenizer = CharTokenizer(characters)
+    rng = np.random.default_rng(0)
+    with DatasetWriter(path, vocab_size=size) as writer:
+        for split, wanted in ((writer.train, count), (writer.val, 4_096)):
+            drawn = rng.integers(0, size // 2, wanted, dtype=np.uint16)
+            lengths = np.cumsum(rng.integers(*LENGTHS, wanted // LENGTHS[0] + 1))
+            ends = np.append(lengths[lengths < wanted], wanted)
+            drawn[ends - 1] = tokenizer.eot_id
+            split.append(drawn, ends, text_bytes=2 * wanted)
+        writer.finish(tokenizer=tokenizer, source={"kind": "random"}, split_rule="named")
+    return {"path": out}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A model ready to train."""
+
+    model: Any
+    loss: Callable[[Any, Any], Any]
+    """(tokens_BT, targets_BT) -> the mean loss."""
+    optimizer: Any
+    autocasts: bool = True
+    """Whether the forward pass runs under autocast to bf16."""
+    each_step: Callable[[Any], Any] = lambda loss: None
+    """Called with the loss after each update."""
+
+
+def train_peer(kind: str, recipe: str, rows: str, folder: str, *words: str) -> dict[str, Any]:
+    """Train a peer's model of a recipe's shape; return its rate, its memory and its last loss."""
+    import torch
+
+    config = load_config(recipe, [word for word in words if word != "--eager"])
+    device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
+    compiled = "--eager" not in words and kind != "people" and device.type == "cuda"
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    peer = PEERS[kind](shape_of(config), config, device, compiled, Path(folder))
+    T, high = config.data.seq_len, (config.model.vocab_size or 0) // 2
+    drawn = [torch.randint(high, (int(rows), T + 1), device=device) for _ in range(BATCHES)]
+    parameters = list(peer.model.parameters())
+    losses, marks = [], []
+    for number in range(WARM_UP + STEPS + 1):
+        marks.append(mark(device))
+        row = drawn[number % BATCHES]
+        with torch.autocast(device.type, torch.bfloat16) if peer.autocasts else nullcontext():
+            loss = peer.loss(row[:, :-1].contiguous(), row[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        peer.optimizer.step()
+        peer.optimizer.zero_grad(set_to_none=True)
+        peer.each_step(loss)
+        losses.append(loss.detach())
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    steps_ms = [
+        begin.elapsed_time(end) if device.type == "cuda" else 1e3 * (end - begin)
+        for begin, end in itertools.pairwise(marks[WARM_UP:])
+    ]
+    step_ms = statistics.median(steps_ms)
+    on_gpu = device.type == "cuda"
+    return {
+        "tokens_per_s": int(rows) * T / (1e-3 * step_ms),
+        "step_ms": step_ms,
+        "slowest_step_ms": max(steps_ms),
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+        "train_loss": statistics.fmean(float(loss) for loss in losses[-3:]),
+    }
+
+
+def mark(device: Any) -> Any:
+    """Return the start of a step, without waiting for the device."""
+    import torch
+
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def shape_of(config: RunConfig) -> Any:
+    """Return the shape that a peer must build."""
+    from flatout.models.language_model import model_of
+
+    return model_of(config)[1]
+
+
+def sizes_of(shape: Any) -> dict[str, int]:
+    """Return the sizes under GPT-2's names."""
+    return {
+        "n_layer": shape.num_layers,
+        "n_head": shape.num_heads,
+        "n_embd": shape.d_model,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def nanogpt(shape: Any, config: RunConfig, device: Any, compiled: bool, folder: Path) -> Peer:
+    """Return nanoGPT's GPT with its own parameter groups and its fused AdamW."""
+    import torch
+
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules["nanogpt_model"] = module  # dataclasses look themselves up
+    spec.loader.exec_module(module)
+    settings = {"block_size": config.data.seq_len, "dropout": 0.0, "bias": shape.bias}
+    model = module.GPT(module.GPTConfig(**settings, **sizes_of(shape))).to(device)
+    optimizer = model.configure_optimizers(WEIGHT_DECAY, 3e-4, BETAS, device.type)
+    called: Any = torch.compile(model, dynamic=False) if compiled else model
+    return Peer(model, lambda tokens, targets: called(tokens, targets)[1], optimizer)
+
+
+def huggingface(shape: Any, config: RunConfig, device: Any, compiled: bool, _: Path) -> Peer:
+    """Return Hugging Face's GPT-2 with scaled-dot-product attention and fused AdamW."""
+    import torch
+
+    transformers: Any = importlib.import_module("transformers")
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    settings = transformers.GPT2Config(
+        n_positions=config.data.seq_len,
+        use_cache=False,
+        attn_implementation="sdpa",
+        **sizes_of(shape),
+        **no_dropout,
+    )
+    model = transformers.GPT2LMHeadModel(settings).to(device).train()
+    called: Any = torch.compile(model, dynamic=False) if compiled else model
+    decays = {True: WEIGHT_DECAY, False: 0.0}
+    groups = [
+        {
+            "params": [p for p in model.parameters() if (p.dim() >= 2) == is_matrix],
+            "weight_decay": d,
+        }
+        for is_matrix, d in decays.items()
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=BETAS, fused=True)
+    # The model shifts the labels itself, so it gets the inputs; the last token has no target.
+    return Peer(model, lambda tokens, _: called(input_ids=tokens, labels=tokens).loss, optimizer)
+
+
+def people(shape: Any, _: RunConfig, device: Any, _compiled: bool, _folder: Path) -> Peer:
+    """Return a typical hand-written loop: fp32, eager, full attention matrix, unfused AdamW.
+
+    It calls `.item()` at each step.
+    """
+    import torch
+
+    from flatout.models.transformer import Transformer
+    from flatout.ops import Ops
+    from flatout.ops.cross_entropy import fused
+
+    torch.set_float32_matmul_precision("highest")
+    model = Transformer(shape, Ops.plain(cross_entropy=fused)).to(device)
+    settings = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "foreach": False, "fused": False}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **settings)
+
+    def loss(tokens_BT: Any, targets_BT: Any) -> Any:
+        loss_sum, num_valid = model(tokens_BT, targets_BT)
+        return loss_sum / num_valid
+
+    return Peer(model, loss, optimizer, autocasts=False, each_step=torch.Tensor.item)
+
+
+PEERS = {"nanogpt": nanogpt, "huggingface": huggingface, "people": people}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
