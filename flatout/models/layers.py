@@ -16,8 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.decoding import KeyValueCache
 from flatout.models.rotary import Rotary
-from flatout.ops import Ops, at_least_fp32
-from flatout.ops.autograd import Context
+from flatout.ops import Context, Ops, at_least_fp32
 from flatout.ops.heads import rms_normed
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from flatout.ops.float64 import float64_device
+from flatout.ops import float64_device
 
 
 class Rotary(nn.Module):

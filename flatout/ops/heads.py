@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32
-from flatout.ops.autograd import Context
+from flatout.ops import Context, at_least_fp32
 
 EPS = 1e-5
 """Added by default to a mean square before its root is taken."""

@@ -9,7 +9,7 @@ Letters: N matrices of one shape, R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
-from flatout.ops.flag import assign_unless
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_groups, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
@@ -159,7 +158,7 @@ class Muon(Optimizer):
         directions = self._directions(parameters, group["momentum"], skip)
         kept = 1 - group["lr"] * group["weight_decay"]
         for shard in [_local(p) for p in parameters if isinstance(p, DTensor)]:
-            assign_unless(skip, [shard], [shard * kept])
+            _assign_unless(skip, [shard], [shard * kept])
         for batch in _batches(self._matrices(parameters)):
             steps_NRC = self._newton_schulz(_stack(batch, directions))
             alpha = -group["lr"] * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape))
@@ -186,7 +185,7 @@ class Muon(Optimizer):
             [_local(b) for b in buffers],
         )
         moved = torch._foreach_lerp(local_buffers, local_gradients, 1 - momentum)
-        assign_unless(skip, local_buffers, moved)
+        _assign_unless(skip, local_buffers, moved)
         del moved  # before the directions, which need as much memory
         local = torch._foreach_lerp(local_gradients, local_buffers, momentum)
         return [_like(direction, p) for direction, p in zip(local, parameters, strict=True)]
@@ -261,7 +260,7 @@ def _add_batch(
     targets: list[Tensor] = [parameters[m.index][m.start : m.stop] for m in batch]
     moved = torch._foreach_mul(targets, kept)
     torch._foreach_add_(moved, steps, alpha=alpha)
-    assign_unless(skip, targets, moved)
+    _assign_unless(skip, targets, moved)
 
 
 def _add_to_shard(
@@ -270,7 +269,25 @@ def _add_to_shard(
     """Add alpha times `step` to this rank's shard of the matrix, unless `skip` is 1."""
     padded = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
     shard = _local(parameter)
-    assign_unless(skip, [shard], [shard.add(_shard_of(padded, parameter), alpha=alpha)])
+    _assign_unless(skip, [shard], [shard.add(_shard_of(padded, parameter), alpha=alpha)])
+
+
+def _assign_unless(
+    skip: Tensor | None, targets: Sequence[Tensor], values: Sequence[Tensor]
+) -> None:
+    """Copy each value into its target; every bit of the targets stays if `skip` is 1.
+
+    The values may contain anything then, NaN included.
+
+    Shapes:  skip is 0-D, None stands for 0; each pair has one shape and dtype.
+    Cost:    with a flag one kernel per pair, which reads both and writes one.
+    """
+    if skip is None:
+        torch._foreach_copy_(list(targets), list(values))
+        return
+    stays = skip > 0
+    for target, value in zip(targets, values, strict=True):
+        torch.where(stays, target, value, out=target)
 
 
 def _wide(matrix: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from flatout.assembly.run import Run
 from flatout.errors import RunFailed, in_shell
 from flatout.json_io import JsonObject, parsing, read_json, write_json
-from flatout.ops.float64 import in_float64
+from flatout.ops import in_float64
 from flatout.progress import counted
 from flatout.training.checkpoint import catalog
 from flatout.training.metrics.bad_steps import BadStep, in_json
