@@ -189,7 +189,7 @@ def both_fill(first: str, second: str, slot: str, fix: str = "") -> ConfigError:
 
 
 @dataclass(frozen=True)
-class Transform:
+class Transform(_LoadsLazily):
     """A change to the model, applied in the order of STAGES."""
 
     stage: str

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
 
 
-def recompute_blocks(model: LanguageModel, **options: Any) -> LanguageModel:
+def recompute_blocks(
+    model: LanguageModel, _mesh: Mesh | None = None, **options: Any
+) -> LanguageModel:
     """Wrap each block in torch's `checkpoint` with these options; parameter names do not change."""
     from torch.utils.checkpoint import checkpoint
 

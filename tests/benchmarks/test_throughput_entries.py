@@ -12,7 +12,6 @@ import pytest
 from flatout.assembly import conditions
 from flatout.assembly.selection import assemble, select
 from flatout.hardware import Gpu, probe
-from flatout.speedups import flex_attention, liger_ce
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 H200 = replace(probe(), gpus=(Gpu("NVIDIA H200", 139.0, (9, 0), "580"),))
@@ -27,8 +26,7 @@ def benchmark(monkeypatch):
 @pytest.fixture
 def every_package(monkeypatch):
     """Pretend that the optional packages of a GPU machine are installed."""
-    for module in (conditions, liger_ce, flex_attention):
-        monkeypatch.setattr(module, "find_spec", lambda package: package)
+    monkeypatch.setattr(conditions, "find_spec", lambda package: package)
 
 
 @pytest.mark.usefixtures("every_package")

@@ -5,6 +5,7 @@ Letters: I width in, O width out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,26 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.assembly.conditions import load_package
+from flatout.models.language_model import LanguageModel
+from flatout.models.layers import Linear
+from flatout.ops import product_dtype
 from flatout.ops.linear import Activation
+from flatout.speedups.fp8 import FEWEST_WEIGHTS
 
 MULTIPLE = 16
 """The hardware multiplies fp8 in tiles of this many rows, inputs and outputs."""
+
+
+def to_fp8(model: LanguageModel, _mesh: object) -> LanguageModel:
+    """Replace the matmul of each large layer of the blocks; layers, names and weights stay.
+
+    Embedding and head are not in the blocks.
+    """
+    load_fp8(emulate=next(model.parameters()).device.type != "cuda")
+    for layer in model.blocks.modules():
+        if isinstance(layer, Linear) and layer.weight.numel() >= FEWEST_WEIGHTS:
+            layer.ops = replace(layer.ops, linear=fp8)
+    return model
 
 
 def fp8(
@@ -37,17 +54,12 @@ def fp8(
              factor, which a compiler fuses.
     Raises:  MissingPackage with the install line.
     """
-    device = hidden.device.type
-    dtype = (
-        torch.get_autocast_dtype(device)
-        if torch.is_autocast_enabled(device)
-        else torch.promote_types(hidden.dtype, weight_OI.dtype)
-    )
+    dtype = product_dtype(hidden, weight_OI)
     sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
     if dtype != torch.bfloat16 or not all(size and size % MULTIPLE == 0 for size in sizes):
         product = functional.linear(hidden, weight_OI, bias_O)
     else:
-        product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=device != "cuda")
+        product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=not hidden.is_cuda)
         product = product if bias_O is None else product + bias_O.to(dtype)
     return product if activation is None else activation(product)
 
