@@ -40,8 +40,12 @@ def reference(
     return product if activation is None else activation(product)
 
 
-def _with_matmul(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `reference` by `matmul(hidden, weight_OI, bias_O, stays_narrow)`."""
+def with_matmul(matmul: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the variant of `reference` with the matmul (hidden, weight_OI, bias_O, stays_narrow).
+
+    The matmul adds the bias. It may return its result in a narrower dtype if `stays_narrow`: an
+    activation follows, and then the next product.
+    """
 
     def linear(
         hidden: Tensor,
@@ -72,14 +76,14 @@ def _in_bf16(
     return _multiplied(_torchs_product, hidden, weight_OI, bias_O, torch.bfloat16, result)
 
 
-onednn = _with_matmul(_by_onednn)
+onednn = with_matmul(_by_onednn)
 """`reference` by oneDNN for fp32 on a CPU, forward and backward; otherwise `reference`.
 
 torch uses MKL for fp32 products on a CPU, which on CPUs not made by Intel uses 256-bit vectors;
 oneDNN, which torch also includes, uses 512-bit vectors where they exist. The order of summation
 differs, so results are equal up to rounding.
 """
-bf16 = _with_matmul(_in_bf16)
+bf16 = with_matmul(_in_bf16)
 """`reference` with fp32 factors rounded to bfloat16, for CPUs with bf16 products.
 
 Factors and results are rounded, sums are not, forward and backward. Unlike with autocast, only the

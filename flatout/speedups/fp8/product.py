@@ -16,7 +16,7 @@ from flatout.assembly.conditions import load_package
 from flatout.models.language_model import LanguageModel
 from flatout.models.layers import Linear
 from flatout.ops import product_dtype
-from flatout.ops.linear import Activation
+from flatout.ops.linear import with_matmul
 from flatout.speedups.fp8 import FEWEST_WEIGHTS
 
 MULTIPLE = 16
@@ -35,33 +35,25 @@ def to_fp8(model: LanguageModel, _mesh: object) -> LanguageModel:
     return model
 
 
-def fp8(
-    hidden: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    *,
-    activation: Activation | None = None,
+def _in_fp8(
+    hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, _stays_narrow: bool
 ) -> Tensor:
-    """Return `linear.reference` with its factors rounded to 8 bits, forward and backward.
-
-    Activations and weight are e4m3, gradients e5m2. Each factor has one scale, from its own largest
-    component (torchao's tensorwise recipe). Sizes that the hardware cannot multiply and dtypes
-    other than bfloat16 fall back to `reference`. Without a GPU the result is emulated.
-
-    Shapes:  as `linear.reference`.
-    Returns: as `linear.reference`; in bfloat16.
-    Cost:    as `linear.reference`, at up to twice the rate of bfloat16, and three passes over each
-             factor, which a compiler fuses.
-    Raises:  MissingPackage with the install line.
-    """
     dtype = product_dtype(hidden, weight_OI)
     sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
     if dtype != torch.bfloat16 or not all(size and size % MULTIPLE == 0 for size in sizes):
-        product = functional.linear(hidden, weight_OI, bias_O)
-    else:
-        product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=not hidden.is_cuda)
-        product = product if bias_O is None else product + bias_O.to(dtype)
-    return product if activation is None else activation(product)
+        return functional.linear(hidden, weight_OI, bias_O)
+    product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=not hidden.is_cuda)
+    return product if bias_O is None else product + bias_O.to(dtype)
+
+
+fp8 = with_matmul(_in_fp8)
+"""`linear.reference` with its factors rounded to 8 bits, forward and backward; in bfloat16.
+
+Activations and weight are e4m3, gradients e5m2. Each factor has one scale, from its own largest
+component (torchao's tensorwise recipe), which takes three passes over it that a compiler fuses.
+Sizes that the hardware cannot multiply and dtypes other than bfloat16 fall back to `reference`.
+Without a GPU the result is emulated. Raises MissingPackage with the install line.
+"""
 
 
 def fp8_product(hidden: Tensor, weight_OI: Tensor, *, emulate: bool) -> Tensor:
