@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.errors import ConfigError, ShapeError
-from flatout.ops import Ops, at_least_fp32
-from flatout.ops.autograd import Context
+from flatout.ops import Context, Ops, at_least_fp32
 from flatout.ops.heads import rms_normed
 
 

@@ -15,14 +15,15 @@ Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flatout.ops import triton_kernels
-from flatout.ops.autograd import Context
+from flatout.errors import MissingPackage
+from flatout.ops import Context
 
 BLOCK = 32
 """Eigenstates per program: one per lane of a warp, which reads 128 bytes of fp32 at a time."""
@@ -117,7 +118,19 @@ class _Steps:
 
 
 def _kernels() -> ModuleType:
-    return triton_kernels.load("scan_kernels")
+    """Import the kernels; inside a custom op, since compilers cannot trace it.
+
+    Raises: MissingPackage when Triton is not installed.
+    """
+    try:
+        return import_module("flatout.ops.scan_kernels")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise MissingPackage(
+            "triton-scan needs the package triton, which is not installed.",
+            fix="Install it: `pip install triton`, or remove triton-scan from speedups.",
+        ) from error
 
 
 def _steps(

@@ -10,10 +10,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
 
 
-def _narrow(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+def _narrow(model: LanguageModel, _mesh: object) -> LanguageModel:
     """Narrow the embedding's output: blocks add to it in its dtype, and norms compute in fp32."""
     import torch
 

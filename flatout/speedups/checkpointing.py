@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 
+OFF = Off("it costs a third more compute; use it where memory is short")
+
 SPEEDUP = Speedup(
     name="checkpointing",
     fills={"activations": lazy("flatout.assembly.transforms:recompute_blocks")},
@@ -11,8 +13,5 @@ SPEEDUP = Speedup(
     "more compute",
     promise=Promise.exact(),
     rank=1010,
-    auto={
-        "cpu": Off("it costs a third more compute; use it where memory is short"),
-        "cuda": Off("it costs a third more compute; use it where memory is short"),
-    },
+    auto={"cpu": OFF, "cuda": OFF},
 )

@@ -5,6 +5,11 @@ from __future__ import annotations
 from flatout.assembly.conditions import without_compiler
 from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 
+OFF = Off(
+    "compile fuses more; use compile-blocks where compiling a deep model takes too long",
+    from_minutes=2,
+)
+
 SPEEDUP = Speedup(
     name="compile-blocks",
     fills={"compilation": lazy("flatout.assembly.transforms:compile_blocks")},
@@ -14,14 +19,5 @@ SPEEDUP = Speedup(
     compiles=True,
     why_not=without_compiler,
     rank=940,
-    auto={
-        "cpu": Off(
-            "compile fuses more; use compile-blocks where compiling a deep model takes too long",
-            from_minutes=2,
-        ),
-        "cuda": Off(
-            "compile fuses more; use compile-blocks where compiling a deep model takes too long",
-            from_minutes=2,
-        ),
-    },
+    auto={"cpu": OFF, "cuda": OFF},
 )

@@ -9,7 +9,6 @@ from flatout.assembly.recipe import Off, Promise, Speedup
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
 
 
 KEPT = {
@@ -25,9 +24,10 @@ KEPT = {
     "mkldnn::_linear_pointwise",
 }
 """Operations whose recomputation costs much per byte: matmuls, attention and the scan."""
+OFF = Off("it costs some compute; use it where memory is short")
 
 
-def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+def _recompute(model: LanguageModel, _mesh: object) -> LanguageModel:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     from flatout.assembly.transforms import recompute_blocks
@@ -47,8 +47,5 @@ SPEEDUP = Speedup(
     "and scans, which are nearly all of the work",
     promise=Promise.exact(),
     rank=1020,
-    auto={
-        "cpu": Off("it costs some compute; use it where memory is short"),
-        "cuda": Off("it costs some compute; use it where memory is short"),
-    },
+    auto={"cpu": OFF, "cuda": OFF},
 )

@@ -17,8 +17,7 @@ from flatout.data.load.batches import SequenceReader
 from flatout.data.load.feed import evaluation_batches
 from flatout.data.store.mix import Member, members_of
 from flatout.json_io import JsonObject
-from flatout.ops import Ops
-from flatout.ops.float64 import float64_device
+from flatout.ops import Ops, float64_device
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 

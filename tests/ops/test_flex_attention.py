@@ -14,7 +14,7 @@ from flatout.assembly.recipe import baseline
 from flatout.assembly.selection import speedup_named
 from flatout.models import transformer
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, flex_attention, triton_kernels
+from flatout.ops import Ops, attention
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +23,18 @@ pytestmark = pytest.mark.slow
 def as_on_gpu(monkeypatch):
     """Use the GPU kernels."""
     torch._dynamo.reset()
-    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)
+    monkeypatch.setattr(attention, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     compiled = torch.compile(torch_flex.flex_attention, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(flex_attention, "_compiled", lambda: compiled)
+    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
 
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", LONG)
-def test_values_and_gradients_match_the_reference(case, as_on_gpu):
+def test_values_and_gradients_match_the_reference(case, as_on_gpu, monkeypatch):
     tensors, options = random_inputs(**LONG[case])
-    assert flex_attention.takes(tensors[0], tensors[1], options["doc_ids_BT"], options["window"])
+    monkeypatch.setattr(attention, "fused", None)  # the kernel takes all of these
     expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     for got, want in zip(with_gradients(attention.flex, tensors, options), expected, strict=True):
         torch.testing.assert_close(
@@ -61,7 +61,7 @@ def mask_of(options, tokens):
 
 
 def mask(doc_ids_BT, window, tokens):
-    return flex_attention.block_mask(torch.empty(1, tokens), doc_ids_BT, window)
+    return attention.block_mask(torch.empty(1, tokens), doc_ids_BT, window)
 
 
 @pytest.mark.parametrize("case", LONG)
@@ -100,13 +100,13 @@ def test_masked_blocks_are_skipped():
 @pytest.fixture
 def built(as_on_gpu, monkeypatch):
     """Build masks as on a GPU, and return the windows of those that were built."""
-    windows, plain = [], flex_attention.block_mask
+    windows, plain = [], attention.block_mask
 
     def build(tokens_BT, doc_ids_BT, window):
         windows.append(window)
         return plain(tokens_BT, doc_ids_BT, window)
 
-    monkeypatch.setattr(flex_attention, "block_mask", build)
+    monkeypatch.setattr(attention, "block_mask", build)
     monkeypatch.setattr(
         transformer,
         "block_masks",
@@ -179,8 +179,8 @@ def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
 
 def test_unsupported_or_unmasked_inputs_use_fused(monkeypatch):
     called = []
-    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)
-    monkeypatch.setattr(flex_attention, "attend", lambda *given: called.append(given))
+    monkeypatch.setattr(attention, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(attention, "_compiled", lambda: lambda *given, **_: called.append(given))
     for case in CASES.values():
         tensors, options = random_inputs(**case)
         torch.testing.assert_close(

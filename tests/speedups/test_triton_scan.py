@@ -51,7 +51,7 @@ def test_on_a_cpu_fast_scan_stays():
 def test_a_gpu_too_old_for_triton_is_named():
     assert decided(gpu((6, 1)))["triton-scan"] == (
         False,
-        "Triton needs compute capability 7.0; the a GPU has 6.1.",
+        "Triton needs compute capability 7.0; the a GPU has 6.1. Use fast-scan instead.",
     )
 
 

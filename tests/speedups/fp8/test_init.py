@@ -33,8 +33,8 @@ def machine(capability):
 def low(monkeypatch):
     """Replace small products too, on a CPU."""
     pytest.importorskip("torchao")
-    monkeypatch.setattr(fp8, "FEWEST_WEIGHTS", LARGE)
-    return fp8.SPEEDUP.fills["low_precision"]
+    monkeypatch.setattr(product, "FEWEST_WEIGHTS", LARGE)
+    return product.to_fp8
 
 
 def losses(run, count=20):
@@ -101,13 +101,13 @@ def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
         (
             (8, 0),
             {},
-            "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. "
-            "Use bf16 instead, which needs 8.0.",
+            "fp8 needs compute capability 8.9; the NVIDIA Test has 8.0. Use bf16 instead.",
         ),
         (
             (9, 0),
             {"train.device": "cpu"},
-            "It needs a GPU with fp8 tensor cores, and this run uses a CPU.",
+            "fp8 needs an NVIDIA GPU of compute capability 8.9 or higher, and this run uses a CPU. "
+            "Use bf16 instead.",
         ),
         (
             (9, 0),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flatout.errors import ConfigError
-from flatout.ops import loss_chunks
+from flatout.ops import cross_entropy
 from flatout.training.evaluation import batch_shapes
 from flatout.training.loop import log_evaluation
 from flatout.training.metrics.compile_events import CompilationWatch, counts, first_line
@@ -159,7 +159,7 @@ SHAPES = {
 )
 def test_no_model_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
     # makes several chunks of 4 rows of 16 tokens
-    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20)
+    monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 257 * 20)
     mixing = "fast-scan" if "model__kind" in SHAPES[shape] else "fused-attention"
     run, log = compiled_run(
         mixing,
