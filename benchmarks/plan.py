@@ -32,7 +32,7 @@ from training_runs import built
 
 from flatout import Dataset, load_config
 from flatout.assembly.memory import estimate
-from flatout.assembly.prediction import MemoryEstimate, fixed_bytes
+from flatout.assembly.prediction import MemoryEstimate
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.hardware import probe
@@ -148,7 +148,7 @@ def memory_of(case: Case, data: Path) -> dict:
     predicted = found.total
     if case.other_rows is not None:
         other, other_peak = traced_and_measured(case, data, case.other_rows)
-        fixed = fixed_bytes(other, is_compiled=True)
+        fixed = other.fixed + other.gradients
         share = (other_peak - fixed) / (other.total - other.fixed)
         predicted = int(fixed + share * (found.total - found.fixed))
     return {

@@ -11,14 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.assembly.parts import Decision
-from flatout.assembly.plain import zero_in_place
+from flatout.assembly.parts import Decision, zero_in_place
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
-from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.load.leaving_out import LeavingOut
 from flatout.data.store.mix import AnyDataset
@@ -89,7 +87,12 @@ def build(
         saver=recipe.state_saver(),
         peak=None,
         scaler=LossScaler(recipe.precision.loss_scale) if recipe.precision.loss_scale else None,
-        guard=_guard(config.train, core, mesh),
+        guard=StepGuard(
+            most=config.train.max_bad_steps,
+            spikes=config.train.skip_spikes,
+            model=core,
+            device=mesh.device,
+        ),
         left_out=left_out or {},
     )
     run.recipe.zero_grad(run.trained())
@@ -104,15 +107,6 @@ def set_deterministic(wanted: bool) -> None:
     """
     if torch.are_deterministic_algorithms_enabled() != wanted:
         torch.use_deterministic_algorithms(wanted)
-
-
-def _guard(train: TrainConfig, core: LanguageModel, mesh: Mesh) -> StepGuard:
-    return StepGuard(
-        most=train.max_bad_steps,
-        spikes=train.skip_spikes,
-        model=core,
-        device=mesh.device,
-    )
 
 
 def _model(

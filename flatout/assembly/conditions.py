@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 
-from flatout.assembly.noise import without_noise
 from flatout.config.schema import RunConfig
 from flatout.errors import MissingPackage
 from flatout.hardware import Machine
 
 Check = Callable[[Machine, RunConfig], str | None]
 """Returns one sentence on why a speedup cannot or should not run, or None."""
-
-
-def always(_machine: Machine, _config: RunConfig) -> str | None:
-    """Return None: the speedup runs anywhere."""
-    return None
+NOISE = {
+    "torchao": r"Failed to load \S+/_C\w*\.\S*so: ",
+    "torch.utils._pytree": (
+        r"<enum 'KernelPreference'> is an Enum subclass and is now natively supported"
+    ),
+}
+"""The start of each hidden line, by logger: torchao's kernels for unused formats and other Python
+versions, and a deprecation between torchao and torch.
+"""
 
 
 def without_softcap(_machine: Machine, config: RunConfig) -> str | None:
@@ -110,3 +117,20 @@ def load_package(module: str, speedup: str, extra: str) -> ModuleType:
             f"The speedup {speedup!r} needs the package {package}, which is not installed.",
             fix=f'Install it: `pip install "flatout[{extra}]"`.',
         ) from error
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Return a context that hides the log lines in `NOISE` and shows all others."""
+
+    def shows(start: str, record: logging.LogRecord) -> bool:
+        return re.match(start, record.getMessage()) is None
+
+    filters = {logging.getLogger(name): partial(shows, start) for name, start in NOISE.items()}
+    for logger, wanted in filters.items():
+        logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        for logger, wanted in filters.items():
+            logger.removeFilter(wanted)

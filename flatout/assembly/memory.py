@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from flatout.assembly.parts import USED_MEMORY, Decision
 from flatout.assembly.prediction import (
@@ -561,3 +562,20 @@ def trace_memory(
         config, decisions, found, runs=runs, world_size=world_size, context=context
     )
     return memory, None
+
+
+def recompute_blocks(
+    model: LanguageModel, _mesh: Mesh | None = None, **options: Any
+) -> LanguageModel:
+    """Wrap each block in torch's `checkpoint` with these options; parameter names do not change."""
+
+    def recomputed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        # dynamo traces a function that calls `checkpoint`, and no partial of it
+        def call(*inputs: Tensor | None) -> Tensor:
+            return checkpoint(forward, *inputs, use_reentrant=False, **options)  # type: ignore[no-any-return]
+
+        return call
+
+    for block in model.blocks:
+        block.forward = recomputed(block.forward)
+    return model

@@ -27,7 +27,8 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.files import write_text
 from flatout.hardware import ASSUMED_MFU, Machine
-from flatout.json_io import JsonObject, Stored
+from flatout.json_io import Stored
+from flatout.progress import counted
 from flatout.registry import SPEEDUPS
 
 if TYPE_CHECKING:
@@ -221,13 +222,9 @@ def gains_here(machine: Machine, device: str, cache: Path | None) -> dict[str, G
     Without a `cache` there are none.
     """
     found = read(hardware_name(machine, device), cache)
-
-    def release(torch: str) -> str:  # 2.13.0+cu130 and 2.13.0+cpu are the same release
-        return torch.partition("+")[0]
-
     gains = (found and found.speedups) or {}
-    here = release(version("torch"))
-    return {name: gain for name, gain in gains.items() if release(gain.torch) == here}
+    here = version("torch").partition("+")[0]  # 2.13.0+cu130 and 2.13.0+cpu are the same release
+    return {name: gain for name, gain in gains.items() if gain.torch.partition("+")[0] == here}
 
 
 def runs_here(machine: Machine, device: str, cache: Path | None) -> Sequence[PastRun]:
@@ -326,17 +323,6 @@ class TimePrediction:
     """Relative error to expect of the time; None if it is unknown."""
 
 
-def prediction_of(memory: MemoryPrediction | None, time: TimePrediction) -> JsonObject:
-    """Return the figures under the names of the summary's measured ones, with their sources."""
-    return {
-        "tokens_per_s": time.tokens_per_s,
-        "tokens_per_s_from": time.source,
-        "wall_s": time.wall_s,
-        "peak_gib": memory.peak_gib if memory else None,
-        "peak_gib_from": memory.source if memory else "not predictable",
-    }
-
-
 def predict_memory(
     config: RunConfig,
     decisions: Sequence[Decision],
@@ -365,7 +351,9 @@ def predict_memory(
         """
         found = run.estimate or estimate
         if on_gpu:
-            return fixed_bytes(found, is_compiled=run.is_compiled), max(found.peak.total, 1)
+            # A compiled model holds all gradients at its peak; an eager one need not.
+            fixed = found.fixed + (found.gradients if run.is_compiled else 0)
+            return fixed, max(found.peak.total, 1)
         return GIB * run.context_gib + found.total + _heap_holes(found, run.speedups), 1
 
     def correction(run: PastRun) -> float:
@@ -399,19 +387,11 @@ def predict_memory(
     source = "traced in eager mode"
     if used:
         whose = "of this recipe's shape" if same else "of other shapes"
-        source = f"traced, corrected by {_count(used)} {whose} here"
+        source = f"traced, corrected by {counted(len(used), 'earlier run')} {whose} here"
     elif this.is_compiled:
         source += "; a compiled model usually needs less, by an unknown amount"
     least = int(least * (1 - EAGER_ERROR))
     return MemoryPrediction(estimate, allocated, reserved, extra, least, error, source, on_gpu)
-
-
-def fixed_bytes(estimate: MemoryEstimate, *, is_compiled: bool) -> int:
-    """Return the bytes at the peak that do not depend on the micro-batch.
-
-    A compiled model holds all gradients at its peak; an eager one need not.
-    """
-    return estimate.fixed + (estimate.gradients if is_compiled else 0)
 
 
 def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> int:
@@ -423,10 +403,6 @@ def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> int:
     known = set(speedups) & set(SPEEDUPS.names())  # an earlier run may have had others
     keeps = any("allocator" in SPEEDUPS.get(name).fills for name in known)
     return HEAP_HOLES * estimate.largest if keeps else 0
-
-
-def _count(runs: Sequence[PastRun]) -> str:
-    return f"{len(runs)} earlier run{'s' if len(runs) > 1 else ''}"
 
 
 def predict_time(
@@ -469,8 +445,9 @@ def predict_time(
     if same and best:
         # Whatever disturbs a run makes it slower, so of two the faster one counts.
         rate = statistics.median_high(run.tokens_per_s for run in same)
-        by = _count(same) if best[0] else f"{len(same)} measurement(s) of bench"
-        source = f"{by} {'of' if best[0] else 'for'} this shape here"
+        earlier = f"{counted(len(same), 'earlier run')} of"
+        source = earlier if best[0] else f"{len(same)} measurement(s) of bench for"
+        source += " this shape here"
         source += "" if best[2] else ", while other processes used the cores"
     elif others:
         rate = statistics.median(others) * world_size / flops_per_token

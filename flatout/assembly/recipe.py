@@ -12,10 +12,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly import plain
-from flatout.assembly.conditions import always
-from flatout.assembly.parts import FP32, Precision, Readback
-from flatout.assembly.plain import MicroBatchPlan
+from flatout.assembly.parts import (
+    FP32,
+    ImmediateReadback,
+    MicroBatchPlan,
+    Precision,
+    Readback,
+    automatic_gc,
+    default_allocator,
+    drop_gradients,
+    rows_people_write,
+    sync_every_micro_batch,
+)
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.hardware import Machine
@@ -100,7 +108,7 @@ class Recipe(_LoadsLazily):
         "flatout.data.load.feed:DirectFeed"
     )
     """Makes the feed, which moves rows to the device."""
-    micro_batch: Callable[[MicroBatchPlan], int] = plain.rows_people_write
+    micro_batch: Callable[[MicroBatchPlan], int] = rows_people_write
     """Chooses batch.rows_per_device when it is `auto`."""
     matmul: Literal["highest", "high"] = "highest"
     """torch's float32 matmul precision."""
@@ -124,21 +132,19 @@ class Recipe(_LoadsLazily):
     """Records what is compiled in CUDA graphs."""
     gather_dtype: torch.dtype | None = None
     """Dtype in which fully_shard gathers the blocks' weights; None keeps their own."""
-    grad_sync: Callable[[nn.Module, bool], AbstractContextManager[None]] = (
-        plain.sync_every_micro_batch
-    )
+    grad_sync: Callable[[nn.Module, bool], AbstractContextManager[None]] = sync_every_micro_batch
     """(model, whether this is the step's last micro-batch) -> the micro-batch's context, which
     decides whether gradients are synchronised between processes.
     """
-    zero_grad: Callable[[Iterable[nn.Parameter]], None] = plain.drop_gradients
+    zero_grad: Callable[[Iterable[nn.Parameter]], None] = drop_gradients
     """Clears the parameters' gradients after each step."""
-    readback: Callable[[], Readback] = plain.ImmediateReadback
+    readback: Callable[[], Readback] = ImmediateReadback
     """Makes the readback of metrics from the device."""
     state_saver: Callable[[], Any] = lazy("flatout.training.checkpoint.savers:InTheLoop")
     """Makes the writer of checkpoints, an `assembly.run.StateSaver`."""
-    allocator: Callable[[], None] = plain.default_allocator
+    allocator: Callable[[], None] = default_allocator
     """Called once, before anything is built."""
-    gc: Callable[[], AbstractContextManager[Callable[[int], None]]] = plain.automatic_gc
+    gc: Callable[[], AbstractContextManager[Callable[[int], None]]] = automatic_gc
     """Context of the training loop that yields a callback to call after each step."""
     cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context of the training loop in which cuDNN chooses its algorithms."""
@@ -275,7 +281,7 @@ class Speedup:
     Compiled code is called once before training; if that fails, every speedup that compiles is
     turned off.
     """
-    why_not: Callable[[Machine, RunConfig], str | None] = always
+    why_not: Callable[[Machine, RunConfig], str | None] = lambda _machine, _config: None
     """Returns one sentence on why it cannot or should not run here, or None. A separate check
     covers models that do not call the functions it replaces.
     """

@@ -9,28 +9,44 @@ from dataclasses import fields, replace
 
 import torch
 
-from flatout.assembly.imported import with_imported_shape
+from flatout.architectures.source import find_model, is_foreign
 from flatout.assembly.memory import Workload, estimate, most_rows
-from flatout.assembly.parts import USED_MEMORY, Decision, Gain
-from flatout.assembly.plain import MicroBatchPlan
-from flatout.assembly.preflight import check_names
+from flatout.assembly.parts import USED_MEMORY, Decision, Gain, MicroBatchPlan
+from flatout.assembly.preflight import check_names, resolve_batch
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import assemble, select
-from flatout.assembly.sizes import resolve_batch
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine
+from flatout.json_io import JsonObject
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
 from flatout.progress import readable_memory
+from flatout.registry import MODELS
 from flatout.roof import peak_tflops
 
 known_peak = functools.cache(peak_tflops)
 """Like `peak_tflops`, but measures at most once per process."""
+FREE_OF_WEIGHTS = (
+    "chunk_size",
+    "dropout",
+    "initialisation",
+    "max_seq_len",
+    "memory",
+    "rotary_base",
+    "window",
+)
+"""Model keys that may differ from those the weights were trained with, as long as shapes agree.
+
+The new run may use longer sequences, more dropout, or another initialisation for fresh weights.
+With any other key changed, the same weights would compute a different function.
+"""
+FREE_OF_IMPORTED = (*FREE_OF_WEIGHTS, "z_loss")
+"""Keys that may differ from an imported model, whose files say nothing about training."""
 
 
 def resolve(
@@ -50,19 +66,19 @@ def resolve(
     this hardware.
     Raises: ConfigError when sizes contradict each other.
     """
-    config = _resolve_model(config, dataset)
-    config = resolve_batch(config, world_size)
-    requested = config.train
-    config = _resolve_length(config, requested, dataset, None)
-    check_names(config)
-    dtype = "fp32" if config.train.device == "cpu" else "bf16"
-    has_device = dtype == "fp32" or bool(machine.gpus)
-    peak = known_peak(machine, config.train.device, dtype) if has_device else None
-    minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
-    config = config.with_values({"parallel.replicate": replicas(config.parallel, world_size)})
-    decisions = select(
-        config, machine, device=config.train.device, minutes=minutes, measured=measured
+    config = resolve_batch(_resolve_model(config, dataset), world_size)
+    requested, device = config.train, config.train.device
+    config = config.with_values(
+        {
+            "parallel.replicate": replicas(config.parallel, world_size),
+            "train.steps": steps_stated(config, requested, dataset),
+        }
     )
+    check_names(config)
+    dtype = "fp32" if device == "cpu" else "bf16"
+    peak = known_peak(machine, device, dtype) if device == "cpu" or machine.gpus else None
+    minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
+    decisions = select(config, machine, device=device, minutes=minutes, measured=measured)
     recipe = assemble(decisions)
     if config.lora.base_dtype == "bf16" and recipe.precision.autocast != "bfloat16":
         raise ConfigError(
@@ -70,24 +86,21 @@ def resolve(
             f"{recipe.precision.name} products of fp32 weights.",
             fix="Set lora.base_dtype=fp32; a GPU has such matmuls, with the speedup bf16.",
         )
-    config = _resolve_length(config, requested, dataset, recipe)
-    config = with_evaluations_in_steps(config, dataset, recipe)
-    on = {decision.name for decision in decisions if decision.on}
-    batch: dict[str, int] = {}
+    on = [decision.name for decision in decisions if decision.on]
+    values: JsonObject = {
+        "train.steps": steps_stated(config, requested, dataset, recipe),
+        "train.precision": recipe.precision.name,
+    }
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        device = config.train.device
         available = int(USED_MEMORY * memory_bytes(machine, device, local_world_size or world_size))
         plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, available)
         rows = recipe.micro_batch(plan)
-        batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
+        values |= {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
         # The config now states the rows: the speedup that chose them has no further effect.
-        on.discard(recipe.filled_by.get("micro_batch", ""))
-    resolved = {
-        "train.precision": recipe.precision.name,
-        "speedups": [d.name for d in decisions if d.name in on] or "none",
-    }
-    return config.with_values(batch | resolved), decisions
+        on = [name for name in on if name != recipe.filled_by.get("micro_batch")]
+    config = config.with_values(values | {"speedups": on or "none"})
+    return with_evaluations_in_steps(config, dataset, recipe), decisions
 
 
 def micro_batch_plan(
@@ -124,34 +137,29 @@ def micro_batch_plan(
     return MicroBatchPlan(workload.seq_len, rows_per_rank, device, fits, most)
 
 
-def _resolve_length(
-    config: RunConfig, requested: TrainConfig, dataset: AnyDataset | None, recipe: Recipe | None
-) -> RunConfig:
-    """Return the configuration with its length in steps; open without a dataset to count epochs."""
-    if dataset is not None:
-        steps: int | None = steps_stated(config, requested, dataset, recipe)
-    else:
-        in_tokens = math.ceil((requested.tokens or 0) / (config.batch.tokens_per_step or 1))
-        steps = requested.steps or in_tokens or None
-    return config.with_values({"train.steps": steps}) if steps else config
-
-
 def steps_stated(
-    config: RunConfig, requested: TrainConfig, dataset: AnyDataset, recipe: Recipe | None = None
-) -> int:
+    config: RunConfig,
+    requested: TrainConfig,
+    dataset: AnyDataset | None,
+    recipe: Recipe | None = None,
+) -> int | None:
     """Return the length that `requested` states, in optimizer steps of a run with resolved batches.
 
     If the recipe has its own batching, steps contain padding, and thus fewer tokens.
+    Returns: None for a length in epochs without a dataset.
     """
     if requested.steps is not None:
         return requested.steps
+    epochs, seq_len = requested.epochs or 1.0, config.data.seq_len
+    per_step = config.batch.tokens_per_step or 1
+    if dataset is None:
+        return math.ceil((requested.tokens or 0) / per_step) or None
     if recipe is None or "batching" not in recipe.filled_by:
-        epochs = requested.epochs or 1.0
-        tokens = requested.tokens or epochs * epoch_tokens(dataset, config.data.seq_len)
-        return max(math.ceil(tokens / (config.batch.tokens_per_step or 1)), 1)
+        tokens = requested.tokens or epochs * epoch_tokens(dataset, seq_len)
+        return max(math.ceil(tokens / per_step), 1)
     plan = BatchPlan(
-        config.data.seq_len,
-        (config.batch.tokens_per_step or 0) // config.data.seq_len,
+        seq_len,
+        per_step // seq_len,
         1,
         rank=0,
         world_size=1,
@@ -161,7 +169,6 @@ def steps_stated(
         device="cpu",
     )
     steps = recipe.batching(dataset.split("train"), plan, None)
-    epochs = requested.epochs or 1.0
     if requested.tokens:
         epochs = requested.tokens / steps.tokens_per_epoch
     return max(math.ceil(epochs * steps.steps_per_epoch), 1)
@@ -225,11 +232,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         num_shards=config.parallel.shard,
         whole_gradients="grad_sync" in recipe.filled_by,
         gathers=recipe.gather_dtype,
-        transforms=tuple(
-            transform
-            for transform in (recipe.low_precision, recipe.residual, recipe.activations)
-            if transform is not None
-        ),
+        transforms=tuple(filter(None, (recipe.low_precision, recipe.residual, recipe.activations))),
         document_mask=config.data.document_mask,
         gradients_stay="zero_grad" in recipe.filled_by
         or config.parallel.replicate not in ("auto", 1),
@@ -287,3 +290,74 @@ def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
 def epoch_tokens(dataset: AnyDataset, seq_len: int) -> int:
     """Return the tokens in one pass over the training split or mix, in whole sequences."""
     return dataset.split("train").num_sequences(seq_len) * seq_len
+
+
+def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
+    """Return the configuration with the model keys of the model that train.init_from imports.
+
+    Keys that the configuration states must agree with them, but a larger embedding than the
+    dataset's vocabulary is accepted if model.vocab_size states it. A run or checkpoint of flatout
+    changes nothing here.
+
+    Raises: ConfigError naming both values of a key that differs, or both vocabularies;
+            CheckpointError when the model's config.json cannot be read.
+    """
+    init_from = config.train.init_from
+    if init_from is None or not is_foreign(init_from):
+        return config
+    keys = find_model(init_from, whole=False).keys
+    stated = {key: value for key, value in config.model.own().items() if value is not None}
+    if config.model.vocab_size is not None:
+        stated["vocab_size"] = config.model.vocab_size
+    kind = config.model.kind if stated else keys["kind"]
+    if config.model.kind not in (kind, "transformer") or kind != keys["kind"]:
+        raise _different({"kind": (config.model.kind, keys["kind"])}, init_from)
+    imported = keys["vocab_size"]
+    if dataset is not None and imported != dataset.vocab_size:
+        known, origin = dataset.vocab_size, members_of(dataset)[0].dataset.origin
+        sizes = f"The imported model {init_from} has a vocabulary of {imported}, and the tokenizer"
+        if imported < known:
+            raise ConfigError(
+                f"{sizes} of {origin} has {known}.",
+                fix="Prepare the data with the model's own tokenizer, `--tokenizer ORG/NAME` or "
+                "its tokenizer.json.",
+            )
+        if config.model.vocab_size is None:
+            raise ConfigError(
+                f"{sizes} of {origin} only {known}: {imported - known} rows of its embedding have "
+                "no token.",
+                fix="Prepare the data with the model's own tokenizer. If it is that tokenizer, and "
+                f"the embedding is only padded, say so: model.vocab_size={imported}.",
+            )
+    own = {key: value for key, value in keys.items() if key != "kind"}
+    model_class = MODELS.get(kind)
+    theirs = model_class.check(own, seq_len=1).model_dump(mode="json")
+    differing = {
+        key: (value, theirs[key])
+        for key, value in stated.items()
+        if key in theirs and value != theirs[key] and key not in FREE_OF_IMPORTED
+    }
+    if differing:
+        raise _different(differing, init_from)
+    model_class.check(own | stated, seq_len=config.data.seq_len)  # refuses unknown keys
+    values: JsonObject = {"kind": kind} | own | stated
+    return config.with_values({f"model.{key}": value for key, value in values.items()})
+
+
+def _different(keys: dict[str, tuple[object, object]], init_from: str) -> ConfigError:
+    listed = "; ".join(
+        f"model.{key} is {mine} here and {theirs} there" for key, (mine, theirs) in keys.items()
+    )
+    return ConfigError(
+        f"The configuration does not fit the imported model {init_from}: {listed}.",
+        fix="Leave the model's shape out of the recipe: it comes from the imported model. Or set "
+        + " ".join(f"model.{key}={_word(theirs)}" for key, (_, theirs) in keys.items())
+        + ".",
+    )
+
+
+def _word(value: object) -> str:
+    """Return a value as it is written on the command line."""
+    return (
+        str(value).lower() if isinstance(value, bool) else "null" if value is None else f"{value}"
+    )

@@ -27,10 +27,6 @@ class Request:
     named: tuple[str, ...]
     dropped: tuple[str, ...]
 
-    def includes(self, name: str) -> bool:
-        """Return whether a speedup is named, or may be chosen by `auto`."""
-        return name in self.named or (self.auto and name not in self.dropped)
-
 
 def parse_request(speedups: str | Sequence[str]) -> Request:
     """Parse auto, none, a list of names, or edits of auto such as `auto,-compile,+fused-adamw`.
@@ -44,8 +40,11 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
     for word in words:
         if word in ("auto", "none"):
             continue
-        name = _name(word)
-        _require_comma(word)
+        name, edit = _name(word), word.removeprefix("auto")
+        if edit != word and edit[0] in "+-":
+            raise ConfigError(
+                f"speedups has no comma in {word!r}.", fix=f"Write speedups=auto,{edit}."
+            )
         if ":" not in name and name not in SPEEDUPS.names():
             raise unknown_name("speedup", name, [*SPEEDUPS.names(), "auto", "none"])
         (dropped if word.startswith("-") else named).append(name)
@@ -63,13 +62,6 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
     return Request(auto, tuple(named), tuple(dropped))
 
 
-def _require_comma(word: str) -> None:
-    """Check that no comma is missing, as in `auto-compile`."""
-    edit = word.removeprefix("auto")
-    if edit != word and edit[0] in "+-":
-        raise ConfigError(f"speedups has no comma in {word!r}.", fix=f"Write speedups=auto,{edit}.")
-
-
 def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:
     """Return the request with `names` added and no longer left out."""
     added = list(names)
@@ -85,11 +77,6 @@ def removing(name: str, speedups: str | Sequence[str]) -> str:
     kept = [word for word in _words(speedups) if _name(word) != name]
     still_edits = parse_request(kept).auto or not parse_request(speedups).auto
     return ",".join(kept if still_edits else ["auto", *kept]) or "none"
-
-
-def mentions(name: str, speedups: str | Sequence[str]) -> bool:
-    """Return whether the request mentions `name`, with or without a sign."""
-    return name in map(_name, _words(speedups))
 
 
 def _words(speedups: str | Sequence[str]) -> list[str]:
@@ -131,33 +118,22 @@ def default_of(speedup: Speedup, device: str) -> On | Off | None:
     return speedup.auto.get("cuda" if device.startswith("cuda") else "cpu")
 
 
-def overrides(speedup: Speedup, gain: Gain | None) -> bool | None:
-    """Return whether a gain measured here turns a speedup on or off; None leaves the default.
-
-    The gain's interval must lie entirely above or below 1. A speedup with a statistical promise is
-    never turned on: a measured rate says nothing about the loss.
-    """
-    if gain is None or not (gain.is_faster or gain.is_slower):
-        return None
-    if gain.is_faster and speedup.promise.kind == "statistical":
-        return None
-    return gain.is_faster
-
-
 def decide(
     speedup: Speedup, device: str, minutes: float | None, gain: Gain | None = None
 ) -> Decision:
     """Decide a speedup that can run, for a run of `minutes` (None: unknown).
 
-    `gain` is the one measured on this hardware, if any.
+    `gain` is the one measured on this hardware, if any. It decides if its interval lies entirely
+    above or below 1, but turns on no speedup with a statistical promise: a measured rate says
+    nothing about the loss.
     """
-    default, override = default_of(speedup, device), overrides(speedup, gain)
-    if default is None and override is None:
+    default = default_of(speedup, device)
+    if gain and (gain.is_slower or (gain.is_faster and speedup.promise.kind != "statistical")):
+        on, reason = gain.is_faster, f"measured here: {gain.describe()}"
+    elif default is None:
         return Decision(speedup.name, False, "off unless named, because it has not been measured")
-    reason = (default.because if default else None) or speedup.saves
-    if override is not None and gain is not None:
-        reason = f"measured here: {gain.describe()}"
-    on = isinstance(default, On) if override is None else override
+    else:
+        on, reason = isinstance(default, On), default.because or speedup.saves
     least = default.from_minutes if default else 0
     if on and least and minutes is None:
         on = False
@@ -181,15 +157,8 @@ def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: s
 
 def longest_wait() -> float:
     """Return the longest `from_minutes` of the speedups that are on by default."""
-    return max(
-        (
-            default.from_minutes
-            for speedup in all_speedups()
-            for default in speedup.auto.values()
-            if isinstance(default, On)
-        ),
-        default=0,
-    )
+    defaults = [default for speedup in all_speedups() for default in speedup.auto.values()]
+    return max(default.from_minutes for default in defaults if isinstance(default, On))
 
 
 def assemble(decisions: Iterable[Decision]) -> Recipe:
@@ -218,14 +187,15 @@ def select(
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.
     """
-    request = with_precision(parse_request(config.speedups), config, machine)
+    stated = parse_request(config.speedups)
+    request = with_precision(stated, config, machine)
     named, gains = request.named, measured or {}
     ladder = {speedup.name: speedup for speedup in known_speedups(named)}
 
     def decide_alone(speedup: Speedup) -> Decision:
         name = speedup.name
         if name not in named and name in request.dropped:
-            if mentions(name, config.speedups):
+            if name in stated.dropped:
                 return Decision(name, False, "left out by speedups")
             return Decision(name, False, f"train.precision={config.train.precision}")
         if name not in named and not request.auto:
@@ -265,7 +235,8 @@ def select(
     missing = {name: need for name in on for need in reversed(ladder[name].needs) if need not in on}
     for name in ladder:
         if name in missing and name in named:
-            raise _missing_need(name, speedup_named(missing[name]), ladder, found, config, machine)
+            off = speedup_named(missing[name])
+            raise _missing_need(name, off, ladder, found, named, config, machine)
     for name, need in missing.items():
         found[name] = Decision(name, False, f"needs {need}, which is off")
     return [*found.values()]
@@ -281,7 +252,7 @@ def _taken_by(rival: str, named: Sequence[str], by_gain: Sequence[str] = ()) -> 
 
 def _without(name: str, config: RunConfig) -> str:
     """Return the setting that leaves out `name`, from speedups or from train.precision."""
-    if mentions(name, config.speedups):
+    if name in parse_request(config.speedups).named:
         return f"speedups={removing(name, config.speedups)}"
     return "train.precision=auto"
 
@@ -291,12 +262,12 @@ def _missing_need(
     need: Speedup,
     ladder: Mapping[str, Speedup],
     found: Mapping[str, Decision],
+    named: Sequence[str],
     config: RunConfig,
     machine: Machine,
 ) -> ConfigError:
     """Return the error for a named speedup that needs one that is off, with the fix."""
     reason = found[need.name].reason if need.name in found else "not among speedups"
-    named = with_precision(parse_request(config.speedups), config, machine).named
     rivals = (other for other in named if ladder[other].fills.keys() & need.fills.keys())
     rival = next((other for other in rivals if other != name), None)
     precision = need.fills.get("precision")
@@ -340,7 +311,8 @@ def stored_decisions(
         if is_on and against:
             reason = f"{before}; but now: {against}"
         if chooser is not None and "micro_batch" in speedup.fills:
-            is_on |= chooser.includes(speedup.name)
+            is_named, may = speedup.name in chooser.named, speedup.name not in chooser.dropped
+            is_on |= is_named or (chooser.auto and may)
             rows = config.batch.rows_per_device
             reason = (
                 f"the micro-batch was chosen when the run started (batch.rows_per_device={rows})"

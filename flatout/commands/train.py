@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import ValidationError
 
 from flatout.assembly import preflight
-from flatout.assembly.sizes import for_world_size, resolve_batch
+from flatout.assembly.preflight import for_world_size, resolve_batch
 from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, Result, TrustCode
 from flatout.commands.eval import DatasetScore, score_table

@@ -8,7 +8,7 @@ OFF = Off("it costs a third more compute; use it where memory is short")
 
 SPEEDUP = Speedup(
     name="checkpointing",
-    fills={"activations": lazy("flatout.assembly.transforms:recompute_blocks")},
+    fills={"activations": lazy("flatout.assembly.memory:recompute_blocks")},
     saves="memory: each block keeps only its input between forward and backward, for a third "
     "more compute",
     promise=Promise.exact(),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from flatout.assembly.conditions import without_compiler
 from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.speedups.compile_blocks import compile_blocks
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
@@ -25,8 +26,6 @@ def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
     higher-order operation such as flex-attention. Compiling a whole model takes time in proportion
     to its blocks, minutes for 48; by block, all of one shape share a graph.
     """
-    from flatout.assembly.transforms import compile_blocks
-
     if (mesh is not None and mesh.world_size > 1) or len(model.blocks) > MOST_BLOCKS:
         return compile_blocks(model, mesh)
     model.compile(dynamic=False)

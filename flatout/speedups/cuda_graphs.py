@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flatout.assembly.conditions import first_of, needs_gpu
-from flatout.assembly.plain import zero_in_place
+from flatout.assembly.parts import zero_in_place
 from flatout.assembly.recipe import Off, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
@@ -21,7 +21,7 @@ def _record(model: LanguageModel, _mesh: object) -> LanguageModel:
     A graph writes its results to the same memory at each launch, so the compiler must be told when
     the previous ones are no longer needed: at every call of the model. By then a step has added the
     last loss to its sum, in stream order, and gradients have been added to memory that no graph
-    owns (`plain.zero_in_place`).
+    owns (`zero_in_place`).
     """
     import torch
 

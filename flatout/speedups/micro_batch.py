@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.plain import MicroBatchPlan
+from flatout.assembly.parts import MicroBatchPlan
 from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine

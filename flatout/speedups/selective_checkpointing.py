@@ -30,7 +30,7 @@ OFF = Off("it costs some compute; use it where memory is short")
 def _recompute(model: LanguageModel, _mesh: object) -> LanguageModel:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    from flatout.assembly.transforms import recompute_blocks
+    from flatout.assembly.memory import recompute_blocks
 
     def policy(_context: object, operation: Any, *_inputs: Any, **_options: Any) -> object:
         is_kept = operation.name() in KEPT

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from flatout.architectures.hub import PREFIX
 from flatout.architectures.source import ForeignWeights, find_model, is_foreign
-from flatout.assembly.imported import FREE_OF_WEIGHTS
+from flatout.assembly.resolve import FREE_OF_WEIGHTS
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.data.tokenizers.hub import is_repository

@@ -66,7 +66,7 @@ def lengthen(
     recipe = assemble(stored_decisions(stored, request.machine))
     before = stored.train.steps or 0
     steps = steps_stated(stored, request.config.train, request.dataset, recipe)
-    if steps == before:
+    if steps is None or steps == before:
         return None
     if steps < before:
         raise ConfigError(

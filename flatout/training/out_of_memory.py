@@ -8,12 +8,18 @@ from dataclasses import replace
 
 import torch
 
-from flatout.assembly.memory import Workload, capacity_of, estimate, rows_advice, smaller_batch
+from flatout.assembly.memory import (
+    Workload,
+    capacity_of,
+    estimate,
+    recompute_blocks,
+    rows_advice,
+    smaller_batch,
+)
 from flatout.assembly.parts import USED_MEMORY
 from flatout.assembly.prediction import MemoryEstimate
 from flatout.assembly.resolve import memory_bytes, workload_of
 from flatout.assembly.run import Run
-from flatout.assembly.transforms import recompute_blocks
 from flatout.errors import OutOfMemory, RunFailed
 from flatout.progress import counted, readable_memory
 

@@ -18,7 +18,6 @@ from flatout.assembly.prediction import (
     keep,
     past_run,
     predict_time,
-    prediction_of,
     runs_here,
     speedups_on,
     tokens_to_score,
@@ -75,7 +74,11 @@ def _cpu_times() -> CpuTimes:
 
 
 def predict(run: Run, known: Forecast) -> JsonObject:
-    """Return what is predicted for a run that is built and restored."""
+    """Return what is predicted for a run that is built and restored, with the sources.
+
+    The names are those of the summary's measured figures.
+    """
+    memory = known.memory
     time = predict_time(
         run.config,
         run.decisions,
@@ -85,9 +88,15 @@ def predict(run: Run, known: Forecast) -> JsonObject:
         world_size=run.mesh.world_size,
         dataset=run.dataset,
         first_step=run.step,
-        memory=known.memory,
+        memory=memory,
     )
-    return prediction_of(known.memory, time)
+    return {
+        "tokens_per_s": time.tokens_per_s,
+        "tokens_per_s_from": time.source,
+        "wall_s": time.wall_s,
+        "peak_gib": memory.peak_gib if memory else None,
+        "peak_gib_from": memory.source if memory else "not predictable",
+    }
 
 
 def _flops_per_token(run: Run) -> float:

@@ -10,14 +10,13 @@ import torch
 
 from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import gains_here
-from flatout.assembly.preflight import open_dataset
+from flatout.assembly.preflight import for_world_size, open_dataset
 from flatout.assembly.resolve import (
     ops_of,
     resolve,
     with_evaluations_in_steps,
 )
 from flatout.assembly.selection import assemble, stored_decisions
-from flatout.assembly.sizes import for_world_size
 from flatout.config.schema import RunConfig, flat
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell

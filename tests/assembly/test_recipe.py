@@ -10,7 +10,7 @@ import pytest
 
 from flatout.assembly import recipe as recipe_module
 from flatout.assembly.conditions import gpu_below, uses_gpu
-from flatout.assembly.plain import ImmediateReadback, MicroBatchPlan, rows_people_write
+from flatout.assembly.parts import ImmediateReadback, MicroBatchPlan, rows_people_write
 from flatout.assembly.recipe import (
     SLOTS,
     TRANSFORMS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.assembly.selection import adding, mentions, parse_request, removing
+from flatout.assembly.selection import adding, parse_request, removing
 from flatout.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def test_removing_a_name_keeps_the_rest():
 
 def test_underscores_are_accepted_for_hyphens():
     assert parse_request("fused_adamw").named == ("fused-adamw",)
-    assert mentions("fused-adamw", "auto,-fused_adamw")
+    assert parse_request("auto,-fused_adamw").dropped == ("fused-adamw",)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from flatout.assembly.memory import estimate
+from flatout.assembly.preflight import for_world_size
 from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import (
     epoch_tokens,
@@ -15,7 +16,6 @@ from flatout.assembly.resolve import (
     resolve,
     workload_of,
 )
-from flatout.assembly.sizes import for_world_size
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Gpu, Machine

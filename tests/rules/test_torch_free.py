@@ -14,7 +14,6 @@ HEAVY_PARTS = {
     "ops",
     "models",
     "architectures",
-    "imported",
     "optimizers",
     "parallel",
     "roof",

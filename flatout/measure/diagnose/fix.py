@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from flatout.assembly.selection import adding, mentions, parse_request, removing
+from flatout.assembly.selection import adding, parse_request, removing
 from flatout.config.schema import RunConfig, flat, nested
 from flatout.errors import ConfigError
 from flatout.files import write_text
@@ -158,7 +158,7 @@ def applied(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
             values["speedups"] = adding(before, [name])
         else:
             without = removing(name, config.speedups)
-            auto = parse_request(without).auto and not mentions(name, without)
+            auto = parse_request(without).auto
             values["speedups"] = f"{without},-{name}" if auto else without
     return config.with_values(values)
 

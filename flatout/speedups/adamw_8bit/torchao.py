@@ -63,7 +63,8 @@ class AdamW8bit(Optimizer):
         super().__init__(groups, dict(keywords) | {"fused": True})  # so `step` is on the device
         self._codec = codec
         self._update = torch.compile(_update_with(codec), fullgraph=True, dynamic=False)
-        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[torch.device, list[Tensor]] = {}
+        """The values of the codes of both moments."""
         small = [
             {"params": [p for p in group["params"] if not _is_quantised(p.numel())]}
             for group in self.param_groups
@@ -95,54 +96,43 @@ class AdamW8bit(Optimizer):
         # Each shape compiles once; torch's limit is for code that recompiles again and again.
         with disable_cache_limit():
             for group in self.param_groups:
-                members = [p for p in group["params"] if p.grad is not None]
-                self._update_group(group, [p for p in members if _is_quantised(p.numel())], skip)
+                rate = torch.tensor(group["lr"])  # a tensor, so that a new rate does not recompile
+                for p in group["params"]:
+                    if p.grad is None or not _is_quantised(p.numel()):
+                        continue
+                    flag = torch.zeros((), device=p.device) if skip is None else skip
+                    state = self._state_of(p)
+                    state["step"] += 1
+                    self._update(
+                        p.detach(),
+                        p.grad,
+                        [state[key] for name in MOMENTS for key in (name, f"{name}_scale")],
+                        self._tables[p.device],
+                        state["step"],
+                        flag,
+                        rate,
+                        *group["betas"],
+                        group["weight_decay"],
+                        group["eps"],
+                    )
+                    state["step"] -= flag
         return loss
-
-    def _update_group(
-        self, group: ParameterGroup, members: list[Tensor], skip: Tensor | None
-    ) -> None:
-        rate = torch.tensor(group["lr"])  # a tensor, so that a new rate does not recompile
-        for p in members:
-            flag = torch.zeros((), device=p.device) if skip is None else skip
-            state = self._state_of(p)
-            state["step"] += 1
-            self._update(
-                p.detach(),
-                p.grad,
-                [state[key] for name in MOMENTS for key in (name, f"{name}_scale")],
-                self._tables_on(p.device),
-                state["step"],
-                flag,
-                rate,
-                *group["betas"],
-                group["weight_decay"],
-                group["eps"],
-            )
-            state["step"] -= flag
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state, with zeros before its first update."""
         state: dict[str, Tensor] = self.state[parameter]
+        device, num_weights = parameter.device, parameter.numel()
         if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
+            state["step"] = torch.zeros((), device=device)
             for name in MOMENTS:
-                state[name] = torch.zeros(
-                    parameter.shape, dtype=torch.uint8, device=parameter.device
-                )
-                num_blocks = parameter.numel() // BLOCK
-                state[f"{name}_scale"] = torch.zeros(num_blocks, device=parameter.device)
-        return state
-
-    def _tables_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the values of the codes of both moments."""
+                state[name] = torch.zeros(parameter.shape, dtype=torch.uint8, device=device)
+                state[f"{name}_scale"] = torch.zeros(num_weights // BLOCK, device=device)
         if device not in self._tables:
-            mean, square = (
+            self._tables[device] = [
                 torch.tensor(self._codec.create_dynamic_map(signed=signed), device=device)
                 for signed in MOMENTS.values()
-            )
-            self._tables[device] = mean, square
-        return self._tables[device]
+            ]
+        return state
 
 
 def _update_with(codec: ModuleType) -> Callable[..., None]:
@@ -152,7 +142,7 @@ def _update_with(codec: ModuleType) -> Callable[..., None]:
         weight: Tensor,
         gradient: Tensor,
         moments: list[Tensor],
-        tables: tuple[Tensor, Tensor],
+        tables: list[Tensor],
         step: Tensor,
         skip: Tensor,
         rate: Tensor,

@@ -69,29 +69,23 @@ class BucketedSteps:
         of_bucket = np.searchsorted(lengths, sizes)
         by_bucket = np.argsort(of_bucket, kind="stable")
         self.plan, self.dtype = plan, split.dtype
-        self._split, self._starts, self._sizes = (
-            split,
-            starts[by_bucket],
-            sizes[by_bucket].astype(np.int32),
-        )
-        self._buckets = _buckets(lengths, np.bincount(of_bucket, minlength=len(lengths)), plan)
-        self._first_step = np.cumsum([0, *(bucket.num_steps for bucket in self._buckets)])
-        self.shapes = tuple(self._shape(bucket) for bucket in reversed(self._buckets))
-
-    @property
-    def num_steps(self) -> int:
-        """Steps per epoch."""
-        return int(self._first_step[-1])
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Steps per epoch, a whole number."""
-        return self.num_steps
-
-    @property
-    def tokens_per_epoch(self) -> int:
+        self._split, self._starts = split, starts[by_bucket]
+        self._sizes = sizes[by_bucket].astype(np.int32)
+        self.tokens_per_epoch = int(sizes.sum())
         """Number of targets in all documents."""
-        return int(self._sizes.sum())
+        self._buckets: list[_Bucket] = []
+        first, carried = 0, 0
+        counts = np.bincount(of_bucket, minlength=len(lengths)).tolist()
+        for seq_len, own in zip(lengths, counts, strict=True):
+            rows_per_step = plan.sequences_per_step * (plan.seq_len // seq_len)
+            pool = own + carried
+            num_steps, carried = divmod(pool, rows_per_step)
+            num_steps += seq_len == plan.seq_len and carried > 0
+            self._buckets.append(_Bucket(seq_len, first, own, pool, rows_per_step, num_steps))
+            first += own
+        self._first_step = np.cumsum([0, *(bucket.num_steps for bucket in self._buckets)])
+        self.steps_per_epoch = self.num_steps = int(self._first_step[-1])
+        self.shapes = tuple(self._shape(bucket) for bucket in reversed(self._buckets))
 
     def shape_at(self, position: int) -> Shape:
         """Return the shape of the step at `position`."""
@@ -109,11 +103,9 @@ class BucketedSteps:
         bucket, rows = self._buckets[self._step(position)[0]], self._step_rows(position)
         indices = self.plan.row_indices(self._shape(bucket).rows)
         is_row = indices < len(rows)
-        starts, sizes = np.zeros(len(indices), np.int64), np.zeros(len(indices), np.int64)
-        starts[is_row], sizes[is_row] = (
-            self._starts[rows[indices[is_row]]],
-            self._sizes[rows[indices[is_row]]],
-        )
+        starts, sizes = np.zeros((2, len(indices)), np.int64)
+        own = rows[indices[is_row]]
+        starts[is_row], sizes[is_row] = self._starts[own], self._sizes[own]
         self._split.read_spans(starts, np.where(is_row, sizes + 1, 0), sequences_NW)
         assert mask_NT is not None, "rows of a bucket always have a mask"
         if self._split.has_mask:
@@ -197,16 +189,3 @@ def row_lengths(seq_len: int) -> list[int]:
     while len(lengths) < MOST_LENGTHS and lengths[0] % 2 == 0 and lengths[0] // 2 >= SHORTEST:
         lengths.insert(0, lengths[0] // 2)
     return lengths
-
-
-def _buckets(lengths: list[int], counts: Array, plan: BatchPlan) -> list[_Bucket]:
-    found, first, carried = [], 0, 0
-    for seq_len, own in zip(lengths, counts.tolist(), strict=True):
-        rows_per_step = plan.sequences_per_step * (plan.seq_len // seq_len)
-        pool = own + carried
-        num_steps, carried = divmod(pool, rows_per_step)
-        if seq_len == plan.seq_len and carried:
-            num_steps += 1
-        found.append(_Bucket(seq_len, first, own, pool, rows_per_step, num_steps))
-        first += own
-    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.assembly.noise import NOISE, without_noise
+from flatout.assembly.conditions import NOISE, without_noise
 
 MESSAGES = {
     "torchao": (
