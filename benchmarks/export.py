@@ -28,8 +28,8 @@ import torch
 from loader import make_data
 from main_job import RESULTS, commit, spread
 
-from flatout.assembly.build import build
 from flatout.assembly.resolve import resolve
+from flatout.assembly.run import build
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import open_data

@@ -13,9 +13,8 @@ from typing import Any
 from main_job import RESULTS
 
 from flatout import Dataset
-from flatout.assembly.build import build
 from flatout.assembly.resolve import resolve
-from flatout.assembly.run import Run
+from flatout.assembly.run import Run, build
 from flatout.config.schema import RunConfig
 from flatout.hardware import probe
 from flatout.parallel.mesh import make_mesh

@@ -239,8 +239,8 @@ def tiny_config(tiny_set):
 @pytest.fixture
 def build_run(tmp_path):
     """Return a function that resolves and builds a run of one process, at step 0."""
-    from flatout.assembly.build import build
     from flatout.assembly.resolve import resolve
+    from flatout.assembly.run import build
     from flatout.data.store.mix import open_data
     from flatout.hardware import probe
     from flatout.parallel.mesh import make_mesh

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from flatout.assembly.parts import USED_MEMORY, Decision
+from flatout.assembly.parts import USED_MEMORY, Decision, divisors
 from flatout.assembly.prediction import (
     CUDA_CONTEXT,
     CUDA_RESERVED,
@@ -325,12 +325,11 @@ def _optimizer_peak(workload: Workload) -> int:
         try:
             optimizers = OPTIMIZERS.get(workload.optim.kind)(model, workload.optim, parts)
             with Live() as live:
-                for optimizer in optimizers:
-                    optimizer.step()
-                state = live.now
-                live.restart_peak()
-                for optimizer in optimizers:
-                    optimizer.step()
+                for _ in range(2):
+                    state = live.now
+                    live.restart_peak()
+                    for optimizer in optimizers:
+                        optimizer.step()
         except RuntimeError:
             return adamw
     return max(adamw, int(live.peak - state))
@@ -488,18 +487,18 @@ def smaller_batch(
     Rows that divide the step keep its number of tokens. None if not even one row fits.
     """
     fits = min(most_rows(workload, available), at_most)
-    found = next((rows for rows in range(fits, 0, -1) if rows_per_rank % rows == 0), None)
+    found = next(divisors(rows_per_rank, fits), None)
     return (found, rows_per_rank // found) if found else None
 
 
-def most_rows(workload: Workload, available: int, accumulate: int = 2) -> int:
-    """Return the most rows of a micro-batch with which a step needs at most `available` bytes.
+def most_rows(workload: Workload, available: int) -> int:
+    """Return the most rows with which a step of two micro-batches needs at most `available` bytes.
 
     0 when not even one row fits.
     """
 
     def need(rows: int) -> int:
-        return estimate(workload, rows, accumulate).total
+        return estimate(workload, rows, accumulate=2).total
 
     if need(1) > available:
         return 0

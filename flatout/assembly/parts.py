@@ -123,19 +123,17 @@ class MicroBatchPlan:
     most_rows: Callable[[], int]
     """The most rows that fit. Raises HardwareError when a single one does not."""
 
-    def divisors(self, at_most: int) -> Iterator[int]:
-        """Yield the divisors of `rows_per_rank` up to `at_most`, largest first."""
-        yield from (
-            rows
-            for rows in range(min(self.rows_per_rank, at_most), 0, -1)
-            if self.rows_per_rank % rows == 0
-        )
+
+def divisors(number: int, at_most: int) -> Iterator[int]:
+    """Yield the divisors of a number up to `at_most`, largest first."""
+    yield from (one for one in range(min(number, at_most), 0, -1) if number % one == 0)
 
 
 def rows_people_write(plan: MicroBatchPlan) -> int:
     """Return the largest row count, up to 12 and 131,072 tokens, that divides the step and fits."""
     at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.seq_len), 1)
-    return next(rows for rows in plan.divisors(at_most) if rows == 1 or plan.fits(rows))
+    found = divisors(plan.rows_per_rank, at_most)
+    return next(rows for rows in found if rows == 1 or plan.fits(rows))
 
 
 class ImmediateReadback:

@@ -260,9 +260,16 @@ def past_run(
 ) -> PastRun:
     """Return the record of a resolved run with what was measured."""
     speedups = sorted(speedups_on(decisions))
-    parts = [config.model.model_dump(mode="json"), config.data.seq_len, config.optim.kind]
-    parts += [config.data.document_mask, config.train.precision, speedups, world_size]
-    parts.append(config.lora.model_dump(mode="json"))
+    parts = [
+        config.model.model_dump(mode="json"),
+        config.data.seq_len,
+        config.optim.kind,
+        config.data.document_mask,
+        config.train.precision,
+        speedups,
+        world_size,
+        config.lora.model_dump(mode="json"),
+    ]
     return PastRun(
         digest=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16],
         versions=f"torch {version('torch')}, flatout {import_module('flatout').__version__}",

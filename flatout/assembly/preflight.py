@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from flatout.assembly.parts import divisors
 from flatout.assembly.selection import parse_request
 from flatout.config.schema import RunConfig
 from flatout.config.sections import MIRROR_OFF, CheckpointConfig, LogConfig
@@ -238,11 +239,7 @@ def for_world_size(config: RunConfig, world_size: int) -> RunConfig:
             "and is a multiple of parallel.shard.",
         )
     share = sequences // world_size
-    rows = next(
-        rows
-        for rows in range(min(int(config.batch.rows_per_device), share), 0, -1)
-        if share % rows == 0
-    )
+    rows = next(divisors(share, int(config.batch.rows_per_device)))
     return config.with_values(
         {
             "batch.rows_per_device": rows,

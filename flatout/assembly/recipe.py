@@ -7,9 +7,16 @@ imported at first access.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import importlib
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
+from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatout.assembly.parts import (
@@ -25,7 +32,7 @@ from flatout.assembly.parts import (
     sync_every_micro_batch,
 )
 from flatout.config.schema import RunConfig
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, MissingPackage
 from flatout.hardware import Machine
 from flatout.registry import MODELS, SPEEDUPS, load_reference
 
@@ -48,10 +55,6 @@ class Lazy:
 
     reference: str
 
-    def load(self) -> Any:
-        """Import and return the part."""
-        return load_reference(self.reference)
-
 
 def lazy(reference: str) -> Any:
     """Reference a part that needs torch; typed as the part that the attribute returns."""
@@ -65,11 +68,22 @@ class _LoadsLazily:
 
         def __getattribute__(self, name):
             value = super().__getattribute__(name)
-            return value.load() if isinstance(value, Lazy) else value
+            return load_reference(value.reference) if isinstance(value, Lazy) else value
 
 
 Transform = Callable[[Any, "Mesh | None"], Any]
 """(model, mesh) -> model, changed in place or wrapped; mesh is None when memory is estimated."""
+Check = Callable[[Machine, RunConfig], str | None]
+"""Returns one sentence on why a speedup cannot or should not run, or None."""
+NOISE = {
+    "torchao": r"Failed to load \S+/_C\w*\.\S*so: ",
+    "torch.utils._pytree": (
+        r"<enum 'KernelPreference'> is an Enum subclass and is now natively supported"
+    ),
+}
+"""The start of each hidden line, by logger: torchao's kernels for unused formats and other Python
+versions, and a deprecation between torchao and torch.
+"""
 MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
 """Ops that a model may or may not call; its file states which, as USES."""
 
@@ -281,7 +295,7 @@ class Speedup:
     Compiled code is called once before training; if that fails, every speedup that compiles is
     turned off.
     """
-    why_not: Callable[[Machine, RunConfig], str | None] = lambda _machine, _config: None
+    why_not: Check = lambda _machine, _config: None
     """Returns one sentence on why it cannot or should not run here, or None. A separate check
     covers models that do not call the functions it replaces.
     """
@@ -331,3 +345,110 @@ class Speedup:
 def baseline() -> Recipe:
     """Return the unoptimised recipe: every slot plain, no transforms."""
     return Recipe()
+
+
+def without_softcap(_machine: Machine, config: RunConfig) -> str | None:
+    """Return why kernels for attention cannot compute this model, or None."""
+    if config.model.own().get("attention_softcap") is None:
+        return None
+    return "No attention kernel limits the scores, as model.attention_softcap asks."
+
+
+def uses_gpu(machine: Machine, config: RunConfig) -> bool:
+    """Return whether the run uses an NVIDIA GPU, given its configuration and machine."""
+    return (
+        bool(machine.gpus)
+        if config.train.device == "auto"
+        else config.train.device.startswith("cuda")
+    )
+
+
+def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str | None:
+    """Return why a GPU of this machine is too old for `what`, or None."""
+    too_old = [gpu for gpu in machine.gpus if gpu.compute_capability < capability]
+    if not too_old:
+        return None
+    have = ".".join(str(part) for part in too_old[0].compute_capability)
+    return (
+        f"{what} needs compute capability {capability[0]}.{capability[1]}; "
+        f"the {too_old[0].name} has {have}."
+    )
+
+
+def first_of(*checks: Check) -> Check:
+    """Return the check that gives the first reason of these, or None."""
+
+    def check(machine: Machine, config: RunConfig) -> str | None:
+        return next((why for one in checks if (why := one(machine, config))), None)
+
+    return check
+
+
+def needs_gpu(
+    what: str, capability: tuple[int, int] | None = None, instead: str | None = None
+) -> Check:
+    """Return the check that the run uses an NVIDIA GPU, of at least a compute capability."""
+    advice = f" Use {instead} instead." if instead else ""
+
+    def check(machine: Machine, config: RunConfig) -> str | None:
+        if uses_gpu(machine, config):
+            too_old = capability and gpu_below(machine, capability, what)
+            return too_old and too_old + advice
+        least = capability and " of compute capability {}.{} or higher".format(*capability)
+        return f"{what} needs an NVIDIA GPU{least or ''}, and this run uses a CPU.{advice}"
+
+    return check
+
+
+def needs_cpu(machine: Machine, config: RunConfig) -> str | None:
+    """Return that the run does not use a CPU, or None."""
+    return (
+        "It only applies to CPUs, and this run uses a GPU." if uses_gpu(machine, config) else None
+    )
+
+
+def needs_package(package: str, extra: str | None = None) -> Check:
+    """Return the check that an optional package, of one of flatout's extras, is installed."""
+    install = package if extra is None else f'"flatout[{extra}]"'
+    missing = f"It needs the package {package}, which is not installed: pip install {install}."
+    return lambda _machine, _config: None if find_spec(package.replace("-", "_")) else missing
+
+
+def without_compiler(machine: Machine, config: RunConfig) -> str | None:
+    """Return why torch.compile cannot work here, or None: a CPU needs a C++ compiler."""
+    if not uses_gpu(machine, config) and not (shutil.which("g++") or shutil.which("clang++")):
+        return "On a CPU torch.compile needs a C++ compiler: apt install g++."
+    return None
+
+
+def load_package(module: str, speedup: str, extra: str) -> ModuleType:
+    """Import and return a module of an optional package, without its startup messages.
+
+    Raises: MissingPackage with the command to install it.
+    """
+    try:
+        with without_noise():
+            return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingPackage(
+            f"The speedup {speedup!r} needs the package {package}, which is not installed.",
+            fix=f'Install it: `pip install "flatout[{extra}]"`.',
+        ) from error
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Return a context that hides the log lines in `NOISE` and shows all others."""
+
+    def shows(start: str, record: logging.LogRecord) -> bool:
+        return re.match(start, record.getMessage()) is None
+
+    filters = {logging.getLogger(name): partial(shows, start) for name, start in NOISE.items()}
+    for logger, wanted in filters.items():
+        logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        for logger, wanted in filters.items():
+            logger.removeFilter(wanted)

@@ -80,11 +80,8 @@ def removing(name: str, speedups: str | Sequence[str]) -> str:
 
 
 def _words(speedups: str | Sequence[str]) -> list[str]:
-    return [
-        word.strip()
-        for word in (speedups.split(",") if isinstance(speedups, str) else speedups)
-        if word.strip()
-    ]
+    parts = speedups.split(",") if isinstance(speedups, str) else speedups
+    return [word for part in parts if (word := part.strip())]
 
 
 def _name(word: str) -> str:
@@ -201,16 +198,14 @@ def select(
         if name not in named and not request.auto:
             return Decision(name, False, "not among speedups")
         against = speedup.reason_against(machine, config)
+        if not against and name not in named:
+            return decide(speedup, device, minutes, gains.get(name))
         if against and name in named:
             raise HardwareError(
                 f"The speedup {name!r} cannot be used: {against}",
                 fix=f"Leave it out: {_without(name, config)}.",
             )
-        if against:
-            return Decision(name, False, against)
-        if name in named:
-            return Decision(name, True, "requested")
-        return decide(speedup, device, minutes, gains.get(name))
+        return Decision(name, not against, against or "requested")
 
     found = {name: decide_alone(speedup) for name, speedup in ladder.items()}
     by_gain = [
@@ -305,19 +300,16 @@ def stored_decisions(
         chooser = parse_request(requested.speedups)
     decisions = []
     for speedup in known_speedups(on):
-        against = speedup.reason_against(machine, config)
-        reason = against or before
-        is_on = speedup.name in on
-        if is_on and against:
-            reason = f"{before}; but now: {against}"
-        if chooser is not None and "micro_batch" in speedup.fills:
-            is_named, may = speedup.name in chooser.named, speedup.name not in chooser.dropped
-            is_on |= is_named or (chooser.auto and may)
+        name, against = speedup.name, speedup.reason_against(machine, config)
+        is_on = name in on
+        reason = f"{before}; but now: {against}" if is_on and against else against or before
+        if chooser and "micro_batch" in speedup.fills:
+            is_on |= name in chooser.named or (chooser.auto and name not in chooser.dropped)
             rows = config.batch.rows_per_device
             reason = (
                 f"the micro-batch was chosen when the run started (batch.rows_per_device={rows})"
             )
-        decisions.append(Decision(speedup.name, is_on, reason))
+        decisions.append(Decision(name, is_on, reason))
     return decisions
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import gpu_below, uses_gpu
 from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Promise, Speedup, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import first_of, needs_cpu
 from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import On, Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Promise, Speedup, first_of, lazy, needs_cpu
 
 SPEEDUP = Speedup(
     name="bf16-products",

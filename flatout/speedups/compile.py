@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.assembly.conditions import without_compiler
-from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Promise, Speedup, without_compiler
 from flatout.speedups.compile_blocks import compile_blocks
 
 if TYPE_CHECKING:

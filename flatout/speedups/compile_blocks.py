@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flatout.assembly.conditions import without_compiler
-from flatout.assembly.recipe import Off, Promise, Speedup
+from flatout.assembly.recipe import Off, Promise, Speedup, without_compiler
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.conditions import first_of, needs_gpu
-from flatout.assembly.recipe import Off, Promise, Speedup
+from flatout.assembly.recipe import Off, Promise, Speedup, first_of, needs_gpu
 
 
 @contextmanager

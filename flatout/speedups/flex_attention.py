@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import first_of, needs_gpu, needs_package, without_softcap
-from flatout.assembly.recipe import On, Promise, Speedup, lazy
+from flatout.assembly.recipe import (
+    On,
+    Promise,
+    Speedup,
+    first_of,
+    lazy,
+    needs_gpu,
+    needs_package,
+    without_softcap,
+)
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

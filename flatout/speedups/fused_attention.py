@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import without_softcap
-from flatout.assembly.recipe import On, Promise, Speedup, lazy
+from flatout.assembly.recipe import On, Promise, Speedup, lazy, without_softcap
 
 SPEEDUP = Speedup(
     name="fused-attention",

@@ -5,8 +5,7 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from flatout.assembly.conditions import first_of, needs_cpu
-from flatout.assembly.recipe import On, Promise, Speedup
+from flatout.assembly.recipe import On, Promise, Speedup, first_of, needs_cpu
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Numbers of mallopt's settings in glibc's malloc.h."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import first_of, needs_gpu, needs_package
-from flatout.assembly.recipe import Off, Promise, Speedup, lazy
+from flatout.assembly.recipe import Off, Promise, Speedup, first_of, lazy, needs_gpu, needs_package
 
 SPEEDUP = Speedup(
     name="liger-ce",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.parts import MicroBatchPlan
+from flatout.assembly.parts import MicroBatchPlan, divisors
 from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
@@ -16,8 +16,10 @@ a GPU the kernels are, which is not measured yet.
 def largest_useful(plan: MicroBatchPlan) -> int:
     """Return the most useful rows that divide a rank's share of the step and fit in memory."""
     enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.seq_len, 1)
-    rows = next(plan.divisors(enough))
-    return rows if rows == 1 or plan.fits(rows) else next(plan.divisors(plan.most_rows()))
+    rows = next(divisors(plan.rows_per_rank, enough))
+    if rows == 1 or plan.fits(rows):
+        return rows
+    return next(divisors(plan.rows_per_rank, plan.most_rows()))
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:

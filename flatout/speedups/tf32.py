@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import needs_gpu
-from flatout.assembly.recipe import On, Promise, Speedup
+from flatout.assembly.recipe import On, Promise, Speedup, needs_gpu
 
 SPEEDUP = Speedup(
     name="tf32",

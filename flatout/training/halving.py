@@ -14,8 +14,7 @@ from typing import NoReturn, Self
 
 import torch
 
-from flatout.assembly.build import make_feed
-from flatout.assembly.run import Run
+from flatout.assembly.run import Run, make_feed
 from flatout.config.schema import RunConfig
 from flatout.errors import SmallerBatch
 from flatout.progress import counted

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from flatout.assembly.build import PeakOf
 from flatout.assembly.resolve import known_peak
+from flatout.assembly.run import PeakOf
 from flatout.hardware import Machine
 from flatout.roof import MEASURED, Peak
 from flatout.training.run_dir import layout

@@ -12,11 +12,10 @@ from typing import NoReturn
 
 import torch
 
-from flatout.assembly.build import build, set_deterministic
 from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
-from flatout.assembly.run import Run
+from flatout.assembly.run import Run, build, set_deterministic
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of

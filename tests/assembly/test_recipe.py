@@ -9,7 +9,6 @@ from itertools import pairwise
 import pytest
 
 from flatout.assembly import recipe as recipe_module
-from flatout.assembly.conditions import gpu_below, uses_gpu
 from flatout.assembly.parts import ImmediateReadback, MicroBatchPlan, rows_people_write
 from flatout.assembly.recipe import (
     SLOTS,
@@ -19,6 +18,8 @@ from flatout.assembly.recipe import (
     Recipe,
     Speedup,
     baseline,
+    gpu_below,
+    uses_gpu,
 )
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError

@@ -19,7 +19,6 @@ HEAVY_PARTS = {
     "roof",
     "memory",
     "run",
-    "build",
     "resolve",
     "training",
     "inference",

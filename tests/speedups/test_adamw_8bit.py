@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from flatout.assembly import conditions
+from flatout.assembly import recipe
 from flatout.assembly.memory import estimate
 from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import workload_of
@@ -189,7 +189,7 @@ def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_c
         torchao.adamw_8bit([], KEYWORDS)
     assert 'pip install "flatout[adamw-8bit]"' in str(raised.value)
     speedup = SPEEDUPS.get(NAME)
-    monkeypatch.setattr(conditions, "find_spec", lambda _: None)
+    monkeypatch.setattr(recipe, "find_spec", lambda _: None)
     assert 'pip install "flatout[adamw-8bit]"' in speedup.why_not(None, tiny_config())
 
 

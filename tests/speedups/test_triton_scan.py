@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.assembly import conditions
+from flatout.assembly import recipe
 from flatout.assembly.selection import select
 from flatout.config.schema import load_config
 from flatout.errors import HardwareError
@@ -32,7 +32,7 @@ def decided(machine, *overrides, device="cuda"):
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    monkeypatch.setattr(conditions, "find_spec", lambda name: object())
+    monkeypatch.setattr(recipe, "find_spec", lambda name: object())
 
 
 def test_auto_prefers_it_to_fast_scan_on_a_gpu():
@@ -56,7 +56,7 @@ def test_a_gpu_too_old_for_triton_is_named():
 
 
 def test_without_triton_it_names_the_install_line_and_fast_scan_stays(monkeypatch):
-    monkeypatch.setattr(conditions, "find_spec", lambda name: None)
+    monkeypatch.setattr(recipe, "find_spec", lambda name: None)
     found = decided(gpu((9, 0)))
     assert "pip install triton" in found["triton-scan"][1]
     assert found["fast-scan"][0]

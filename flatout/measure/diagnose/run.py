@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flatout.assembly.build import build
-from flatout.assembly.run import Run
+from flatout.assembly.run import Run, build
 from flatout.errors import FlatoutError, kind_of
 from flatout.measure.diagnose.failure import failure_of, hanging
 from flatout.measure.diagnose.preflight import Prepared, prepare

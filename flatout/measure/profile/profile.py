@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 import torch._inductor.config
 
-from flatout.assembly.build import build
-from flatout.assembly.run import Run
+from flatout.assembly.run import Run, build
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.files import write_text, writing_run

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from flatout import errors
-from flatout.assembly.conditions import uses_gpu
 from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import open_dataset
+from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
 from flatout.assembly.selection import adding, assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig, validate

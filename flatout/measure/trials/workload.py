@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.assembly.build import build
-from flatout.assembly.run import Run
+from flatout.assembly.run import Run, build
 from flatout.config.schema import validate
 from flatout.hardware import fingerprint
 from flatout.measure.trials.pace import Pace

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import (
+from flatout.assembly.recipe import (
+    Off,
+    Promise,
+    Speedup,
     first_of,
+    lazy,
     needs_package,
     without_compiler,
 )
-from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import disable_cache_limit
 from torch.optim import AdamW, Optimizer
 
-from flatout.assembly.conditions import load_package
+from flatout.assembly.recipe import load_package
 from flatout.optimizers.groups import AdamWSettings, ParameterGroup
 from flatout.optimizers.moments import FP32, TORCHAO, Moments
 from flatout.optimizers.step_guard import step_with_flag

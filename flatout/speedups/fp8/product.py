@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.assembly.conditions import load_package
+from flatout.assembly.recipe import load_package
 from flatout.models.language_model import LanguageModel
 from flatout.models.layers import Linear
 from flatout.ops import product_dtype
@@ -44,7 +44,9 @@ def _in_fp8(
     sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
     if dtype != torch.bfloat16 or not all(size and size % MULTIPLE == 0 for size in sizes):
         return functional.linear(hidden, weight_OI, bias_O)
-    product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=not hidden.is_cuda)
+    emulate = not hidden.is_cuda
+    multiply, settings, config = _LOADED.get(emulate) or load_fp8(emulate=emulate)
+    product: Tensor = multiply.apply(hidden.to(dtype), weight_OI.to(dtype).t(), settings, config)
     return product if bias_O is None else product + bias_O.to(dtype)
 
 
@@ -56,18 +58,6 @@ component (torchao's tensorwise recipe), which takes three passes over it that a
 Sizes that the hardware cannot multiply and dtypes other than bfloat16 fall back to `reference`.
 Without a GPU the result is emulated. Raises MissingPackage with the install line.
 """
-
-
-def fp8_product(hidden: Tensor, weight_OI: Tensor, *, emulate: bool) -> Tensor:
-    """Return torchao's product of bfloat16 factors, on fp8 units or emulated in bfloat16.
-
-    Shapes:  hidden (..., I); weight_OI (O, I).
-    Returns: (..., O), in bfloat16.
-    Raises:  MissingPackage with the install line.
-    """
-    multiply, settings, config = _LOADED.get(emulate) or load_fp8(emulate=emulate)
-    product: Tensor = multiply.apply(hidden, weight_OI.t(), settings, config)
-    return product
 
 
 _LOADED: dict[bool, tuple[Any, Any, Any]] = {}

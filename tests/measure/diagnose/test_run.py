@@ -10,7 +10,7 @@ import pytest
 import torch
 from own_time import OwnTime, compute
 
-from flatout.assembly import build as assembling
+from flatout.assembly import run as assembling
 from flatout.measure.diagnose import run as diagnose_run
 from flatout.measure.diagnose import steps, windows
 from flatout.measure.diagnose.diagnosis import diagnosis_of

@@ -13,7 +13,7 @@ import pytest
 
 from flatout.errors import DiskFull, Stopped
 from flatout.speedups.async_checkpoints import saver
-from flatout.speedups.async_checkpoints.host_copy import HostCopy
+from flatout.speedups.async_checkpoints.saver import HostCopy
 from flatout.training import loop
 from flatout.training.checkpoint import catalog, job
 from flatout.training.checkpoint.info import INFO

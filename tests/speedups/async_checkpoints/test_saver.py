@@ -14,7 +14,7 @@ from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError, RunFailed
 from flatout.progress import SILENT
-from flatout.speedups.async_checkpoints import host_copy
+from flatout.speedups.async_checkpoints import saver as saver_module
 from flatout.speedups.async_checkpoints.saver import BackgroundSaver
 from flatout.training.checkpoint import catalog, job, read_write, tensors
 from flatout.training.checkpoint.savers import InTheLoop
@@ -302,7 +302,7 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     train_step(run, next(run.feed))
     run.mesh = mesh
     snapshot = take(run, {})
-    assert host_copy.bytes_of(snapshot.all_tensors) == reserved
+    assert saver_module.bytes_of(snapshot.all_tensors) == reserved
     block = saver._copy._block.data_ptr()
     saver._copy.of(snapshot, run.mesh.device)
     assert saver._copy._block.data_ptr() == block
@@ -317,7 +317,7 @@ def test_nothing_is_reserved_without_known_sizes_or_memory(
     )
     run = build_run(tiny_config())
     assert InTheLoop().reserve(run) == 0
-    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
+    monkeypatch.setattr(saver_module, "free_bytes", lambda machine: 1000)
     assert BackgroundSaver().reserve(run) == 0
 
 
@@ -336,7 +336,7 @@ def test_a_growing_state_gets_more_memory(tmp_path):
 
 def test_without_memory_for_a_copy_the_loop_writes_the_state(tmp_path, monkeypatch):
     run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(threading.Event())
-    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
+    monkeypatch.setattr(saver_module, "free_bytes", lambda machine: 1000)
     train(run, 1)
     wanted = saved_in_the_loop(run, tmp_path / "wanted")
     saver.save(run, environment=ENVIRONMENT, keep=9, progress=progress)

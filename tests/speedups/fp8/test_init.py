@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from flatout.assembly import conditions
+from flatout.assembly import recipe
 from flatout.assembly.selection import speedup_named
 from flatout.config.schema import load_config
 from flatout.errors import MissingPackage
@@ -121,7 +121,7 @@ def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
     ],
 )
 def test_why_not(capability, settings, reason, monkeypatch):
-    monkeypatch.setattr(conditions, "find_spec", lambda _: "there")
+    monkeypatch.setattr(recipe, "find_spec", lambda _: "there")
     config = load_config().with_values({"train.device": "cuda"} | settings)
     assert fp8.SPEEDUP.why_not(machine(capability), config) == reason
 
@@ -137,7 +137,7 @@ def test_a_gpu_too_old_for_bf16_gets_a_fix():
 
 
 def test_missing_torchao_is_reported_with_its_install_line(monkeypatch):
-    monkeypatch.setattr(conditions, "find_spec", lambda _: None)
+    monkeypatch.setattr(recipe, "find_spec", lambda _: None)
     config = load_config().with_values({"train.device": "cuda"})
     assert 'pip install "flatout[fp8]"' in fp8.SPEEDUP.why_not(machine((9, 0)), config)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)

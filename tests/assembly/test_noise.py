@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.assembly.conditions import NOISE, without_noise
+from flatout.assembly.recipe import NOISE, without_noise
 
 MESSAGES = {
     "torchao": (
@@ -24,7 +24,7 @@ MESSAGES = {
 }
 IMPORTS = {
     "torchao": "from flatout.speedups.fp8.product import load_fp8; load_fp8(emulate=True); "
-    "from flatout.assembly.conditions import load_package; "
+    "from flatout.assembly.recipe import load_package; "
     "load_package('torchao.optim', 'adamw-8bit', 'adamw-8bit')",
 }
 
