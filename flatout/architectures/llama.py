@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.architectures.table import (
     LACKS,
     SAME,
@@ -66,12 +64,6 @@ MORE_SIZES = (
 )
 
 
-def heads_stacked(config: TransformerConfig) -> tuple[Any, Any]:
-    """Return the transform of queries, keys and values."""
-    kv = config.kv_heads * config.head_size
-    return stacked(config.num_heads * config.head_size, kv, kv)
-
-
 MODEL = {
     "token_embedding.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
@@ -88,7 +80,12 @@ BLOCK = {
         *(f"model.layers.{{}}.{name}_proj.{part}" for name in theirs.split()),
     )
     for layers in (
-        {"attention.qkv": (heads_stacked, "self_attn.q self_attn.k self_attn.v")},
+        {
+            "attention.qkv": (
+                lambda c: stacked(c.num_heads * c.head_size, *[c.kv_heads * c.head_size] * 2),
+                "self_attn.q self_attn.k self_attn.v",
+            )
+        },
         {
             "attention.output": (SAME, "self_attn.o"),
             "mlp.gate_up": (lambda c: stacked(c.mlp_width, c.mlp_width), "mlp.gate mlp.up"),
