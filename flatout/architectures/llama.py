@@ -5,6 +5,7 @@ from __future__ import annotations
 from flatout.architectures.table import (
     LACKS,
     SAME,
+    Architecture,
     Field,
     entry,
     only,
@@ -13,7 +14,6 @@ from flatout.architectures.table import (
     sizes,
     stacked,
     tensors_of,
-    transformer,
 )
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
@@ -158,9 +158,9 @@ def write_variant(config: TransformerConfig) -> JsonObject:
     }
 
 
-ARCHITECTURE = transformer(
-    CLASSES,
-    (
+ARCHITECTURE = Architecture(
+    classes=CLASSES,
+    fields=(
         *SIZES,
         only("hidden_act", "silu"),
         *MORE_SIZES,
