@@ -64,12 +64,12 @@ def compare(name: str) -> dict[str, float]:
 
 def time_import(folder: Path) -> dict[str, Any]:
     """Write a large model, import it several times, and return the seconds and the memory."""
-    keys = llama.keys(LARGE)
+    keys = llama.ARCHITECTURE.keys(LARGE)
     own = {key: value for key, value in keys.items() if key != "kind"}
     model = Transformer(Transformer.check(own, seq_len=2048), Ops.plain())
     parameters = dict(model.named_parameters())
     parts = {}
-    for one in llama.tensors(model.config):
+    for one in llama.ARCHITECTURE.tensors(model.config):
         assert one.split is not None
         split = one.split(parameters[one.name].detach())
         parts |= dict(zip(one.foreign, (part.contiguous() for part in split), strict=True))

@@ -52,7 +52,7 @@ SHAPE = [
     "train.device=cpu",
     "train.eval_tokens=4096",
     "checkpoint.keep=20",
-    "speedups=auto,-compile,-compiled-muon",
+    "speedups=auto,-compile",
 ]
 TEMPLATE = named_template("chatml", {})
 WAYS = {"masked": "the assistant's turns", "all": "all tokens"}

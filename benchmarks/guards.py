@@ -37,8 +37,7 @@ from flatout.optimizers.step_guard import StepGuard
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadSteps
 from flatout.training.metrics.surroundings import Surroundings
-from flatout.training.step import train_step
-from flatout.training.step_start import StepStart
+from flatout.training.step import StepStart, train_step
 
 TEXT = "synthetic:documents=2000,words=300,seed=0"
 CALLS, REPEATS = 5_000, 7

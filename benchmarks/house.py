@@ -3,8 +3,10 @@
 `python benchmarks/house.py` measures the package that Python imports, so
 `PYTHONPATH=CHECKOUT python benchmarks/house.py` measures another commit the same way.
 
-- Code tokens: Python's own tokens without comments, docstrings, layout and trailing commas, so
+- Code tokens, in all and by room (the folders of flatout; `top` has the files beside them):
+  Python's own tokens without comments, docstrings, layout and trailing commas, so
   that line length and documentation do not count.
+- Frames: functions of flatout on the stack from `main` to the call of `backward`, both counted.
 - Import layers: the longest chain of modules in which each imports the next.
 - Config: the functions of flatout that `train` calls before the first step with a config, a section
   of it, a recipe of slots, or an object that holds one: how many functions, in how many files,
@@ -22,16 +24,21 @@ import sys
 import tempfile
 import threading
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 import flatout
+from flatout import cli
 
 PACKAGE = Path(flatout.__file__).parent
 LAYOUT = {
@@ -69,6 +76,34 @@ def code_tokens(text: str) -> int:
     ]
     trailing_commas = sum(a.string == "," and b.string in ")]}" for a, b in pairwise(tokens))
     return len(tokens) - trailing_commas
+
+
+def rooms(package: Path) -> dict[str, int]:
+    """Return the code tokens of each folder in a package, and of the files beside them."""
+    found: Counter[str] = Counter()
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).parts
+        found[parts[0] if len(parts) > 1 else "top"] += code_tokens(path.read_text("utf-8"))
+    return dict(found.most_common())
+
+
+def frames_to_backward(words: list[str]) -> list[str]:
+    """Run a command line, and return the functions of flatout above its last `backward`."""
+    plain, found = torch.Tensor.backward, list[str]()
+
+    def backward(self: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        stack = [frame.f_code for frame, _ in walk_stack(sys._getframe(1))]
+        ours = [code for code in stack if PACKAGE in Path(code.co_filename).parents]
+        found[:] = [code.co_name for code in reversed(ours)]
+        plain(self, *arguments, **options)
+
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    try:
+        with suppress(SystemExit):
+            cli.main(words)
+    finally:
+        torch.Tensor.backward = plain  # type: ignore[method-assign]
+    return found
 
 
 def imports(modules: dict[str, ast.Module]) -> dict[str, set[str]]:
@@ -206,11 +241,15 @@ def measure(folder: Path) -> dict[str, Any]:
         parts = ("flatout", *Path(file).with_suffix("").parts)
         return layers[".".join(parts).removesuffix(".__init__")]
 
+    frames = frames_to_backward(["train", str(recipe), "--run-dir", str(folder / "third")])
     heights = [layer_of(file) for file, _ in starting.stops]
     return {
         "files": len(texts),
         "longest_file_lines": max(len(text.splitlines()) for text in texts.values()),
         "code_tokens": sum(code_tokens(text) for text in texts.values()),
+        "rooms": rooms(PACKAGE),
+        "frames_to_backward": len(frames),
+        "frames": " ".join(frames),
         "lines_with_any": sum(
             " Any" in line or "[Any" in line
             for text in texts.values()

@@ -82,7 +82,7 @@ def shape(layers: int, width: int, heads: int, seq_len: int, *more: str) -> tupl
     )
 
 
-EAGER, PLAIN = "speedups=auto,-compile,-compile-blocks,-compiled-muon", "speedups=none"
+EAGER, PLAIN = "speedups=auto,-compile,-compile-blocks", "speedups=none"
 LLAMA = ("model.norm=rmsnorm", "model.activation=swiglu", "model.tied_head=false")
 CASES = (
     Case("baseline", shape(4, 128, 2, 128, PLAIN), 12),

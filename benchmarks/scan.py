@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from main_job import commit, spread
+from scan_fft import fft
 
 from flatout.files import write_text
 from flatout.hardware import probe
@@ -105,7 +106,7 @@ def measure(
 
 def ways(device: str) -> dict[str, Callable[..., Any]]:
     """Return the variants that run here, by name; Triton's needs a GPU."""
-    every = variants(scan)
+    every = {**variants(scan), "fft": fft}
     if device == "cpu":
         return {way: function for way, function in every.items() if not way.startswith("triton")}
     return every | {"chunked, compiled": torch.compile(scan.chunked, dynamic=False)}

@@ -99,7 +99,7 @@ def execute(words: list[str]) -> int:
         words = [words[1], words[0], *words[2:]]
     try:
         with _signals_interrupt():
-            return _run(words)
+            return call(words)
     except UntrustedCode as error:
         return _fail(_with_flag(error, *words), as_json)
     except OutOfMemory as error:
@@ -114,6 +114,67 @@ def execute(words: list[str]) -> int:
         return _fail(_out_of_memory(error), as_json)
     except KeyboardInterrupt as interruption:
         return _fail(_interrupted(interruption), as_json)
+
+
+def call(words: list[str]) -> int:
+    """Parse the command line, call the command, print its result, and return its exit code."""
+    refuse_undecodable(words)
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [words[1], "--help"]
+    if not words or words[0] in {"--help", "-h", "help"}:
+        return 0 if write_output(lambda: print(_help(), end="")) else 1
+    if words[0] == "--version":
+        from flatout import __version__
+
+        return 0 if write_output(lambda: print(f"flatout {__version__}")) else 1
+    name, *rest = words
+    if name.startswith("-"):
+        guess = nearest(name, ["--help", "--version"])
+        raise ConfigError(
+            f"flatout has no option {name!r}.",
+            fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.",
+        )
+    require_posix()
+    if name not in COMMANDS.names():
+        raise unknown_name("command", name, COMMANDS.names())
+    as_json, is_main = "--json" in words, os.environ.get("RANK", "0") == "0"
+    with _signals_exit(lambda: None, as_json):
+        from flatout.parser import parse
+
+        command = COMMANDS.get(name)
+    parsed: list[dict[str, Any] | None] = []
+    if not write_output(lambda: parsed.append(parse(name, rest))):  # it prints the help
+        return 1
+    values = parsed[0] if parsed else None
+    if values is None:
+        return 0
+    from flatout.hardware import CpuTimes, usable_cores
+    from flatout.launch import launch, program
+    from flatout.terminal import Terminal
+
+    began = CpuTimes.read()
+    as_json, verbose = values.pop("json"), values.pop("verbose", False)
+    terminal = Terminal()
+    progress: Progress = terminal if is_main else SILENT
+    try:
+        if command.check is not None:
+            _with_parameters(command.check, values | {"progress": progress})
+        if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+            count = _with_parameters(command.processes, values)
+            if count > 1:
+                return launch(program(words), count, os.environ, usable_cores())
+        if command.needs_torch:
+            _sleep_while_waiting(began, progress)
+            with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
+                importlib.import_module("torch")
+        result = command.call(
+            **values, **_python_parameters(command, terminal, is_main, as_json, verbose)
+        )
+    finally:
+        terminal.close()
+    is_shown = not is_main or write_output(lambda: _show(result, as_json))
+    code: int = result.exit_code
+    return code if is_shown or command.writes_files else code or 1
 
 
 def _interrupted(interruption: KeyboardInterrupt) -> Interrupted:
@@ -209,29 +270,6 @@ def _signals_exit(close: Callable[[], object], as_json: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _run(words: list[str]) -> int:
-    _refuse_undecodable(words)
-    if words[:1] == ["help"] and len(words) > 1:
-        words = [words[1], "--help"]
-    if not words or words[0] in {"--help", "-h", "help"}:
-        return _print(_help())
-    if words[0] == "--version":
-        from flatout import __version__
-
-        return _print(f"flatout {__version__}\n")
-    name, *rest = words
-    if name.startswith("-"):
-        guess = nearest(name, ["--help", "--version"])
-        raise ConfigError(
-            f"flatout has no option {name!r}.",
-            fix=f"Did you mean {guess!r}?" if guess else "`flatout --help` shows the commands.",
-        )
-    require_posix()
-    if name not in COMMANDS.names():
-        raise unknown_name("command", name, COMMANDS.names())
-    return _parse_and_call(name, rest)
-
-
 def _help() -> str:
     names = COMMANDS.names()
     width = max(map(len, names))
@@ -240,11 +278,7 @@ def _help() -> str:
     )
 
 
-def _print(text: str) -> int:
-    return 0 if write_output(lambda: print(text, end="")) else 1
-
-
-def _refuse_undecodable(words: list[str]) -> None:
+def refuse_undecodable(words: list[str]) -> None:
     """Refuse arguments whose bytes could not be decoded: they could not be stored either."""
     bad = next((w for w in words if any("\ud800" <= c <= "\udfff" for c in w)), None)
     if bad is None:
@@ -260,53 +294,6 @@ def _refuse_undecodable(words: list[str]) -> None:
         f"{shown} cannot be decoded: the locale's encoding is {encoding}.",
         fix="Set PYTHONUTF8=1.",
     )
-
-
-def _parse_and_call(name: str, words: list[str]) -> int:
-    with _signals_exit(lambda: None, "--json" in words):
-        from flatout.parser import parse
-
-        command = COMMANDS.get(name)
-    parsed: list[dict[str, Any] | None] = []
-    if not write_output(lambda: parsed.append(parse(name, words))):  # it prints the help
-        return 1
-    values = parsed[0] if parsed else None
-    return 0 if values is None else _call(command, values, [name, *words])
-
-
-def _call(command: Command, values: dict[str, Any], words: list[str]) -> int:
-    """Call the command with the terminal's progress, print its result, return its exit code.
-
-    `words` are the command line, for a command that runs as several processes.
-    """
-    from flatout.hardware import CpuTimes, usable_cores
-    from flatout.launch import launch, program
-    from flatout.terminal import Terminal
-
-    began = CpuTimes.read()
-    as_json, verbose = values.pop("json"), values.pop("verbose", False)
-    terminal = Terminal()
-    is_main = os.environ.get("RANK", "0") == "0"
-    progress: Progress = terminal if is_main else SILENT
-    try:
-        if command.check is not None:
-            _with_parameters(command.check, values | {"progress": progress})
-        if command.processes is not None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-            count = _with_parameters(command.processes, values)
-            if count > 1:
-                return launch(program(words), count, os.environ, usable_cores())
-        if command.needs_torch:
-            _sleep_while_waiting(began, progress)
-            with progress.task("Loading torch"), _signals_exit(terminal.close, as_json):
-                importlib.import_module("torch")
-        result = command.call(
-            **values, **_python_parameters(command, terminal, is_main, as_json, verbose)
-        )
-    finally:
-        terminal.close()
-    if is_main and not write_output(lambda: _show(result, as_json)) and not command.writes_files:
-        return result.exit_code or 1
-    return result.exit_code
 
 
 def _sleep_while_waiting(began: CpuTimes, progress: Progress) -> None:

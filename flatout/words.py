@@ -27,8 +27,12 @@ class Word:
     """The key of flatout, for the group `keys`."""
     option: str = ""
     """The option of `flatout prepare`, for the group `prepare`."""
+    cases: Mapping[str, Any] = field(default_factory=dict)
+    """What values become, by what they are; `config/units.py` reads it."""
     unit: str = ""
-    """How `config/units` converts the value; of keys to leave out, it checks that they can be."""
+    """The function of `config/units.py` that converts the other values, and its arguments."""
+    turn: int = 0
+    """1 after the other keys, whose values it needs, and -1 before them."""
     note: str = ""
     """A sentence; after a colon for the groups `left_out` and `missing`."""
 

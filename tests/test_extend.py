@@ -192,11 +192,13 @@ from flatout.architectures import tiny_gpt2
 from flatout.architectures.source import ForeignWeights, find_model
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops
-document = {"model_type": "tiny_gpt2", "vocab_size": 9, "n_layer": 1, "n_embd": 8, "n_head": 2}
+document = {"model_type": "tiny_gpt2", "vocab_size": 9, "layers": 1, "width": 8, "heads": 2}
+document["positions"] = 4
 path = Path("theirs")
 path.mkdir()
-(path / "config.json").write_text(json.dumps(document | {"n_positions": 4}))
-keys = tiny_gpt2.keys(document | {"n_positions": 4})
+(path / "config.json").write_text(json.dumps(document))
+tiny_gpt2 = tiny_gpt2.ARCHITECTURE
+keys = tiny_gpt2.keys(document)
 own = {key: value for key, value in keys.items() if key != "kind"}
 model = Transformer(Transformer.check(own, seq_len=4), Ops.plain())
 parts = {}

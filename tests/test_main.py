@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[1]
 PLANTED = (
     "torchao",
     "liger_kernel",
-    "bitsandbytes",
     "zstandard",
     "ray",
     "tensorflow",

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_a_terminal_without_unicode_is_not_an_error():
-    program = "from flatout import cli\ncli._run = lambda words: print('größer')\ncli.main(['x'])"
+    program = "from flatout import cli\ncli.call = lambda words: print('größer')\ncli.main(['x'])"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=ROOT,
@@ -28,7 +28,7 @@ def test_a_terminal_without_unicode_is_not_an_error():
 def test_a_closed_pipe_is_not_an_error():
     code = "for i in range(20000): print(i)"
     program = (
-        f"from flatout import cli\ndef talk(words):\n    {code}\ncli._run = talk\ncli.main(['x'])"
+        f"from flatout import cli\ndef talk(words):\n    {code}\ncli.call = talk\ncli.main(['x'])"
     )
     talker = subprocess.Popen(
         [sys.executable, "-c", program],
@@ -105,7 +105,7 @@ def test_streaming_to_a_full_disk_is_an_error_with_a_fix():
 
 def test_files_opened_later_never_become_standard_error():
     program = (
-        "import os\nfrom flatout import cli\ncli._run = lambda words: print(os.open('/dev/null', "
+        "import os\nfrom flatout import cli\ncli.call = lambda words: print(os.open('/dev/null', "
         "os.O_RDONLY)) or 0\ncli.main(['x'])"
     )
     line = '"$0" -c "$1" <&- 2>&-'

@@ -1,8 +1,8 @@
 """Architectures of other programs: one file per family, with its config.json and its tensors.
 
 A family states both directions, so that import and export use one table: from config.json to the
-keys under `model.` and back, and from its tensors to flatout's and back. Drop in a file that
-assigns ARCHITECTURE, and both find it.
+keys under `model.` and back, and from its tensors to flatout's and back. `table.py` has the rows of
+such tables. Drop in a file that assigns ARCHITECTURE, and both find it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Architecture:
     """Start of the family's names that files of the bare model lack."""
     ignored: tuple[str, ...] = ()
     """Regular expressions of tensors without weights, such as masks."""
-    heads: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ("lm_head.weight",)
     """Names under which files may repeat the output head, such as that of a tied model."""
     recognise: Callable[[Shapes, JsonObject], JsonObject | None] = lambda _shapes, _others: None
     """Returns the keys under `model.` of a file without config.json, or None for another family.

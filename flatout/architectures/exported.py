@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.architectures import Architecture, TensorMap
-from flatout.architectures.transforms import same
+from flatout.architectures.table import SAME, names_of
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
-from flatout.ops import Ops
 from flatout.registry import MODELS
 
 OWN_TOKENIZER = "flatout_tokenizer.json"
@@ -32,16 +29,10 @@ def keys(document: JsonObject) -> JsonObject:
     return dict(found)
 
 
-def tensors(config: Any) -> list[TensorMap]:
-    """Return the tensors of a model, which have the same names and values on both sides."""
-    classes = (MODELS.get(name) for name in MODELS.names())
-    model_class = next(found for found in classes if found.Config is type(config))
-    return [same(name, name) for name in model_class.on_meta(config, Ops.plain()).state_dict()]
-
-
 ARCHITECTURE = Architecture(
     model_types=(MODEL_TYPE,),
     keys=keys,
     why_not=lambda _config: "Its names are flatout's own.",
-    tensors=tensors,
+    tensors=lambda config: [TensorMap(name, (name,), *SAME) for name in names_of(config)],
+    heads=(),
 )

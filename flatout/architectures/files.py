@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,9 @@ class TensorFiles:
     """The tensors of a model by name, without the prefixes in WRAPPERS; each is read when asked."""
 
     path: Path
-    readers: Mapping[str, Callable[[], Tensor]]
-    shapes: Mapping[str, tuple[int, ...]]
-    others: JsonObject = field(default_factory=dict)
+    readers: dict[str, Callable[[], Tensor]]
+    shapes: dict[str, tuple[int, ...]]
+    others: JsonObject
     """The other values of a file of torch.save, such as nanoGPT's `model_args`."""
 
     def read(self, name: str) -> Tensor:
@@ -69,21 +69,20 @@ def open_tensors(path: Path) -> TensorFiles:
     Raises: CheckpointError when there are none, one file of several is missing, or a file is
             damaged or contains pickled code.
     """
-    files = weight_files(path)
-    if files[0].suffix == SAFETENSORS:
-        return _open_safetensors(path, files)
-    tensors: dict[str, Tensor] = {}
-    others: JsonObject = {}
-    for file in files:
-        found, rest = _load(file)
-        tensors |= found
-        others |= rest
-    return TensorFiles(
-        path,
-        {name: partial(tensors.__getitem__, name) for name in tensors},
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        others,
-    )
+    found = TensorFiles(path, {}, {}, {})
+    for file in weight_files(path):
+        try:
+            if file.suffix == SAFETENSORS:
+                opened: Any = safe_open(file, framework="pt")
+                for stored in opened.keys():  # noqa: SIM118 - it is not a mapping
+                    name = plain_name(stored)
+                    found.readers[name] = partial(opened.get_tensor, stored)
+                    found.shapes[name] = tuple(opened.get_slice(stored).get_shape())
+            else:
+                _open_torch(file, found)
+        except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            raise _unreadable(file, error) from error
+    return found
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -126,28 +125,28 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in files]
 
 
-def _open_safetensors(path: Path, files: list[Path]) -> TensorFiles:
-    readers: dict[str, Callable[[], Tensor]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
+def _open_torch(file: Path, found: TensorFiles) -> None:
+    """Add the tensors of a file of torch.save, and its other values."""
+    load = partial(torch.load, file, map_location="cpu", weights_only=True)
+    try:
         try:
-            opened: Any = safe_open(file, framework="pt")
-            for stored in opened.keys():  # noqa: SIM118 - it is not a mapping
-                name = plain_name(stored)
-                readers[name] = partial(opened.get_tensor, stored)
-                shapes[name] = tuple(opened.get_slice(stored).get_shape())
-        except (OSError, SafetensorError, RuntimeError) as error:
-            raise _unreadable(file, error) from error
-    return TensorFiles(path, readers, shapes)
-
-
-def _load(file: Path) -> tuple[dict[str, Tensor], JsonObject]:
-    """Return the tensors of a file of torch.save, and its other values."""
-    document = _unpickled(file)
+            document = load(mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            document = load()  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        safe = in_shell(file.with_suffix(SAFETENSORS).name)
+        raise CheckpointError(
+            f"{file} contains Python code or objects in a pickle; reading them would execute code.",
+            fix=f"If you trust the file, load it with the program that wrote it, and save only the "
+            f"tensors, with safetensors.torch.save_file, as {safe}.",
+        ) from error
     if not isinstance(document, Mapping):
         document = {}
-    nested = next((key for key in NESTED if isinstance(document.get(key), Mapping)), None)
-    weights = document if nested is None else document[nested]
+    weights = next(
+        (document[key] for key in NESTED if isinstance(document.get(key), Mapping)), document
+    )
     tensors = {
         plain_name(str(name)): value for name, value in weights.items() if isinstance(value, Tensor)
     }
@@ -156,29 +155,12 @@ def _load(file: Path) -> tuple[dict[str, Tensor], JsonObject]:
             f"{file} contains no tensors by name.",
             fix="Save the model's state_dict, `torch.save(model.state_dict(), FILE)`.",
         )
-    return tensors, {
-        str(key): value for key, value in document.items() if not isinstance(value, Tensor)
-    }
-
-
-def _unpickled(file: Path) -> Any:
-    load = partial(torch.load, file, map_location="cpu", weights_only=True)
-    try:
-        try:
-            return load(mmap=True)
-        except RuntimeError as error:
-            if "mmap" not in str(error):
-                raise
-            return load()  # the format before torch 1.6
-    except pickle.UnpicklingError as error:
-        safe = in_shell(file.with_suffix(SAFETENSORS).name)
-        raise CheckpointError(
-            f"{file} contains Python code or objects in a pickle; reading them would execute code.",
-            fix=f"If you trust the file, load it with the program that wrote it, and save only the "
-            f"tensors, with safetensors.torch.save_file, as {safe}.",
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise _unreadable(file, error) from error
+    for name, tensor in tensors.items():
+        found.readers[name] = partial(tensors.__getitem__, name)
+        found.shapes[name] = tuple(tensor.shape)
+    found.others.update(
+        {str(key): value for key, value in document.items() if not isinstance(value, Tensor)}
+    )
 
 
 def plain_name(name: str) -> str:

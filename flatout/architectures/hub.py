@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from flatout.architectures.files import INDEXES, SAFETENSORS
 from flatout.errors import CheckpointError, MissingPackage
@@ -49,17 +48,26 @@ def model_folder(
             f"train.init_from={reference} does not name a repository of the Hugging Face hub.",
             fix="Write hf:ORG/NAME, or hf:ORG/NAME@REVISION with a branch, a tag or a commit.",
         )
-    hub = _huggingface_hub(reference)
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise MissingPackage(
+            f"Downloading {reference} needs the package huggingface_hub, which is not installed.",
+            fix='Install it: `pip install "flatout[hub]"`, or download the model, and name its '
+            "directory.",
+        ) from error
     repository, revision = match["repository"], match["revision"] or "main"
     try:
         info = hub.HfApi(endpoint=endpoint).model_info(repository, revision=revision)
     except Exception as error:  # of huggingface_hub, or of the HTTP library that it uses
-        known = _cached(hub, repository, revision, cache)
-        if known is None or isinstance(error, hub.errors.HfHubHTTPError):  # the hub has answered
+        known = hub.try_to_load_from_cache(repository, CONFIG, revision=revision, cache_dir=cache)
+        if not isinstance(known, str) or isinstance(error, HfHubHTTPError):  # the hub has answered
             raise _explained(error, reference) from error
-        progress.say(f"The hub cannot be reached; using the copy of {repository} in {known}.")
-        return known
-    listed = [str(sibling.rfilename) for sibling in info.siblings or ()]
+        folder = Path(known).parent
+        progress.say(f"The hub cannot be reached; using the copy of {repository} in {folder}.")
+        return folder
+    listed = [sibling.rfilename for sibling in info.siblings or ()]
     wanted = wanted_files(listed) if whole else [CONFIG]
     if CONFIG not in listed:
         raise CheckpointError(
@@ -88,48 +96,25 @@ def wanted_files(listed: list[str]) -> list[str]:
     )
 
 
-def _cached(hub: Any, repository: str, revision: str, cache: Path | None) -> Path | None:
-    """Return the directory of an earlier download, or None."""
-    found = hub.try_to_load_from_cache(repository, CONFIG, revision=revision, cache_dir=cache)
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _huggingface_hub(reference: str) -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-    except ImportError as error:
-        raise MissingPackage(
-            f"Downloading {reference} needs the package huggingface_hub, which is not installed.",
-            fix='Install it: `pip install "flatout[hub]"`, or download the model, and name its '
-            "directory.",
-        ) from error
-    return huggingface_hub
-
-
 def _explained(error: Exception, reference: str) -> CheckpointError:
     """Return the error to report for an exception of huggingface_hub."""
-    from huggingface_hub import errors
-
     name = reference.removeprefix(PREFIX)
-    answers = {  # subclasses first
-        errors.GatedRepoError: (
+    answers = {
+        "GatedRepoError": (
             f"{name} is gated: only users whom its owners approve can read it.",
             "Request access on its page, then run `hf auth login`.",
         ),
-        errors.RevisionNotFoundError: (
+        "RevisionNotFoundError": (
             f"{name} has no such revision.",
             "Name a branch, a tag or a full commit hash after the @.",
         ),
-        errors.RepositoryNotFoundError: (
+        "RepositoryNotFoundError": (
             f"There is no repository {name} on the hub that you may read.",
             "Check the name, or run `hf auth login`.",
         ),
     }
-    for kind, (what, fix) in answers.items():
-        if isinstance(error, kind):
-            return CheckpointError(what, fix=fix)
     reason = " ".join(str(error).split()).rstrip(".")[:200] or type(error).__name__
-    return CheckpointError(
-        f"Cannot download {name}: {reason}.", fix="Check the connection, then run it again."
-    )
+    unknown = f"Cannot download {name}: {reason}.", "Check the connection, then run it again."
+    kinds = (kind.__name__ for kind in type(error).__mro__)
+    what, fix = next((answers[kind] for kind in kinds if kind in answers), unknown)
+    return CheckpointError(what, fix=fix)

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from flatout.architectures import Architecture, Shapes, TensorMap, gpt2
-from flatout.architectures.config_json import OTHER_MODEL, require, required
-from flatout.architectures.transforms import same
+from flatout.architectures.table import OTHER_MODEL, SAME, read_fields, require, sizes
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
-from flatout.models.transformer import TransformerConfig
 
+SIZES = sizes(
+    vocab_size="vocab_size",
+    n_layer="num_layers",
+    n_embd="d_model",
+    n_head="num_heads",
+    block_size="max_seq_len",
+)
+SHAPE = {
+    "kind": "transformer",
+    "norm": "layernorm",
+    "positions": "learned",
+    "activation": "gelu_exact",
+    "tied_head": True,
+}
+"""The keys of every model; GELU is exact, as in nanoGPT since 2023."""
 MODEL_ARGS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
 """The keys of `model_args` in a checkpoint."""
 
@@ -16,7 +29,7 @@ MODEL_ARGS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size",
 def recognise(shapes: Shapes, others: JsonObject) -> JsonObject | None:
     """Return the `model.` keys of a checkpoint, or None when it has no `model_args`.
 
-    Raises: ConfigError when the checkpoint is of a changed nanoGPT.
+    Raises: ConfigError when one is missing, or the checkpoint is of a changed nanoGPT.
     """
     arguments = others.get("model_args")
     if not isinstance(arguments, dict) or "transformer.wte.weight" not in shapes:
@@ -26,41 +39,18 @@ def recognise(shapes: Shapes, others: JsonObject) -> JsonObject | None:
             f"The imported checkpoint is of a changed nanoGPT: its model_args has {unknown[0]}.",
             fix=OTHER_MODEL,
         )
-    return _keys(arguments)
-
-
-def _keys(document: JsonObject) -> JsonObject:
-    """Return the `model.` keys for `model_args`; GELU is exact, as in nanoGPT since 2023.
-
-    Raises: ConfigError when one is missing.
-    """
-    require(document, "bias", (True, False, None))
-    return {
-        "kind": "transformer",
-        "vocab_size": required(document, "vocab_size"),
-        "num_layers": required(document, "n_layer"),
-        "d_model": required(document, "n_embd"),
-        "num_heads": required(document, "n_head"),
-        "max_seq_len": required(document, "block_size"),
-        "norm": "layernorm",
-        "positions": "learned",
-        "activation": "gelu_exact",
-        "bias": document.get("bias") is not False,
-        "tied_head": True,
-    }
-
-
-def tensors(config: TransformerConfig) -> list[TensorMap]:
-    """Return the tensors of a checkpoint: GPT-2's names, without transposing and absent biases."""
-    return [same(one.name, one.foreign[0]) for one in gpt2.tensors(config)]
+    require(arguments, "bias", True, False)
+    bias = {"bias": arguments.get("bias") is not False}
+    return read_fields(SIZES, arguments, SHAPE | bias)
 
 
 ARCHITECTURE = Architecture(
     model_types=(),
     keys=None,
     why_not=lambda _config: "Checkpoints of nanoGPT are only imported; export it as GPT-2.",
-    tensors=tensors,
+    tensors=lambda config: [
+        TensorMap(one.name, one.foreign[:1], *SAME) for one in gpt2.ARCHITECTURE.tensors(config)
+    ],
     ignored=gpt2.ARCHITECTURE.ignored,
-    heads=gpt2.ARCHITECTURE.heads,
     recognise=recognise,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.architectures import Architecture, TensorMap
-from flatout.architectures.config_json import OTHER_MODEL
+from flatout.architectures import Architecture
 from flatout.architectures.exported import MODEL_TYPE
 from flatout.architectures.files import INDEXES, SAFETENSORS, SINGLE, open_tensors
 from flatout.architectures.hub import CONFIG, PREFIX, model_folder
+from flatout.architectures.table import OTHER_MODEL
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import JsonObject, read_json
 from flatout.progress import SILENT, Progress
@@ -74,7 +73,17 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
     folder = path if path.is_dir() else path.parent
     if (folder / CONFIG).is_file() and (path.is_dir() or path.suffix in CONFIGURED):
         return _configured(path, folder / CONFIG)
-    return _recognised(path)
+    files = open_tensors(path)
+    for architecture in map(ARCHITECTURES.get, ARCHITECTURES.names()):
+        keys = architecture.recognise(files.shapes, files.others)
+        if keys is not None:
+            return ForeignModel(path, architecture, keys)
+    first = ", ".join(sorted(files.shapes)[:MOST_NAMED])
+    raise CheckpointError(
+        f"{path} has no config.json, and its tensors ({first}, ...) do not tell its architecture.",
+        fix="Put the model's config.json beside the weights, as model.safetensors or "
+        f"pytorch_model.bin. {OTHER_MODEL}",
+    )
 
 
 def _configured(path: Path, config: Path) -> ForeignModel:
@@ -95,52 +104,22 @@ def _configured(path: Path, config: Path) -> ForeignModel:
             f"The weights of {path} are quantised (quantization_config in config.json).",
             fix="Start from the weights before quantisation.",
         )
-    known = {
-        model_type: architecture
-        for name in ARCHITECTURES.names()
-        for architecture in (ARCHITECTURES.get(name),)
-        for model_type in architecture.model_types
-    }
-    if kind not in known:
-        named = f"is of the architecture {kind!r}" if kind else f"has no model_type in {CONFIG}"
-        lacks = "which flatout does not read"
-        if any("expert" in key for key in document):
-            lacks = "a mixture of experts; flatout has none"
-        raise ConfigError(
-            f"The imported model {named}{f', {lacks}' if kind else ''}.", fix=OTHER_MODEL
-        )
-    return ForeignModel(path, known[kind], _keys(known[kind], document, config))
-
-
-def _keys(architecture: Architecture, document: JsonObject, config: Path) -> JsonObject:
-    """Return the keys under `model.` for a config.json that may be damaged.
-
-    Raises: ConfigError when a value has the wrong type or size, or flatout cannot express it.
-    """
-    assert architecture.keys is not None  # it has model types
+    families = map(ARCHITECTURES.get, ARCHITECTURES.names())
+    family = next((family for family in families if kind in family.model_types), None)
+    if family is None:
+        named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"
+        if kind and any("expert" in key for key in document):
+            named += "a mixture of experts; flatout has none"
+        elif kind:
+            named += "which flatout does not read"
+        raise ConfigError(f"The imported model {named}.", fix=OTHER_MODEL)
     try:
-        return architecture.keys(document)
+        return ForeignModel(path, family, family.keys(document))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{config} has a value of the wrong type or size ({type(error).__name__}: {error}).",
             fix="Restore config.json from the model's repository.",
         ) from error
-
-
-def _recognised(path: Path) -> ForeignModel:
-    """Return the model of a file without config.json, by the names of its tensors."""
-    files = open_tensors(path)
-    for name in ARCHITECTURES.names():
-        architecture = ARCHITECTURES.get(name)
-        keys = architecture.recognise(files.shapes, files.others)
-        if keys is not None:
-            return ForeignModel(path, architecture, keys)
-    first = ", ".join(sorted(files.shapes)[:MOST_NAMED])
-    raise CheckpointError(
-        f"{path} has no config.json, and its tensors ({first}, ...) do not tell its architecture.",
-        fix="Put the model's config.json beside the weights, as model.safetensors or "
-        f"pytorch_model.bin. {OTHER_MODEL}",
-    )
 
 
 class ForeignWeights:
@@ -176,27 +155,32 @@ class ForeignWeights:
     def require_fit(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Check that every tensor of flatout's model, with these shapes, has its values here.
 
+        Cost:   reads the output head, and its copies in the files.
         Raises: CheckpointError naming the first tensors that are missing, unknown or of another
                 shape, or an output head that is not the one that the model would use.
         """
         assert shapes.keys() == self._maps.keys()  # a table that lacks a tensor is a bug of ours
-        wanted = {
-            self._stored(name): shape
-            for one in self._maps.values()
-            for name, shape in _foreign_shapes(one, shapes[one.name])
-        }
-        there = self._files.shapes
-        heads = [name for name in self._architecture.heads if name in there and name not in wanted]
+        wanted: dict[str, tuple[int, ...] | None] = {}
+        for name, one in self._maps.items():
+            stored = map(self._stored, one.foreign)
+            if one.split is None:  # only `join` knows them
+                wanted |= dict.fromkeys(stored)
+            else:
+                parts = one.split(torch.empty(shapes[name], device="meta"))
+                wanted |= zip(stored, (tuple(part.shape) for part in parts), strict=True)
+        there, family = self._files.shapes, self._architecture
+        heads = [name for name in family.heads if name in there and name not in wanted]
         problems = [f"it has no {name}" for name in wanted if name not in there]
         problems += [
             f"{name} is {list(there[name])}, and its configuration means {list(shape)}"
             for name, shape in wanted.items()
-            if shape is not None and name in there and there[name] != shape
+            if shape is not None and there.get(name, shape) != shape
         ]
         problems += [
             f"it has {name}, which the architecture lacks"
             for name in there
-            if name not in wanted and name not in heads and not self._is_ignored(name)
+            if name not in {*wanted, *heads}
+            and not any(re.fullmatch(pattern, name) for pattern in family.ignored)
         ]
         if problems:
             listed = "; ".join(problems[:MOST_NAMED])
@@ -206,42 +190,18 @@ class ForeignWeights:
                 f"The tensors of {self.path} do not fit its configuration: {listed}.",
                 fix="Get all files again from where the model was published.",
             )
+        own = next(key for key in HEADS if key in self._maps)
         for name in heads:
-            self._require_same_head(name)
-
-    def _require_same_head(self, name: str) -> None:
-        """Check that a tensor repeats the output head of the model.
-
-        Cost:   reads both tensors.
-        Raises: CheckpointError when it does not: training would start from another model.
-        """
-        ours = next(key for key in HEADS if key in self._maps)
-        head = self.read(ours)
-        if torch.equal(self._files.read(name), head):
-            return
-        source = "the embedding" if ours == HEADS[1] else self._maps[ours].foreign[0]
-        raise CheckpointError(
-            f"{self.path} has an output head, {name}, with other values than {source}, which its "
-            "configuration makes the head.",
-            fix="If the model has a head of its own, set tie_word_embeddings to false in its "
-            f"config.json; otherwise remove {name}.",
-        )
+            if not torch.equal(self._files.read(name), self.read(own)):
+                source = "the embedding" if own == HEADS[1] else self._maps[own].foreign[0]
+                raise CheckpointError(
+                    f"{self.path} has an output head, {name}, with other values than {source}, "
+                    "which its configuration makes the head.",
+                    fix="If the model has a head of its own, set tie_word_embeddings to false in "
+                    f"its config.json; otherwise remove {name}.",
+                )
 
     def _stored(self, name: str) -> str:
         """Return the name in the files, which may lack the family's prefix."""
         bare = name.removeprefix(self._architecture.prefix)
         return bare if name not in self._files.shapes and bare in self._files.shapes else name
-
-    def _is_ignored(self, name: str) -> bool:
-        return any(re.fullmatch(pattern, name) for pattern in self._architecture.ignored)
-
-
-def _foreign_shapes(
-    one: TensorMap, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, ...] | None]]:
-    """Yield the family's tensors with their expected shapes; None when only `join` knows them."""
-    if one.split is None:
-        yield from ((name, None) for name in one.foreign)
-        return
-    parts = one.split(torch.empty(shape, device="meta"))
-    yield from ((name, tuple(part.shape)) for name, part in zip(one.foreign, parts, strict=True))

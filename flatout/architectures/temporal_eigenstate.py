@@ -13,23 +13,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.architectures import Architecture, Shapes, TensorMap
-from flatout.architectures.config_json import OTHER_MODEL
-from flatout.architectures.transforms import same
+from flatout.architectures.table import OTHER_MODEL, tensors_of
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.models.eigenstate import EigenstateConfig
-from flatout.models.recurrence import GOLDEN
-from flatout.ops.folding import RESONANCE
+from flatout.models.recurrence import GOLDEN, RESONANCE
 
 FIRST = "layers.0"
-LAYER = {
-    "recurrence_norm": "norm1",
-    "mlp_norm": "norm2",
-    "recurrence.gate": "gate_proj",
-    "mlp.up": "mlp.0",
-    "mlp.down": "mlp.2",
-}
-"""Parts of a block with equal weights and biases on both sides."""
 
 
 def recognise(shapes: Shapes, _others: JsonObject) -> JsonObject | None:
@@ -62,47 +52,6 @@ def recognise(shapes: Shapes, _others: JsonObject) -> JsonObject | None:
     }
 
 
-def tensors(config: EigenstateConfig) -> list[TensorMap]:
-    """Return the tensors of a model.
-
-    flatout multiplies the drive by a gain and states the coupling as a difference from the
-    identity, so both are divided out here; biases that the FFT layer lacks are 0.
-    """
-    maps = [
-        same("token_embedding.weight", "token_emb.weight"),
-        same("position_embedding.weight", "pos_emb.weight"),
-    ]
-    names = {"final_norm": "norm_f"}
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"layers.{layer}"
-        maps += _recurrence(config, f"{ours}.recurrence", theirs)
-        names |= {f"{ours}.{own}": f"{theirs}.{other}" for own, other in LAYER.items()}
-    return maps + [
-        same(f"{name}.{kind}", f"{foreign}.{kind}")
-        for name, foreign in names.items()
-        for kind in ("weight", "bias")
-    ]
-
-
-def _recurrence(config: EigenstateConfig, ours: str, theirs: str) -> list[TensorMap]:
-    drive, decay = f"{theirs}.in_proj.weight", f"{theirs}.log_decay"
-    couplings = tuple(f"{theirs}.coupling_blocks.{head}" for head in range(config.num_heads))
-    output = f"{theirs}.out_proj.weight"
-
-    def one_way(name: str, *foreign: str, join: object) -> TensorMap:
-        return TensorMap(f"{ours}.{name}", foreign, join, None)  # type: ignore[arg-type]
-
-    return [
-        one_way("drive.weight", drive, decay, join=_drive),
-        one_way("drive.bias", drive, join=lambda parts: parts[0].new_zeros(parts[0].shape[0])),
-        one_way("output.bias", output, join=lambda parts: parts[0].new_zeros(parts[0].shape[0])),
-        same(f"{ours}.output.weight", output),
-        one_way("coupling", *couplings, join=_coupling),
-        one_way("memories.0.log_rate", decay, join=lambda parts: _log_rate(parts[0])),
-        one_way("memories.0.detuning", decay, f"{theirs}.frequency", join=_detuning),
-    ]
-
-
 def _log_rate(decay_K: Tensor) -> Tensor:
     """Return log_rate for a magnitude of sigmoid(decay), in fp64: exp(-exp(log_rate)) is equal."""
     return functional.softplus(-decay_K.double()).log()
@@ -130,11 +79,51 @@ def _coupling(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([(block.double() - identity) / RESONANCE for block in parts])
 
 
+def tensors(config: EigenstateConfig) -> list[TensorMap]:
+    """Return the tensors of a model.
+
+    flatout multiplies the drive by a gain and states the coupling as a difference from the
+    identity, so both are divided out here; biases that the FFT layer lacks are 0.
+    """
+    drive, decay, output = "in_proj.weight", "log_decay", "out_proj.weight"
+    heads = (f"coupling_blocks.{head}" for head in range(config.num_heads))
+    rows = {
+        "recurrence.drive.weight": (_drive, drive, decay),
+        "recurrence.drive.bias": (_no_bias, drive),
+        "recurrence.output.bias": (_no_bias, output),
+        "recurrence.coupling": (_coupling, *heads),
+        "recurrence.memories.0.log_rate": (lambda parts: _log_rate(parts[0]), decay),
+        "recurrence.memories.0.detuning": (_detuning, decay, "frequency"),
+    }
+    return tensors_of(
+        {
+            "token_embedding.weight": "token_emb.weight",
+            "position_embedding.weight": "pos_emb.weight",
+            "final_norm.*": "norm_f.*",
+        },
+        {
+            "blocks.{}.recurrence_norm.*": "layers.{}.norm1.*",
+            "blocks.{}.mlp_norm.*": "layers.{}.norm2.*",
+            "blocks.{}.recurrence.gate.*": "layers.{}.gate_proj.*",
+            "blocks.{}.mlp.up.*": "layers.{}.mlp.0.*",
+            "blocks.{}.mlp.down.*": "layers.{}.mlp.2.*",
+            "blocks.{}.recurrence.output.weight": "layers.{}.out_proj.weight",
+        },
+        {
+            f"blocks.{{}}.{ours}": ((join, None), *(f"layers.{{}}.{name}" for name in theirs))
+            for ours, (join, *theirs) in rows.items()
+        },
+    )(config)
+
+
+def _no_bias(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0].new_zeros(len(parts[0]))
+
+
 ARCHITECTURE = Architecture(
     model_types=(),
     keys=None,
     why_not=lambda _config: "Checkpoints of temporal-eigenstate-networks are only imported.",
     tensors=tensors,
-    heads=("lm_head.weight",),
     recognise=recognise,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 from flatout.assembly.parts import Decision
 from flatout.assembly.plain import zero_in_place
-from flatout.assembly.recipe import Recipe, Transform
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
 from flatout.assembly.run import Run
 from flatout.assembly.selection import assemble
@@ -27,7 +26,7 @@ from flatout.errors import HardwareError
 from flatout.hardware import Machine
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import with_adapters
-from flatout.ops.attention import most_documents
+from flatout.models.meta import allocate, on_meta
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
@@ -53,20 +52,21 @@ def build(
     decisions: Sequence[Decision],
     left_out: Mapping[int, int] | None = None,
     peak: PeakOf = known_peak,
+    draws: bool = True,
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
     Weights are initialised with train.seed, identically on every rank; then each rank's generators
     get a different seed. `left_out` maps positions in the data to those to continue at instead.
-    `peak` finds the peak rate of the device.
+    `peak` finds the peak rate of the device. Without `draws` the weights are arbitrary, because a
+    checkpoint replaces them.
     """
     recipe = assemble(decisions)
     recipe.allocator()
-    precision = recipe.precision
     _seed(config.train.seed)
     set_deterministic(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.matmul)
-    core, model = _model(config, recipe, machine, mesh)
+    core, model = _model(config, recipe, machine, mesh, draws=draws)
     parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
     optimizers = optimizers_of(config, core, parts)
     reader = recipe.reader(dataset.tokenizer)
@@ -79,7 +79,7 @@ def build(
         dataset=dataset,
         folder=folder,
         decisions=decisions,
-        precision=precision,
+        recipe=recipe if model is core else recipe.with_parts(zero_grad=zero_in_place),
         core=core,
         model=model,
         optimizers=optimizers,
@@ -88,15 +88,11 @@ def build(
         readback=recipe.readback(),
         saver=recipe.state_saver(),
         peak=None,
-        grad_sync=recipe.grad_sync,
-        zero_grad=zero_in_place if model is not core else recipe.zero_grad,
-        gc=recipe.gc,
-        cudnn_benchmark=recipe.cudnn_benchmark,
-        scaler=LossScaler(precision.loss_scale) if precision.loss_scale else None,
+        scaler=LossScaler(recipe.precision.loss_scale) if recipe.precision.loss_scale else None,
         guard=_guard(config.train, core, mesh),
         left_out=left_out or {},
     )
-    run.zero_grad(run.trained())
+    run.recipe.zero_grad(run.trained())
     run.peak = peak(machine, str(mesh.device), run.arithmetic)
     return run
 
@@ -120,22 +116,15 @@ def _guard(train: TrainConfig, core: LanguageModel, mesh: Mesh) -> StepGuard:
 
 
 def _model(
-    config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh
+    config: RunConfig, recipe: Recipe, machine: Machine, mesh: Mesh, *, draws: bool
 ) -> tuple[LanguageModel, nn.Module]:
+    """Return the model, and the module that training calls in its place.
+
+    No process ever holds more than its shards of the weights and one whole tensor.
+    """
     model_class, model_config = model_of(config)
-    _require_room(
-        4 * model_class.num_parameters(model_config),
-        memory_bytes(machine, config.train.device, mesh.local_world_size),
-    )
-    core = with_adapters(model_class(model_config, ops_of(recipe)), config.lora).to(mesh.device)
-    shard = Transform("shard", functools.partial(wrap, gathers=recipe.gather_dtype))
-    model = core
-    for transform in [*recipe.ordered_transforms(), shard]:
-        model = transform.apply(model, mesh)
-    return core, model
-
-
-def _require_room(weights_bytes: int, free_bytes: int) -> None:
+    weights_bytes = 4 * model_class.num_parameters(model_config) // mesh.shard
+    free_bytes = memory_bytes(machine, config.train.device, mesh.local_world_size)
     if weights_bytes > free_bytes:
         raise HardwareError(
             f"The model's weights alone take {readable_memory(weights_bytes)}, "
@@ -143,6 +132,17 @@ def _require_room(weights_bytes: int, free_bytes: int) -> None:
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
         )
+    core = with_adapters(on_meta(config, ops_of(recipe)), config.lora)
+    model: nn.Module = core
+    is_sharded = mesh.device_mesh is not None
+    if not is_sharded:
+        allocate(core, mesh.device, draws=draws)
+    for transform in recipe.transforms():
+        model = transform(model, mesh)
+    model = wrap(model, mesh, gathers=recipe.gather_dtype)
+    if is_sharded:
+        allocate(core, mesh.device, draws=draws)
+    return core, model
 
 
 def make_feed(
@@ -167,7 +167,6 @@ def make_feed(
         document_mask=config.data.document_mask,
         prefetch=config.data.prefetch,
         device=str(mesh.device),
-        most_documents=most_documents(recipe.ops.attention),
     )
     steps = recipe.batching(dataset.split("train"), plan, reader)
     return recipe.feed(LeavingOut(steps, left_out) if left_out else steps)

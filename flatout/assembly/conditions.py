@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -11,6 +12,9 @@ from flatout.assembly.noise import without_noise
 from flatout.config.schema import RunConfig
 from flatout.errors import MissingPackage
 from flatout.hardware import Machine
+
+Check = Callable[[Machine, RunConfig], str | None]
+"""Returns one sentence on why a speedup cannot or should not run, or None."""
 
 
 def always(_machine: Machine, _config: RunConfig) -> str | None:
@@ -46,28 +50,43 @@ def gpu_below(machine: Machine, capability: tuple[int, int], what: str) -> str |
     )
 
 
-def without_triton(
-    machine: Machine, config: RunConfig, capability: tuple[int, int], instead: str, what: str
-) -> str | None:
-    """Return why Triton kernels for `what` cannot run here, or None; `instead` runs on a CPU."""
-    if not uses_gpu(machine, config):
-        needed = f"{capability[0]}.{capability[1]}"
-        return (
-            f"It needs an NVIDIA GPU of compute capability {needed} or higher, and this run uses a "
-            f"CPU; use {instead} there."
-        )
-    if find_spec("triton") is None:
-        return "It needs the package triton, which is not installed: pip install triton."
-    return gpu_below(machine, capability, what)
+def first_of(*checks: Check) -> Check:
+    """Return the check that gives the first reason of these, or None."""
+
+    def check(machine: Machine, config: RunConfig) -> str | None:
+        return next((why for one in checks if (why := one(machine, config))), None)
+
+    return check
 
 
-def without_package(package: str, extra: str) -> str | None:
-    """Return that an optional package is missing, with the command to install it, or None."""
-    if find_spec(package.replace("-", "_")) is not None:
-        return None
+def needs_gpu(
+    what: str, capability: tuple[int, int] | None = None, instead: str | None = None
+) -> Check:
+    """Return the check that the run uses an NVIDIA GPU, of at least a compute capability."""
+    advice = f" Use {instead} instead." if instead else ""
+
+    def check(machine: Machine, config: RunConfig) -> str | None:
+        if uses_gpu(machine, config):
+            too_old = capability and gpu_below(machine, capability, what)
+            return too_old and too_old + advice
+        least = capability and " of compute capability {}.{} or higher".format(*capability)
+        return f"{what} needs an NVIDIA GPU{least or ''}, and this run uses a CPU.{advice}"
+
+    return check
+
+
+def needs_cpu(machine: Machine, config: RunConfig) -> str | None:
+    """Return that the run does not use a CPU, or None."""
     return (
-        f'It needs the package {package}, which is not installed: pip install "flatout[{extra}]".'
+        "It only applies to CPUs, and this run uses a GPU." if uses_gpu(machine, config) else None
     )
+
+
+def needs_package(package: str, extra: str | None = None) -> Check:
+    """Return the check that an optional package, of one of flatout's extras, is installed."""
+    install = package if extra is None else f'"flatout[{extra}]"'
+    missing = f"It needs the package {package}, which is not installed: pip install {install}."
+    return lambda _machine, _config: None if find_spec(package.replace("-", "_")) else missing
 
 
 def without_compiler(machine: Machine, config: RunConfig) -> str | None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.parts import USED_MEMORY, Decision
 from flatout.assembly.prediction import (
     CUDA_CONTEXT,
     CUDA_RESERVED,
@@ -34,10 +35,13 @@ from flatout.assembly.prediction import (
     MemoryEstimate,
     MemoryPrediction,
     Moment,
+    PastRun,
+    past_run,
+    predict_memory,
 )
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
-from flatout.errors import HardwareError
+from flatout.errors import FlatoutError, HardwareError
 from flatout.hardware import Machine, row_named
 from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
 from flatout.models.lora import with_adapters
@@ -525,3 +529,35 @@ def smallest_machine(workload: Workload) -> str | None:
                 how = f" with parallel.shard={count}" if count > 1 else ""
                 return f"{count}x {row.name}{how}"
     return None
+
+
+def trace_memory(
+    config: RunConfig,
+    decisions: Sequence[Decision],
+    workload: Workload,
+    *,
+    runs: Sequence[PastRun] = (),
+    world_size: int = 1,
+    context: int = 0,
+) -> tuple[MemoryPrediction | None, str | None]:
+    """Return the peak memory of one rank of a resolved run, or why it cannot be predicted.
+
+    The estimate of an earlier run that needed the same saves the trace, a quarter of a second.
+    Custom code is traced again: it may have changed.
+    """
+    this = past_run(config, decisions, world_size, by="train")
+    is_custom = any(":" in name for name in (this.kind, config.optim.kind, *this.speedups))
+    needs = attrgetter("digest", "versions", "rows_per_device", "accumulate")
+    known = (run.estimate for run in reversed(runs) if run.estimate and needs(run) == needs(this))
+    found = None if is_custom or world_size > 1 else next(known, None)
+    if found is None:
+        try:
+            found = estimate(workload, this.rows_per_device, this.accumulate)
+        except FlatoutError:
+            raise
+        except Exception as error:  # a custom model may need values, which the trace does not have
+            return None, f"{type(error).__name__}: {error}"
+    memory = predict_memory(
+        config, decisions, found, runs=runs, world_size=world_size, context=context
+    )
+    return memory, None

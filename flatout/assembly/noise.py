@@ -12,12 +12,9 @@ NOISE = {
     "torch.utils._pytree": (
         r"<enum 'KernelPreference'> is an Enum subclass and is now natively supported"
     ),
-    "bitsandbytes.backends.cpu.ops": (
-        r"Failed to load CPU gemm_4bit_forward from kernels-community: "
-    ),
 }
 """The start of each hidden line, by logger: torchao's kernels for unused formats and other Python
-versions, a deprecation between torchao and torch, and bitsandbytes' 4-bit kernel.
+versions, and a deprecation between torchao and torch.
 """
 
 

@@ -7,29 +7,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flatout.errors import ConfigError, FlatoutError
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from flatout.assembly.memory import Workload
-
 PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
 """The usual hand-written micro-batch: nanoGPT's 12 rows, at most the tokens of 4 x 32,768."""
-USED_MEMORY = 0.8
-"""Share of the memory that a micro-batch may fill, by estimate."""
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """The inputs to the choice of a micro-batch."""
 
-    workload: Workload
+    seq_len: int
     rows_per_rank: int
     """Sequences per optimizer step on one rank, a multiple of the chosen rows."""
     device: str
-    memory_bytes: int
-    """Total memory that one rank may use."""
+    fits: Callable[[int], bool]
+    """Whether a micro-batch of so many rows fits into memory, by estimate."""
+    most_rows: Callable[[], int]
+    """The most rows that fit. Raises HardwareError when a single one does not."""
 
     def divisors(self, at_most: int) -> Iterator[int]:
         """Yield the divisors of `rows_per_rank` up to `at_most`, largest first."""
@@ -39,29 +35,10 @@ class MicroBatchPlan:
             if self.rows_per_rank % rows == 0
         )
 
-    def fits(self, rows: int) -> bool:
-        """Return whether a micro-batch of `rows` sequences fits into memory.
-
-        Raises: ConfigError when that cannot be known, since the model needs the values of tensors.
-        """
-        from flatout.assembly.memory import estimate
-
-        try:
-            need = estimate(self.workload, rows, self.rows_per_rank // rows).total
-        except FlatoutError:
-            raise
-        except Exception as error:  # a custom model may need values, which the trace does not have
-            raise ConfigError(
-                "The memory of a micro-batch cannot be predicted, so that its rows cannot be "
-                f"chosen: {type(error).__name__}: {error}",
-                fix=f"Set batch.rows_per_device to a number, such as {rows}.",
-            ) from error
-        return need <= USED_MEMORY * self.memory_bytes
-
 
 def rows_people_write(plan: MicroBatchPlan) -> int:
     """Return the largest row count, up to 12 and 131,072 tokens, that divides the step and fits."""
-    at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.workload.seq_len), 1)
+    at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.seq_len), 1)
     return next(rows for rows in plan.divisors(at_most) if rows == 1 or plan.fits(rows))
 
 

@@ -21,18 +21,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.parts import Decision
+from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.selection import assemble, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.errors import FlatoutError
 from flatout.files import write_text
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.json_io import JsonObject, Stored
 from flatout.registry import SPEEDUPS
 
 if TYPE_CHECKING:
-    from flatout.assembly.memory import Workload
     from flatout.roof import Peak
 
 GIB = 2**30
@@ -118,47 +116,6 @@ class MemoryEstimate:
     def total(self) -> int:
         """Bytes at the peak."""
         return self.fixed + self.peak.total
-
-
-class Gain(Stored):
-    """What a speedup gained in the last ladder that measured it."""
-
-    gain: float
-    """How many times faster training is with it."""
-    low: float | None
-    """Lower end of its 94% interval; null: too few repeats to tell."""
-    high: float | None
-    """Upper end."""
-    where: str
-    """What it was added to or left out of."""
-    recipe: str
-    """Recipe of that ladder."""
-    date: str
-    """When the ladder started."""
-    commit: str | None
-    """Commit of flatout; null outside a checkout."""
-    torch: str
-    """Version of torch."""
-
-    @property
-    def is_faster(self) -> bool:
-        """Whether the whole interval lies above 1."""
-        return self.low is not None and self.low > 1
-
-    @property
-    def is_slower(self) -> bool:
-        """Whether the whole interval lies below 1."""
-        return self.high is not None and self.high < 1
-
-    def describe(self) -> str:
-        """Return one line for a person."""
-        spread = (
-            "too few repeats to be sure"
-            if self.low is None or self.high is None
-            else f"{self.low:.2f} to {self.high:.2f}"
-        )
-        at = f", commit {self.commit}" if self.commit else ""
-        return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
 
 
 class PastRun(Stored):
@@ -378,40 +335,6 @@ def prediction_of(memory: MemoryPrediction | None, time: TimePrediction) -> Json
         "peak_gib": memory.peak_gib if memory else None,
         "peak_gib_from": memory.source if memory else "not predictable",
     }
-
-
-def trace_memory(
-    config: RunConfig,
-    decisions: Sequence[Decision],
-    workload: Workload,
-    *,
-    runs: Sequence[PastRun] = (),
-    world_size: int = 1,
-    context: int = 0,
-) -> tuple[MemoryPrediction | None, str | None]:
-    """Return the peak memory of one rank of a resolved run, or why it cannot be predicted.
-
-    The estimate of an earlier run that needed the same saves the trace, a quarter of a second.
-    Custom code is traced again: it may have changed.
-    """
-    this = past_run(config, decisions, world_size, by="train")
-    is_custom = any(":" in name for name in (this.kind, config.optim.kind, *this.speedups))
-    needs = attrgetter("digest", "versions", "rows_per_device", "accumulate")
-    known = (run.estimate for run in reversed(runs) if run.estimate and needs(run) == needs(this))
-    found = None if is_custom or world_size > 1 else next(known, None)
-    if found is None:
-        from flatout.assembly.memory import estimate
-
-        try:
-            found = estimate(workload, this.rows_per_device, this.accumulate)
-        except FlatoutError:
-            raise
-        except Exception as error:  # a custom model may need values, which the trace does not have
-            return None, f"{type(error).__name__}: {error}"
-    memory = predict_memory(
-        config, decisions, found, runs=runs, world_size=world_size, context=context
-    )
-    return memory, None
 
 
 def predict_memory(

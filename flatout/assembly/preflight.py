@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from flatout.assembly.request import parse_request
+from flatout.assembly.selection import parse_request
 from flatout.config.schema import RunConfig
 from flatout.config.sections import MIRROR_OFF, CheckpointConfig, LogConfig
 from flatout.data.store.mix import AnyDataset, members_of, open_data

@@ -1,8 +1,8 @@
 """Recipe: the exchangeable parts of a run.
 
-A recipe has one slot per part and an ordered tuple of model transforms. Every slot starts with its
-plain value; a `Speedup` fills slots or adds a transform, and `with_speedup` applies it. Nothing
-here imports torch: parts that need it are referenced with `lazy` and imported at first access.
+A recipe has one slot per part, each with its plain value until a `Speedup` fills it, which
+`with_speedup` does. Nothing here imports torch: parts that need it are referenced with `lazy` and
+imported at first access.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from flatout.assembly.run import StateSaver
     from flatout.data.load.batches import BatchPlan, SequenceReader, StepReader
     from flatout.data.load.feed import DirectFeed, PrefetchFeed
     from flatout.data.store.mix import MixedSplit
@@ -33,17 +32,6 @@ if TYPE_CHECKING:
     from flatout.data.tokenizers import Tokenizer
     from flatout.optimizers.groups import AdamWFactory
     from flatout.parallel.mesh import Mesh
-
-STAGES = (
-    "tensor",
-    "low-precision",
-    "checkpointing",
-    "compiler-options",
-    "compile",
-    "cuda-graphs",
-    "shard",
-)
-"""The order in which transforms wrap a model; `shard` is reserved for config.parallel."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +60,9 @@ class _LoadsLazily:
             return value.load() if isinstance(value, Lazy) else value
 
 
-MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan", "ops.folding"})
+Transform = Callable[[Any, "Mesh | None"], Any]
+"""(model, mesh) -> model, changed in place or wrapped; mesh is None when memory is estimated."""
+MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
 """Ops that a model may or may not call; its file states which, as USES."""
 
 
@@ -88,8 +78,6 @@ class OpSlots(_LoadsLazily):
     """Splits a projection into query, key and value heads, normalised and rotated."""
     scan: Callable[..., Tensor] = lazy("flatout.ops.scan:reference")
     """The linear recurrence of an eigenstate network."""
-    folding: Callable[[Any], Any] = lazy("flatout.ops.folding:reference")
-    """How an eigenstate network applies the constant factors of its drive and states."""
     cross_entropy: Callable[..., tuple[Tensor, Tensor]] = lazy("flatout.ops.cross_entropy:fused")
     """The loss. Its plain value is torch's cross-entropy on whole logits, as people write it."""
     newton_schulz: Callable[[Tensor], Tensor] = lazy("flatout.ops.newton_schulz:reference")
@@ -98,7 +86,7 @@ class OpSlots(_LoadsLazily):
 
 @dataclass(frozen=True)
 class Recipe(_LoadsLazily):
-    """A value for every slot, plain unless a speedup filled it, and the transforms."""
+    """A value for every slot, plain unless a speedup filled it."""
 
     reader: Callable[[Tokenizer], SequenceReader] = lazy(
         "flatout.data.load.baseline:TokenisingReader"
@@ -124,10 +112,16 @@ class Recipe(_LoadsLazily):
     """Makes AdamW: the whole optimizer, or the part that Muon leaves to AdamW."""
     moments: Callable[[int], int] = lazy("flatout.assembly.memory:two_in_fp32")
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""
-    activations: str = "all"
-    """Description of what a block keeps for backward; a transform implements it."""
-    compilation: str = "none"
-    """Description of what is compiled as one graph; a transform implements it."""
+    low_precision: Transform | None = None
+    """Narrows the products of some layers."""
+    residual: Transform | None = None
+    """Narrows the residual stream."""
+    activations: Transform | None = None
+    """Makes blocks keep less for backward; without it they keep all."""
+    compilation: Transform | None = None
+    """Compiles the model, or its blocks."""
+    cuda_graphs: Transform | None = None
+    """Records what is compiled in CUDA graphs."""
     gather_dtype: torch.dtype | None = None
     """Dtype in which fully_shard gathers the blocks' weights; None keeps their own."""
     grad_sync: Callable[[nn.Module, bool], AbstractContextManager[None]] = (
@@ -140,8 +134,8 @@ class Recipe(_LoadsLazily):
     """Clears the parameters' gradients after each step."""
     readback: Callable[[], Readback] = plain.ImmediateReadback
     """Makes the readback of metrics from the device."""
-    state_saver: Callable[[], StateSaver] = lazy("flatout.training.checkpoint.savers:InTheLoop")
-    """Makes the writer of checkpoints."""
+    state_saver: Callable[[], Any] = lazy("flatout.training.checkpoint.savers:InTheLoop")
+    """Makes the writer of checkpoints, an `assembly.run.StateSaver`."""
     allocator: Callable[[], None] = plain.default_allocator
     """Called once, before anything is built."""
     gc: Callable[[], AbstractContextManager[Callable[[int], None]]] = plain.automatic_gc
@@ -150,34 +144,36 @@ class Recipe(_LoadsLazily):
     """Context of the training loop in which cuDNN chooses its algorithms."""
     filled_by: Mapping[str, str] = field(default_factory=dict)
     """Maps each filled slot to its speedup; a slot is filled at most once."""
-    transforms: tuple[Transform, ...] = ()
-    """Transforms in the order in which they were added."""
 
     def with_speedup(self, speedup: Speedup) -> Recipe:
         """Return this recipe with a speedup applied.
 
         Raises: ConfigError when another speedup already filled one of its slots.
         """
-        parts, ops = dict(vars(self)), dict(vars(self.ops))
+        parts, ops = dict[str, Any](), dict(vars(self.ops))
         for slot, value in speedup.fills.items():
             if slot in self.filled_by:
                 raise both_fill(self.filled_by[slot], speedup.name, slot)
             op = slot.removeprefix("ops.")
             (parts if op == slot else ops)[op] = value
-        changes = {
-            "ops": OpSlots(**ops),
-            "filled_by": {**self.filled_by, **dict.fromkeys(speedup.fills, speedup.name)},
-            "transforms": self.transforms + ((speedup.transform,) if speedup.transform else ()),
-        }
-        return Recipe(**parts | changes)
+        filled_by = {**self.filled_by, **dict.fromkeys(speedup.fills, speedup.name)}
+        return self.with_parts(**parts, ops=OpSlots(**ops), filled_by=filled_by)
 
-    def ordered_transforms(self) -> list[Transform]:
-        """Return the transforms in the order in which they must wrap the model."""
-        return sorted(self.transforms, key=lambda transform: STAGES.index(transform.stage))
+    def with_parts(self, **parts: Any) -> Recipe:
+        """Return this recipe with other values for some slots; parts are not imported for it."""
+        return Recipe(**vars(self) | parts)
+
+    def transforms(self) -> list[Transform]:
+        """Return the changes to the model in the order in which they must wrap it."""
+        found = (getattr(self, slot) for slot in TRANSFORMS)
+        return [transform for transform in found if transform is not None]
 
 
+TRANSFORMS = ("low_precision", "residual", "activations", "compilation", "cuda_graphs")
+"""The slots that change the model, in order. Sharding, which config.parallel decides, comes last.
+"""
 SLOTS = (
-    *(f.name for f in fields(Recipe) if f.name not in ("ops", "filled_by", "transforms")),
+    *(f.name for f in fields(Recipe) if f.name not in ("ops", "filled_by")),
     *(f"ops.{f.name}" for f in fields(OpSlots)),
 )
 """Names of the slots that a speedup may fill."""
@@ -189,15 +185,6 @@ def both_fill(first: str, second: str, slot: str, fix: str = "") -> ConfigError:
         f"The speedups {first!r} and {second!r} both fill the slot {slot!r}.",
         fix=f"Leave out one of the two{fix}.",
     )
-
-
-@dataclass(frozen=True)
-class Transform:
-    """A change to the model, applied in the order of STAGES."""
-
-    stage: str
-    apply: Callable[[Any, Mesh | None], Any]
-    """(model, mesh) -> model; mesh is None when only memory is estimated."""
 
 
 @dataclass(frozen=True)
@@ -240,16 +227,12 @@ class Promise:
 
 @dataclass(frozen=True)
 class On:
-    """A default of `auto`: on, unless a field excludes it."""
+    """A default of `auto`: on, unless an earlier speedup of the ladder fills one of its slots."""
 
     because: str | None = None
     """The reason, in words; None means the speedup's `saves`."""
     from_minutes: float = 0
     """Shortest run for which it is on."""
-    with_any: tuple[str, ...] = ()
-    """On only if one of these speedups is on."""
-    unless: tuple[str, ...] = ()
-    """On unless one of these speedups is on."""
     measured: bool = False
     """Whether it is based on a measurement on this kind of device (LOG.md, docs/numbers.md) rather
     than on arithmetic and published measurements.
@@ -284,8 +267,6 @@ class Speedup:
     """How far it may change the losses."""
     fills: Mapping[str, object] = field(default_factory=dict)
     """Maps each slot that it fills to its value."""
-    transform: Transform | None = None
-    """How it changes the model."""
     needs: tuple[str, ...] = ()
     """Speedups without which it does not work."""
     compiles: bool = False
@@ -304,7 +285,9 @@ class Speedup:
     """
 
     rank: int = UNRANKED
-    """Position on the ladder of `bench`: lower ranks are added first, equal ones by name."""
+    """Position on the ladder, equal ranks by name: of two defaults for one slot, the first that can
+    run is on, and `bench` adds them in this order.
+    """
     auto: Mapping[Literal["cpu", "cuda"], On | Off] = field(default_factory=dict)
     """Its default under `speedups=auto` on each device; off if not stated."""
 
@@ -334,7 +317,6 @@ class Speedup:
             and self.fills
             and self.fills.keys() <= MODEL_OPS
             and not {f"ops.{name}" for name in used} & self.fills.keys()
-            and not self.transform
         ):
             return f"The model {config.model.kind!r} makes no use of {' and '.join(self.fills)}."
         return self.why_not(machine, config)

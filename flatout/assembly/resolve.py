@@ -10,10 +10,9 @@ from dataclasses import fields, replace
 import torch
 
 from flatout.assembly.imported import with_imported_shape
-from flatout.assembly.memory import Workload
-from flatout.assembly.parts import Decision
+from flatout.assembly.memory import Workload, estimate, most_rows
+from flatout.assembly.parts import USED_MEMORY, Decision, Gain
 from flatout.assembly.plain import MicroBatchPlan
-from flatout.assembly.prediction import Gain
 from flatout.assembly.preflight import check_names
 from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import assemble, select
@@ -22,12 +21,12 @@ from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.errors import ConfigError
+from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
-from flatout.ops.newton_schulz import batched, compiled
+from flatout.progress import readable_memory
 from flatout.roof import peak_tflops
 
 known_peak = functools.cache(peak_tflops)
@@ -77,12 +76,9 @@ def resolve(
     batch: dict[str, int] = {}
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
-        plan = MicroBatchPlan(
-            workload_of(config, recipe),
-            rows_per_rank,
-            config.train.device,
-            memory_bytes(machine, config.train.device, local_world_size or world_size),
-        )
+        device = config.train.device
+        available = int(USED_MEMORY * memory_bytes(machine, device, local_world_size or world_size))
+        plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, available)
         rows = recipe.micro_batch(plan)
         batch = {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
         # The config now states the rows: the speedup that chose them has no further effect.
@@ -92,6 +88,40 @@ def resolve(
         "speedups": [d.name for d in decisions if d.name in on] or "none",
     }
     return config.with_values(batch | resolved), decisions
+
+
+def micro_batch_plan(
+    workload: Workload, rows_per_rank: int, device: str, available: int
+) -> MicroBatchPlan:
+    """Return what the rows of a micro-batch are chosen from, given the bytes that it may fill.
+
+    Its `fits` raises ConfigError when the memory of a custom model cannot be predicted.
+    """
+
+    def fits(rows: int) -> bool:
+        try:
+            return estimate(workload, rows, rows_per_rank // rows).total <= available
+        except FlatoutError:
+            raise
+        except Exception as error:  # a custom model may need values, which the trace does not have
+            raise ConfigError(
+                "The memory of a micro-batch cannot be predicted, so that its rows cannot be "
+                f"chosen: {type(error).__name__}: {error}",
+                fix=f"Set batch.rows_per_device to a number, such as {rows}.",
+            ) from error
+
+    def most() -> int:
+        fitting = most_rows(workload, available)
+        if fitting:
+            return fitting
+        least = estimate(workload, 1, accumulate=2).total
+        raise HardwareError(
+            f"One sequence of {workload.seq_len} tokens needs about "
+            f"{readable_memory(least)}, and {readable_memory(available)} are available.",
+            fix="Shorten data.seq_len, choose a smaller model, or shard it with parallel.shard.",
+        )
+
+    return MicroBatchPlan(workload.seq_len, rows_per_rank, device, fits, most)
 
 
 def _resolve_length(
@@ -180,7 +210,7 @@ def _count_flops(
 def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
     """Return the workload of a resolved configuration, from which its memory is estimated."""
     model_class, model_config = model_of(config)
-    ops, newton_schulz = ops_of(recipe), recipe.ops.newton_schulz
+    ops = ops_of(recipe)
     if ops.scan is scan.reference:
         # Stepping through 16,384 tokens takes minutes; the chunked scan keeps only 2% less memory.
         ops = replace(ops, scan=scan.chunked)
@@ -196,17 +226,16 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         whole_gradients="grad_sync" in recipe.filled_by,
         gathers=recipe.gather_dtype,
         transforms=tuple(
-            transform.apply
-            for transform in recipe.ordered_transforms()
-            if transform.stage in ("low-precision", "checkpointing")
+            transform
+            for transform in (recipe.low_precision, recipe.residual, recipe.activations)
+            if transform is not None
         ),
         document_mask=config.data.document_mask,
         gradients_stay="zero_grad" in recipe.filled_by
         or config.parallel.replicate not in ("auto", 1),
         optim=config.optim,
         lora=config.lora,
-        # The compiled iterations need no more memory, and no compiler runs without values.
-        newton_schulz=batched if newton_schulz is compiled else newton_schulz,
+        newton_schulz=recipe.ops.newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
         on_gpu=config.train.device.startswith("cuda"),
     )

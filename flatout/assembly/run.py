@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from flatout.assembly.parts import Decision, Precision, Readback
-from flatout.assembly.plain import automatic_gc, drop_gradients, sync_every_micro_batch
+from flatout.assembly.parts import Decision, Readback
+from flatout.assembly.recipe import Recipe
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.hardware import Machine
@@ -123,7 +123,8 @@ class Run:
     dataset: AnyDataset
     folder: Path
     decisions: Sequence[Decision]
-    precision: Precision
+    recipe: Recipe
+    """What the speedups made of the run's parts."""
     core: LanguageModel
     """The unwrapped model, for parameter names, evaluation and sampling."""
     model: nn.Module
@@ -134,14 +135,6 @@ class Run:
     readback: Readback
     saver: StateSaver
     peak: Peak | None
-    grad_sync: Callable[[nn.Module, bool], AbstractContextManager[None]] = sync_every_micro_batch
-    """(model, whether this is the step's last micro-batch) -> the context of a micro-batch."""
-    zero_grad: Callable[[Iterable[nn.Parameter]], None] = drop_gradients
-    """Called after each step."""
-    gc: Callable[[], AbstractContextManager[Callable[[int], None]]] = automatic_gc
-    """Context of the loop that yields a callback to call with the step number after each step."""
-    cudnn_benchmark: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of the loop in which cuDNN chooses its algorithms."""
     scaler: LossScaler | None = None
     guard: StepGuard = field(default_factory=StepGuard)
     """Skips the updates of bad steps."""
@@ -162,14 +155,6 @@ class Run:
     is_updating: bool = False
     """Whether the step has begun to update the weights, so that it cannot be repeated."""
     pulse: Pulse = field(default_factory=Pulse)
-
-    @property
-    def repeats_with_fewer_rows(self) -> bool:
-        """Whether this process repeats work that runs out of memory with a smaller micro-batch.
-
-        One of several processes cannot: the others wait for it inside a collective.
-        """
-        return self.rows_are_auto and self.mesh.world_size == 1
 
     @property
     def last_step(self) -> int:
@@ -206,8 +191,8 @@ class Run:
     @property
     def arithmetic(self) -> str:
         """Arithmetic of the matrix products: fp32, tf32, bf16 or fp16."""
-        if self.precision.name != "fp32":
-            return self.precision.name
+        if self.recipe.precision.name != "fp32":
+            return self.recipe.precision.name
         return (
             "tf32"
             if torch.get_float32_matmul_precision() == "high" and self.mesh.device.type == "cuda"
@@ -216,4 +201,4 @@ class Run:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for calling the model."""
-        return self.precision.context(self.mesh.device.type)
+        return self.recipe.precision.context(self.mesh.device.type)

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
 
 
-def recompute_blocks(model: LanguageModel, **options: Any) -> LanguageModel:
+def recompute_blocks(
+    model: LanguageModel, _mesh: Mesh | None = None, **options: Any
+) -> LanguageModel:
     """Wrap each block in torch's `checkpoint` with these options; parameter names do not change."""
     from torch.utils.checkpoint import checkpoint
 
@@ -37,9 +39,8 @@ def compile_blocks(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     """
     import torch
 
-    options: dict[str, Any] | None = dict(model.compiler_options) or None
     for block in model.blocks:
-        block.compile(dynamic=False, options=options)
-    cross_entropy = torch.compile(model.ops.cross_entropy, dynamic=False, options=options)
+        block.compile(dynamic=False)
+    cross_entropy = torch.compile(model.ops.cross_entropy, dynamic=False)
     model.ops = replace(model.ops, cross_entropy=cross_entropy)
     return model

@@ -9,9 +9,8 @@ import yaml
 from pydantic import Field
 
 from flatout.commands import Argument, Command, Option, Result
-from flatout.config.convert import Conversion, Item, convert
-from flatout.config.foreign import read_settings
-from flatout.config.overrides import nested
+from flatout.config.convert import Conversion, Item, convert, read_settings
+from flatout.config.schema import nested
 from flatout.config.units import HUB, SOURCE
 from flatout.errors import ConfigError, in_shell
 from flatout.files import expanded, write_text, writing

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-from flatout.assembly.auto import all_speedups, is_measured, longest_wait
 from flatout.assembly.prediction import gains_here
-from flatout.assembly.selection import select
+from flatout.assembly.selection import all_speedups, is_measured, longest_wait, select
 from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option, Result
 from flatout.config.schema import RunConfig, load_config

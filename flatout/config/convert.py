@@ -1,25 +1,35 @@
-"""Converts another tool's config: every key is mapped, unnecessary, missing here, or unknown."""
+"""Converts another tool's config: every key is mapped, unnecessary, missing here, or unknown.
+
+The config is a file of values, or a Python file that assigns them, which is parsed and never
+executed: assignments of literals and of arithmetic on numbers are read.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from flatout.config.messages import field_at
-from flatout.config.overrides import nested
-from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, validate
-from flatout.config.units import EARLY, LATE, SOURCE, THEIRS, UNITS, Refused, Unneeded, is_off
+from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, nested, validate
+from flatout.config.units import SOURCE, THEIRS, Refused, Unneeded, converted, is_off
+from flatout.documents import parse_yaml, read_text
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject, Stored
 from flatout.registry import MODELS
 from flatout.words import Tool, Word, tools, word_for
 
 Outcome = Literal["mapped", "unnecessary", "missing", "unknown"]
+UNKNOWN, NO_TOOL = Word((), "unknown"), Tool("", frozenset())
 COMPUTED = "It is computed, and code is not executed."
 FOLLOWS = "It is a factor of batch.tokens_per_step."
 PREFERRED = (
@@ -29,22 +39,25 @@ PREFERRED = (
     "train.eval_every_epochs",
     "checkpoint.every_epochs",
     "checkpoint.every_minutes",
-    "checkpoint.every_steps",
     "data.path",
-    "data.mix",
 )
 """Of alternative keys, the one that other tools let win comes first."""
-SECRETS, HIDDEN = ("hub_token", "api_key", "password", "secret"), "(hidden)"
-"""Ends of keys whose values are not repeated, and what is shown instead."""
+SECRETS = ("hub_token", "api_key", "password", "secret")
+"""Ends of keys whose values are not repeated."""
 EVERY_MODEL = {"model.kind", "model.vocab_size", "model.logit_softcap", "model.z_loss"}
 FREE_OF_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_size"}
 """Keys of the model that stay beside train.init_from; the weights have a shape of their own."""
-OF_WEIGHTS = Unneeded("The shape is that of the weights which train.init_from names.")
-CONSTANT = Unneeded("The rate is constant.")
-FROM_WARMUP = Unneeded("The decay starts after the warm-up.")
-ONLY_WSD = "Only schedule.kind=wsd keeps the rate before it falls."
-ANOTHER, BY_DEFAULT = "Another key states it.", "flatout does this by default."
+DEPENDENT = ("schedule.min_lr", "train.patience", "lora.alpha", "lora.dropout", "lora.targets")
+"""Keys that are valid only beside others."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+OPERATORS: dict[type[ast.operator], Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+"""Arithmetic that a Python file may contain; powers are left out, since they can be very large."""
 
 
 class Item(Stored):
@@ -68,66 +81,104 @@ class Conversion:
 
     tool: Tool | None
     """The tool, if it was recognised."""
-    items: list[Item] = field(default_factory=list)
+    items: list[Item]
     """Every key, in the order of the file."""
-    defaults: JsonObject = field(default_factory=dict)
+    defaults: JsonObject
     """The tool's own defaults that were added, by its key."""
-    values: JsonObject = field(default_factory=dict)
+    values: JsonObject
     """Values of flatout by dotted key."""
-    options: JsonObject = field(default_factory=dict)
+    options: JsonObject
     """Options of `flatout prepare`, and SOURCE, its argument."""
+
+
+def read_settings(path: Path) -> tuple[JsonObject, list[str]]:
+    """Return the values in a YAML, JSON, TOML or Python file, and the names of computed ones.
+
+    Raises: ConfigError when the file cannot be read or is not a mapping.
+    """
+    text, kind = read_text(path, "a config"), path.suffix.lower()
+    try:
+        if kind == ".py":
+            return _python_values(text)
+        document = (
+            json.loads(text)
+            if kind == ".json"
+            else tomllib.loads(text)
+            if kind == ".toml"
+            else parse_yaml(text, name=str(path))
+        )
+    except (ValueError, SyntaxError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not valid {kind[1:].upper() if kind != '.py' else 'Python'}: {error}.",
+            fix="Correct it there.",
+        ) from error
+    if not isinstance(document, dict) or not document:
+        raise ConfigError(
+            f"{path} is not a mapping of keys to values.",
+            fix="Name the config of another tool: YAML, JSON, TOML, or a Python file that assigns "
+            "values.",
+        )
+    return document, []
+
+
+def _python_values(text: str) -> tuple[JsonObject, list[str]]:
+    values: JsonObject = {}
+    computed = []
+    for node in ast.parse(text).body:
+        if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name) and not target.id.startswith("_"):
+                try:
+                    values[target.id] = _literal(node.value)
+                except (ValueError, TypeError, ArithmeticError):
+                    computed.append(target.id)
+    return values, computed
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, or of arithmetic on numbers.
+
+    Raises: ValueError for anything else.
+    """
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _literal(node.left), _literal(node.right)
+        if isinstance(left, int | float) and isinstance(right, int | float):
+            return OPERATORS[type(node.op)](left, right)
+    value = ast.literal_eval(node)
+    json.dumps(value)  # bytes, sets and complex numbers have no place in a config
+    return value
 
 
 def convert(document: JsonObject, computed: list[str]) -> Conversion:
     """Convert the values of a config; `computed` names keys whose values are unknown."""
     flat = dict(_flat(document))
-    found = Conversion(_tool_of(set(flat)))
-    renames = found.tool.renames if found.tool else {}
-    entries = [_Entry(key, one, word_for(renames.get(key, key))) for key, one in flat.items()]
-    entries += _defaults(found.tool, entries, computed)
-    reading = _Reading(flat)
-    for entry in sorted(entries, key=lambda one: (one.unit in LATE) - (one.unit in EARLY)):
-        reading.read(entry)
-    found.values, found.options = reading.finish(found.tool)
-    items = [(entry, reading.item(entry)) for entry in entries]
-    found.defaults = {
-        entry.key: entry.value
-        for entry, item in items
-        if entry.is_default and item.outcome == "mapped"
-    }
-    found.items = [
-        item for entry, item in items if not entry.is_default or item.outcome == "missing"
+    tool = _tool_of({*flat})
+    entries = [
+        _Entry(key, value, word_for(tool.renames.get(key, key)) or UNKNOWN)
+        for key, value in flat.items()
     ]
-    found.items += [_computed(key) for key in computed]
-    return found
-
-
-def _defaults(tool: Tool | None, entries: list[_Entry], computed: list[str]) -> list[_Entry]:
-    """Return the tool's defaults that no key states, with a value or computed."""
-    used = {(one.key_of, one.unit) for one in entries if one.value is not None and one.value != -1}
-    stated = {key for key, _ in used if key}
-    sections = {one.key.rpartition(".")[0] for one in entries}
-    if tool is None:
-        return []
-    on = {one.key for one in entries if not is_off(one.value)}
-    has_adapters = not tool.adapters or tool.adapters in on
-    found = []
-    for key, value in tool.defaults.items():
-        entry = _Entry(key, value, word_for(key), is_default=True)
-        rivals = {other for group in ALTERNATIVES if entry.key_of in group for other in group}
-        shared = {entry.key_of} - {"optim.betas"}  # half of it may be stated
-        is_free = has_adapters or not entry.key_of.startswith("lora.")
-        is_free &= (entry.key_of, entry.unit) not in used and not stated & (rivals | shared)
-        section = key.rpartition(".")[0]
-        if is_free and key not in computed and (section != tool.optional or section in sections):
-            found.append(entry)
-    return found
-
-
-def _computed(key: str) -> Item:
-    word = word_for(key)
-    why = f"{COMPUTED} Set {word.key}." if word and word.key else COMPUTED
-    return Item(key=key, value=None, outcome="unknown", why=why)
+    entries += _defaults(tool, entries, computed)
+    reading = _Reading(tool, {f"{THEIRS}{key}": value for key, value in flat.items()})
+    for entry in sorted(entries, key=lambda one: one.word.turn):
+        reading.read(entry)
+    values, options = reading.finish()
+    items = [(entry, reading.item(entry)) for entry in entries]
+    for key in computed:
+        word = word_for(key)
+        why = f"{COMPUTED} Set {word.key}." if word and word.key else COMPUTED
+        items.append((_Entry(key, None), Item(key=key, value=None, outcome="unknown", why=why)))
+    return Conversion(
+        tool if tool.name else None,
+        [item for entry, item in items if not entry.is_default or item.outcome == "missing"],
+        {
+            entry.key: entry.value
+            for entry, item in items
+            if entry.is_default and item.outcome == "mapped"
+        },
+        values,
+        options,
+    )
 
 
 def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -135,29 +186,25 @@ def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in document.items():
         word = word_for(f"{prefix}{key}")
         as_one = word is not None and (not word.key or word.key in MAPPINGS)
-        if key == "datasets" and isinstance(value, list) and [*map(type, value)] == [dict]:
-            as_one, value = False, value[0]  # Axolotl's list of one
-        elif key == "datasets" and isinstance(value, list) and (form := _form_of(value)):
-            yield f"{prefix}datasets.type", form
+        if key == "datasets" and isinstance(value, list):
+            forms = [one.get("type") if isinstance(one, dict) else None for one in value]
+            if len(value) == 1 and isinstance(value[0], dict):
+                as_one, value = False, value[0]  # Axolotl's list of one
+            elif forms and forms[0] and all(form == forms[0] for form in forms):
+                yield f"{prefix}datasets.type", forms[0]
         if isinstance(value, dict) and value and not as_one:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
 
-def _form_of(datasets: list[Any]) -> Any:
-    """Return the form of the rows that all of Axolotl's datasets have, or None."""
-    forms = [one.get("type") if isinstance(one, dict) else None for one in datasets]
-    return forms[0] if forms and all(form == forms[0] for form in forms) else None
-
-
-def _tool_of(keys: set[str]) -> Tool | None:
+def _tool_of(keys: set[str]) -> Tool:
     """Return the tool that most keys belong to; one key alone says nothing.
 
     Of two with as many, the one that has a default for more of the keys: LoRA's, for example.
     """
     best = max(tools(), key=lambda tool: (len(tool.keys & keys), len(keys & tool.defaults.keys())))
-    return best if len(best.keys & keys) > 1 else None
+    return best if len(best.keys & keys) > 1 else NO_TOOL
 
 
 @dataclass(eq=False)
@@ -166,63 +213,64 @@ class _Entry:
 
     key: str
     value: Any
-    word: Word | None
+    word: Word = UNKNOWN
     is_default: bool = False
     wrote: JsonObject = field(default_factory=dict)
     """The values of flatout that it asked for."""
     why: str = ""
 
-    @property
-    def unit(self) -> str:
-        return self.word.unit.partition(" ")[0] if self.word else ""
 
-    @property
-    def key_of(self) -> str:
-        return self.word.key if self.word else ""
+def _defaults(tool: Tool, entries: list[_Entry], computed: list[str]) -> Iterator[_Entry]:
+    """Yield the tool's defaults that no key states, with a value or computed."""
+    words = [one.word for one in entries if one.value is not None and one.value != -1]
+    stated = {word.key for word in words} - {""}
+    sections = {one.key.rpartition(".")[0] for one in entries}
+    on = {one.key for one in entries if not is_off(one.value)}
+    for key, value in tool.defaults.items():
+        word, section = word_for(key) or UNKNOWN, key.rpartition(".")[0]
+        rivals = _alternatives(word.key) - {"optim.betas"}  # half of it may be stated
+        is_free = key not in computed and word not in words and not stated & rivals
+        is_free &= section != tool.optional or section in sections
+        if is_free and (not tool.adapters or tool.adapters in on or "lora." not in word.key):
+            yield _Entry(key, value, word, is_default=True)
 
 
-def _number(value: Any, key: str) -> Any:
+def _alternatives(key: str) -> set[str]:
+    return next((group for group in ALTERNATIVES if key in group), {key})
+
+
+def _preferred(keys: Iterable[str]) -> list[str]:
+    return sorted(
+        keys, key=lambda key: PREFERRED.index(key) if key in PREFERRED else len(PREFERRED)
+    )
+
+
+def _unquoted(value: Any, key: str) -> Any:
     """Return quoted numbers as numbers, unless the key of flatout is text."""
-    field = field_at(RunConfig, key)
-    is_text = field is not None and not re.search(r"\b(int|float)\b", str(field.annotation))
+    known = field_at(RunConfig, key)
+    is_text = known is not None and not re.search(r"\b(int|float)\b", str(known.annotation))
     if is_text or not isinstance(value, str) or not NUMBER.fullmatch(value):
         return value
     return float(value) if re.search(r"[.eE]", value) else int(value)
 
 
-def _preference(key: str) -> int:
-    return PREFERRED.index(key) if key in PREFERRED else len(PREFERRED)
-
-
-def _as_it_is(value: Any, key: str, known: Mapping[str, Any]) -> JsonObject:
-    """Return the value unchanged: the key without a unit."""
-    return {key: value}
-
-
 class _Reading:
     """Collects values of flatout, each from the first key that states it."""
 
-    def __init__(self, theirs: JsonObject) -> None:
-        self._theirs = {f"{THEIRS}{key}": value for key, value in theirs.items()}
+    def __init__(self, tool: Tool, theirs: JsonObject) -> None:
+        self._tool, self._theirs = tool, theirs
         self._values: JsonObject = {}
         self._implied: JsonObject = {}
-        self._speedups: list[str] = []
         self._dropped: dict[str, str] = {}
         """Why a key of flatout was left out again."""
 
     def read(self, entry: _Entry) -> None:
         """Convert one entry, and keep what no earlier one has set."""
-        word = entry.word
-        if word is None or not (word.key or word.unit) or entry.value is None:
+        word, value, values = entry.word, entry.value, self._values
+        if value is None or not (word.key or word.cases or word.unit):
             return
-        _, _, argument = word.unit.partition(" ")
-        convert_value = UNITS.get(entry.unit, _as_it_is)
-        known = self._theirs | self._implied | self._values
-        try:
-            value = _number(entry.value, word.key)
-            result = convert_value(value, argument or word.key or word.option, known)
-        except (TypeError, ValueError, ArithmeticError):
-            result = f"The value {entry.value!r} cannot be converted."
+        value = _unquoted(value, word.key)
+        result = converted(value, word, self._theirs | self._implied | values)
         if isinstance(result, Refused):
             raise ConfigError(
                 f"{entry.key}={entry.value!r} {result}.",
@@ -231,126 +279,118 @@ class _Reading:
         if isinstance(result, str):
             entry.why = result
             return
-        for key, value in result.items():
-            if key == "speedups":
-                self._speedups.append(value)
-            elif not key:
-                entry.why = value
-                continue
+        for key, one in result.items():
+            if not key:
+                entry.why = one
             elif key.startswith("~"):
-                self._implied.setdefault(key[1:], value)
-            elif self._values.setdefault(key, value) != value and key != "optim.betas":
-                entry.why = f"{key}={self._values[key]} is already set."
-                continue
+                self._implied.setdefault(key[1:], one)
+                entry.wrote[key[1:]] = one
+            elif key == "speedups":
+                edits = values.setdefault(key, "auto").split(",")
+                values[key] = ",".join(dict.fromkeys([*edits, one]))
+                entry.wrote[key] = one
+            elif key == "optim.betas" or values.setdefault(key, one) == one:
+                values[key] = entry.wrote[key] = one
             else:
-                self._values[key] = value
-            entry.wrote[key.lstrip("~")] = value
+                entry.why = f"{key}={values[key]} is already set."
 
-    def finish(self, tool: Tool | None) -> tuple[JsonObject, JsonObject]:
+    def finish(self) -> tuple[JsonObject, JsonObject]:
         """Return all values, without contradictions, as `RunConfig` accepts them, and the options
         of `flatout prepare`.
         """
-        values = self._values
-        for key, value in {**(tool.implies if tool else {}), **self._implied}.items():
-            group = next((group for group in ALTERNATIVES if key in group), {key})
-            if not group & values.keys():
+        values, tool = self._values, self._tool
+        for key, value in {**tool.implies, **self._implied}.items():
+            if not _alternatives(key) & values.keys():
                 values[key] = value
-        self._without_effect(tool)
-        recurrent = {"model.num_eigenstates", "model.scales", "model.chunk_size"} & values.keys()
-        if recurrent and "model.kind" not in values:
-            values["model.kind"] = "eigenstate"
-        self._two_batch_sizes(tool)
-        for group in ALTERNATIVES:
-            for key in sorted(group & values.keys(), key=_preference)[1:]:
-                first = min(group & values.keys(), key=_preference)
-                self._drop(key, f"{first} is set.")
-        own = {key for key in values if key.startswith("model.")} - EVERY_MODEL
-        model = values.get("model.kind", "transformer")
-        for field_name in MODELS.unstated(model, {key.removeprefix("model.") for key in own}):
-            self._drop(f"model.{field_name}", f"The model {model} has no such key.")
-        if self._speedups:
-            values["speedups"] = ",".join(["auto", *dict.fromkeys(self._speedups)])
-        options = {key: value for key, value in values.items() if key.startswith(("--", SOURCE))}
-        return self._valid({key: values[key] for key in values if key not in options}), options
-
-    def _without_effect(self, tool: Tool | None) -> None:
-        """Drop keys that another key makes irrelevant."""
-        values = self._values
-        if tool and tool.adapters and is_off(self._theirs.get(f"{THEIRS}{tool.adapters}")):
-            for key in [key for key in values if key.startswith("lora.")]:
-                self._drop(key, Unneeded(f"Without {tool.adapters}, there are no adapters."))
-        if "train.init_from" in values:
-            shape = {key for key in values if key.startswith("model.")} - FREE_OF_WEIGHTS
-            for key in shape:
-                self._drop(key, OF_WEIGHTS)
-        if values.get("schedule.kind") == "constant":
-            self._drop("schedule.min_lr", CONSTANT)
-        if values.get("schedule.kind", "wsd") != "wsd":
-            whole = values.get("schedule.decay") == 1
-            self._drop("schedule.decay", FROM_WARMUP if whole else ONLY_WSD)
-
-    def _two_batch_sizes(self, tool: Tool | None) -> None:
-        """Leave two of the three sizes of a batch; the third follows."""
-        values = self._values
+        self._drop_without_effect()
+        if {"model.num_eigenstates", "model.scales", "model.chunk_size"} & values.keys():
+            values.setdefault("model.kind", "eigenstate")
         sizes = ("batch.rows_per_device", "batch.accumulate", "data.seq_len")
         factors = [size for key in sizes if isinstance(size := values.get(key), int)]
-        if tool and tool.accumulate_over_devices and len(factors) == len(sizes):
+        if tool.accumulate_over_devices and len(factors) == len(sizes):
             values.setdefault("batch.tokens_per_step", math.prod(factors))
-        if "batch.tokens_per_step" in values and values.get("batch.rows_per_device") is not None:
-            self._drop("batch.accumulate", FOLLOWS)
+        if "batch.tokens_per_step" in values and values.get(sizes[0]) is not None:
+            self._drop(["batch.accumulate"], FOLLOWS)
+        for group in ALTERNATIVES:
+            first, *others = _preferred(group & values.keys()) or [""]
+            self._drop(others, f"{first} is set.")
+        model = values.get("model.kind", "transformer")
+        own = {key.removeprefix("model.") for key in self._keys_of("model") - EVERY_MODEL}
+        unknown = (f"model.{name}" for name in MODELS.unstated(model, own))
+        self._drop(unknown, f"The model {model} has no such key.")
+        options = {key: values[key] for key in values if key.startswith(("--", SOURCE))}
+        return self._valid(options), options
 
-    def _drop(self, key: str, why: str) -> None:
-        if self._values.pop(key, None) is not None:
-            self._dropped[key] = why
+    def _keys_of(self, section: str) -> set[str]:
+        return {key for key in self._values if key.startswith(f"{section}.")}
 
-    def _valid(self, values: JsonObject) -> JsonObject:
+    def _drop_without_effect(self) -> None:
+        """Drop keys that another key makes irrelevant."""
+        values, tool = self._values, self._tool
+        if tool.adapters and is_off(self._theirs.get(f"{THEIRS}{tool.adapters}")):
+            why = f"Without {tool.adapters}, there are no adapters."
+            self._drop(self._keys_of("lora"), Unneeded(why))
+        if "train.init_from" in values:
+            why = "The shape is that of the weights which train.init_from names."
+            self._drop(self._keys_of("model") - FREE_OF_WEIGHTS, Unneeded(why))
+        kind = values.get("schedule.kind", "wsd")
+        if kind == "constant":
+            self._drop(["schedule.min_lr"], Unneeded("The rate is constant."))
+        if kind != "wsd":
+            whole = values.get("schedule.decay") == 1
+            only_wsd = "Only schedule.kind=wsd keeps the rate before it falls."
+            late = Unneeded("The decay starts after the warm-up.") if whole else only_wsd
+            self._drop(["schedule.decay"], late)
+
+    def _drop(self, keys: Iterable[str], why: str) -> None:
+        for key in keys:
+            if self._values.pop(key, None) is not None:
+                self._dropped[key] = why
+
+    def _valid(self, options: JsonObject) -> JsonObject:
         """Return the values that are valid, alone and together."""
         kept: JsonObject = {}
-        last = ("schedule.min_lr", "train.patience", "lora.alpha", "lora.dropout", "lora.targets")
-        for key in sorted(values, key=lambda key: key in last):
+        keys = [key for key in self._values if key not in options]
+        for key in sorted(keys, key=lambda key: key in DEPENDENT):
             try:
-                validate(nested({**kept, key: values[key]}))
+                validate(nested({**kept, key: self._values[key]}))
+                kept[key] = self._values[key]
             except ConfigError as error:
                 self._dropped[key] = error.what
-            else:
-                kept[key] = values[key]
-        order = {name: number for number, name in enumerate(RunConfig.model_fields)}
-        return dict(sorted(kept.items(), key=lambda item: order[item[0].partition(".")[0]]))
+        order = [*RunConfig.model_fields]
+        return dict(sorted(kept.items(), key=lambda item: order.index(item[0].partition(".")[0])))
 
     def item(self, entry: _Entry) -> Item:
         """Return what became of an entry."""
-        word, values = entry.word, self._values
+        word, values, value = entry.word, self._values, entry.value
+        joint = ("speedups", "optim.betas")  # several keys write them
         becomes = {
-            key: values.get(key) if key == "optim.betas" else value
-            for key, value in entry.wrote.items()
-            if key == "speedups" or (key not in self._dropped and values.get(key) is not None)
-            if key in ("speedups", "optim.betas") or values[key] == value
+            key: values.get(key) if key == "optim.betas" else one
+            for key, one in entry.wrote.items()
+            if key not in self._dropped and (key in joint or values.get(key) == one)
         }
         lost = next((self._dropped[key] for key in entry.wrote if key in self._dropped), "")
-        reason = entry.why or lost
-        outcome: Outcome
-        if entry.value is None:
-            outcome, why = "unnecessary", "It is not set."
-        elif word is None:
+        why, nothing = entry.why or lost, 1 if word.group == "missing" else -1
+        outcome: Outcome = "unnecessary"
+        if value is None:
+            why = "It is not set."
+        elif word is UNKNOWN:
             outcome, why = "unknown", "flatout does not know it."
         elif becomes or lost == FOLLOWS:
-            outcome, why = "mapped", reason
-        elif reason:
-            outcome, why = ("unnecessary" if isinstance(reason, Unneeded) else "missing"), reason
-        elif word.group == "missing":
-            off = is_off(entry.value) or (entry.value == 1 and entry.value is not True)
-            outcome = "unnecessary" if off else "missing"
-            why = "It is off." if off else word.note
+            outcome = "mapped"
+        elif why:
+            outcome = "unnecessary" if isinstance(why, Unneeded) else "missing"
         elif word.group == "left_out":
-            outcome, why = "unnecessary", word.note
-        elif is_off(entry.value) or entry.value == -1:
-            outcome, why = "unnecessary", "It is off."
+            why = word.note
+        elif is_off(value) or (value == nothing and value is not True):
+            why = "It is off."
+        elif word.group == "missing" or word.option:
+            outcome, why = "missing", word.note if word.group == "missing" else word.advice
         elif word.group == "prepare":
-            outcome, why = ("missing" if word.option else "unnecessary"), word.advice
+            why = word.advice
         else:
-            outcome = "unnecessary"
-            why = ANOTHER if entry.wrote else BY_DEFAULT
+            why = "Another key states it." if entry.wrote else "flatout does this by default."
         if entry.is_default:
             why += " It is the tool's default."
-        value = HIDDEN if entry.key.endswith(SECRETS) else entry.value
-        return Item(key=entry.key, value=value, outcome=outcome, becomes=becomes, why=why)
+        shown = "(hidden)" if entry.key.endswith(SECRETS) else value
+        return Item(key=entry.key, value=shown, outcome=outcome, becomes=becomes, why=why)

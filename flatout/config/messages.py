@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeGuard
+from typing import TypeGuard
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from flatout.config.units import UNITS, is_off
+from flatout.config.units import in_cases, is_off
 from flatout.errors import ConfigError
 from flatout.registry import misspelt, nearest
 from flatout.words import Word, known_words, value_for, word_for
 
-NO_NUMBER = "no_number"
-"""The type of the error about true or false in a field that accepts neither."""
-EXTRAS = {"fp16", "cpu", "to_wandb", "to_mlflow", "unless", "asked", "adapter"}
-"""Units of features that are off by default."""
-SWITCHES = {
-    "auto",
-    "bf16",
-    "clip",
-    "decays",
-    "eval_strategy",
-    "flag",
-    "hten",
-    "loggers",
-    "packing",
-    "precision",
-    "rmsnorm",
-    "schedule",
-    "to_tensorboard",
-}
-"""Units with a value of flatout for what is off."""
 LONGEST_VALUE = 200
 """Characters of a wrong value that an error repeats."""
 _KINDS = {
@@ -61,8 +41,6 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
             f"{key}={_shown(first['input'])} is not valid: {key} is a section.",
             fix=f"Set one of its keys: {', '.join(inside)}.",
         )
-    if first["type"] == NO_NUMBER and field is not None:
-        problems = _problems_of(field, key.removeprefix(prefix))
     expected = dict.fromkeys(
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
     )
@@ -87,16 +65,6 @@ def _shown(value: object) -> str:
     """Return a wrong value as Python writes it, cut after the part that identifies it."""
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _problems_of(field: FieldInfo, key: str) -> list[ErrorDetails]:
-    """Return what a field reports about a value of no valid type."""
-    try:
-        kind: Any = Annotated[field.annotation, field]
-        TypeAdapter(kind).validate_python(object())
-    except ValidationError as error:
-        return [{**one, "loc": (*key.split("."), *one["loc"])} for one in error.errors()]
-    return []
 
 
 def _whole(key: str, value: object) -> tuple[str, object]:
@@ -141,14 +109,12 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
 
 def _advice(word: Word, value: object) -> str:
     """Return what to write for another tool's word; false, no and the like turn a switch off."""
-    name, _, argument = word.unit.partition(" ")
-    if not (isinstance(value, bool | str) and is_off(value) and name in EXTRAS | SWITCHES):
+    is_switch = any("disabled" in str(case).split() for case in word.cases) and word.key
+    found = in_cases(value, word) if is_switch and isinstance(value, bool | str) else None
+    if not (isinstance(found, dict) and is_off(value)):
         return word.advice
-    if name in EXTRAS:
+    if not found:
         return f"Leave it out: it is off unless {word.key} asks for it."
-    found = UNITS[name](value, argument or word.key, {})
-    if not isinstance(found, dict):
-        return word.advice
     written = " ".join(f"{key.lstrip('~')}={_written(key, one)}" for key, one in found.items())
     return f"Did you mean {next(iter(found)).lstrip('~')!r}? Write {written}."
 

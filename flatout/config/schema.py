@@ -11,14 +11,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from pydantic import ValidationError, model_validator
+import yaml
+from pydantic import BaseModel, ValidationError
 
 from flatout import trust
 from flatout.config.messages import explain as explain
-from flatout.config.overrides import nested, parse_overrides
+from flatout.config.messages import field_at
 from flatout.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -32,7 +34,7 @@ from flatout.config.sections import (
     Section,
     TrainConfig,
 )
-from flatout.documents import read_document
+from flatout.documents import parse_yaml, read_document
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.registry import recipe_path
@@ -50,37 +52,51 @@ ALTERNATIVES = (
 MAPPINGS = {"data.mix"}
 """Keys whose value is a mapping, which a later layer replaces as a whole."""
 
-LATER_KEYS = (
-    "data.cache",
-    "train.devices",
-    "train.eval_every_epochs",
-    "train.watchdog_minutes",
-    "train.watchdog_stop",
-    "train.max_bad_steps",
-    "train.skip_spikes",
-    "train.on_divergence",
-    "train.max_rewinds",
-    "checkpoint.best",
-    "checkpoint.keep_every",
-    "checkpoint.mirror",
-    "checkpoint.compress",
-    "log.to",
-    "log.project",
-    "log.run_name",
-    "log.tags",
-    "log.wandb_mode",
-    "log.observers",
-)
-"""Keys that are newer than the first release: the digest leaves out their defaults, so that runs
-keep their default names.
-"""
-
 BATCH_SIZES = {"tokens_per_step", "rows_per_device", "accumulate"}
 """Two of them determine the third: a layer that sets two clears the third in the layers below."""
 
 
+def _stated_together(group: set[str], run: RunConfig) -> str:
+    stated = sorted(key for key in group if run.value(key) not in (None, 0))
+    return " and ".join(stated) if len(stated) > 1 else ""
+
+
 class RunConfig(Section):
     """The complete config of a run."""
+
+    rules = (
+        (
+            lambda run: run.format_version > FORMAT_VERSION,
+            "This config has format_version {0.format_version}; this version of flatout reads up "
+            f"to {FORMAT_VERSION}.",
+            "Install a newer flatout.",
+        ),
+        (
+            lambda run: run.schedule.min_lr > run.optim.lr and run.optim.lr / 10,
+            "schedule.min_lr={0.schedule.min_lr:g} is above optim.lr={0.optim.lr:g}.",
+            "Set schedule.min_lr={1:g}.",
+        ),
+        *(
+            (
+                partial(_stated_together, group),
+                "{1} cannot be set together.",
+                f"Keep one of {', '.join(sorted(group))}.",
+            )
+            for group in ALTERNATIVES
+        ),
+        (
+            lambda run: run.lora.rank is not None and run.optim.kind == "muon",
+            "optim.kind=muon orthogonalises the updates of whole weights, and lora.rank trains "
+            "factors of updates.",
+            "Set optim.kind=adamw.",
+        ),
+        (
+            lambda run: run.lora.base_dtype != "fp32" and run.parallel.shard > 1,
+            "lora.base_dtype={0.lora.base_dtype} stores weights in two dtypes, and "
+            "parallel.shard={0.parallel.shard} expects a single one.",
+            "Set lora.base_dtype=fp32, or parallel.shard=1.",
+        ),
+    )
 
     format_version: int = FORMAT_VERSION
     """Version of the config format."""
@@ -109,44 +125,6 @@ class RunConfig(Section):
     speedups: str | tuple[str, ...] = "auto"
     """auto, none, a list of names, or edits of auto, such as auto,-compile."""
 
-    @model_validator(mode="after")
-    def _version_known(self) -> Self:
-        if self.format_version > FORMAT_VERSION:
-            raise ConfigError(
-                f"This config has format_version {self.format_version}; this version of flatout "
-                f"reads up to {FORMAT_VERSION}.",
-                fix="Install a newer flatout.",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.schedule.min_lr > self.optim.lr:
-            raise ConfigError(
-                f"schedule.min_lr={self.schedule.min_lr:g} is above optim.lr={self.optim.lr:g}.",
-                fix=f"Set schedule.min_lr={self.optim.lr / 10:g}.",
-            )
-        for group in ALTERNATIVES:
-            stated = sorted(key for key in group if self.value(key) not in (None, 0))
-            if len(stated) > 1:
-                raise ConfigError(
-                    f"{' and '.join(stated)} cannot be set together.",
-                    fix=f"Keep one of {', '.join(sorted(group))}.",
-                )
-        if self.lora.rank is not None and self.optim.kind == "muon":
-            raise ConfigError(
-                "optim.kind=muon orthogonalises the updates of whole weights, and lora.rank trains "
-                "factors of updates.",
-                fix="Set optim.kind=adamw.",
-            )
-        if self.lora.base_dtype != "fp32" and self.parallel.shard > 1:
-            raise ConfigError(
-                f"lora.base_dtype={self.lora.base_dtype} stores weights in two dtypes, and "
-                f"parallel.shard={self.parallel.shard} expects a single one.",
-                fix="Set lora.base_dtype=fp32, or parallel.shard=1.",
-            )
-        return self
-
     def value(self, key: str) -> Any:
         """Return the value at a dotted key, such as `optim.lr`."""
         value: Any = self
@@ -169,11 +147,8 @@ class RunConfig(Section):
 
     def digest(self) -> str:
         """Return the SHA-256 of the canonical JSON as 64 hexadecimal characters."""
-        document, defaults = self.to_dict(), RunConfig().to_dict()
-        for section, key in (name.split(".") for name in LATER_KEYS):
-            if document[section][key] == defaults[section][key]:
-                del document[section][key]
-        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+        document = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(document.encode()).hexdigest()
 
     def with_values(self, values: JsonObject) -> RunConfig:
         """Return a validated copy with the values at some dotted keys replaced."""
@@ -209,6 +184,60 @@ def load_config(
         for folder in filter(trust.is_run_folder, {path.parent, path.resolve().parent}):
             trust.require_trusted(folder, config.references(), named=trust.references_in(layer))
     return config
+
+
+def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonObject:
+    """Return the values of overrides by dotted key, without checking the keys.
+
+    Raises: ConfigError when an item is not an override.
+    """
+    values: JsonObject = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise ConfigError(
+                f"{override!r} is not an override.",
+                fix="Write section.key=value, for example optim.lr=3e-4.",
+            )
+        values[key.strip()] = _value(section, key.strip(), text, override)
+    return values
+
+
+def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
+    """Return an override's value: parsed as YAML, or as text for a text key."""
+    kind = getattr(field_at(section, key), "annotation", None)
+    is_text, stripped = kind in (str, str | None), text.strip()
+    if not stripped or (is_text and stripped in {"null", "~"}):
+        return text if kind is str else None
+    try:
+        value = parse_yaml(text, name=name)
+    except ConfigError as error:
+        if is_text:
+            return text
+        if not isinstance(error.__cause__, yaml.YAMLError):
+            raise  # valid YAML with its own message, such as a repeated key
+        raise ConfigError(
+            f"{name!r} is not YAML.",
+            fix="Correct the value, and quote the whole override: 'section.key=value'.",
+        ) from error
+    return text if is_text and not isinstance(value, str) else value
+
+
+def nested(values: JsonObject) -> JsonObject:
+    """Return {"optim.lr": 1} as {"optim": {"lr": 1}}."""
+    document: JsonObject = {}
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        inner = document
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(
+                    f"{key} contradicts the earlier {section}={inner}.",
+                    fix="Keep one of the two.",
+                )
+        inner[last] = value
+    return document
 
 
 def _with_path(error: ConfigError, path: Path | None) -> ConfigError:

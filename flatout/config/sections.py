@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
-from flatout.config.messages import NO_NUMBER
 from flatout.errors import ConfigError
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, is_finite
+
+Rule: TypeAlias = tuple[Callable[[Any], Any], str, str]
+"""A contradiction: a function that finds it in a section, what happened, and the fix.
+
+In both texts, {0} is the section and {1} what was found.
+"""
+
+
+def _split(names: Any) -> Any:
+    """Return names as a list: text has commas between them, and none stands for an empty list."""
+    if isinstance(names, str):
+        return [name.strip() for name in names.split(",") if name.strip() not in ("", "none")]
+    return () if names is None else names
+
+
+Count: TypeAlias = Annotated[int, Field(ge=1)]
+Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Names: TypeAlias = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_split),
+    AfterValidator(lambda names: tuple(dict.fromkeys(names))),
+]
+"""Names, each once."""
+
+
+class _Switch:
+    """True or false where neither is valid: not a number, text or list, but shown as it was."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 class Section(BaseModel):
@@ -24,13 +67,22 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    rules: ClassVar[tuple[Rule, ...]] = ()
+    """Contradictions between the keys of the section."""
+
+    @model_validator(mode="after")
+    def _obeys_rules(self) -> Self:
+        for found_in, what, fix in self.rules:
+            if found := found_in(self):
+                raise ConfigError(what.format(self, found), fix=fix.format(self, found))
+        return self
+
     @field_validator("*", mode="before")
     @classmethod
-    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and "bool" not in str(field.annotation):
-            raise PydanticCustomError(NO_NUMBER, "something other than true or false")
-        return value
+    def _bool_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields[info.field_name or ""]
+        is_other = isinstance(value, bool) and "bool" not in str(field.annotation)
+        return _Switch(str(value)) if is_other else value
 
 
 class ModelConfig(Section):
@@ -40,7 +92,7 @@ class ModelConfig(Section):
 
     kind: str = "transformer"
     """A file in flatout/models, or package.module:MyModel."""
-    vocab_size: int | None = Field(None, ge=1)
+    vocab_size: Count | None = None
     """Rows of the embedding; None means the vocabulary size of the dataset."""
 
     def own(self) -> JsonObject:
@@ -62,7 +114,7 @@ class DataConfig(Section):
     cache: str | None = None
     """Directory for the copies of datasets at URLs. None means the cache directory: FLATOUT_CACHE,
     or else ~/.cache/flatout."""
-    seq_len: int = Field(256, ge=1)
+    seq_len: Count = 256
     """Tokens per training sequence (T)."""
     prefetch: int = Field(4, ge=1, le=1000)
     """Optimizer steps that the feed reads ahead."""
@@ -72,23 +124,17 @@ class DataConfig(Section):
     @field_validator("mix", mode="before")
     @classmethod
     def _check_mix(cls, mix: Any) -> Any:
-        example = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
+        fix = "Write data.mix='{data/book: 3, data/code: 1}', with a space after each colon."
         if mix is None:
             return None
         if not isinstance(mix, Mapping) or not mix:
-            raise ConfigError(
-                f"data.mix={mix!r} is not a mapping of datasets to weights.", fix=example
-            )
+            raise ConfigError(f"data.mix={mix!r} is not a mapping of datasets to weights.", fix=fix)
         for path, weight in mix.items():
-            if (
-                isinstance(weight, bool)
-                or not isinstance(weight, int | float)
-                or not 0 < weight < float("inf")
-            ):
+            if not is_finite(weight) or weight <= 0:
                 raise ConfigError(
                     f"data.mix gives {path!r} the weight {weight!r}, which is not a number above "
-                    f"0.",
-                    fix=example,
+                    "0.",
+                    fix=fix,
                 )
         return {str(path): weight for path, weight in mix.items()}
 
@@ -96,12 +142,12 @@ class DataConfig(Section):
 class BatchConfig(Section):
     """How many tokens each optimizer step sees. Set two of the three keys; the third follows."""
 
-    tokens_per_step: int | None = Field(None, ge=1)
+    tokens_per_step: Count | None = None
     """Tokens per optimizer step, summed over ranks and micro-batches."""
-    rows_per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    rows_per_device: Count | Literal["auto"] = "auto"
     """Sequences per micro-batch on each device. With auto, a process that trains alone halves them
     when a step runs out of memory, and repeats the step."""
-    accumulate: int | None = Field(None, ge=1)
+    accumulate: Count | None = None
     """Micro-batches per optimizer step."""
 
     @property
@@ -113,33 +159,40 @@ class BatchConfig(Section):
 class OptimConfig(Section):
     """The optimizer."""
 
+    rules = (
+        (
+            lambda optim: not all(0 <= beta < 1 for beta in optim.betas) and [*optim.betas],
+            "optim.betas={1} must be in [0, 1).",
+            "Set optim.betas=[0.9,0.95].",
+        ),
+    )
+
     kind: str = "adamw"
     """A file in flatout/optimizers, or package.module:my_optimizer."""
-    lr: float = Field(1e-3, gt=0)
+    lr: PositiveFloat = 1e-3
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates for the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: PositiveFloat = 1e-8
     """AdamW's epsilon, added to the denominator."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay, not applied to norms, biases and embeddings."""
-    clip: float = Field(1.0, ge=0)
+    clip: NonNegativeFloat = 1.0
     """Maximum gradient norm; 0 turns clipping off."""
-    momentum: float = Field(0.95, ge=0, lt=1)
+    momentum: Share = 0.95
     """Muon's momentum."""
-
-    @model_validator(mode="after")
-    def _betas_in_range(self) -> Self:
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                f"optim.betas={list(self.betas)} must be in [0, 1).",
-                fix="Set optim.betas=[0.9,0.95].",
-            )
-        return self
 
 
 class ScheduleConfig(Section):
     """The learning rate as a function of the optimizer step."""
+
+    rules = (
+        (
+            lambda schedule: isinstance(schedule.warmup, float) and schedule.warmup >= 1,
+            "schedule.warmup={0.warmup} is neither a number of steps nor a fraction of the run.",
+            "Write schedule.warmup={0.warmup:.0f} for steps, or a fraction below 1.",
+        ),
+    )
 
     kind: str = "cosine"
     """cosine, linear, wsd (warm-up, stable, decay) or constant."""
@@ -147,28 +200,32 @@ class ScheduleConfig(Section):
     """Steps of linear warm-up (an int), or a fraction of the run (below 1)."""
     decay: float = Field(0.2, gt=0, le=1)
     """Fraction of the run over which wsd lowers the rate to min_lr."""
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: NonNegativeFloat = 0.0
     """Learning rate at the last step."""
-
-    @model_validator(mode="after")
-    def _warmup_is_steps_or_fraction(self) -> Self:
-        if isinstance(self.warmup, float) and self.warmup >= 1:
-            raise ConfigError(
-                f"schedule.warmup={self.warmup} is neither a number of steps nor a fraction of the "
-                f"run.",
-                fix=f"Write schedule.warmup={round(self.warmup)} for steps, or a fraction below 1.",
-            )
-        return self
 
 
 class TrainConfig(Section):
     """How long to train, on which device, and in which precision."""
 
-    steps: int | None = Field(None, ge=1)
+    rules = (
+        (
+            lambda train: train.watchdog_stop and not train.watchdog_minutes,
+            "train.watchdog_stop has no effect: train.watchdog_minutes=0 turns the watchdog off.",
+            "Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
+        ),
+        (
+            lambda train: train.patience and not (train.eval_every or train.eval_every_epochs),
+            "train.patience={0.patience} counts evaluations during the run, but "
+            "train.eval_every=0 means that there are none.",
+            "Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
+        ),
+    )
+
+    steps: Count | None = None
     """Optimizer steps. Set one of steps, tokens and epochs; without any, the run is one epoch."""
-    tokens: int | None = Field(None, ge=1)
+    tokens: Count | None = None
     """Training tokens, rounded up to whole steps."""
-    epochs: float | None = Field(None, gt=0)
+    epochs: PositiveFloat | None = None
     """Passes over the training tokens of all datasets, rounded up to whole steps."""
     seed: int = Field(0, ge=0, lt=2**62)
     """Seed of the initial weights, the order of the data and dropout."""
@@ -177,29 +234,29 @@ class TrainConfig(Section):
     way to make two runs, or a run and its resumed copy, bit-identical."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:N, or mps, the GPU of a Mac, which is untried."""
-    devices: Annotated[int, Field(ge=1)] | Literal["all"] | None = None
+    devices: Count | Literal["all"] | None = None
     """Devices of this machine to train on: `flatout train` starts a process for each. A number, or
     all GPUs; on a CPU, a number of processes. None means one, or as many as torchrun starts."""
     precision: Literal["auto", "fp32", "fp16", "bf16"] = "auto"
     """Precision of the matmuls; weights and optimizer state stay fp32."""
-    eval_every: int = Field(0, ge=0)
+    eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0 evaluates once, at the end."""
-    eval_every_epochs: float | None = Field(None, gt=0)
+    eval_every_epochs: PositiveFloat | None = None
     """Epochs between evaluations, in place of eval_every; rounded up to whole steps."""
-    eval_tokens: Annotated[int, Field(ge=1)] | Literal["all"] = "all"
+    eval_tokens: Count | Literal["all"] = "all"
     """Validation tokens per evaluation during the run; the final one always uses all."""
-    patience: int = Field(0, ge=0)
+    patience: NonNegativeInt = 0
     """Stop after this many evaluations in a row without a better validation loss; 0 turns this off.
     The learning rate is scheduled for the whole run, so it is still high at an early stop."""
     init_from: str | None = None
     """Where the initial weights come from: a run directory (its best checkpoint), a checkpoint, or
     another program's model (hf:ORG/NAME, its directory, or a file). Data, schedule, optimizer state
     and step start anew."""
-    sample_every: int = Field(0, ge=0)
+    sample_every: NonNegativeInt = 0
     """Steps between text samples; 0 samples once, at the end."""
     sample_prompt: str = ""
     """Prompt of the samples; empty starts a new document."""
-    max_bad_steps: int = Field(10, ge=1)
+    max_bad_steps: Count = 10
     """Bad steps in a row that stop the run. A step is bad when its loss or its gradient norm is not
     finite; its update is skipped, and the run continues with the next step."""
     skip_spikes: float | None = Field(None, ge=3)
@@ -208,9 +265,9 @@ class TrainConfig(Section):
     on_divergence: Literal["stop", "rewind"] = "stop"
     """What happens after max_bad_steps: stop with a report, or go back to the last good checkpoint
     and leave out the sequences of the bad steps."""
-    max_rewinds: int = Field(3, ge=1)
+    max_rewinds: Count = 3
     """How many times on_divergence=rewind may go back, over all resumes of a run."""
-    watchdog_minutes: float = Field(5.0, ge=0)
+    watchdog_minutes: NonNegativeFloat = 5.0
     """Minutes without a micro-batch or a batch of an evaluation after which the run reports what it
     waits for, and writes the stacks of its threads; compiling, saving and sampling may take four
     times as long. 0 turns this off."""
@@ -218,39 +275,39 @@ class TrainConfig(Section):
     """End such a run with exit code 75, so that a scheduler starts it again from its last
     checkpoint."""
 
-    @model_validator(mode="after")
-    def _stop_needs_a_limit(self) -> Self:
-        if self.watchdog_stop and not self.watchdog_minutes:
-            raise ConfigError(
-                "train.watchdog_stop has no effect: train.watchdog_minutes=0 turns the watchdog "
-                "off.",
-                fix="Set train.watchdog_minutes=5, or leave train.watchdog_stop out.",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _patience_counts_evaluations(self) -> Self:
-        if self.patience and not (self.eval_every or self.eval_every_epochs):
-            raise ConfigError(
-                f"train.patience={self.patience} counts evaluations during the run, but "
-                f"train.eval_every=0 means that there are none.",
-                fix="Set train.eval_every or train.eval_every_epochs, or leave train.patience out.",
-            )
-        return self
-
 
 class LoraConfig(Section):
     """Low-rank adapters: the weights of train.init_from are frozen, and small matrices beside its
     linear layers are trained.
     """
 
-    rank: int | None = Field(None, ge=1)
+    rules = (
+        (
+            lambda lora: not lora.targets,
+            "lora.targets=[] names no layer.",
+            "Set lora.targets=all-linear, or [q,v].",
+        ),
+        (
+            lambda lora: (
+                lora.rank is None
+                and [
+                    name
+                    for name, one in type(lora).model_fields.items()
+                    if one.default != getattr(lora, name)
+                ]
+            ),
+            "lora.{1[0]} has no effect without lora.rank.",
+            "Set lora.rank=8, or leave lora.{1[0]} out.",
+        ),
+    )
+
+    rank: Count | None = None
     """Rank of the adapters, such as 8; None trains all weights. Needs train.init_from."""
-    alpha: float | None = Field(None, gt=0)
+    alpha: PositiveFloat | None = None
     """The output of an adapter is multiplied by alpha / rank; None means a factor of 1."""
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: Share = 0.0
     """Share of components dropped from the input of the adapters."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: Names = ("all-linear",)
     """Layers with adapters: some of q, k, v, o (attention), gate, up, down (MLP), or another linear
     layer of the blocks by its name; all-linear means every one."""
     base_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -262,28 +319,6 @@ class LoraConfig(Section):
         """Factor of the adapters' output."""
         return (self.alpha or self.rank or 1) / (self.rank or 1)
 
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _as_list(cls, targets: Any) -> Any:
-        return (
-            [name.strip() for name in targets.split(",")] if isinstance(targets, str) else targets
-        )
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if not self.targets:
-            raise ConfigError(
-                "lora.targets=[] names no layer.", fix="Set lora.targets=all-linear, or [q,v]."
-            )
-        fields = type(self).model_fields
-        stated = [name for name in fields if getattr(self, name) != fields[name].default]
-        if stated and self.rank is None:
-            raise ConfigError(
-                f"lora.{stated[0]} has no effect without lora.rank.",
-                fix=f"Set lora.rank=8, or leave lora.{stated[0]} out.",
-            )
-        return self
-
 
 MIRROR_OFF = "none"
 """The value of `checkpoint.mirror` that turns off the mirror of a stored run."""
@@ -292,16 +327,24 @@ MIRROR_OFF = "none"
 class CheckpointConfig(Section):
     """When checkpoints are saved, and how many are kept."""
 
-    every_steps: int | None = Field(None, ge=1)
+    rules = (
+        (
+            lambda checkpoint: checkpoint.compress and checkpoint.mirror is None,
+            "checkpoint.compress={0.compress} has no effect without checkpoint.mirror.",
+            "Set checkpoint.mirror=s3://BUCKET/FOLDER, or leave checkpoint.compress out.",
+        ),
+    )
+
+    every_steps: Count | None = None
     """Steps between saves. Set at most one of the three; without any, every ten minutes."""
-    every_minutes: float | None = Field(None, gt=0)
+    every_minutes: PositiveFloat | None = None
     """Minutes between saves."""
-    every_epochs: float | None = Field(None, gt=0)
+    every_epochs: PositiveFloat | None = None
     """Epochs between saves."""
-    keep: Annotated[int, Field(ge=1)] | Literal["all"] = 2
+    keep: Count | Literal["all"] = 2
     """Number of newest checkpoints to keep, or all; the best one is kept in addition. Incomplete
     ones do not count, so the last complete one is never deleted."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: Count | None = None
     """Steps between checkpoints that stay for good: the run also saves at each multiple."""
     best: bool = True
     """Save at each evaluation with a lower loss than all before it. With false, only the intervals
@@ -314,22 +357,22 @@ class CheckpointConfig(Section):
     compress: Literal["zstd"] | None = None
     """How the checkpoints in the mirror are compressed."""
 
-    @model_validator(mode="after")
-    def _compresses_a_mirror(self) -> Self:
-        if self.compress is not None and self.mirror is None:
-            raise ConfigError(
-                f"checkpoint.compress={self.compress} has no effect without checkpoint.mirror.",
-                fix="Set checkpoint.mirror=s3://BUCKET/FOLDER, or leave checkpoint.compress out.",
-            )
-        return self
-
 
 class LogConfig(Section):
     """How often metrics are written, and where they go besides metrics.jsonl."""
 
-    every: int = Field(10, ge=1)
+    rules = (
+        (
+            lambda log: [name for name in log.observers if ":" not in name],
+            "log.observers names {1[0]!r}, which is not an object in a Python module.",
+            "Write log.observers=package.module:MyObserver; for tensorboard, csv, wandb and mlflow "
+            "set log.to.",
+        ),
+    )
+
+    every: Count = 10
     """Steps between records in metrics.jsonl."""
-    to: tuple[str, ...] = ("tensorboard",)
+    to: Names = ("tensorboard",)
     """Loggers that receive the metrics too: tensorboard, csv, wandb, mlflow, or
     package.module:MyLogger; none for metrics.jsonl alone. A run continues when one of them
     fails."""
@@ -338,45 +381,20 @@ class LogConfig(Section):
     MLFLOW_EXPERIMENT_NAME states, or else flatout."""
     run_name: str | None = None
     """Name of the run there; None means the name of the run directory."""
-    tags: tuple[str, ...] = ()
+    tags: Names = ()
     """Tags of the run there."""
     wandb_mode: Literal["online", "offline"] | None = None
     """offline keeps W&B's files in the run directory, for `wandb sync`. None means what WANDB_MODE
     states, or else online."""
-    observers: tuple[str, ...] = ()
+    observers: Names = ()
     """Observers of your own, each as package.module:MyObserver; a class is called without
     arguments. They are called as those passed to `flatout.train` are."""
-
-    @field_validator("to", "tags", "observers", mode="before")
-    @classmethod
-    def _split_text(cls, value: Any) -> Any:
-        if value is None or value == "none":
-            return ()
-        if isinstance(value, str):
-            return tuple(word.strip() for word in value.split(",") if word.strip())
-        return value
-
-    @field_validator("to", "observers")
-    @classmethod
-    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(value))
-
-    @model_validator(mode="after")
-    def _observers_are_references(self) -> Self:
-        for name in self.observers:
-            if ":" not in name:
-                raise ConfigError(
-                    f"log.observers names {name!r}, which is not an object in a Python module.",
-                    fix="Write log.observers=package.module:MyObserver; for tensorboard, csv, "
-                    "wandb and mlflow set log.to.",
-                )
-        return self
 
 
 class ParallelConfig(Section):
     """How processes share the work; the product of the sizes is the number of processes."""
 
-    replicate: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    replicate: Count | Literal["auto"] = "auto"
     """Replicas of the model (DDP); auto is the number of processes divided by `shard`."""
-    shard: int = Field(1, ge=1)
+    shard: Count = 1
     """Processes that weights, gradients and optimizer state are sharded over (fully_shard)."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from flatout.assembly.preflight import check_sampling
 from flatout.inference.text import DecodedText, StoppedText
 from flatout.models.language_model import LanguageModel
-from flatout.ops.float64 import float64_device, in_float64
+from flatout.ops import float64_device, in_float64
 from flatout.training.evaluation import evaluating
 
 if TYPE_CHECKING:

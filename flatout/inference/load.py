@@ -21,7 +21,8 @@ from flatout.data.tokenizers import load_tokenizer
 from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
 from flatout.export_mark import require_as_exported
 from flatout.hardware import pick_device, probe
-from flatout.models.language_model import LanguageModel, model_of, uninitialised
+from flatout.models.language_model import LanguageModel
+from flatout.models.meta import allocate, on_meta
 from flatout.progress import SILENT, Progress
 from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
@@ -104,9 +105,8 @@ def load_run(
     device, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
         recipe = assemble(_usable_speedups(config, precision))
-        model_class, model_config = model_of(config)
-        with uninitialised(config.model.kind):
-            model = model_class(model_config, ops_of(recipe))
+        model = on_meta(config, ops_of(recipe))
+        allocate(model, "cpu", draws=False)
         try:
             model.load_state_dict(read_merged(path))
         except RuntimeError as error:
@@ -156,10 +156,9 @@ def load_model(
     )
     device, _ = pick_device("auto", probe())
     recipe = assemble(())
-    model_class, model_config = model_of(config)
-    with uninitialised(config.model.kind):
-        built = model_class(model_config, ops_of(recipe))
-    weights = ForeignWeights(found, model_config)
+    built = on_meta(config, ops_of(recipe))
+    allocate(built, "cpu", draws=False)
+    weights = ForeignWeights(found, built.config)
     weights.require_fit(shapes_of(built))
     with progress.task(f"Loading {found.path.name}"):
         built.load_state_dict({name: weights.read(name) for name in weights.names()})

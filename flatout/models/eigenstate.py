@@ -204,7 +204,7 @@ class Eigenstate(EmbeddingModel):
             "selection": 0.0,
             "coupling": 1.0,
         }
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.own_parameters():
             if name.endswith("bias"):
                 nn.init.constant_(parameter, GATE_BIAS if name.endswith("gate.bias") else 0.0)
             elif parameter.dim() == 1:
@@ -295,5 +295,5 @@ class RecurrentDecoder(Decoder):
         return self._model.last_logits(hidden_BTD)
 
 
-USES = ("linear", "scan", "folding")
+USES = ("linear", "scan")
 MODEL = Eigenstate

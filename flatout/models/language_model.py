@@ -8,17 +8,14 @@ Letters: B rows, T tokens, D width, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Self, final
 
 import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
@@ -29,8 +26,6 @@ from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
 from flatout.registry import MODELS
 
-DRAWN = {nn.init.normal_, nn.init.kaiming_uniform_}
-"""What flatout's own models draw their weights with."""
 ParameterKind = Literal["hidden", "embedding", "head", "vector"]
 """hidden: a matrix between activations; embedding: a table with a row per index; head: the output
 weight; vector: a norm or a bias.
@@ -142,8 +137,6 @@ class LanguageModel(nn.Module, ABC):
     config: LanguageModelConfig
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""
-    compiler_options: Mapping[str, bool] = MappingProxyType({})
-    """Extra options for the backend of torch.compile, when the model is compiled."""
 
     def __init__(self, config: LanguageModelConfig, ops: Ops) -> None:
         super().__init__()
@@ -283,6 +276,12 @@ class LanguageModel(nn.Module, ABC):
     def init_weights(self) -> None:
         """Initialise every parameter from torch's generator, also after `to_empty`."""
 
+    def own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by name, without those of LoRA adapters."""
+        for name, parameter in self.named_parameters():
+            if ".adapters." not in name:
+                yield name, parameter
+
     @property
     @abstractmethod
     def max_seq_len(self) -> int:
@@ -389,29 +388,6 @@ def kind_by_name(name: str, parameter: Tensor) -> ParameterKind:
     if "embedding" in name:
         return "embedding"
     return "hidden" if parameter.dim() == 2 else "vector"
-
-
-def uninitialised(kind: str) -> AbstractContextManager[object]:
-    """Return a context in which models of this kind keep arbitrary values for their random weights.
-
-    Drawing takes about a second per 100 million parameters. The caller replaces every parameter.
-    Custom models are initialised: a buffer that no checkpoint stores may use the same generator.
-    """
-    return nullcontext() if ":" in kind else _Undrawn()
-
-
-class _Undrawn(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if func in DRAWN:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **kwargs)
 
 
 def _keys_of_another_kind(error: ValidationError) -> ConfigError | None:

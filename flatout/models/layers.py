@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.errors import ConfigError, ShapeError
-from flatout.ops import Ops, at_least_fp32
-from flatout.ops.autograd import Context
+from flatout.ops import Context, Ops, at_least_fp32
 from flatout.ops.heads import rms_normed
 
 
@@ -46,7 +45,7 @@ class Linear(nn.Linear):
 
 
 class Factor(Linear):
-    """A linear layer whose weight the model reads, to combine it with others, and never calls."""
+    """A linear layer whose product the model computes itself; LoRA adapts none."""
 
 
 class Embedding(nn.Embedding):

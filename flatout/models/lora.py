@@ -50,8 +50,13 @@ class Adapter(nn.Module):
         start, end = rows
         rank, width_in = config.rank or 0, weight_OI.shape[1]
         self.lora_A = nn.Parameter(weight_OI.new_empty(rank, width_in, dtype=torch.float32))
-        self.lora_B = nn.Parameter(weight_OI.new_zeros(end - start, rank, dtype=torch.float32))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as in a new nn.Linear
+        self.lora_B = nn.Parameter(weight_OI.new_empty(end - start, rank, dtype=torch.float32))
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw A as in a new nn.Linear; B is 0, so that the layer is unchanged at first."""
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B)
 
 
 class LoraLinear(Linear):

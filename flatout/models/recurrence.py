@@ -1,6 +1,7 @@
 """The recurrence of an eigenstate network: drive, memories, coupling, and a gated output.
 
-Letters: B rows, T tokens, N groups of S tokens, D width, K eigenstates, E = 2 K.
+Letters: B rows, T tokens, N groups of S tokens, D width, K eigenstates, E = 2 K; H heads of
+         resonance, I and J eigenstates of a head.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from torch.nn import functional
 
 from flatout.models.layers import Factor, Linear
 from flatout.ops import Ops, at_least_fp32
-from flatout.ops.folding import Weights, coupled, scaled
 
 AUTO_CHUNK = {"cpu": 32, "cuda": 128}
 """Tokens per chunk by device: products of small matrices are slow on a GPU, and large ones are more
 work on a CPU.
 """
+RESONANCE = 0.01
+"""Factor of the coupling between eigenstates."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of this fraction of a circle stay apart from each other and from zero, however many
 there are.
@@ -105,25 +107,29 @@ class Recurrence(nn.Module):
             else 2 * at_least_fp32(self.selection(hidden_BTD)).sigmoid()
         )
         eigenvalues = [memory.eigenvalues(pace_BTK) for memory in self._memories()]
-        gains = tuple((-torch.expm1(2 * log_decay)).sqrt() for log_decay, _ in eigenvalues)
-        weights = self.ops.folding(
-            Weights(self.drive.weight, self.drive.bias, gains, self.coupling, self.output.weight)
-        )
-        drive_BTE = self.ops.linear(hidden_BTD, weights.drive, weights.bias)
-        states = [
-            call(drive_BTE, *each)
-            for call, *each in zip(calls, weights.gains, eigenvalues, strict=True)
-        ]
+        drive_BTE = self.ops.linear(hidden_BTD, self.drive.weight, self.drive.bias)
+        states = [call(drive_BTE, each) for call, each in zip(calls, eigenvalues, strict=True)]
         states_BTE = (
             states[0]
             if self.share is None
             else (torch.stack(states) * self.share.softmax(dim=0)[:, None, None, None]).sum(dim=0)
         )
-        states_BTE = coupled(states_BTE, weights.coupling)
+        states_BTE = self._coupled(states_BTE)
         if states_BTE.dtype.itemsize > hidden_BTD.dtype.itemsize:
             states_BTE = states_BTE.to(hidden_BTD.dtype)
         gate_BTD: Tensor = self.gate(hidden_BTD).sigmoid()
-        return gate_BTD * self.ops.linear(states_BTE, weights.output, self.output.bias)
+        return gate_BTD * self.ops.linear(states_BTE, self.output.weight, self.output.bias)
+
+    def _coupled(self, states_BTE: Tensor) -> Tensor:
+        """Add to each eigenstate a little of the others of its head.
+
+        Cost: 4 B T K J FLOP for J eigenstates per head.
+        """
+        size = self.coupling.shape[1]
+        coupling_HJI = self.coupling.to(states_BTE.dtype).view(-1, size, size)
+        states_BT2HI = states_BTE.view(*states_BTE.shape[:-1], 2, *coupling_HJI.shape[:2])
+        added_BT2HJ = torch.einsum("btghi,hji->btghj", states_BT2HI, coupling_HJI)
+        return states_BTE + RESONANCE * added_BT2HJ.flatten(2)
 
 
 class Memory(nn.Module):
@@ -160,46 +166,43 @@ class Memory(nn.Module):
     def forward(
         self,
         drive_BTE: Tensor,
-        gain: Tensor | None,
         eigenvalues: tuple[Tensor, Tensor],
         doc_ids_BT: Tensor | None,
     ) -> Tensor:
-        """Return the latest state that each token may read, with the drive multiplied by `gain`.
+        """Return the latest state that each token may read.
 
-        Shapes:  drive_BTE (B, T, E); gain (K,) or (B, T, K), None is 1; eigenvalues as
-                 `eigenvalues` returns them; doc_ids_BT (B, T) integers.
+        Shapes:  drive_BTE (B, T, E); eigenvalues as `eigenvalues` returns them; doc_ids_BT (B, T)
+                 integers.
         Returns: states_BTE, in the dtype of `ops.scan`.
         """
         tokens = drive_BTE.shape[1]
         if self.scale == 1 or doc_ids_BT is None:
-            drive_BNE = scaled(self._means(drive_BTE), gain)
+            drive_BNE = _scaled(self._means(drive_BTE), eigenvalues)
             states_BNE = self._states(drive_BNE, eigenvalues, doc_ids_BT, None)
             return self._by_token(states_BNE, None, 0, tokens)
         if tokens < self.scale:
             return at_least_fp32(torch.zeros_like(drive_BTE))
         groups = Groups.of(doc_ids_BT, self.scale)
-        drive_BNE = scaled(group_means(drive_BTE, self.scale, groups), gain)
+        drive_BNE = _scaled(group_means(drive_BTE, self.scale, groups), eigenvalues)
         states_BNE = self._states(drive_BNE, eigenvalues, groups.document, None)
         return latest_states(states_BNE, self.scale, groups)
 
     def decode(
         self,
         drive_BTE: Tensor,
-        gain: Tensor | None,
         eigenvalues: tuple[Tensor, Tensor],
         carried: MemoryState,
         start: int,
     ) -> Tensor:
         """Return the states for the next tokens of a document, and update `carried`.
 
-        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; gain and eigenvalues as in
-                 `forward`.
+        Shapes:  drive_BTE (B, T, E), at the positions from `start` on; eigenvalues as in `forward`.
         Returns: states_BTE, in at least fp32.
         """
         tokens = drive_BTE.shape[1]
         if carried.pending is not None:
             drive_BTE = torch.cat((carried.pending, drive_BTE), dim=1)
-        drive_BNE = scaled(at_least_fp32(self._means(drive_BTE)), gain)
+        drive_BNE = _scaled(at_least_fp32(self._means(drive_BTE)), eigenvalues)
         states_BNE = self._states(drive_BNE, eigenvalues, None, carried.last)
         states_BTE = self._by_token(states_BNE, carried.last, start, tokens)
         if self.scale > 1:
@@ -262,6 +265,12 @@ class Memory(nn.Module):
             before_BE = states_BNE.new_zeros(states_BNE.shape[0], states_BNE.shape[2])
         known_BUE = repeated(torch.cat((before_BE[:, None], states_BNE), dim=1), self.scale)
         return known_BUE[:, start % self.scale + 1 :][:, :tokens]
+
+
+def _scaled(drive_BNE: Tensor, eigenvalues: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the drive times a gain for which states keep the variance of the drive."""
+    gain = (-torch.expm1(2 * eigenvalues[0])).sqrt()
+    return drive_BNE * torch.cat((gain, gain), dim=-1)
 
 
 @dataclass(frozen=True)

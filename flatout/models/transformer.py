@@ -20,9 +20,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
-from flatout.ops import Ops
+from flatout.ops import Ops, float64_device
 from flatout.ops.attention import block_masks
-from flatout.ops.float64 import float64_device
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
@@ -511,7 +510,7 @@ class Transformer(EmbeddingModel):
         section 2.3).
         """
         residual_std = INIT_STD / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.own_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 1:

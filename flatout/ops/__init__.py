@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch._compile
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from flatout.ops.folding import Weights
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,6 @@ class Ops:
     """Defined by `flatout.ops.heads.reference`."""
     scan: Callable[..., Tensor]
     """Defined by `flatout.ops.scan.reference`."""
-    folding: Callable[[Weights], Weights]
-    """Defined by `flatout.ops.folding.reference`."""
 
     @classmethod
     def plain(cls, **others: Callable[..., Any]) -> Ops:
@@ -72,3 +71,58 @@ def product_dtype(left: Tensor, right: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return torch.promote_types(left.dtype, right.dtype)
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Return whether Triton kernels run on the device of the tensor.
+
+    Shapes:  any.
+    """
+    return tensor.is_cuda
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function, which breaks the graph of a compiled caller and runs as written.
+
+    As `torch.compiler.disable`, but the compiler, which takes a second to import, is imported at
+    the first call.
+    """
+    return torch._compile._disable_dynamo(function)
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Return the device itself, or the CPU for MPS, the GPU of a Mac, which has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Return the tensor in float64, on its device if that has float64, or else on the CPU.
+
+    Shapes:  any.
+    """
+    return tensor.to(float64_device(tensor.device)).double()
+
+
+class Context(Protocol):
+    """What a function may use of its context; a subclass adds the attributes that it sets."""
+
+    needs_input_grad: tuple[bool, ...]
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """Return what `save_for_backward` was given.
+
+        Shapes: any.
+        """
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for backward.
+
+        Shapes: any.
+        """
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        """State that these outputs have no gradient.
+
+        Shapes: any.
+        """

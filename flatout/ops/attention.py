@@ -1,24 +1,24 @@
 """Causal self-attention with grouped heads, a sliding window and packed documents.
 
-Letters: B rows, T queries, S keys, H query heads, G key and value heads, C head size.
+Letters: B rows, T queries, S keys, H query heads, G key and value heads, C head size, N blocks of
+         tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from types import ModuleType
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, flash_attention_4, flex_attention, varlen_attention
-from flatout.ops.autograd import Context
+from flatout.ops import Context, at_least_fp32, product_dtype, runs_triton
 
 FEWEST_QUERIES = 8
 """With fewer queries, as in token-by-token decoding, rounding the factors costs more than their
@@ -26,6 +26,15 @@ product.
 """
 MOST_KEYS = 512
 """With more keys, the scores of a micro-batch no longer fit into the caches."""
+BLOCK_TOKENS = 128
+"""Tokens per block of FlexAttention, the unit that is computed or skipped; its kernels are tuned
+for this size.
+"""
+FLEX_HEADS = range(16, 257)
+"""Head sizes of FlexAttention: Triton multiplies no narrower tiles, and wider ones exceed the
+shared memory of a multiprocessor.
+"""
+FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def reference(
@@ -53,11 +62,11 @@ def reference(
     Returns: out_BHTC in the dtype of v; scores and softmax are fp32 (fp64 for fp64).
     Units:   window counts keys, the query's own included.
     Cost:    4 B H T S C FLOP forward, twice that backward; B H T S scores are kept for backward.
-    Raises:  ShapeError when the shapes do not match or the window is below 1.
+    Raises:  ShapeError when the shapes do not match.
     Source:  Vaswani et al. 2017, arXiv:1706.03762; grouped heads: Ainslie et al. 2023,
              arXiv:2305.13245; softcap: Gemma Team 2024, arXiv:2408.00118.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
     k_BHSC, v_BHSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
     if softcap is not None:
@@ -96,7 +105,7 @@ def fused(
         return reference(
             q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap
         )
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     is_plain = (
         doc_ids_BT is None
@@ -128,7 +137,8 @@ def flex(
     For GPUs: it has no backward pass on a CPU. `fused` handles CPUs and the inputs that
     FlexAttention does not support or has nothing to skip for: sequences of at most 128 tokens,
     sequences without documents that are no longer than the window, more keys than queries, heads
-    below 16 or above 256, and a softcap.
+    below 16 or above 256, and a softcap. In eager mode, the first shape is compiled, and once more
+    all others: each gets its own kernel, so few shapes are best.
 
     Shapes:  as `reference`.
     Returns: out_BHTC.
@@ -137,68 +147,29 @@ def flex(
     Raises:  ShapeError as `reference`.
     Source:  Dong et al. 2024, arXiv:2412.05496.
     """
-    return _by_kernel(
-        flex_attention, fused, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
+    num_tokens, head_dim = q_BHTC.shape[2:]
+    fits = head_dim in FLEX_HEADS and q_BHTC.dtype in FLEX_DTYPES and softcap is None
+    fits = fits and k_BGSC.shape[2] == num_tokens and _masks_blocks(num_tokens, doc_ids_BT, window)
+    if not fits or not runs_triton(q_BHTC):
+        if fits and isinstance(q_BHTC, FakeTensor):  # estimates a GPU run, which builds no mask
+            doc_ids_BT = window = None
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap)
+    dtype = product_dtype(q_BHTC, q_BHTC)
+    kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
+    out_BHTC: Tensor = kernel(
+        q_BHTC.to(dtype),
+        k_BGSC.to(dtype),
+        v_BGSC.to(dtype),
+        block_mask=block_mask(q_BHTC[:, 0, :, 0], doc_ids_BT, window) if blocks is None else blocks,
+        enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
+    return out_BHTC
 
 
-def varlen(
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    blocks: BlockMask | None = None,
-) -> Tensor:
-    """`reference` through torch's variable-length flash attention, one sequence per document.
-
-    For GPUs, bf16 or fp16, and packed documents; `flex` handles everything else, including heads
-    that the kernel does not support (above 192 or not a multiple of 8). The tokens of a document
-    are contiguous, and rows have at most T / 64 + 1 documents on average: the feed, which numbers
-    the documents on the host, rejects a micro-batch with more (`most_documents`) before it reaches
-    the device.
-
-    Shapes:  as `reference`.
-    Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, for the pairs within a document; keeps H B T log-sums besides its
-             inputs and its output.
-    Raises:  ShapeError as `reference`; without that feed, a failed device assertion when there are
-             more documents.
-    Source:  Dao 2023, arXiv:2307.08691.
-    """
-    return _by_kernel(
-        varlen_attention, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
-    )
-
-
-def flash4(
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    blocks: BlockMask | None = None,
-) -> Tensor:
-    """`reference` through FlashAttention 4, from the package flash-attn-4.
-
-    For NVIDIA GPUs of capability 9.0 and above, bf16 and fp16, head sizes up to 128 that are a
-    multiple of 8, and a purely causal mask; `flex` handles everything else.
-
-    Shapes:  as `reference`.
-    Returns: out_BHTC, laid out in memory as (B, T, H, C).
-    Cost:    as `reference`, for the visible pairs; keeps B H T log-sums besides its inputs and its
-             output.
-    Raises:  ShapeError as `reference`; MissingPackage.
-    Source:  Zadouri et al. 2026, arXiv:2603.05451; on Hopper its kernels follow Shah et al. 2024,
-             arXiv:2407.08608.
-    """
-    return _by_kernel(
-        flash_attention_4, flex, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, softcap, blocks
-    )
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, fullgraph=True)
 
 
 def block_masks(
@@ -211,65 +182,89 @@ def block_masks(
 
     Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
     """
-    if attend not in (flex, varlen, flash4) or not tokens_BT.is_cuda:
+    if attend is not flex or not tokens_BT.is_cuda:
         return {}
-    masked = {w for w in windows if flex_attention.masks(tokens_BT.shape[1], doc_ids_BT, w)}
-    return {w: flex_attention.block_mask(tokens_BT, doc_ids_BT, w) for w in masked}
+    masked = {w for w in windows if _masks_blocks(tokens_BT.shape[1], doc_ids_BT, w)}
+    return {w: block_mask(tokens_BT, doc_ids_BT, w) for w in masked}
 
 
-def most_documents(attend: Callable[..., Tensor]) -> Callable[[int, int], int] | None:
-    """Return a variant's limit on documents as a function of (rows, seq_len); None for no limit."""
-    return varlen_attention.max_documents if attend is varlen else None
+def _masks_blocks(num_tokens: int, doc_ids_BT: Tensor | None, window: int | None) -> bool:
+    """Return whether documents or the window may mask a whole block."""
+    is_masked = doc_ids_BT is not None or (window is not None and window < num_tokens)
+    return is_masked and num_tokens > BLOCK_TOKENS
 
 
-def _by_kernel(
-    kernel: ModuleType,
-    fallback: Callable[..., Tensor],
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    doc_ids_BT: Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    blocks: BlockMask | None,
-) -> Tensor:
-    """Call the `attend` of a module, or `fallback` for inputs that it does not support.
+def block_mask(tokens_BT: Tensor, doc_ids_BT: Tensor | None, window: int | None) -> BlockMask:
+    """Return the BlockMask of a micro-batch.
 
-    No kernel supports a softcap.
+    It says which key blocks a query block reads, and which of these need no masking. It is derived
+    from the first and last position and the smallest and largest document id of each block, so no
+    T x T mask is built. A block is skipped only if no pair in it is visible; the converse holds if
+    ids never decrease along a row, as in packed rows. An incomplete last block never counts as
+    fully visible.
+
+    Shapes:  tokens_BT (B, T), of which only shape and device matter; doc_ids_BT (B, T) integers.
+    Cost:    B N^2 comparisons; keeps 8 B N^2 integers of 4 bytes.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
-    if softcap is not None or not kernel.takes(q_BHTC, k_BGSC, doc_ids_BT, window):
-        return fallback(
-            q_BHTC,
-            k_BGSC,
-            v_BGSC,
-            doc_ids_BT=doc_ids_BT,
-            window=window,
-            softcap=softcap,
-            blocks=blocks,
+
+    def is_visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = key <= query
+        if window is not None:
+            visible = visible & (key > query - window)
+        if doc_ids_BT is not None:
+            visible = visible & (doc_ids_BT[row, query] == doc_ids_BT[row, key])
+        return visible
+
+    num_tokens = tokens_BT.shape[1]
+    some_BNN, all_BNN = _some_and_all_visible(doc_ids_BT, window, num_tokens, tokens_BT.device)
+    return BlockMask.from_kv_blocks(
+        *_counts_and_indices(some_BNN & ~all_BNN),
+        *_counts_and_indices(all_BNN),
+        BLOCK_SIZE=BLOCK_TOKENS,
+        mask_mod=is_visible,
+        seq_lengths=(num_tokens, num_tokens),
+    )
+
+
+def _some_and_all_visible(
+    doc_ids_BT: Tensor | None, window: int | None, num_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return for which query and key blocks some pair, and every pair, is visible."""
+    num_blocks = -(-num_tokens // BLOCK_TOKENS)
+    first_N = torch.arange(num_blocks, device=device) * BLOCK_TOKENS
+    last_N = (first_N + BLOCK_TOKENS - 1).clamp_max(num_tokens - 1)
+    is_full_N = last_N - first_N == BLOCK_TOKENS - 1
+    # Distances from keys to queries; query blocks are rows.
+    least_NN, most_NN = first_N[:, None] - last_N, last_N[:, None] - first_N
+    some_BNN = (most_NN >= 0)[None]
+    all_BNN = ((least_NN >= 0) & is_full_N[:, None] & is_full_N)[None]
+    if window is not None:
+        some_BNN = some_BNN & (least_NN < window)
+        all_BNN = all_BNN & (most_NN < window)
+    if doc_ids_BT is not None:
+        missing = num_blocks * BLOCK_TOKENS - num_tokens
+        if missing:
+            doc_ids_BT = torch.cat((doc_ids_BT, doc_ids_BT[:, -1:].expand(-1, missing)), dim=1)
+        low_BN, high_BN = torch.unflatten(doc_ids_BT, 1, (num_blocks, BLOCK_TOKENS)).aminmax(dim=-1)
+        query_low, query_high, key_low, key_high = (
+            low_BN[:, :, None],
+            high_BN[:, :, None],
+            low_BN[:, None],
+            high_BN[:, None],
         )
-    return _on_gpu(kernel.attend, q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, blocks)
+        some_BNN = some_BNN & (query_low <= key_high) & (key_low <= query_high)
+        all_BNN = all_BNN & (query_low == key_high) & (key_low == query_high)
+    return some_BNN, all_BNN
 
 
-def _on_gpu(
-    attend: Callable[..., Tensor],
-    q_BHTC: Tensor,
-    k_BGSC: Tensor,
-    v_BGSC: Tensor,
-    doc_ids_BT: Tensor | None,
-    window: int | None,
-    blocks: BlockMask | None,
-) -> Tensor:
-    """Call a GPU kernel, or `fused` without a GPU.
+def _counts_and_indices(is_wanted_BNN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many key blocks each query block reads, and the key blocks with those first.
 
-    Fake tensors estimate the memory of a GPU run, so they get `fused` without the mask, which the
-    kernel does not build.
+    The extra dimension of size 1 stands for the heads.
     """
-    if q_BHTC.is_cuda:
-        return attend(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window, blocks)
-    if isinstance(q_BHTC, FakeTensor):
-        return fused(q_BHTC, k_BGSC, v_BGSC)
-    return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window)
+    wanted_B1NN = is_wanted_BNN[:, None].to(torch.int32)
+    order_B1NN = wanted_B1NN.argsort(dim=-1, descending=True, stable=True)
+    return wanted_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
 
 
 def bf16(
@@ -292,7 +287,7 @@ def bf16(
     Cost:    as `reference`, at twice the rate; B H T S weights are kept in two bytes.
     Raises:  ShapeError as `reference`.
     """
-    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT, window)
+    _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
     is_fp32 = (
         q_BHTC.dtype == k_BGSC.dtype == v_BGSC.dtype == torch.float32
         and not torch.is_autocast_enabled(q_BHTC.device.type)
@@ -363,37 +358,22 @@ def _visible(
     return visible
 
 
-def _check(
-    q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None
-) -> None:
+def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> None:
     rows, heads, num_queries, head_dim = q_BHTC.shape
     _, groups, num_keys, _ = k_BGSC.shape
-    q_shape, k_shape, v_shape = map(tuple, (q_BHTC.shape, k_BGSC.shape, v_BGSC.shape))
+    given = [
+        None if tensor is None else tuple(tensor.shape)
+        for tensor in (q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
+    ]
     if (
-        k_shape != v_shape
-        or k_shape != (rows, groups, num_keys, head_dim)
+        not given[1] == given[2] == (rows, groups, num_keys, head_dim)
         or num_keys < num_queries
+        or heads % groups
+        or (doc_ids_BT is not None and not given[3] == (rows, num_queries) == (rows, num_keys))
     ):
         raise ShapeError(
-            f"Attention got queries {q_shape}, keys {k_shape} and values {v_shape}.",
-            fix="Keys and values must have the same shape, with the rows and the head size of the "
-            "queries and at least as many positions.",
-        )
-    if heads % groups:
-        raise ShapeError(
-            f"{heads} query heads cannot share {groups} key heads evenly.",
-            fix="Set model.num_kv_heads to a divisor of num_heads.",
-        )
-    if window is not None and window < 1:
-        raise ShapeError(
-            f"An attention window of {window} keys must be at least 1.",
-            fix="Remove model.window to attend to the whole sequence.",
-        )
-    if doc_ids_BT is not None and (
-        doc_ids_BT.shape != (rows, num_queries) or num_keys != num_queries
-    ):
-        raise ShapeError(
-            f"Document ids of shape {tuple(doc_ids_BT.shape)} do not match queries {q_shape} and "
-            f"keys {k_shape}.",
-            fix="Give one id per row and position, and as many queries as keys.",
+            "Attention got queries {}, keys {}, values {} and document ids {}.".format(*given),
+            fix="Keys and values must have one shape, with the rows and the head size of the "
+            "queries, a divisor of their heads and at least as many positions; with document ids, "
+            "one per row and position, as many keys as queries.",
         )

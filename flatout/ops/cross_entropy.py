@@ -1,13 +1,16 @@
 """The loss of a language model, from the last hidden states and the output weight.
 
-Letters: B rows, T tokens, N = B T targets, D width, V vocabulary.
+In a compiled model the loop over chunks of `chunked` is one custom op. If the compiler traced the
+loop, it would move all products to the front and hold all logits in memory again.
+
+Letters: B rows, T tokens, N = B T targets, C targets per chunk, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,18 +18,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import (
-    at_least_fp32,
-    linear,
-    loss_chunks,
-    loss_rows,
-    product_dtype,
-    triton_kernels,
-)
-from flatout.ops.autograd import Context
-from flatout.ops.loss_chunks import IGNORED as IGNORED
-from flatout.ops.loss_chunks import capped as capped
-from flatout.ops.uncompiled import uncompiled
+from flatout.ops import Context, at_least_fp32, linear, product_dtype, uncompiled
+
+IGNORED = -1
+"""The target of positions that the loss ignores."""
+LOGITS_AT_ONCE = {"cuda": 2**29, "cpu": 2**24}
+"""How many logits to hold at once: enough rows for full-rate products, few enough to save memory.
+"""
+FAKE_CHUNKS = 3
+"""Chunks of a loss on fake tensors: by the second, everything that a chunk holds exists."""
+SCALES = {torch.float16: 2.0**12}
+"""Factors that scale the gradients of the logits before they are rounded to a dtype; the products
+divide by them in fp32.
+
+The gradients are computed before the loss scale is known, and float16 represents nothing below
+6e-8. A factor of 2^12 keeps values down to 1.5e-11, in full precision from 1.5e-8. The gradients
+are at most 1 + 2 z_loss log_sum: with a z_loss of 1e-4 not even logits of 65,504 overflow.
+"""
 
 
 def reference(
@@ -66,64 +74,30 @@ def reference(
     return losses_BT.masked_fill(~valid_BT, 0.0).sum(), valid_BT.sum()
 
 
-def fused(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`reference` through torch's cross_entropy, which gathers and sums in one pass.
+def _with_all_logits(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
+    """Return `reference` with a matmul of its own, through torch's cross_entropy."""
 
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `reference`, with fewer passes over the logits.
-    Raises:  ShapeError as `reference`.
-    """
-    return _with_all_logits(
-        functional.linear, hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss
-    )
+    def loss(
+        hidden_BTD: Tensor,
+        weight_VD: Tensor,
+        targets_BT: Tensor,
+        *,
+        softcap: float | None = None,
+        z_loss: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+        logits_BTV = product(hidden_BTD, weight_VD)
+        return _summed(logits_BTV, targets_BT, softcap, z_loss), valid_BT.sum()
+
+    return loss
 
 
-def onednn(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `fused`.
-    Raises:  ShapeError as `reference`.
-    """
-    return _with_all_logits(
-        linear.onednn, hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss
-    )
-
-
-def bf16(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`fused` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `fused`.
-    Raises:  ShapeError as `reference`.
-    """
-    return _with_all_logits(
-        linear.bf16, hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss
-    )
+fused = _with_all_logits(functional.linear)
+"""`reference` through torch's cross_entropy, which gathers and sums in one pass over the logits."""
+onednn = _with_all_logits(linear.onednn)
+"""`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
+bf16 = _with_all_logits(linear.bf16)
+"""`fused` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products."""
 
 
 def chunked(
@@ -136,7 +110,9 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """`reference` in chunks of a few thousand targets, so that all logits never exist at once.
 
-    The gradients are computed together with the loss, before backward needs them.
+    The gradients are computed together with the loss, before backward needs them; a weight that is
+    not trained costs a third less. In a compiled model the work on the logits of a chunk is
+    compiled too; the loop is not traced.
 
     Shapes:  as `reference`.
     Returns: as `reference`.
@@ -144,37 +120,14 @@ def chunked(
              latter in fp32.
     Raises:  ShapeError as `reference`.
     """
-    return _in_chunks(loss_chunks, hidden_BTD, weight_VD, targets_BT, softcap, z_loss)
-
-
-def triton(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`chunked` with a Triton kernel that replaces logits by their gradient in place.
-
-    The products accumulate the weight's gradient in fp32. For GPUs with the package triton; on a
-    CPU and in fp64 it is `chunked`. It never waits for the device, and results are the same bits on
-    every run.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `chunked`; the logits of a chunk are read twice, once from the cache, and written
-             once.
-    Raises:  ShapeError as `reference`; MissingPackage.
-    Source:  the running maximum of the logits: Milakov and Gimelshein 2018, arXiv:1805.02867;
-             gradients in place: Hsu et al. 2024, arXiv:2410.10989.
-    """
-    # Fake tensors estimate the memory of a GPU run.
-    runs = triton_kernels.run_on(hidden_BTD) or isinstance(hidden_BTD, FakeTensor)
-    by_rows = runs and torch.float64 not in (hidden_BTD.dtype, weight_VD.dtype)
-    return _in_chunks(
-        loss_rows if by_rows else loss_chunks, hidden_BTD, weight_VD, targets_BT, softcap, z_loss
-    )
+    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
+    hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+    given = (hidden_ND, weight_VD, targets_N, softcap, z_loss)
+    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
+        loss_sum: Tensor = _Chunked.apply(*given, weight_VD.requires_grad)  # type: ignore[no-untyped-call]
+    else:
+        loss_sum = _in_chunks(*given, False, False)[0]
+    return loss_sum, valid_BT.sum()
 
 
 def liger(
@@ -228,84 +181,6 @@ def _by_liger(
     return loss_sum
 
 
-def _in_chunks(
-    method: ModuleType,
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    softcap: float | None,
-    z_loss: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the result of `reference` by `loss_chunks` or `loss_rows`."""
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-    loss_sum: Tensor
-    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-        is_trained = weight_VD.requires_grad
-        loss_sum = _WithGradients.apply(  # type: ignore[no-untyped-call]
-            method, hidden_ND, weight_VD, targets_N, softcap, z_loss, is_trained
-        )
-    else:
-        dtype = product_dtype(hidden_ND, weight_VD)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss_sum = method.loss_only(
-                hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, softcap, z_loss
-            )
-    return loss_sum, valid_BT.sum()
-
-
-class _Kept(Context, Protocol):
-    dtype: torch.dtype
-    dtypes: tuple[torch.dtype, torch.dtype]
-    is_trained: bool
-
-
-class _WithGradients(torch.autograd.Function):
-    """The summed loss, with gradients that are computed in the forward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: _Kept,
-        method: ModuleType,
-        hidden_ND: Tensor,
-        weight_VD: Tensor,
-        targets_N: Tensor,
-        softcap: float | None,
-        z_loss: float,
-        is_trained: bool,
-    ) -> Tensor:
-        """Return the loss; both gradients are kept for backward, unless the weight is frozen."""
-        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype)
-        ctx.is_trained = is_trained
-        ctx.dtype = product_dtype(hidden_ND, weight_VD)
-        with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss_sum, *gradients = method.loss_and_gradients(
-                hidden_ND.to(ctx.dtype),
-                weight_VD.to(ctx.dtype),
-                targets_N,
-                softcap,
-                z_loss,
-                is_trained,
-            )
-        ctx.save_for_backward(*gradients)
-        return cast(Tensor, loss_sum)
-
-    @staticmethod
-    def backward(
-        ctx: _Kept, grad: Tensor
-    ) -> tuple[None, Tensor, Tensor | None, None, None, None, None]:
-        """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
-
-        The gradient of the hidden states is rounded to the dtype of their product with the weight,
-        so that values beyond the range of float16 become infinite.
-        """
-        grad_ND, grad_VD = ctx.saved_tensors
-        hidden_dtype, weight_dtype = ctx.dtypes
-        grad_ND = (at_least_fp32(grad_ND) * grad).to(ctx.dtype).to(hidden_dtype)
-        summed_VD = (grad_VD * grad).to(weight_dtype) if ctx.is_trained else None
-        return None, grad_ND, summed_VD, None, None, None, None
-
-
 def of_logits(
     logits_BTV: Tensor, targets_BT: Tensor, *, softcap: float | None = None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -319,17 +194,201 @@ def of_logits(
     return _summed(logits_BTV, targets_BT, softcap, z_loss), valid_BT.sum()
 
 
-def _with_all_logits(
-    product: Callable[[Tensor, Tensor], Tensor],
-    hidden_BTD: Tensor,
+class _Kept(Context, Protocol):
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    is_trained: bool
+
+
+class _Chunked(torch.autograd.Function):
+    """The summed loss, with gradients that are computed in the forward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: _Kept,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        softcap: float | None,
+        z_loss: float,
+        is_trained: bool,
+    ) -> Tensor:
+        """Return the loss; both gradients are kept for backward, unless the weight is frozen."""
+        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, product_dtype(hidden_ND, weight_VD))
+        ctx.is_trained = is_trained
+        loss_sum, *gradients = _in_chunks(
+            hidden_ND, weight_VD, targets_N, softcap, z_loss, True, is_trained
+        )
+        ctx.save_for_backward(*gradients)
+        return loss_sum
+
+    @staticmethod
+    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+        """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
+
+        The gradient of the hidden states is rounded to the dtype of their product with the weight,
+        so that values beyond the range of float16 become infinite.
+        """
+        grad_ND, grad_VD = ctx.saved_tensors
+        hidden_dtype, weight_dtype, dtype = ctx.dtypes
+        grad_ND = (at_least_fp32(grad_ND) * grad).to(dtype).to(hidden_dtype)
+        summed_VD = (grad_VD * grad).to(weight_dtype) if ctx.is_trained else None
+        return grad_ND, summed_VD, None, None, None, None
+
+
+def _in_chunks(
+    hidden_ND: Tensor,
     weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
+    targets_N: Tensor,
     softcap: float | None,
     z_loss: float,
-) -> tuple[Tensor, Tensor]:
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    return _summed(product(hidden_BTD, weight_VD), targets_BT, softcap, z_loss), valid_BT.sum()
+    has_gradients: bool,
+    is_trained: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss and the gradients of hidden states and weight, products in autocast's dtype.
+
+    A gradient that is not wanted is an empty tensor. That of the hidden states has the dtype of the
+    products, or fp32 when that is float16; that of the weight is accumulated in fp32.
+    """
+    dtype = product_dtype(hidden_ND, weight_VD)
+    loop: Any = _opaque_loop if torch.compiler.is_compiling() else partial(_loop, _of_chunk)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        results: tuple[Tensor, Tensor, Tensor] = loop(
+            hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, softcap, z_loss,
+            has_gradients, is_trained,
+        )  # fmt: skip
+    return results
+
+
+def _of_chunk(
+    product_CV: Tensor,
+    targets_C: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    scale: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the summed loss, and the logits' gradient times `scale`, in their dtype.
+
+    The position of the target is found by comparison instead of an indexed write, so that a
+    compiler computes the gradient in one pass.
+    """
+    capped_CV = capped(at_least_fp32(product_CV), softcap)
+    log_sum_C = capped_CV.logsumexp(dim=-1)
+    is_ignored_C = targets_C == IGNORED
+    losses_C = (
+        log_sum_C
+        - capped_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0]
+        + z_loss * log_sum_C.square()
+    )
+    loss_sum = losses_C.masked_fill(is_ignored_C, 0.0).sum()
+    if scale is None:
+        return loss_sum, None
+    factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(is_ignored_C, 0.0)
+    grad_CV = (capped_CV - log_sum_C[:, None]).exp() * factor_C[:, None]
+    is_target_CV = targets_C[:, None] == torch.arange(product_CV.shape[1], device=product_CV.device)
+    grad_CV.add_(is_target_CV, alpha=-1)
+    if softcap is not None:
+        grad_CV *= 1 - (capped_CV / softcap).square()
+    if scale != 1:
+        grad_CV *= scale
+    return loss_sum, grad_CV.to(product_CV.dtype)
+
+
+def _loop(
+    of_chunk: Callable[..., tuple[Tensor, Tensor | None]],
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    has_gradients: bool,
+    is_trained: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, grad_hidden_ND, grad_weight_VD = _results(
+        hidden_ND, weight_VD, has_gradients, is_trained
+    )
+    scale = SCALES.get(hidden_ND.dtype, 1.0)
+    for rows, chunk_CD, targets_C in _chunks(hidden_ND, targets_N, len(weight_VD)):
+        loss, grad_CV = of_chunk(
+            chunk_CD @ weight_VD.t(), targets_C, softcap, z_loss, scale if has_gradients else None
+        )
+        total += loss
+        if grad_CV is None:
+            continue
+        if scale == 1:
+            torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[rows])
+            if is_trained:
+                grad_weight_VD += grad_CV.t() @ chunk_CD
+        else:
+            _add_product(grad_hidden_ND[rows], grad_CV, weight_VD, alpha=1 / scale, beta=0)
+            if is_trained:
+                _add_product(grad_weight_VD, grad_CV.t(), chunk_CD, alpha=1 / scale, beta=1)
+        del grad_CV  # frees its memory before the next product is computed
+    return total, grad_hidden_ND, grad_weight_VD
+
+
+@torch.library.custom_op("flatout::loss_in_chunks", mutates_args=())
+def _opaque_loop(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    softcap: float | None,
+    z_loss: float,
+    has_gradients: bool,
+    is_trained: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _loop(
+        _compiled(), hidden_ND, weight_VD, targets_N, softcap, z_loss, has_gradients, is_trained
+    )
+
+
+@cache
+def _compiled() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(_of_chunk, dynamic=False)
+
+
+@_opaque_loop.register_fake
+def _results(hidden_ND: Tensor, weight_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a loss of 0, an uninitialised hidden gradient, and a weight gradient of 0."""
+    has_gradients, is_trained = others[-2:]
+    dtype, summed = hidden_ND.dtype, torch.promote_types(weight_VD.dtype, torch.float32)
+    return (
+        hidden_ND.new_zeros((), dtype=summed),
+        hidden_ND.new_empty(
+            hidden_ND.shape if has_gradients else (0,), dtype=summed if dtype in SCALES else dtype
+        ),
+        weight_VD.new_zeros(weight_VD.shape if is_trained else (0,), dtype=summed),
+    )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, alpha: float, beta: float) -> None:
+    """Set an fp32 `total` to beta total + alpha left @ right, accumulated in fp32.
+
+    CPUs have no such product of narrower factors, so they are widened first.
+    """
+    if left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, alpha=alpha, beta=beta, out=total)
+    elif not isinstance(left, FakeTensor):  # torch 2.11 cannot fake it; it allocates no memory
+        torch.addmm(total, left.float(), right.float(), alpha=alpha, beta=beta, out=total)
+
+
+def _chunks(
+    hidden_ND: Tensor, targets_N: Tensor, vocab_size: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield equal chunks of the targets, which are halved until the logits of a chunk fit.
+
+    This keeps the number of different lengths small, so that chunks share compiled code. Fake
+    tensors estimate the memory of a run, on a GPU unless their mode says otherwise; only a few of
+    their chunks are yielded, since all need the same memory.
+    """
+    device, most = "cuda" if hidden_ND.is_cuda else "cpu", len(targets_N)
+    if isinstance(hidden_ND, FakeTensor):
+        device, most = getattr(hidden_ND.fake_mode, "stands_for", "cuda"), FAKE_CHUNKS
+    size = max(len(targets_N), 1)
+    while size > max(LOGITS_AT_ONCE[device] // vocab_size, 1):
+        size = -(-size // 2)
+    for start in range(0, len(targets_N), size)[:most]:
+        rows = slice(start, start + size)
+        yield rows, hidden_ND[rows], targets_N[rows]
 
 
 def _summed(logits_BTV: Tensor, targets_BT: Tensor, softcap: float | None, z_loss: float) -> Tensor:
@@ -355,3 +414,11 @@ def _valid_only(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor) -> tu
         )
     valid_BT = targets_BT != IGNORED
     return hidden_BTD.masked_fill(~valid_BT[..., None], 0.0), valid_BT
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return the logits, limited by a tanh to plus or minus the cap if there is one.
+
+    Shapes:  any.
+    """
+    return logits if softcap is None else softcap * (logits / softcap).tanh()

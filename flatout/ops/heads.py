@@ -6,15 +6,14 @@ Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import at_least_fp32, head_passes, triton_kernels
-from flatout.ops.autograd import Context
+from flatout.ops import Context, at_least_fp32
 
 EPS = 1e-5
 """Added by default to a mean square before its root is taken."""
@@ -93,37 +92,6 @@ def fused(
     return _transposed(qk_BTNC, v_BTGC, counts)
 
 
-def packed(
-    qkv_BTE: Tensor,
-    gain_NC: Tensor | None,
-    cos_TC: Tensor | None,
-    sin_TC: Tensor | None,
-    *,
-    counts: tuple[int, int],
-    eps: float = EPS,
-) -> Heads:
-    """`reference` with its gradient in one pass of a Triton kernel on an NVIDIA GPU.
-
-    The kernel reads three gradients and writes the packed one. The forward pass is `reference` when
-    compiled, since the compiler fuses its passes, and `fused` otherwise. `fused` does both passes
-    when nothing is normalised or rotated, on a CPU, where Triton does not run, and in fp64.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `reference`; backward reads the gradients and, with a gain, the product once and
-             writes the packed gradient once. Inductor's code for `reference` also writes and reads
-             4 B T N C bytes and reads the product twice, for the gains' gradient.
-    Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
-    """
-    is_plain = gain_NC is None and cos_TC is None
-    if is_plain or qkv_BTE.dtype == torch.float64 or not triton_kernels.run_on(qkv_BTE):
-        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
-    if not torch.compiler.is_compiling():
-        triton_kernels.load("head_kernels")  # a failure in backward comes too late
-    _split(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
-    return _Packed.apply(qkv_BTE, gain_NC, cos_TC, sin_TC, counts, eps)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
     """Return the hidden states divided by the root mean square of their last axis, times `gain`.
 
@@ -159,7 +127,15 @@ class _Rotated(torch.autograd.Function):
         if gain_NC is not None:
             square_BTN1 = torch.linalg.vector_norm(wide_BTNC, dim=-1, keepdim=True).square_()
             scale_BTN1 = square_BTN1.div_(wide_BTNC.shape[-1]).add_(eps).rsqrt_()
-        rotated_BTNC = _rotate(wide_BTNC, gain_NC, cos_TC, sin_TC)
+        gain: Any = 1 if gain_NC is None else gain_NC.to(wide_BTNC.dtype)
+        if cos_TC is None or sin_TC is None:
+            rotated_BTNC = wide_BTNC * gain
+        else:  # the gains are multiplied into the tables
+            half = cos_TC.shape[-1] // 2
+            rolled = 1 if gain_NC is None else gain.roll(half, dims=-1)
+            rotated_BTNC = wide_BTNC * (cos_TC[:, None] * gain).to(wide_BTNC.dtype)
+            sin_TNC = (sin_TC[:, None] * rolled).to(wide_BTNC.dtype)
+            _add_swapped(rotated_BTNC, wide_BTNC, sin_TNC[..., :half], sin_TNC[..., half:])
         if scale_BTN1 is not None:
             rotated_BTNC *= scale_BTN1
         ctx.num_rotated = num_rotated
@@ -176,7 +152,14 @@ class _Rotated(torch.autograd.Function):
         grad_qkv_BTMC = torch.empty_like(qkv_BTMC, dtype=wide_BTNC.dtype)
         grad_qkv_BTMC[:, :, ctx.num_rotated :] = grad_v_BTGC
         grad_BTNC = grad_qkv_BTMC[:, :, : ctx.num_rotated]
-        _rotate_back(at_least_fp32(grad_rotated_BTNC), cos_TC, sin_TC, grad_BTNC)
+        wide_grad_BTNC = at_least_fp32(grad_rotated_BTNC)
+        if cos_TC is None or sin_TC is None:
+            grad_BTNC.copy_(wide_grad_BTNC)
+        else:  # by the opposite angles
+            half = cos_TC.shape[-1] // 2
+            cos_T1C, sin_T1C = (table[:, None].to(wide_BTNC.dtype) for table in (cos_TC, sin_TC))
+            torch.mul(wide_grad_BTNC, cos_T1C, out=grad_BTNC)
+            _add_swapped(grad_BTNC, wide_grad_BTNC, sin_T1C[..., half:], sin_T1C[..., :half])
         grad_gain_NC = None
         if gain_NC is not None:
             grad_BTNC *= scale_BTN1
@@ -187,69 +170,6 @@ class _Rotated(torch.autograd.Function):
             grad_BTNC *= gain_NC
             grad_BTNC.addcmul_(wide_BTNC, along_BTN1, value=-1 / wide_BTNC.shape[-1])
         return grad_qkv_BTMC.to(qkv_BTMC.dtype), grad_gain_NC, None, None, None, None
-
-
-class _PackedContext(Context, Protocol):
-    eps: float
-
-
-class _Packed(torch.autograd.Function):
-    """Heads by `fused` or a compiler, and their gradients by one kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: _PackedContext,
-        qkv_BTE: Tensor,
-        gain_NC: Tensor | None,
-        cos_TC: Tensor | None,
-        sin_TC: Tensor | None,
-        counts: tuple[int, int],
-        eps: float,
-    ) -> Heads:
-        """Return the heads; the product is kept for backward."""
-        ctx.eps = eps
-        ctx.save_for_backward(qkv_BTE, gain_NC, cos_TC, sin_TC)
-        return fused(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
-
-    @staticmethod
-    def backward(ctx: _PackedContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the product and of the gains."""
-        qkv_BTE, gain_NC, cos_TC, sin_TC = ctx.saved_tensors
-        grad_BTE, grad_gain_NC = head_passes.gradient(
-            *grads, qkv_BTE, gain_NC, cos_TC, sin_TC, ctx.eps
-        )
-        grad_gain_NC = None if gain_NC is None else grad_gain_NC.to(gain_NC.dtype)
-        return grad_BTE, grad_gain_NC, None, None, None, None
-
-
-def _rotate(
-    wide_BTNC: Tensor, gain_NC: Tensor | None, cos_TC: Tensor | None, sin_TC: Tensor | None
-) -> Tensor:
-    """Return the heads times the gains, rotated; the gains are multiplied into the tables."""
-    gain = (
-        wide_BTNC.new_ones(wide_BTNC.shape[2:]) if gain_NC is None else gain_NC.to(wide_BTNC.dtype)
-    )
-    if cos_TC is None or sin_TC is None:
-        return wide_BTNC * gain
-    half = cos_TC.shape[-1] // 2
-    cos_TNC = (cos_TC[:, None] * gain).to(wide_BTNC.dtype)
-    sin_TNC = (sin_TC[:, None] * gain.roll(half, dims=-1)).to(wide_BTNC.dtype)
-    rotated_BTNC = wide_BTNC * cos_TNC
-    _add_swapped(rotated_BTNC, wide_BTNC, sin_TNC[..., :half], sin_TNC[..., half:])
-    return rotated_BTNC
-
-
-def _rotate_back(
-    grad_BTNC: Tensor, cos_TC: Tensor | None, sin_TC: Tensor | None, out_BTNC: Tensor
-) -> None:
-    """Write the gradients, rotated by the opposite angles, into `out_BTNC`."""
-    if cos_TC is None or sin_TC is None:
-        out_BTNC.copy_(grad_BTNC)
-        return
-    half = cos_TC.shape[-1] // 2
-    cos_T1C, sin_T1C = cos_TC[:, None].to(grad_BTNC.dtype), sin_TC[:, None].to(grad_BTNC.dtype)
-    torch.mul(grad_BTNC, cos_T1C, out=out_BTNC)
-    _add_swapped(out_BTNC, grad_BTNC, sin_T1C[..., half:], sin_T1C[..., :half])
 
 
 def _add_swapped(out: Tensor, heads: Tensor, sin_1: Tensor, sin_2: Tensor) -> None:

@@ -5,9 +5,6 @@ Letters: N matrices of one shape, R rows, C columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -51,23 +48,6 @@ def batched(matrices_NRC: Tensor) -> Tensor:
     Cost:    as `reference`, in 15 batched products.
     """
     return _iterated(_normalised(matrices_NRC))
-
-
-def compiled(matrices_NRC: Tensor) -> Tensor:
-    """`batched` through torch.compile, which fuses the work between the products.
-
-    Each shape is compiled when it is first used.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `batched`.
-    """
-    return _compiled_for_each_shape()(matrices_NRC)
-
-
-@cache
-def _compiled_for_each_shape() -> Callable[[Tensor], Tensor]:
-    return torch.compile(batched, dynamic=False)
 
 
 def onednn(matrices_NRC: Tensor) -> Tensor:

@@ -1,28 +1,25 @@
 """A diagonal linear recurrence with complex eigenvalues: the memory of an eigenstate network.
 
-Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary parts.
+The second-to-last dimension of a complex tensor contains its real and imaginary parts.
+
+Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginary parts; C tokens
+         per chunk, N chunks, M = B N 2, P powers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol
+import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import scan_passes, triton_kernels
-from flatout.ops.autograd import Context
-from flatout.ops.scan_solvers import by_fft, by_products, eigenvalues, pairs, times
-from flatout.ops.uncompiled import uncompiled
+from flatout.ops import Context, at_least_fp32, runs_triton, scan_passes, uncompiled
 
-Solve = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""(log_decay, angle, drive_BT2K, resets_BT) -> states_BT2K, starting from a state of zero; autograd
-does not trace it.
-"""
+SMALLEST_CARRY = 64
+"""States are carried between chunks in chunks of at least this many chunks, whatever their size."""
 
 
 def reference(
@@ -47,36 +44,32 @@ def reference(
              radians per token.
     Cost:    8 B T K FLOP; T steps that cannot overlap. chunk_size is for variants that work in
              chunks: no result depends on it.
-    Raises:  ShapeError when the shapes do not match, or chunk_size is below 1.
+    Raises:  ShapeError when the shapes do not match.
     Source:  diagonal linear recurrence, Orvieto et al. 2023, arXiv:2303.06349.
     """
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
-    states_BTE: Tensor = _token_by_token(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
-    return states_BTE
+    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    return _token_by_token(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
 
 
-def _loop(
+@uncompiled  # a compiler would unroll the loop, which takes hours for a long sequence
+def _token_by_token(
     log_decay: Tensor,
     angle: Tensor,
     drive_BTE: Tensor,
     doc_ids_BT: Tensor | None,
     start_BE: Tensor | None,
 ) -> Tensor:
-    drive_BT2K = pairs(drive_BTE)
-    decay = eigenvalues(log_decay, angle, drive_BT2K.dtype)
+    drive_BT2K = _pairs(drive_BTE)
+    decay = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
     resets_BT = _resets(doc_ids_BT)
-    state_B2K = torch.zeros_like(drive_BT2K[:, 0]) if start_BE is None else pairs(start_BE)
+    state_B2K = torch.zeros_like(drive_BT2K[:, 0]) if start_BE is None else _pairs(start_BE)
     states = []
     for t in range(drive_BT2K.shape[1]):
         if resets_BT is not None:
             state_B2K = torch.where(resets_BT[:, t, None, None], 0.0, state_B2K)
-        state_B2K = times(state_B2K, decay if decay.dim() == 2 else decay[:, t]) + drive_BT2K[:, t]
+        state_B2K = _times(state_B2K, decay if decay.dim() == 2 else decay[:, t]) + drive_BT2K[:, t]
         states.append(state_B2K)
     return torch.stack(states, dim=1).flatten(-2)
-
-
-_token_by_token: Callable[..., Any] = uncompiled(_loop)
-"""A compiler would unroll the loop over tokens, which takes hours for a long sequence."""
 
 
 def chunked(
@@ -101,31 +94,19 @@ def chunked(
              backward, and the eigenvalues if they are selective.
     Raises:  ShapeError as `reference`.
     """
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
-    solve = partial(by_products, chunk_size=chunk_size)
-    return _solved(solve, log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
-
-
-def fft(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    start_BE: Tensor | None = None,
-    chunk_size: int = 128,
-) -> Tensor:
-    """`reference` as a convolution by FFT, padded to 2 T tokens to prevent wrap-around.
-
-    For comparison only. With documents or selective eigenvalues it is `chunked`.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    O(B T K log T) FLOP, in complex tensors of 2 T tokens.
-    Raises:  ShapeError as `reference`.
-    """
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
-    return _solved(by_fft, log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    with torch.autocast(drive_BTE.device.type, enabled=False):  # states are at least fp32
+        drive_BT2K = _pairs(drive_BTE)
+        if start_BE is not None:
+            first = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
+            before_B2K = _times(_pairs(start_BE), first if first.dim() == 2 else first[:, 0])
+            drive_BT2K = torch.cat(
+                (drive_BT2K[:, :1] + before_B2K[:, None], drive_BT2K[:, 1:]), dim=1
+            )
+        states_BT2K: Tensor = _Scan.apply(
+            log_decay, angle, drive_BT2K, _resets(doc_ids_BT), chunk_size
+        )  # type: ignore[no-untyped-call]
+        return states_BT2K.flatten(-2)
 
 
 def triton(
@@ -150,84 +131,25 @@ def triton(
              Keeps the states and the eigenvalues.
     Raises:  ShapeError as `reference`; MissingPackage on a GPU without Triton.
     """
-    wide = torch.promote_types(drive_BTE.dtype, torch.float32)
-    return _by_kernels(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, wide)
-
-
-def triton_narrow(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    *,
-    doc_ids_BT: Tensor | None = None,
-    start_BE: Tensor | None = None,
-    chunk_size: int = 128,
-) -> Tensor:
-    """`triton` with states in the dtype of the drive; on a CPU and in fp64 `chunked`, rounded.
-
-    States are rounded as they are written, and backward reads the rounded ones. The recurrence
-    itself and the states carried between chunks stay fp32, so rounding errors do not accumulate
-    over tokens.
-
-    Shapes:  as `reference`.
-    Returns: states_BTE, in the drive's dtype.
-    Cost:    as `triton`: forward moves 8 B T K numbers and backward 16 B T K, of two bytes each for
-             a drive in bf16.
-    Raises:  as `triton`.
-    """
-    dtype = drive_BTE.dtype
-    return _by_kernels(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size, dtype)
-
-
-def _by_kernels(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    doc_ids_BT: Tensor | None,
-    start_BE: Tensor | None,
-    chunk_size: int,
-    states_dtype: torch.dtype,
-) -> Tensor:
-    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE, chunk_size)
-    if drive_BTE.dtype == torch.float64 or not triton_kernels.run_on(drive_BTE):
-        solve = partial(by_products, chunk_size=chunk_size)
-        return _solved(solve, log_decay, angle, drive_BTE, doc_ids_BT, start_BE).to(states_dtype)
+    if drive_BTE.dtype == torch.float64 or not runs_triton(drive_BTE):
+        return chunked(
+            log_decay,
+            angle,
+            drive_BTE,
+            doc_ids_BT=doc_ids_BT,
+            start_BE=start_BE,
+            chunk_size=chunk_size,
+        )
+    _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
     start_BE = None if start_BE is None else start_BE.float()
     states_BTE: Tensor = scan_passes.states(
-        log_decay.float(),
-        angle.float(),
-        drive_BTE,
-        _resets(doc_ids_BT),
-        start_BE,
-        chunk_size,
-        states_dtype,
+        log_decay.float(), angle.float(), drive_BTE, _resets(doc_ids_BT), start_BE, chunk_size
     )
     return states_BTE
 
 
-def _solved(
-    solve: Solve,
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    doc_ids_BT: Tensor | None,
-    start_BE: Tensor | None,
-) -> Tensor:
-    """Return the states by a solver, differentiable, in at least fp32 even under autocast."""
-    with torch.autocast(drive_BTE.device.type, enabled=False):
-        drive_BT2K = pairs(drive_BTE)
-        if start_BE is not None:
-            first = eigenvalues(log_decay, angle, drive_BT2K.dtype)
-            before_B2K = times(pairs(start_BE), first if first.dim() == 2 else first[:, 0])
-            drive_BT2K = torch.cat(
-                (drive_BT2K[:, :1] + before_B2K[:, None], drive_BT2K[:, 1:]), dim=1
-            )
-        states_BT2K: Tensor = _Scan.apply(log_decay, angle, drive_BT2K, _resets(doc_ids_BT), solve)  # type: ignore[no-untyped-call]
-        return states_BT2K.flatten(-2)
-
-
 class _ScanContext(Context, Protocol):
-    solve: Solve
+    chunk_size: int
 
 
 class _Scan(torch.autograd.Function):
@@ -244,12 +166,12 @@ class _Scan(torch.autograd.Function):
         angle: Tensor,
         drive_BT2K: Tensor,
         resets_BT: Tensor | None,
-        solve: Solve,
+        chunk_size: int,
     ) -> Tensor:
         """Return the states, which are kept for backward."""
-        states_BT2K = solve(log_decay, angle, drive_BT2K, resets_BT)
+        states_BT2K = _states(log_decay, angle, drive_BT2K, resets_BT, chunk_size)
         ctx.save_for_backward(log_decay, angle, states_BT2K, resets_BT)
-        ctx.solve = solve
+        ctx.chunk_size = chunk_size
         return states_BT2K
 
     @staticmethod
@@ -265,14 +187,15 @@ class _Scan(torch.autograd.Function):
                 else (_shifted(log_decay).flip(1), -_shifted(angle).flip(1))
             )
             reversed_resets = None if resets_BT is None else _shifted(resets_BT).flip(1)
-            drive_grad_BT2K = ctx.solve(*reversed_eigenvalues, grad_BT2K.flip(1), reversed_resets)
-            drive_grad_BT2K = drive_grad_BT2K.flip(1)
+            drive_grad_BT2K = _states(
+                *reversed_eigenvalues, grad_BT2K.flip(1), reversed_resets, ctx.chunk_size
+            ).flip(1)
             if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
                 return None, None, drive_grad_BT2K, None, None
             along, across = _conjugate_products(states_BT2K, drive_grad_BT2K, resets_BT)
             if log_decay.dim() == 1:
                 along, across = along.sum(dim=(0, 1)), across.sum(dim=(0, 1))
-            real, imaginary = eigenvalues(log_decay, angle, states_BT2K.dtype).unbind(dim=-2)
+            real, imaginary = _eigenvalues(log_decay, angle, states_BT2K.dtype).unbind(dim=-2)
             along, across = real * along + imaginary * across, real * across - imaginary * along
             return along.to(log_decay.dtype), across.to(angle.dtype), drive_grad_BT2K, None, None
 
@@ -308,41 +231,169 @@ def _resets(doc_ids_BT: Tensor | None) -> Tensor | None:
     return functional.pad(doc_ids_BT[:, 1:] != doc_ids_BT[:, :-1], (1, 0))
 
 
+def _states(
+    log_decay: Tensor,
+    angle: Tensor,
+    drive_BT2K: Tensor,
+    resets_BT: Tensor | None,
+    chunk_size: int,
+) -> Tensor:
+    """Return the states starting from zero, without a gradient; `resets_BT` are document starts."""
+    if log_decay.dim() > 1 or resets_BT is not None:
+        return _in_parallel(log_decay, angle, drive_BT2K, resets_BT)
+    return _in_chunks(log_decay.double(), angle.double(), drive_BT2K, chunk_size)
+
+
+def _in_chunks(log_decay_K: Tensor, angle_K: Tensor, drive_BT2K: Tensor, chunk_size: int) -> Tensor:
+    """Return the states by four products per eigenstate.
+
+    The powers are computed in fp64, since the angle over many tokens is a large number. Eigenstates
+    are the first dimension in memory during the computation, so that the products read and write
+    contiguous memory.
+    """
+    rows, tokens, _, num_eigenstates = drive_BT2K.shape
+    size = min(chunk_size, tokens)
+    chunks = -(-tokens // size)
+    exponents = torch.arange(size + 1, device=drive_BT2K.device, dtype=torch.float64)
+    powers_K2P = _eigenvalues(
+        log_decay_K[:, None] * exponents, angle_K[:, None] * exponents, drive_BT2K.dtype, dim=1
+    )
+    missing = chunks * size - tokens
+    whole_BT2K = functional.pad(drive_BT2K, (0, 0, 0, 0, 0, missing)) if missing else drive_BT2K
+    drive_2KMC = whole_BT2K.reshape(-1, 2 * num_eigenstates).t().contiguous()
+    drive_2KMC = drive_2KMC.view(2, num_eigenstates, rows * chunks, size)
+    real_KCC, imaginary_KCC = (_toeplitz(part_KP[:, :size]) for part_KP in powers_K2P.unbind(dim=1))
+    states_2KMC = drive_2KMC @ real_KCC
+    states_2KMC[0].baddbmm_(drive_2KMC[1], imaginary_KCC, alpha=-1)
+    states_2KMC[1].baddbmm_(drive_2KMC[0], imaginary_KCC)
+    if chunks > 1:
+        states_2KBNC = states_2KMC.view(2, num_eigenstates, rows, chunks, size)
+        later_2KBNC, ends_2KBN = states_2KBNC[:, :, :, 1:], states_2KBNC[:, :, :, :-1, -1]
+        carried_BN2K = _in_chunks(
+            log_decay_K * size,
+            angle_K * size,
+            ends_2KBN.permute(2, 3, 0, 1),
+            max(chunk_size, SMALLEST_CARRY),
+        )
+        real_KBN1, imaginary_KBN1 = carried_BN2K.permute(2, 3, 0, 1)[..., None].unbind()
+        real_K11C, imaginary_K11C = powers_K2P[:, :, None, None, 1:].unbind(dim=1)
+        later_2KBNC[0].addcmul_(real_KBN1, real_K11C)
+        later_2KBNC[0].addcmul_(imaginary_KBN1, imaginary_K11C, value=-1)
+        later_2KBNC[1].addcmul_(real_KBN1, imaginary_K11C).addcmul_(imaginary_KBN1, real_K11C)
+    states_BT2K = states_2KMC.view(2 * num_eigenstates, -1).t().contiguous()
+    return states_BT2K.view(rows, -1, 2, num_eigenstates)[:, :tokens]
+
+
+def _toeplitz(powers_KC: Tensor) -> Tensor:
+    """Return matrices (K, C, C) with the power i - j at [j, i], and zero where that is negative.
+
+    A row of drives times such a matrix gives sums over the past.
+    """
+    size = powers_KC.shape[1]
+    return functional.pad(powers_KC, (size - 1, 0)).unfold(1, size, 1).flip(1)
+
+
+def _in_parallel(
+    log_decay: Tensor, angle: Tensor, drive_BT2K: Tensor, resets_BT: Tensor | None
+) -> Tensor:
+    """Return the states of about sqrt(T) chunks that advance token by token in parallel.
+
+    Each chunk then gets the state carried in from the chunks before it. Everything is computed in
+    fp64: in a state that lasts ten thousand tokens, the rounding error of an eigenvalue counts ten
+    thousand times. At the start of a document the state is replaced by zero; multiplying it by zero
+    would keep a NaN.
+    """
+    tokens = drive_BT2K.shape[1]
+    size = math.isqrt(tokens - 1) + 1
+    chunks = -(-tokens // size)
+
+    def cut(tensor: Tensor) -> Tensor:
+        missing = chunks * size - tokens
+        if missing:
+            zeros = tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])
+            tensor = torch.cat((tensor, zeros), dim=1)
+        return tensor.reshape(tensor.shape[0], chunks, size, *tensor.shape[2:])
+
+    decay = _eigenvalues(log_decay.double(), angle.double(), torch.float64)
+    decay_BNC2K = decay.expand(1, chunks, size, -1, -1) if decay.dim() == 2 else cut(decay)
+    drive_BNC2K = cut(drive_BT2K.double())
+    resets_BNC = (
+        torch.zeros_like(drive_BNC2K[..., 0, 0], dtype=torch.bool)
+        if resets_BT is None
+        else cut(resets_BT)
+    )
+    states_BNC2K, powers_BNC2K = torch.empty_like(drive_BNC2K), torch.empty_like(decay_BNC2K)
+    state_BN2K = torch.zeros_like(drive_BNC2K[:, :, 0])
+    power_BN2K = torch.zeros_like(decay_BNC2K[:, :, 0])
+    power_BN2K[..., 0, :] = 1.0
+    for i in range(size):
+        state_BN2K = torch.where(resets_BNC[:, :, i, None, None], 0.0, state_BN2K)
+        state_BN2K = _times(state_BN2K, decay_BNC2K[:, :, i]) + drive_BNC2K[:, :, i]
+        power_BN2K = _times(power_BN2K, decay_BNC2K[:, :, i])
+        states_BNC2K[:, :, i], powers_BNC2K[:, :, i] = state_BN2K, power_BN2K
+    continues_BNC = resets_BNC.cumsum(dim=2) == 0
+    state_B2K = torch.zeros_like(state_BN2K[:, 0])
+    for n in range(chunks):
+        carried_BC2K = _times(state_B2K[:, None], powers_BNC2K[:, n])
+        states_BNC2K[:, n] += torch.where(continues_BNC[:, n, :, None, None], carried_BC2K, 0.0)
+        state_B2K = states_BNC2K[:, n, -1]
+    return states_BNC2K.flatten(1, 2)[:, :tokens].to(drive_BT2K.dtype)
+
+
+def _pairs(parts: Tensor) -> Tensor:
+    """Return K real and K imaginary parts as a complex tensor, in at least fp32.
+
+    Shapes:  parts (..., 2 K).
+    Returns: (..., 2, K).
+    """
+    return at_least_fp32(parts).reshape(*parts.shape[:-1], 2, -1)
+
+
+def _eigenvalues(log_decay: Tensor, angle: Tensor, dtype: torch.dtype, *, dim: int = -2) -> Tensor:
+    """Return exp(log_decay + i angle), with real and imaginary parts along a new dimension.
+
+    It is not computed as a complex power, since 0 ** 0 has no gradient.
+
+    Shapes:  log_decay, angle of one shape.
+    """
+    log_decay, angle = at_least_fp32(log_decay), at_least_fp32(angle)
+    magnitude = log_decay.exp()
+    return torch.stack((magnitude * angle.cos(), magnitude * angle.sin()), dim=dim).to(dtype)
+
+
+def _times(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product of complex tensors.
+
+    Shapes:  left, right (..., 2, K), broadcast.
+    """
+    a, b = left.unbind(dim=-2)
+    c, d = right.unbind(dim=-2)
+    return torch.stack((a * c - b * d, a * d + b * c), dim=-2)
+
+
 def _check(
     log_decay: Tensor,
     angle: Tensor,
     drive_BTE: Tensor,
     doc_ids_BT: Tensor | None,
     start_BE: Tensor | None,
-    chunk_size: int,
 ) -> None:
     rows, tokens, parts = drive_BTE.shape
+    given = [
+        None if tensor is None else tuple(tensor.shape)
+        for tensor in (log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
+    ]
     if (
-        log_decay.shape != angle.shape
-        or log_decay.shape not in {(parts // 2,), (rows, tokens, parts // 2)}
+        given[0] != given[1]
+        or given[0] not in ((parts // 2,), (rows, tokens, parts // 2))
         or parts % 2
         or not tokens
+        or given[3] not in (None, (rows, tokens))
+        or given[4] not in (None, (rows, parts))
     ):
         raise ShapeError(
-            f"The recurrence got decays {tuple(log_decay.shape)}, angles {tuple(angle.shape)} and "
-            f"a drive {tuple(drive_BTE.shape)}.",
-            fix="Give decays and angles that are both (K,) or (B, T, K), and a drive (B, T, 2 K) "
-            "with at least one token.",
-        )
-    if doc_ids_BT is not None and doc_ids_BT.shape != (rows, tokens):
-        raise ShapeError(
-            f"Document ids of shape {tuple(doc_ids_BT.shape)} do not match {rows} rows of {tokens} "
-            "tokens.",
-            fix="Give one id per token.",
-        )
-    if start_BE is not None and start_BE.shape != (rows, parts):
-        raise ShapeError(
-            f"A start of shape {tuple(start_BE.shape)} does not match a drive "
-            f"{tuple(drive_BTE.shape)}.",
-            fix="Give a start of shape (B, 2 K).",
-        )
-    if chunk_size < 1:
-        raise ShapeError(
-            f"A chunk of {chunk_size} tokens must have at least 1.",
-            fix="Set model.chunk_size=auto.",
+            "The recurrence got decays {}, angles {}, a drive {}, document ids {} and a start "
+            "{}.".format(*given),
+            fix="Give decays and angles that are both (K,) or (B, T, K), a drive (B, T, 2 K) "
+            "with at least one token, one document id per token, and a start (B, 2 K).",
         )

@@ -15,14 +15,15 @@ Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginar
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from flatout.ops import triton_kernels
-from flatout.ops.autograd import Context
+from flatout.errors import MissingPackage
+from flatout.ops import Context
 
 BLOCK = 32
 """Eigenstates per program: one per lane of a warp, which reads 128 bytes of fp32 at a time."""
@@ -78,11 +79,9 @@ class _Steps:
             BLOCK=BLOCK, num_warps=1, **constants,
         )  # fmt: skip
 
-    def states(
-        self, entering_BNE: Tensor | None, keeps: str, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def states(self, entering_BNE: Tensor | None, keeps: str) -> Tensor:
         """Return the state `after` or `before` every step."""
-        kept_BSE = torch.empty_like(self.drive, dtype=dtype)
+        kept_BSE = torch.empty_like(self.drive, dtype=torch.float32)
         self._walk(entering_BNE, keeps, kept_BSE, kept_BSE, kept_BSE, kept_BSE)
         return kept_BSE
 
@@ -119,7 +118,19 @@ class _Steps:
 
 
 def _kernels() -> ModuleType:
-    return triton_kernels.load("scan_kernels")
+    """Import the kernels; inside a custom op, since compilers cannot trace it.
+
+    Raises: MissingPackage when Triton is not installed.
+    """
+    try:
+        return import_module("flatout.ops.scan_kernels")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise MissingPackage(
+            "triton-scan needs the package triton, which is not installed.",
+            fix="Install it: `pip install triton`, or remove triton-scan from speedups.",
+        ) from error
 
 
 def _steps(
@@ -172,25 +183,23 @@ def states(
     resets_BT: Tensor | None,
     start_BE: Tensor | None,
     chunk_size: int,
-    states_dtype: torch.dtype,
 ) -> Tensor:
     """Return the state after each token; a custom op, which compilers do not trace.
 
     Shapes:  log_decay, angle (K,) or (B, T, K), fp32; drive_BTE (B, T, 2 K) in fp32, bf16 or fp16;
              resets_BT (B, T) bool; start_BE (B, 2 K) fp32.
-    Returns: states_BTE, in fp32 or rounded to `states_dtype` as they are written; the states
-             between chunks are fp32.
+    Returns: states_BTE, fp32.
     Cost:    as `flatout.ops.scan.reference`; a program walks at most `chunk_size` tokens, or two.
     """
     with torch.cuda.device_of(drive_BTE):  # type: ignore[no-untyped-call]
         steps = _steps(log_decay, angle, drive_BTE, resets_BT, chunk_size, backward=False)
         entering_BNE = steps.entering(None if start_BE is None else start_BE.contiguous())
-        return steps.states(entering_BNE, "after", states_dtype)
+        return steps.states(entering_BNE, "after")
 
 
 @states.register_fake
-def _states_shape(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *others: Any) -> Tensor:
-    return drive_BTE.new_empty(drive_BTE.shape, dtype=others[-1])
+def _states_shape(log_decay: Tensor, angle: Tensor, drive_BTE: Tensor, *_: object) -> Tensor:
+    return drive_BTE.new_empty(drive_BTE.shape, dtype=torch.float32)
 
 
 @torch.library.custom_op("flatout::scan_backward", mutates_args=())
@@ -250,7 +259,7 @@ class _ScanContext(Context, Protocol):
 
 
 def _keep_for_backward(ctx: _ScanContext, inputs: tuple[Any, ...], output: Tensor) -> None:
-    log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size, _ = inputs
+    log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size = inputs
     ctx.drive_dtype = drive_BTE.dtype
     ctx.save_for_backward(log_decay, angle, output, resets_BT, start_BE)
 
@@ -261,7 +270,7 @@ def _gradients(ctx: _ScanContext, grad_BTE: Tensor) -> tuple[Tensor | None, ...]
     )
     if ctx.saved_tensors[-1] is None:
         start_grad_BE = None
-    return *gradients, None, start_grad_BE, None, None
+    return *gradients, None, start_grad_BE, None
 
 
 states.register_autograd(_gradients, setup_context=_keep_for_backward)

@@ -38,11 +38,8 @@ FP32 = Moments(
 TORCHAO = Moments(
     "AdamW's moments in eight bits, as adamw-8bit stores them", "exp_avg_scale", "adamw-8bit"
 )
-BITSANDBYTES = Moments(
-    "AdamW's moments as adamw-8bit-bitsandbytes stores them", "state1", "adamw-8bit-bitsandbytes"
-)
 MOMENTUM = Moments("Muon's momentum", "momentum_buffer", like_the_parameter=("momentum_buffer",))
-KINDS = (TORCHAO, BITSANDBYTES, FP32, MOMENTUM)
+KINDS = (TORCHAO, FP32, MOMENTUM)
 """In the order of the search: TORCHAO has the fields of FP32, and more."""
 
 

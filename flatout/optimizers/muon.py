@@ -9,7 +9,7 @@ Letters: N matrices of one shape, R rows, C columns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -22,8 +22,6 @@ from torch.optim import Optimizer
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
-from flatout.models.split_weights import SplitTensor, decay_and_add
-from flatout.ops.flag import assign_unless
 from flatout.ops.newton_schulz import batched
 from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_groups, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
@@ -51,8 +49,14 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     for name, (kind, parameter) in named_by_kind(model).items():
         if kind == "hidden" and parameter.ndim == 2:
             matrices.append(parameter)
-            if name in rows_by_name:
-                stacked[parameter] = _checked_rows(name, parameter, rows_by_name[name])
+            if rows := rows_by_name.get(name):
+                if sum(rows) != parameter.shape[0] or min(rows) < 1:
+                    raise ConfigError(
+                        f"stacked_rows() splits the {parameter.shape[0]} rows of {name!r} into "
+                        f"{rows}.",
+                        fix="Return positive numbers that add up to its rows.",
+                    )
+                stacked[parameter] = rows
         else:
             rest.append((kind, parameter))
     optimizers: list[Optimizer] = []
@@ -78,30 +82,24 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     return tuple(optimizers)
 
 
-def _checked_rows(name: str, parameter: Tensor, rows: tuple[int, ...]) -> tuple[int, ...]:
-    if sum(rows) != parameter.shape[0] or min(rows) < 1:
-        raise ConfigError(
-            f"stacked_rows() splits the {parameter.shape[0]} rows of {name!r} into {rows}.",
-            fix="Return positive numbers that add up to its rows.",
-        )
-    return rows
-
-
 @dataclass(frozen=True)
 class _Matrix:
     """A matrix to orthogonalise: a parameter, or some of its rows."""
 
-    index: int
-    """The index of the parameter."""
+    parameter: Any
+    direction: Any
+    """Nesterov's direction of the whole parameter, sharded like it."""
     start: int
     stop: int
     """The range of its rows in the parameter."""
-    columns: int
-    dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.stop - self.start, self.columns
+        return self.stop - self.start, self.parameter.shape[1]
+
+    @property
+    def is_wide(self) -> bool:
+        return self.shape[0] <= self.shape[1]
 
 
 class Muon(Optimizer):
@@ -154,35 +152,28 @@ class Muon(Optimizer):
                 self._update(parameters, group, getattr(self, "found_inf", None))
         return loss
 
-    @torch.no_grad()
-    def warm_up(self) -> None:
-        """Run the iterations once on zeros in every shape of a step, without changing anything."""
-        for group in self.param_groups:
-            for batch in _batches(self._matrices([p for p in group["params"] if p.requires_grad])):
-                self._newton_schulz(_empty_stack(batch, group["params"]).zero_())
-
-    def give_up_compiling(self) -> None:
-        """Run the iterations without compilation from now on."""
-        self._newton_schulz = batched
-
     def _update(
         self, parameters: list[nn.Parameter], group: dict[str, Any], skip: Tensor | None
     ) -> None:
         directions = self._directions(parameters, group["momentum"], skip)
         kept = 1 - group["lr"] * group["weight_decay"]
         for shard in [_local(p) for p in parameters if isinstance(p, DTensor)]:
-            assign_unless(skip, [shard], [shard * kept])
-        for batch in _batches(self._matrices(parameters)):
-            steps_NRC = self._newton_schulz(_stack(batch, directions))
-            alpha = -group["lr"] * RMS_LIKE_ADAMW * math.sqrt(max(batch[0].shape))
-            _add_batch(parameters, batch, steps_NRC, kept=kept, alpha=alpha, skip=skip)
-
-    def _matrices(self, parameters: list[nn.Parameter]) -> Iterator[_Matrix]:
-        for index, parameter in enumerate(parameters):
+            _assign_unless(skip, [shard], [shard * kept])
+        by_shape: dict[Any, list[_Matrix]] = {}
+        for parameter, direction in zip(parameters, directions, strict=True):
             stop = 0
             for rows in self._stacked_rows.get(parameter, (parameter.shape[0],)):
                 start, stop = stop, stop + rows
-                yield _Matrix(index, start, stop, parameter.shape[1], parameter.dtype)
+                matrix = _Matrix(parameter, direction, start, stop)
+                key = (*sorted(matrix.shape), parameter.dtype)
+                by_shape.setdefault(key, []).append(matrix)
+        for (rows, columns, _), members in by_shape.items():
+            size = max(1, STACK_ELEMENTS // max(1, rows * columns))
+            for first in range(0, len(members), size):
+                batch = members[first : first + size]
+                steps_NRC = self._newton_schulz(_stack(batch))
+                alpha = -group["lr"] * RMS_LIKE_ADAMW * math.sqrt(columns)
+                _add_batch(batch, steps_NRC, kept=kept, alpha=alpha, skip=skip)
 
     def _directions(
         self, parameters: list[nn.Parameter], momentum: float, skip: Tensor | None
@@ -198,100 +189,91 @@ class Muon(Optimizer):
             [_local(b) for b in buffers],
         )
         moved = torch._foreach_lerp(local_buffers, local_gradients, 1 - momentum)
-        assign_unless(skip, local_buffers, moved)
+        _assign_unless(skip, local_buffers, moved)
         del moved  # before the directions, which need as much memory
         local = torch._foreach_lerp(local_gradients, local_buffers, momentum)
         return [_like(direction, p) for direction, p in zip(local, parameters, strict=True)]
 
 
-def _batches(matrices: Iterable[_Matrix]) -> Iterator[list[_Matrix]]:
-    """Yield matrices that share a shape, up to transposition, in batches of bounded size."""
-    by_shape: dict[Any, list[_Matrix]] = {}
-    for matrix in matrices:
-        by_shape.setdefault((*sorted(matrix.shape), matrix.dtype), []).append(matrix)
-    for (rows, columns, _), members in by_shape.items():
-        limit = max(1, STACK_ELEMENTS // max(1, rows * columns))
-        # Batches have equal sizes as far as possible, since a compiler compiles for each shape.
-        size = math.ceil(len(members) / math.ceil(len(members) / limit))
-        for start in range(0, len(members), size):
-            yield members[start : start + size]
-
-
-def _empty_stack(batch: list[_Matrix], like: list[Any]) -> Tensor:
-    return torch.empty(
-        (len(batch), *sorted(batch[0].shape)),
-        dtype=batch[0].dtype,
-        device=_local(like[batch[0].index]).device,
-    )
-
-
-def _stack(batch: list[_Matrix], directions: list[Tensor]) -> Tensor:
-    """Return the matrices of a batch, transposed where they have more rows than columns.
+def _stack(batch: list[_Matrix]) -> Tensor:
+    """Return the directions of a batch, transposed where they have more rows than columns.
 
     A sharded parameter is gathered once for all its parts in the batch, one parameter at a time.
     """
-    stack_NRC = _empty_stack(batch, directions)
-    if not isinstance(directions[batch[0].index], DTensor):
-        torch._foreach_copy_(
-            list(stack_NRC),
-            [_wide(directions[matrix.index][matrix.start : matrix.stop]) for matrix in batch],
-        )
+    first = batch[0]
+    stack_NRC: Tensor = _local(first.direction).new_empty(
+        (len(batch), *sorted(first.shape)), dtype=first.parameter.dtype
+    )
+    targets = [
+        target_RC if matrix.is_wide else target_RC.T
+        for matrix, target_RC in zip(batch, stack_NRC, strict=True)
+    ]
+    if not isinstance(first.direction, DTensor):
+        torch._foreach_copy_(targets, [m.direction[m.start : m.stop] for m in batch])
         return stack_NRC
-    pairs = zip(stack_NRC, batch, strict=True)
-    for index, members in groupby(pairs, key=lambda pair: pair[1].index):
-        whole: Tensor = directions[index].full_tensor()
-        for target_RC, matrix in members:
-            target_RC.copy_(_wide(whole[matrix.start : matrix.stop]))
+    pairs = zip(targets, batch, strict=True)
+    for _, members in groupby(pairs, key=lambda pair: id(pair[1].direction)):
+        whole: Tensor | None = None
+        for target, matrix in members:
+            whole = matrix.direction.full_tensor() if whole is None else whole
+            target.copy_(whole[matrix.start : matrix.stop])
     return stack_NRC
 
 
 def _add_batch(
-    parameters: list[nn.Parameter],
-    batch: list[_Matrix],
-    steps_NRC: Tensor,
-    *,
-    kept: float,
-    alpha: float,
-    skip: Tensor | None,
+    batch: list[_Matrix], steps_NRC: Tensor, *, kept: float, alpha: float, skip: Tensor | None
 ) -> None:
     """Decay each matrix and add alpha times its step, unless `skip` is 1.
 
     The kernels need steps in the layout of the matrices. Shards are already decayed.
     """
-    is_wide = [matrix.shape[0] <= matrix.shape[1] for matrix in batch]
-    if isinstance(parameters[batch[0].index], DTensor):
-        for matrix, step_RC, wide in zip(batch, steps_NRC, is_wide, strict=True):
-            sharded: Any = parameters[matrix.index]
-            _add_to_shard(sharded, matrix, step_RC if wide else step_RC.T, alpha, skip)
+    if isinstance(batch[0].parameter, DTensor):
+        for matrix, step_RC in zip(batch, steps_NRC, strict=True):
+            _add_to_shard(matrix, step_RC if matrix.is_wide else step_RC.T, alpha, skip)
         return
-    if not isinstance(parameters[batch[0].index], SplitTensor):
-        # The kernel for split weights reads narrow steps.
-        steps_NRC = steps_NRC.to(batch[0].dtype)
+    steps_NRC = steps_NRC.to(batch[0].parameter.dtype)
+    is_wide = [matrix.is_wide for matrix in batch]
     steps_NCR = steps_NRC if all(is_wide) else steps_NRC.mT.contiguous()
     steps = [
         step_RC if wide else step_CR
         for step_RC, step_CR, wide in zip(steps_NRC, steps_NCR, is_wide, strict=True)
     ]
-    decay_and_add(
-        [parameters[matrix.index][matrix.start : matrix.stop] for matrix in batch],
-        steps,
-        kept=kept,
-        alpha=alpha,
-        skip=skip,
-    )
+    targets: list[Tensor] = [m.parameter[m.start : m.stop] for m in batch]
+    moved = torch._foreach_mul(targets, kept)
+    torch._foreach_add_(moved, steps, alpha=alpha)
+    _assign_unless(skip, targets, moved)
 
 
-def _add_to_shard(
-    parameter: DTensor, matrix: _Matrix, step: Tensor, alpha: float, skip: Tensor | None
-) -> None:
+def _add_to_shard(matrix: _Matrix, step: Tensor, alpha: float, skip: Tensor | None) -> None:
     """Add alpha times `step` to this rank's shard of the matrix, unless `skip` is 1."""
+    parameter = matrix.parameter
     padded = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
+    # Every rank has the whole step, so no communication is needed.
+    mesh = parameter.device_mesh
+    everywhere = DTensor.from_local(
+        padded.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    added = everywhere.redistribute(mesh, parameter.placements).to_local()
     shard = _local(parameter)
-    assign_unless(skip, [shard], [shard.add(_shard_of(padded, parameter), alpha=alpha)])
+    _assign_unless(skip, [shard], [shard.add(added, alpha=alpha)])
 
 
-def _wide(matrix: Tensor) -> Tensor:
-    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+def _assign_unless(
+    skip: Tensor | None, targets: Sequence[Tensor], values: Sequence[Tensor]
+) -> None:
+    """Copy each value into its target; every bit of the targets stays if `skip` is 1.
+
+    The values may contain anything then, NaN included.
+
+    Shapes:  skip is 0-D, None stands for 0; each pair has one shape and dtype.
+    Cost:    with a flag one kernel per pair, which reads both and writes one.
+    """
+    if skip is None:
+        torch._foreach_copy_(list(targets), list(values))
+        return
+    stays = skip > 0
+    for target, value in zip(targets, values, strict=True):
+        torch.where(stays, target, value, out=target)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -311,15 +293,6 @@ def _like(local: Tensor, parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-def _shard_of(whole: Tensor, parameter: DTensor) -> Tensor:
-    """Return this rank's shard of a tensor that every rank has, without communication."""
-    mesh = parameter.device_mesh
-    everywhere = DTensor.from_local(
-        whole.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
-    return everywhere.redistribute(mesh, parameter.placements).to_local()
 
 
 OPTIMIZER = build

@@ -127,7 +127,8 @@ def wrap(model: nn.Module, mesh: Mesh, *, gathers: torch.dtype | None = None) ->
         _fix_buckets(copied, mesh.device)
         return copied
     for tensor in [*model.parameters(), *model.buffers()]:  # DDP does this by itself
-        dist.broadcast(tensor.detach(), src=0)
+        if not tensor.is_meta:  # else every rank will draw the same weights
+            dist.broadcast(tensor.detach(), src=0)
     device_mesh = mesh.device_mesh if mesh.replicate > 1 else mesh.device_mesh["shard"]
     core: Any = getattr(model, "_orig_mod", model)  # shard the model inside a compiled one
     narrow = MixedPrecisionPolicy(

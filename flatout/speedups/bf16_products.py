@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.conditions import first_of, needs_cpu
 from flatout.assembly.parts import Precision
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
-from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
-
-
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    if uses_gpu(machine, config):
-        return "It only applies to CPUs, and this run uses a GPU."
-    if not machine.cpu_multiplies_bf16:
-        return "This processor has no bfloat16 instructions (AVX512-BF16 or AMX)."
-    return None
-
 
 SPEEDUP = Speedup(
     name="bf16-products",
@@ -29,7 +18,14 @@ SPEEDUP = Speedup(
     saves="time: matmuls run at twice the rate of fp32; unlike autocast, it keeps everything "
     "else in fp32, which is faster on a CPU",
     promise=Promise.rounding(rtol=2e-2),
-    why_not=_why_not,
+    why_not=first_of(
+        needs_cpu,
+        lambda machine, _config: (
+            None
+            if machine.cpu_multiplies_bf16
+            else "This processor has no bfloat16 instructions (AVX512-BF16 or AMX)."
+        ),
+    ),
     rank=280,
     auto={"cpu": On(measured=True)},
 )

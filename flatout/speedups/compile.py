@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.assembly.conditions import without_compiler
-from flatout.assembly.recipe import Off, On, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, On, Promise, Speedup
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
@@ -29,14 +29,13 @@ def _compile(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
 
     if (mesh is not None and mesh.world_size > 1) or len(model.blocks) > MOST_BLOCKS:
         return compile_blocks(model, mesh)
-    model.compile(dynamic=False, options=dict(model.compiler_options) or None)
+    model.compile(dynamic=False)
     return model
 
 
 SPEEDUP = Speedup(
     name="compile",
-    fills={"compilation": "whole model"},
-    transform=Transform("compile", _compile),
+    fills={"compilation": _compile},
     saves="time: elementwise operations are fused, and the model runs without Python's "
     "overhead; with several processes or more than 16 blocks, each block is compiled by itself",
     promise=Promise.rounding(rtol=1e-3),

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.assembly.conditions import without_compiler
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 
-if TYPE_CHECKING:
-    from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
-
-
-def _compile_blocks(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
-    from flatout.assembly.transforms import compile_blocks
-
-    return compile_blocks(model, mesh)
-
+OFF = Off(
+    "compile fuses more; use compile-blocks where compiling a deep model takes too long",
+    from_minutes=2,
+)
 
 SPEEDUP = Speedup(
     name="compile-blocks",
-    fills={"compilation": "each block"},
-    transform=Transform("compile", _compile_blocks),
+    fills={"compilation": lazy("flatout.assembly.transforms:compile_blocks")},
     saves="time, as compile but without fusion across blocks; compiling 48 blocks takes as "
     "long as compiling one",
     promise=Promise.rounding(rtol=1e-3),
     compiles=True,
     why_not=without_compiler,
     rank=940,
-    auto={
-        "cpu": Off(
-            "compile fuses more; use compile-blocks where compiling a deep model takes too long",
-            from_minutes=2,
-        ),
-        "cuda": Off(
-            "compile fuses more; use compile-blocks where compiling a deep model takes too long",
-            from_minutes=2,
-        ),
-    },
+    auto={"cpu": OFF, "cuda": OFF},
 )

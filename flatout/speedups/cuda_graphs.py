@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.conditions import first_of, needs_gpu
 from flatout.assembly.plain import zero_in_place
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
 
 
-def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+def _record(model: LanguageModel, _mesh: object) -> LanguageModel:
     """Compile the whole model in place, as compile does, with the compiler's CUDA graphs.
 
     A graph writes its results to the same memory at each launch, so the compiler must be told when
@@ -27,7 +26,7 @@ def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     import torch
 
     next_step: Callable[[], None] = torch.compiler.cudagraph_mark_step_begin
-    model.compile(dynamic=False, options={**model.compiler_options, "triton.cudagraphs": True})
+    model.compile(dynamic=False, options={"triton.cudagraphs": True})
     recorded: Any = model._compiled_call_impl
 
     def call(*args: object, **kwargs: object) -> object:
@@ -38,10 +37,8 @@ def _record(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
     return model
 
 
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
+def _with_processes(_machine: Machine, config: RunConfig) -> str | None:
     replicate, shard = config.parallel.replicate, config.parallel.shard
-    if not uses_gpu(machine, config):
-        return "CUDA graphs need an NVIDIA GPU, and this run uses a CPU."
     if shard > 1:
         return (
             "parallel.shard moves weights between processes inside the model, where no graph can "
@@ -56,14 +53,13 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="cuda-graphs",
-    fills={"zero_grad": zero_in_place},
-    transform=Transform("cuda-graphs", _record),
+    fills={"zero_grad": zero_in_place, "cuda_graphs": _record},
     saves="time where kernels are short: the host launches one graph, not hundreds of kernels; "
     "the memory of gradients and activations stays reserved",
     promise=Promise.rounding(rtol=1e-3),
     needs=("compile",),
     compiles=True,
-    why_not=_why_not,
+    why_not=first_of(needs_gpu("Recording CUDA graphs"), _with_processes),
     rank=920,
     auto={
         "cuda": Off(

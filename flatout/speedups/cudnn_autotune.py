@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.conditions import first_of, needs_gpu
 from flatout.assembly.recipe import Off, Promise, Speedup
-from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
 
 
 @contextmanager
@@ -24,21 +22,20 @@ def benchmarking() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    if not uses_gpu(machine, config):
-        return "cuDNN needs an NVIDIA GPU, and this run uses a CPU."
-    if config.train.deterministic:
-        return "Its choice may differ between runs, and train.deterministic=true."
-    return None
-
-
 SPEEDUP = Speedup(
     name="cudnn-autotune",
     fills={"cudnn_benchmark": benchmarking},
     saves="time in your own models with convolutions; flatout's models have none and should "
     "gain nothing",
     promise=Promise.rounding(rtol=1e-3),
-    why_not=_why_not,
+    why_not=first_of(
+        needs_gpu("cuDNN"),
+        lambda _machine, config: (
+            "Its choice may differ between runs, and train.deterministic=true."
+            if config.train.deterministic
+            else None
+        ),
+    ),
     rank=950,
     auto={"cuda": Off("flatout's models have no convolutions")},
 )

@@ -11,5 +11,5 @@ SPEEDUP = Speedup(
     "memory: one state per token is kept",
     promise=Promise.rounding(rtol=1e-4),
     rank=530,
-    auto={"cpu": On(measured=True), "cuda": On(unless=("triton-scan", "bf16-states"))},
+    auto={"cpu": On(measured=True), "cuda": On()},
 )

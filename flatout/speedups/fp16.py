@@ -16,6 +16,6 @@ SPEEDUP = Speedup(
         "cpu": Off(
             "40 times slower than bf16-products on one CPU (docs/numbers.md)", measured=True
         ),
-        "cuda": On(unless=("bf16",)),
+        "cuda": On(),
     },
 )

@@ -13,7 +13,7 @@ SPEEDUP = Speedup(
     why_not=without_softcap,
     rank=440,
     auto={
-        "cpu": On(unless=("bf16-products",), measured=True),
-        "cuda": On(unless=("flex-attention",)),
+        "cpu": On(measured=True),
+        "cuda": On(),
     },
 )

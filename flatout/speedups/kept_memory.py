@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import platform
 
-from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.conditions import first_of, needs_cpu
 from flatout.assembly.recipe import On, Promise, Speedup
-from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4
 """Numbers of mallopt's settings in glibc's malloc.h."""
@@ -31,20 +29,19 @@ def keep_freed_memory() -> None:
         mallopt(setting, value)
 
 
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    if uses_gpu(machine, config):
-        return "It only applies to CPUs; on a GPU, torch keeps freed memory itself."
-    if platform.libc_ver()[0] != "glibc":
-        return "It needs glibc's allocator, and this Python uses another C library."
-    return None
-
-
 SPEEDUP = Speedup(
     name="kept-memory",
     fills={"allocator": keep_freed_memory},
     saves="time: steps reuse memory instead of mapping, clearing and returning pages",
     promise=Promise.exact(),
-    why_not=_why_not,
+    why_not=first_of(
+        needs_cpu,
+        lambda _machine, _config: (
+            None
+            if platform.libc_ver()[0] == "glibc"
+            else "It needs glibc's allocator, and this Python uses another C library."
+        ),
+    ),
     rank=810,
     auto={"cpu": On(measured=True)},
 )

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from flatout.assembly.plain import USED_MEMORY, MicroBatchPlan
+from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.recipe import On, Promise, Speedup
 from flatout.config.schema import RunConfig
-from flatout.errors import HardwareError
 from flatout.hardware import Machine
-from flatout.progress import readable_memory
 
 ENOUGH_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 """Tokens per micro-batch beyond which more bring nothing: on a CPU the caches are full (LOG.md); on
@@ -17,23 +15,9 @@ a GPU the kernels are, which is not measured yet.
 
 def largest_useful(plan: MicroBatchPlan) -> int:
     """Return the most useful rows that divide a rank's share of the step and fit in memory."""
-    from flatout.assembly.memory import estimate, most_rows
-
-    enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.workload.seq_len, 1)
+    enough = max(ENOUGH_TOKENS[plan.device.partition(":")[0]] // plan.seq_len, 1)
     rows = next(plan.divisors(enough))
-    if rows > 1 and not plan.fits(rows):
-        available = int(USED_MEMORY * plan.memory_bytes)
-        fitting = most_rows(plan.workload, available)
-        if not fitting:
-            least = estimate(plan.workload, 1, accumulate=2).total
-            raise HardwareError(
-                f"One sequence of {plan.workload.seq_len} tokens needs about "
-                f"{readable_memory(least)}, and {readable_memory(available)} are available.",
-                fix="Shorten data.seq_len, choose a smaller model, or shard it with "
-                "parallel.shard.",
-            )
-        rows = next(plan.divisors(fitting))
-    return rows
+    return rows if rows == 1 or plan.fits(rows) else next(plan.divisors(plan.most_rows()))
 
 
 def _why_not(_machine: Machine, config: RunConfig) -> str | None:

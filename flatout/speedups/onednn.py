@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.assembly.conditions import uses_gpu
+from flatout.assembly.conditions import first_of, needs_cpu
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
-from flatout.config.schema import RunConfig
-from flatout.hardware import Machine
-
-
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    if uses_gpu(machine, config):
-        return "It only applies to CPUs, and this run uses a GPU."
-    if config.train.precision in ("bf16", "fp16"):
-        return f"It only applies to fp32 matmuls, and train.precision={config.train.precision}."
-    return None
-
 
 SPEEDUP = Speedup(
     name="onednn",
@@ -25,7 +14,14 @@ SPEEDUP = Speedup(
     },
     saves="time: matmuls use 512-bit vectors on processors where torch's MKL uses 256-bit ones",
     promise=Promise.rounding(rtol=1e-4),
-    why_not=_why_not,
+    why_not=first_of(
+        needs_cpu,
+        lambda _machine, config: (
+            None
+            if config.train.precision in ("auto", "fp32")
+            else f"It only applies to fp32 matmuls, and train.precision={config.train.precision}."
+        ),
+    ),
     rank=290,
-    auto={"cpu": On(unless=("bf16-products",), measured=True)},
+    auto={"cpu": On(measured=True)},
 )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
+from flatout.assembly.recipe import Off, Promise, Speedup
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
 
 
 KEPT = {
@@ -19,17 +18,16 @@ KEPT = {
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_attention_math",
-    "torch_attn::_varlen_attn",
     "flex_attention",
-    "flatout::flash4",
     "flatout::onednn_product",
     "flatout::scan",
     "mkldnn::_linear_pointwise",
 }
 """Operations whose recomputation costs much per byte: matmuls, attention and the scan."""
+OFF = Off("it costs some compute; use it where memory is short")
 
 
-def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+def _recompute(model: LanguageModel, _mesh: object) -> LanguageModel:
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     from flatout.assembly.transforms import recompute_blocks
@@ -44,14 +42,10 @@ def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
 
 SPEEDUP = Speedup(
     name="selective-checkpointing",
-    fills={"activations": "products and attention"},
-    transform=Transform("checkpointing", _recompute),
+    fills={"activations": _recompute},
     saves="memory: backward recomputes norms, activations and sums, but not matmuls, attention "
     "and scans, which are nearly all of the work",
     promise=Promise.exact(),
     rank=1020,
-    auto={
-        "cpu": Off("it costs some compute; use it where memory is short"),
-        "cuda": Off("it costs some compute; use it where memory is short"),
-    },
+    auto={"cpu": OFF, "cuda": OFF},
 )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from flatout.assembly.conditions import without_triton
+from flatout.assembly.conditions import first_of, needs_gpu, needs_package
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
@@ -13,7 +11,7 @@ SPEEDUP = Speedup(
     saves="time and memory: the drive is read twice and the states are written once, in the "
     "drive's dtype, with no intermediate results",
     promise=Promise.rounding(rtol=1e-4),
-    why_not=partial(without_triton, capability=(7, 0), instead="fast-scan", what="Triton"),
+    why_not=first_of(needs_gpu("Triton", (7, 0), instead="fast-scan"), needs_package("triton")),
     rank=510,
-    auto={"cuda": On("it moves the fewest bytes of all scans", unless=("bf16-states",))},
+    auto={"cuda": On("it moves the fewest bytes of all scans")},
 )

@@ -17,9 +17,7 @@ from flatout.data.load.batches import SequenceReader
 from flatout.data.load.feed import evaluation_batches
 from flatout.data.store.mix import Member, members_of
 from flatout.json_io import JsonObject
-from flatout.ops import Ops
-from flatout.ops.attention import most_documents
-from flatout.ops.float64 import float64_device
+from flatout.ops import Ops, float64_device
 from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
 
@@ -171,7 +169,6 @@ class Evaluator:
             world_size=mesh.world_size,
             max_tokens=max_tokens,
             document_mask=data.document_mask,
-            most_documents=most_documents(self.ops.attention),
             reader=self.reader,
         )
         exact = float64_device(mesh.device)
@@ -234,7 +231,7 @@ def score(
         run.core.ops,
         run.mesh,
         run.reader,
-        run.precision,
+        run.recipe.precision,
         between_batches,
     )
     with run.pulse.during("evaluating"):

@@ -2,53 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
-
 from flatout.assembly.run import Run
-from flatout.errors import Stopped
 from flatout.json_io import JsonObject
 from flatout.progress import counted
 from flatout.roof import Peak, peak_tflops
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import weights_sha256
-from flatout.training.evaluation import Evaluation, score
-from flatout.training.halving import that_fits
-from flatout.training.loop import ends_early, eval_tokens, log_evaluation, log_sample
+from flatout.training.evaluation import Evaluation
+from flatout.training.loop import (
+    ends_early,
+    eval_tokens,
+    evaluate,
+    log_evaluation,
+    log_sample,
+)
 from flatout.training.metrics.log import Log
 from flatout.training.run_dir import layout
 from flatout.training.saving import save_last, stating_room, wait_for_saves
-from flatout.training.signals import StopRequests
-from flatout.training.step import Drop
+from flatout.training.session import Session
 
 MEASURE_AGAIN_S = 10.0
 """Seconds of training after which a measured peak is measured again at the end."""
 
 
-def finish(
-    run: Run,
-    log: Log,
-    sample: Callable[[Run], str] | None,
-    *,
-    drop: Drop | None = None,
-    predicted: JsonObject | None = None,
-) -> JsonObject:
+def finish(session: Session, predicted: JsonObject) -> JsonObject:
     """Save, evaluate on the whole validation split, sample, and write and return the summary.
 
     Every rank calls it. The summary states what was `predicted` beside what was measured.
-    Raises: EvaluationDropped when `drop`, called between the evaluation's batches, returns True;
-            the state is saved by then. DiskFull when the last step, or that it is the best, cannot
-            be saved; the run is then not complete, and the same command tries again.
+    Raises: EvaluationDropped when `session.drop`, called between the evaluation's batches, returns
+            True; the state is saved by then. DiskFull when the last step, or that it is the best,
+            cannot be saved; the run is then not complete, and the same command tries again.
     """
+    run, log = session.run, session.log
     if reason := early_stop_reason(run):
         log.event("early_stop", reason=reason)
         log.progress.say(reason)
     with log.aside():
         save_last(run, log)  # a signal during the evaluation must not lose the last steps
-        evaluation = final_evaluation(run, log, drop)
+        evaluation = final_evaluation(session)
         with stating_room(run):  # without room the step is saved, and the next run evaluates again
             wait_for_saves(run, log)
-        log_sample(run, log, sample)
+        log_sample(session)
     log.close()
     log.keep_clock()
     summary = summarise(run, log, evaluation) | {"predicted": predicted}
@@ -58,37 +52,22 @@ def finish(
     return summary
 
 
-def save_and_stop(run: Run, log: Log, stop: StopRequests) -> NoReturn:
-    """Save, log how long that took after the request, and raise Stopped. Every rank calls it."""
-    stop.waits_for = "the save in progress"
-    save_last(run, log)
-    since_s = stop.since_request_s()
-    seconds = None if since_s is None else round(since_s, 3)
-    cause = None if seconds is None else stop.cause  # None: only another rank was asked
-    after = "" if seconds is None else f" {seconds:.1f} s after {cause}"
-    log.event("stop", cause=cause, saved_after_s=seconds)
-    log.close()
-    raise Stopped(
-        f"Stopped at step {run.step} of {run.last_step}, and saved{after}.",
-        fix="Run the same command again to continue.",
-    )
-
-
-def final_evaluation(run: Run, log: Log, drop: Drop | None = None) -> Evaluation | None:
+def final_evaluation(session: Session) -> Evaluation | None:
     """Score the whole validation split; None when there is no validation text.
 
     If this run's evaluations score only the start of the split, that part is scored first, to
     find the best checkpoint, unless the run ends early: its last evaluation just did so. A whole
     split that was scored at the last step is not scored again.
     """
+    run, log = session.run, session.log
     is_partial = eval_tokens(run) is not None
     if not is_partial and log.last_evaluation and log.last_evaluation[0] == run.step:
         return log.last_evaluation[1]
     if not ends_early(run):
-        evaluation = log_evaluation(run, log, drop=drop)
+        evaluation = log_evaluation(session)
         if evaluation is None or not is_partial:
             return evaluation
-    evaluation = that_fits(run, log, lambda: score(run, drop=drop, progress=log.progress))
+    evaluation = evaluate(session, None)
     if evaluation is not None:  # not a record: the curve shows the loss on the start of the split
         log.event("evaluation", loss=evaluation.loss, tokens=evaluation.tokens)
     return evaluation

@@ -7,66 +7,72 @@ others wait for it inside a collective, and the launcher starts all of them agai
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import NoReturn, TypeVar
+from collections.abc import Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import NoReturn, Self
 
 import torch
 
 from flatout.assembly.build import make_feed
 from flatout.assembly.run import Run
-from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import SmallerBatch
 from flatout.progress import counted
 from flatout.training.evaluation import batch_shapes
-from flatout.training.metrics.log import Log
 from flatout.training.out_of_memory import fewer_rows, is_out_of_memory
 from flatout.training.run_dir import layout
+from flatout.training.session import Session
 from flatout.training.warmup import compiled_speedups, warm_up
 
-Result = TypeVar("Result")
+
+class Attempt:
+    """A context for work that may run out of memory, and leaves the run unchanged if it does.
+
+    Such an error does not leave the context if fewer rows can help; `rows` is then their number.
+    Raises: SmallerBatch in its place when there are other ranks.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.rows: int | None = None
+        """Rows for the next attempt; None when this one did not run out of memory."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: object, error: BaseException | None, _trace: TracebackType | None
+    ) -> bool:
+        run = self._run
+        if not isinstance(error, (RuntimeError, MemoryError)):
+            return False
+        if not run.rows_are_auto or run.is_updating or not is_out_of_memory(error):
+            return False
+        self.rows = fewer_rows(run.rows_per_device, run.config.batch.accumulate or 1)
+        if self.rows is not None and run.mesh.world_size > 1:
+            _end_for_fewer_rows(run, self.rows, error)
+        return self.rows is not None
 
 
-def that_fits(run: Run, log: Log, work: Callable[[], Result]) -> Result:
-    """Return `work()`; while it runs out of memory, halve the micro-batch and call it again.
+def attempts(session: Session) -> Iterator[Attempt]:
+    """Yield a context for work, and again, with half the micro-batch, while it lacks memory.
 
-    `work` must leave the run unchanged when it fails. A step keeps its tokens: more micro-batches
-    accumulate.
-    Raises: the error of `work` when the rows are the user's, a single one is left, or weights may
-            be half updated; SmallerBatch when there are other ranks.
+    A step keeps its tokens: more micro-batches accumulate. Use: `for attempt in attempts(session):
+    with attempt: ...`; an error remains one when the rows are the user's, a single one is left, or
+    weights may be half updated.
     """
     while True:
-        try:
-            return work()
-        except (RuntimeError, MemoryError) as error:
-            rows = _rows_after(run, error)
-            if rows is None:
-                raise
-            if not run.repeats_with_fewer_rows:
-                _end_for_fewer_rows(run, rows, error)
-        # Only now has Python released the tensors of the frames in the error's traceback.
-        _use_rows(run, log, rows)
-        if compiled_speedups(run):
+        attempt = Attempt(session.run)
+        yield attempt
+        if attempt.rows is None:
+            return
+        _use_rows(session, attempt.rows)
+        if compiled_speedups(session.run):
             torch.compiler.reset()
-            that_fits(run, log, partial(warm_up, run, log, eval_shapes=batch_shapes(run)))
-
-
-@contextmanager
-def closing_feed(run: Run) -> Iterator[None]:
-    """On exit, close the feed that the run then has."""
-    try:
-        yield
-    finally:
-        run.feed.close()
-
-
-def _rows_after(run: Run, error: Exception) -> int | None:
-    """Return the rows to try next; None when fewer cannot help."""
-    if not run.rows_are_auto or run.is_updating or not is_out_of_memory(error):
-        return None
-    return fewer_rows(run.rows_per_device, run.config.batch.accumulate or 1)
+            for again in attempts(session):
+                with again:
+                    warm_up(session.run, session.log, eval_shapes=batch_shapes(session.run))
 
 
 def _with_rows(config: RunConfig, run: Run, rows: int) -> RunConfig:
@@ -107,16 +113,16 @@ def _end_for_fewer_rows(run: Run, rows: int, error: Exception) -> NoReturn:
     ) from error
 
 
-def _use_rows(run: Run, log: Log, rows: int) -> None:
+def _use_rows(session: Session, rows: int) -> None:
     """Rebuild the feed for smaller micro-batches, and record them for a resume."""
+    run, log = session.run, session.log
     before, position = run.rows_per_device, run.feed.position
     stored = layout.read_config(run.folder)
     if stored is not None:
         stored = _with_rows(stored, run, rows)
     run.feed.close()
     run.config = _with_rows(run.config, run, rows)
-    recipe = assemble(run.decisions)
-    run.feed = make_feed(run.config, recipe, run.mesh, run.dataset, run.reader, run.left_out)
+    run.feed = make_feed(run.config, run.recipe, run.mesh, run.dataset, run.reader, run.left_out)
     run.feed.seek(position)
     gc.collect()
     if run.mesh.device.type == "cuda":

@@ -12,9 +12,9 @@ from flatout.errors import ConfigError, in_shell
 from flatout.optimizers.schedule import factor, warmup_steps
 from flatout.progress import SILENT, Progress, counted
 from flatout.training.checkpoint import catalog, location
-from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.origin import read_origin, steps_before
+from flatout.training.session import RunRequest
 
 
 @dataclass(frozen=True)

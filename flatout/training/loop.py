@@ -2,61 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from flatout.assembly.run import Run
 from flatout.config.sections import TrainConfig
 from flatout.training.divergence import require_good_steps
 from flatout.training.evaluation import Evaluation, EvaluationDropped, score
-from flatout.training.halving import that_fits
-from flatout.training.metrics.log import Log, require_finite
+from flatout.training.halving import attempts
+from flatout.training.metrics.log import require_finite
 from flatout.training.saving import SaveSchedule, log_saves, save, stating_room, unless_full
+from flatout.training.session import Session
 from flatout.training.signals import WorkInterrupted
-from flatout.training.step import Drop, StepDropped, StepResult, train_step
-
-if TYPE_CHECKING:
-    from flatout.data.load.feed import StepBatch
+from flatout.training.step import StepDropped, train_step
 
 
-def fit(
-    run: Run,
-    log: Log,
-    stop: Callable[[Run], bool],
-    *,
-    drop: Drop | None = None,
-    sample: Callable[[Run], str] | None = None,
-) -> Run:
+def fit(session: Session) -> Run:
     """Train to run.last_step, until patience runs out, or until a stop; return the run.
 
-    `stop` is called before each step, and returns the same answer on all ranks; `drop` is called
-    between micro-batches (see `train_step`) and between the batches of an evaluation. A dropped
-    step leaves the run unchanged and ends the loop. A dropped evaluation also ends it, and
-    `run.evaluation_due` is then True: the next process starts with it.
+    A dropped step leaves the run unchanged and ends the loop. A dropped evaluation also ends it,
+    and `run.evaluation_due` is then True: the next process starts with it.
     Raises: RunFailed when training has diverged, as `require_good_steps`.
     """
+    run, log = session.run, session.log
     saves = SaveSchedule(run, log)
-
-    def take_step() -> tuple[StepBatch, StepResult]:
-        if run.feed.position != position:  # an attempt has failed
-            run.feed.seek(position)
-        batch = next(run.feed)
-        with log.clock:
-            return batch, train_step(run, batch, drop)  # device work only, does not wait
-
-    with run.pulse.during("training"), run.cudnn_benchmark(), run.gc() as collect:
+    with run.pulse.during("training"), run.recipe.cudnn_benchmark(), run.recipe.gc() as collect:
         if run.evaluation_due:
-            _between_steps(run, log, saves, drop, sample)
-        while (
-            run.step < run.last_step
-            and not run.evaluation_due
-            and not ends_early(run)
-            and not stop(run)
-        ):
+            between_steps(session, saves)
+        while run.step < run.last_step and not run.evaluation_due:
+            if ends_early(run) or session.stop(run):
+                break
             position = run.feed.position
             try:
-                batch, result = that_fits(run, log, take_step)
+                for attempt in attempts(session):
+                    with attempt:
+                        if run.feed.position != position:  # an attempt has failed
+                            run.feed.seek(position)
+                        batch = next(run.feed)
+                        with log.clock:  # device work only, does not wait
+                            result = train_step(run, batch, session.drop)
             except StepDropped:
                 run.feed.seek(position)
                 break
@@ -64,32 +47,27 @@ def fit(
             run.tokens += batch.tokens
             log.step(batch, result)  # reads back one step late, so logging never stalls
             require_good_steps(run, log)
-            _between_steps(run, log, saves, drop, sample)
+            between_steps(session, saves)
             with unless_full(run, log):
                 log_saves(run, log)
             collect(run.step)
     return run
 
 
-def _between_steps(
-    run: Run,
-    log: Log,
-    saves: SaveSchedule,
-    drop: Drop | None,
-    sample: Callable[[Run], str] | None,
-) -> None:
+def between_steps(session: Session, saves: SaveSchedule) -> None:
     """Evaluate, sample and save, whichever is due; a dropped evaluation stays due."""
+    run, log = session.run, session.log
     run.evaluation_due = False
     if due(run.config.train.eval_every, run):
         with log.aside():
             try:
-                log_evaluation(run, log, drop=drop)
+                log_evaluation(session)
             except EvaluationDropped:
                 run.evaluation_due = True
                 return
     if due(run.config.train.sample_every, run):
         with log.aside():
-            log_sample(run, log, sample)
+            log_sample(session)
     if saves.due(run):
         with log.aside(), unless_full(run, log):
             save(run, log)
@@ -118,7 +96,19 @@ def eval_tokens(run: Run) -> int | None:
     return None if train.eval_tokens == "all" or not train.eval_every else train.eval_tokens
 
 
-def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluation | None:
+def evaluate(session: Session, max_tokens: int | None) -> Evaluation | None:
+    """Score the validation split, or its first `max_tokens`; None when there is no such text.
+
+    Raises: EvaluationDropped, as `score`.
+    """
+    progress = session.log.progress
+    for attempt in attempts(session):
+        with attempt:
+            found = score(session.run, max_tokens=max_tokens, drop=session.drop, progress=progress)
+    return found
+
+
+def log_evaluation(session: Session) -> Evaluation | None:
     """Evaluate, write the record, and save if the loss is the best so far.
 
     With `checkpoint.best=false` only the last step is saved, so that its checkpoint says whether it
@@ -128,11 +118,8 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
     Raises: RunFailed when the loss is not finite: the weights are unusable, earlier checkpoints are
             unaffected. EvaluationDropped, as `score`. DiskFull at the last step.
     """
-    evaluation = that_fits(
-        run,
-        log,
-        lambda: score(run, max_tokens=eval_tokens(run), drop=drop, progress=log.progress),
-    )
+    run, log = session.run, session.log
+    evaluation = evaluate(session, eval_tokens(run))
     if evaluation is None:
         return None
     log.evaluation(evaluation)
@@ -146,11 +133,12 @@ def log_evaluation(run: Run, log: Log, *, drop: Drop | None = None) -> Evaluatio
     return evaluation
 
 
-def log_sample(run: Run, log: Log, sample: Callable[[Run], str] | None) -> None:
+def log_sample(session: Session) -> None:
     """Log a sample on the main rank; with sharded weights, no rank has the whole model.
 
     A sample that a stop request interrupts is not logged.
     """
-    if sample and run.mesh.is_main and run.mesh.shard == 1:
+    run = session.run
+    if session.sample and run.mesh.is_main and run.mesh.shard == 1:
         with run.pulse.during("sampling"), suppress(WorkInterrupted):
-            log.event("sample", text=sample(run))
+            session.log.event("sample", text=session.sample(run))

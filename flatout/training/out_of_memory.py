@@ -9,15 +9,12 @@ from dataclasses import replace
 import torch
 
 from flatout.assembly.memory import Workload, capacity_of, estimate, rows_advice, smaller_batch
-from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.parts import USED_MEMORY
 from flatout.assembly.prediction import MemoryEstimate
 from flatout.assembly.resolve import memory_bytes, workload_of
 from flatout.assembly.run import Run
-from flatout.assembly.selection import assemble
 from flatout.assembly.transforms import recompute_blocks
 from flatout.errors import OutOfMemory, RunFailed
-from flatout.models.language_model import LanguageModel
-from flatout.parallel.mesh import Mesh
 from flatout.progress import counted, readable_memory
 
 OUT_OF_MEMORY = (
@@ -89,8 +86,7 @@ def not_deterministic(run: Run, message: str) -> RunFailed:
 
 def out_of_memory(run: Run) -> OutOfMemory:
     """Return the error for a run out of memory: what needs how much, and what needs less."""
-    recipe = assemble(run.decisions)
-    workload = workload_of(run.config, recipe)
+    workload = workload_of(run.config, run.recipe)
     rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
     free = available_bytes(run)
     device = "GPU" if run.mesh.device.type == "cuda" else "machine"
@@ -108,7 +104,7 @@ def out_of_memory(run: Run) -> OutOfMemory:
     return OutOfMemory(
         f"{what}needs about {readable_memory(need.total)} with {counted(rows, 'row')} per device "
         f"({parts_of(need)}), and the {device} has {readable_memory(free)} for it.",
-        fix=_fix(run, workload, need, free, recomputes="activations" in recipe.filled_by),
+        fix=_fix(run, workload, need, free, recomputes="activations" in run.recipe.filled_by),
     )
 
 
@@ -174,12 +170,8 @@ def fewer_rows(rows: int, accumulate: int) -> int | None:
 
 def _recomputed(workload: Workload, rows: int, accumulate: int) -> int:
     """Return the bytes of a step that recomputes the blocks' activations."""
-    transforms = (*workload.transforms, _recompute)
+    transforms = (*workload.transforms, recompute_blocks)
     return estimate(replace(workload, transforms=transforms), rows, accumulate).total
-
-
-def _recompute(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
-    return recompute_blocks(model)
 
 
 def _leaner_keys(workload: Workload, rows: int) -> str:

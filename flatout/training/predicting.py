@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from flatout.assembly.memory import capacity_of, require_fitting
+from flatout.assembly.memory import capacity_of, require_fitting, trace_memory
 from flatout.assembly.prediction import (
     EVALUATION_COST,
     GIB,
@@ -22,7 +22,6 @@ from flatout.assembly.prediction import (
     runs_here,
     speedups_on,
     tokens_to_score,
-    trace_memory,
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
@@ -30,8 +29,8 @@ from flatout.assembly.selection import assemble
 from flatout.hardware import BUSY_CORES, CpuTimes
 from flatout.json_io import JsonObject
 from flatout.training.metrics.device import reserved_gib
-from flatout.training.request import RunRequest
 from flatout.training.run_plan import RunPlan
+from flatout.training.session import RunRequest
 
 
 @dataclass(frozen=True)

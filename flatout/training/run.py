@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -18,12 +20,11 @@ from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
-from flatout.errors import ConfigError, FlatoutError, signal_of
+from flatout.errors import ConfigError, FlatoutError, Stopped, signal_of
 from flatout.files import writing_run
 from flatout.hardware import BUSY_CORES, CpuTimes, Machine, pick_device, probe
 from flatout.json_io import JsonObject
 from flatout.launch import num_processes
-from flatout.models.language_model import uninitialised
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import (
     connect,
@@ -39,11 +40,12 @@ from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.read_write import load
 from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
 from flatout.training.checkpoint.weights import weights_of
+from flatout.training.divergence import Rewound, require_good_steps
 from flatout.training.evaluation import EvaluationDropped, batch_shapes, warn_of_unscored
-from flatout.training.finish import finish, save_and_stop
-from flatout.training.halving import closing_feed, that_fits
+from flatout.training.finish import finish
+from flatout.training.halving import attempts
 from flatout.training.init_from import load_initial
-from flatout.training.loop import ends_early
+from flatout.training.loop import ends_early, fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.loggers import configured_observers, require_loggers
 from flatout.training.metrics.observers import Observer
@@ -51,15 +53,14 @@ from flatout.training.metrics.records import forget_events
 from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
 from flatout.training.peak import peak_of_run
-from flatout.training.predicting import Forecast, forecast, predict, record
-from flatout.training.request import RunRequest
-from flatout.training.rewinding import fit_or_stop, with_rewinds
+from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
 from flatout.training.run_dir.left_out import read_left_out
 from flatout.training.run_dir.lock import hold_lock
 from flatout.training.run_plan import RunPlan, agree_on_plan, dataset_of, require_same_settings
 from flatout.training.saving import closing_saver, environment_of, reserve, save_last
+from flatout.training.session import RunRequest, Session
 from flatout.training.signals import StopRequests, WorkInterrupted
 from flatout.training.warmup import warm_up
 from flatout.training.watchdog import Watchdog
@@ -116,27 +117,106 @@ def run_training(
             cache,
             progress,
         )
-        plan = agree_on_plan(request)
-        if plan.summary is not None:
-            return plan.summary
-        require_shared(ranks, folder / layout.LOCK)
-        return with_rewinds(train_plan, request, plan)
+        while True:
+            plan = agree_on_plan(request)
+            if plan.summary is not None:
+                return plan.summary
+            require_shared(ranks, folder / layout.LOCK)
+            try:
+                return train_plan(request, plan)
+            except Rewound:  # it has prepared the run directory for an ordinary resume
+                request = replace(request, resume="auto")
+            gc.collect()  # the model of the attempt that failed is in reference cycles
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
 
 def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
-    """Build, restore and execute the planned run; return its summary."""
+    """Build the planned run, restore it, train it to its end, and return its summary.
+
+    Raises: Stopped when a signal ended it after a save; Rewound when it is to be planned again;
+            RunFailed.
+    """
     known = forecast(request, plan)
     run = build_run(request, plan)
     run.rows_are_auto = plan.rows_are_auto
-    with closing_feed(run), explained(run):
-        differences = restore(run, plan, request.progress)
-        if run.mesh.is_main:
-            own = configured_observers(run.config.log)
-            request = replace(request, observers=(*request.observers, *own))
-            store_plan(run, plan, request.progress)
+    mesh, progress, is_resumed = run.mesh, request.progress, plan.checkpoint is not None
+    say = progress.say if mesh.is_main else None
+    with ExitStack() as stack:
+        stack.callback(lambda: run.feed.close())  # a smaller micro-batch replaces the feed
+        stack.enter_context(explained(run))
+        differences = restore(run, plan, progress)
+        observers, mirror = [*request.observers], None
+        if mesh.is_main:
+            observers += configured_observers(run.config.log)
+            store_plan(run, plan, progress)
             suggest_bench(run, plan, request)
-        with writing_run(run.folder):
-            return execute(run, request, plan, differences, known)
+        stack.enter_context(writing_run(run.folder))
+        if mesh.is_main:
+            mirror = claimed(run.folder, run.config.checkpoint, is_resumed, progress)
+            observers += [mirror] if mirror else []
+            (run.folder / layout.SUMMARY).unlink(
+                missing_ok=True
+            )  # of an early stop, trained past now
+            forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
+        stack.enter_context(Watchdog(run, say=say))
+        log = stack.enter_context(Log(run, observers, progress, run.config.log.to))
+        stop = stack.enter_context(StopRequests(say=say, launcher=launcher()))
+        stack.enter_context(
+            sending(mirror, log.event, log.progress, stop.since_request_s, run.pulse.beat)
+        )
+        stack.enter_context(closing_saver(run, log))
+        log_start(run, log, request, plan, differences)
+        if not is_resumed and run.config.train.init_from is not None:
+            with log.aside():  # so that the run no longer depends on the source of its weights
+                save_last(run, log)
+        predicted = predict(run, known)
+        log.event("predicted", **predicted)
+        log.start()
+        sample = stop.interrupting(request.sample) if request.sample else None
+        session = Session(run, log, stop.requested, stop.requested_within_step, sample)
+        try:
+            run.feed.prime(run.last_step - run.step, progress=progress)
+            for attempt in attempts(session):
+                with attempt:
+                    warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop)
+            reserve(run, log)
+            stop.waits_for = "the micro-batch or save in progress"
+            fit(session)
+            require_good_steps(run, log, flush=True)
+            if run.evaluation_due or (run.step < run.last_step and not ends_early(run)):
+                raise WorkInterrupted
+            stop.waits_for = "the batch of the final evaluation"
+            with run.pulse.during("finishing"):
+                summary = finish(session, predicted)
+        except (WorkInterrupted, EvaluationDropped):
+            save_and_stop(session, stop)
+        except Rewound as rewound:
+            asked = torch.tensor(float(stop.signal_number is not None), device=mesh.device)
+            if float(mesh.sum(asked)[0]):
+                raise Stopped(rewound.what, fix=rewound.fix) from None
+            raise
+        log.end(summary)
+    if mesh.is_main and log.is_steady and run.config.batch == plan.config.batch:
+        record(run, request, known, summary, log.cached_s)
+    return summary
+
+
+def save_and_stop(session: Session, stop: StopRequests) -> NoReturn:
+    """Save, log how long that took after the request, and raise Stopped. Every rank calls it."""
+    run, log = session.run, session.log
+    stop.waits_for = "the save in progress"
+    save_last(run, log)
+    since_s = stop.since_request_s()
+    seconds = None if since_s is None else round(since_s, 3)
+    cause = None if seconds is None else stop.cause  # None: only another rank was asked
+    after = "" if seconds is None else f" {seconds:.1f} s after {cause}"
+    log.event("stop", cause=cause, saved_after_s=seconds)
+    log.close()
+    raise Stopped(
+        f"Stopped at step {run.step} of {run.last_step}, and saved{after}.",
+        fix="Run the same command again to continue.",
+    )
 
 
 def require_devices(train: TrainConfig, machine: Machine) -> None:
@@ -227,8 +307,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0, without the random weights that a checkpoint replaces."""
     require_loggers(plan.config.log)
     mesh = make_mesh(plan.config.parallel, request.device)
-    unset = uninitialised(plan.config.model.kind) if plan.checkpoint else nullcontext()
-    with request.progress.task("Building the model"), unset:
+    with request.progress.task("Building the model"):
         return build(
             plan.config,
             machine=request.machine,
@@ -238,6 +317,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             decisions=plan.decisions,
             left_out=read_left_out(request.folder).positions(),
             peak=peak_of_run(request.folder, is_resumed=plan.checkpoint is not None),
+            draws=plan.checkpoint is None,
         )
 
 
@@ -290,81 +370,10 @@ def suggest_bench(run: Run, plan: RunPlan, request: RunRequest) -> None:
         request.progress.say(line)
 
 
-def execute(
-    run: Run, request: RunRequest, plan: RunPlan, differences: Sequence[str], known: Forecast
-) -> JsonObject:
-    """Train a restored run to its end, and return its summary.
-
-    Raises: Stopped when a signal ended it after a save; RunFailed.
-    """
-    say = request.progress.say if run.mesh.is_main else None
-    mirror = None
-    if run.mesh.is_main:
-        is_resumed = plan.checkpoint is not None
-        mirror = claimed(run.folder, run.config.checkpoint, is_resumed, request.progress)
-        (run.folder / layout.SUMMARY).unlink(missing_ok=True)  # of an early stop, trained past now
-        forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
-    observers = [*request.observers, *([mirror] if mirror else [])]
-    with (
-        Watchdog(run, say=say),
-        Log(run, observers, request.progress, run.config.log.to) as log,
-        StopRequests(say=say, launcher=launcher()) as stop,
-        sending(mirror, log.event, log.progress, stop.since_request_s, run.pulse.beat),
-        closing_saver(run, log),
-    ):
-        _log_start(run, log, request, plan, differences)
-        if plan.checkpoint is None and run.config.train.init_from is not None:
-            with log.aside():  # so that the run no longer depends on the source of its weights
-                save_last(run, log)
-        predicted = predict(run, known)
-        log.event("predicted", **predicted)
-        log.start()
-        try:
-            summary = _train(run, log, stop, request.sample, predicted)
-        except (WorkInterrupted, EvaluationDropped):
-            save_and_stop(run, log, stop)
-        log.end(summary)
-    if run.mesh.is_main and log.is_steady and run.config.batch == plan.config.batch:
-        record(run, request, known, summary, log.cached_s)
-    return summary
-
-
-def _train(
-    run: Run,
-    log: Log,
-    stop: StopRequests,
-    sample: Callable[[Run], str] | None,
-    predicted: JsonObject,
-) -> JsonObject:
-    """Warm up, train and finish; return the run's summary.
-
-    Raises: WorkInterrupted, EvaluationDropped when a request ends it before.
-    """
-    sample = sample and _interruptible(sample, stop)
-    run.feed.prime(run.last_step - run.step, progress=log.progress)
-    that_fits(run, log, lambda: warm_up(run, log, eval_shapes=batch_shapes(run), stop=stop))
-    reserve(run, log)
-    drop = stop.requested_within_step
-    stop.waits_for = "the micro-batch or save in progress"
-    fit_or_stop(run, log, stop, sample)
-    if run.evaluation_due or (run.step < run.last_step and not ends_early(run)):
-        raise WorkInterrupted
-    stop.waits_for = "the batch of the final evaluation"
-    with run.pulse.during("finishing"):
-        return finish(run, log, sample, drop=drop, predicted=predicted)
-
-
-def _interruptible(sample: Callable[[Run], str], stop: StopRequests) -> Callable[[Run], str]:
-    def until_stop(run: Run) -> str:
-        with stop.interruptible():
-            return sample(run)
-
-    return until_stop
-
-
-def _log_start(
+def log_start(
     run: Run, log: Log, request: RunRequest, plan: RunPlan, differences: Sequence[str]
 ) -> None:
+    """Log what the run starts with, and tell the user what is unexpected."""
     log.event(
         "resume" if plan.checkpoint else "start",
         from_checkpoint=run.resumed_from,

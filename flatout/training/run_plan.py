@@ -25,7 +25,6 @@ from flatout.files import PART, writing_run
 from flatout.json_io import JsonObject, parsing
 from flatout.models.lora import require_weights
 from flatout.parallel.rendezvous import Ranks
-from flatout.progress import counted
 from flatout.training.checkpoint import catalog
 from flatout.training.evaluation import with_validation
 from flatout.training.init_from import resolve_init_from, run_of
@@ -33,19 +32,16 @@ from flatout.training.longer import Longer, lengthen, require_steps_left
 from flatout.training.loop import out_of_patience
 from flatout.training.mirror.restore import restore_lost
 from flatout.training.mirror.session import send_rest
-from flatout.training.request import RunRequest
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import (
     data_digest,
-    has_same_tokens,
-    moved_data,
     require_same_data,
     require_tokenizer,
     with_absolute_paths,
 )
-from flatout.training.run_dir.left_out import inherit, read_left_out
 from flatout.training.run_dir.lookup import resume_path
 from flatout.training.run_dir.resume import config_to_resume, is_own, resume_from
+from flatout.training.session import RunRequest
 from flatout.trust import remember
 
 PATHS_OF_DATA = ("data.path", "data.mix", "data.cache")
@@ -162,46 +158,10 @@ def _plan_here(request: RunRequest) -> RunPlan:
         checkpoint = resume_from(folder, resume, progress=request.progress)
     if stored is not None:
         require_tokenizer(folder, dataset, checkpoint)
-        plan = _plan_stored(request, stored, resume, checkpoint)
-    else:
-        if checkpoint is not None:
-            require_tokenizer(run_of(checkpoint) or folder, dataset, checkpoint)
-        plan = _plan_new(request, checkpoint)
-    if plan.summary is None:
-        _inherit_left_out(request, plan)
-    return plan
-
-
-def _inherit_left_out(request: RunRequest, plan: RunPlan) -> None:
-    """Let a run that starts from another run leave out the same data, if it reads the same steps.
-
-    Positions of another order, or of steps of another size, would be other data.
-    """
-    checkpoint, config = plan.checkpoint, plan.config
-    if checkpoint is None or is_own(checkpoint, request.folder):
-        return
-    source = run_of(checkpoint)
-    num_left_out = len(read_left_out(source).positions()) if source else 0
-    left_out = counted(num_left_out, "step")
-    if source is None or not num_left_out:
-        return
-    left_out = counted(num_left_out, "step")
-    known = layout.read_config(source)
-    keys = ("train.seed", "data.seq_len", "batch.tokens_per_step")
-    if (
-        known is None
-        or any(known.value(key) != config.value(key) for key in keys)
-        or moved_data(known.data, config.data) is None
-        or not has_same_tokens(checkpoint, dataset_of(request, config))
-    ):
-        request.progress.say(
-            f"{source} leaves out the data of {left_out}. This run reads other data, or "
-            "other steps of it, and leaves none of it out."
-        )
-        return
-    with writing_run(request.folder):
-        inherit(request.folder, source)
-    request.progress.say(f"The data of {left_out} is left out, as in {source}.")
+        return _plan_stored(request, stored, resume, checkpoint)
+    if checkpoint is not None:
+        require_tokenizer(run_of(checkpoint) or folder, dataset, checkpoint)
+    return _plan_new(request, checkpoint)
 
 
 def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:

@@ -131,6 +131,15 @@ class StopRequests:
             if self.signal_number is None:
                 self.waits_for = waits_for
 
+    def interrupting(self, sample: Callable[[Run], str]) -> Callable[[Run], str]:
+        """Return `sample` as a function that a request interrupts, as `interruptible`."""
+
+        def until_stop(run: Run) -> str:
+            with self.interruptible():
+                return sample(run)
+
+        return until_stop
+
     def requested(self, run: Run) -> bool:
         """Return whether to stop now. All ranks call it at the same points, and get one answer."""
         requested = self.signal_number is not None or self._launcher_ended()

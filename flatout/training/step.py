@@ -6,10 +6,12 @@ waits for the device, except with float16 and with optimizers that cannot read t
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,11 +19,10 @@ from torch.distributed.tensor import DTensor
 from flatout.optimizers.loss_scale import SMALLEST
 from flatout.optimizers.schedule import factor
 from flatout.optimizers.step_guard import step_unless
-from flatout.training.step_start import StepStart
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-    from flatout.data.load.feed import MicroBatch, StepBatch
+    from flatout.data.load.feed import StepBatch
 
 Drop = Callable[["Run", int], bool]
 """(run, number of the next batch, from 2) -> whether to drop the work; equal on all ranks."""
@@ -47,6 +48,37 @@ class StepResult:
     """Whether float16 overflowed, so the update was skipped; the guard counts other skips."""
 
 
+class StepStart:
+    """A copy, made before a step, of the state that forward and backward passes change.
+
+    Contains the generators in `state.STATE` and the model's persistent buffers; weights and
+    optimizers change only at the end of a step. Cost: about 30 microseconds of host time, and a
+    queued copy of each persistent buffer; nothing waits for the device.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+        self._torch = torch.get_rng_state()
+        device = run.mesh.device
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._buffers = [(each, each.detach().clone()) for each in run.guard.buffers]
+
+    def restore(self) -> None:
+        """Clear the gradients and restore the generators and buffers."""
+        run = self._run
+        run.recipe.zero_grad(run.trained())
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda, run.mesh.device)
+
+
 def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResult:
     """Take one optimizer step on this rank's share of a global batch.
 
@@ -59,54 +91,39 @@ def train_step(run: Run, batch: StepBatch, drop: Drop | None = None) -> StepResu
             restored to their values before the step. After another error they are restored too if
             the micro-batch may become smaller, unless `run.is_updating`.
     """
-    droppable = drop is not None and batch.num_micro_batches > 1
-    start = StepStart(run) if droppable or run.repeats_with_fewer_rows else None
+    may_drop = drop is not None and batch.num_micro_batches > 1
+    may_repeat = run.rows_are_auto and run.mesh.world_size == 1
+    start = StepStart(run) if may_drop or may_repeat else None
+    loss_scale = run.scaler.scale if run.scaler else 1.0
+    run.guard.begin()
     try:
-        return _take_step(run, batch, drop, start)
-    except (RuntimeError, MemoryError):
+        loss_sum = torch.zeros((), device=run.mesh.device)
+        num_valid = torch.zeros((), device=run.mesh.device)
+        for number, micro in enumerate(batch.micro_batches(), 1):
+            run.pulse.beat()
+            if number > 1 and drop is not None and drop(run, number):
+                raise StepDropped
+            with run.recipe.grad_sync(run.model, number == batch.num_micro_batches):
+                with run.autocast():
+                    micro_loss, micro_valid = run.model(
+                        micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT
+                    )
+                (micro_loss * (loss_scale / run.tokens_per_step)).backward()
+            loss_sum += micro_loss.detach()
+            num_valid += micro_valid
+            del micro_loss  # and its graph, before the next forward pass
+        loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
+        grad_norm = correct_gradients(run, num_valid, loss_scale)
+        learning_rate = run.config.optim.lr * set_learning_rate(run)
+        loss = loss_sum / num_valid.clamp(min=1)
+        overflowed = update(run, loss, grad_norm)
+    except (RuntimeError, MemoryError, StepDropped):
         if start is not None and not run.is_updating:
             start.restore()
         raise
-
-
-def _take_step(
-    run: Run, batch: StepBatch, drop: Drop | None, start: StepStart | None
-) -> StepResult:
-    loss_scale = run.scaler.scale if run.scaler else 1.0
-    run.guard.begin()
-    loss_sum = torch.zeros((), device=run.mesh.device)
-    num_valid = torch.zeros((), device=run.mesh.device)
-    for number, micro in enumerate(batch.micro_batches(), 1):
-        run.pulse.beat()
-        if number > 1 and start is not None and drop is not None and drop(run, number):
-            start.restore()
-            raise StepDropped
-        is_last = number == batch.num_micro_batches
-        micro_loss, micro_valid = add_gradients(run, micro, loss_scale, is_last=is_last)
-        loss_sum += micro_loss
-        num_valid += micro_valid
-    loss_sum, num_valid = run.mesh.sum(loss_sum, num_valid)
-    grad_norm = correct_gradients(run, num_valid, loss_scale)
-    learning_rate = run.config.optim.lr * set_learning_rate(run)
-    loss = loss_sum / num_valid.clamp(min=1)
-    overflowed = update(run, loss, grad_norm)
-    run.zero_grad(run.trained())
+    run.recipe.zero_grad(run.trained())
     run.is_updating = False
     return StepResult(loss, grad_norm, num_valid, learning_rate, skipped=overflowed)
-
-
-def add_gradients(
-    run: Run, micro: MicroBatch, loss_scale: float, *, is_last: bool
-) -> tuple[Tensor, Tensor]:
-    """Add a micro-batch's gradients to those of the step; return its loss sum and valid targets.
-
-    Shapes:  the results are 0-D.
-    """
-    with run.grad_sync(run.model, is_last):
-        with run.autocast():
-            loss_sum, num_valid = run.model(micro.tokens_BT, micro.targets_BT, micro.doc_ids_BT)
-        (loss_sum * (loss_scale / run.tokens_per_step)).backward()
-    return loss_sum.detach(), num_valid
 
 
 def update(run: Run, loss: Tensor, grad_norm: Tensor) -> bool:

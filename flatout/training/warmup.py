@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,17 +22,6 @@ PASSES = 2
 """Training passes per shape: CUDA graphs are recorded at the second call."""
 MAX_SHAPES = 64
 """Static shapes per function; a run with length buckets has more than torch's own limit of 8."""
-
-
-@runtime_checkable
-class CompiledOptimizer(Protocol):
-    """An optimizer that may use torch.compile."""
-
-    def warm_up(self) -> None:
-        """Run the compiled code once per shape, without side effects."""
-
-    def give_up_compiling(self) -> None:
-        """Run uncompiled from now on."""
 
 
 def warm_up(
@@ -99,9 +87,6 @@ def _give_up_compiling(run: Run) -> None:
         module._compiled_call_impl = None
     plain_loss = torch._dynamo.eval_frame.innermost_fn(run.core.ops.cross_entropy)
     run.core.ops = replace(run.core.ops, cross_entropy=plain_loss)
-    for optimizer in run.optimizers:
-        if isinstance(optimizer, CompiledOptimizer):
-            optimizer.give_up_compiling()
     torch._dynamo.reset()
 
 
@@ -130,7 +115,7 @@ def _try_step(
                     return failure, True
     finally:
         run.core.train()
-        run.zero_grad(run.trained())
+        run.recipe.zero_grad(run.trained())
     return None, False
 
 
@@ -145,9 +130,6 @@ def _passes(run: Run, eval_shapes: Sequence[tuple[int, int]]) -> Iterator[Callab
             yield partial(_train_pass, run, *shape)
     for shape in eval_shapes:
         yield partial(_eval_pass, run, *shape)
-    for optimizer in run.optimizers:
-        if isinstance(optimizer, CompiledOptimizer):
-            yield optimizer.warm_up
 
 
 def _train_pass(run: Run, rows: int, seq_len: int) -> None:

@@ -136,9 +136,11 @@ def test_a_model_without_biases_is_written_with_biases_of_zero():
     config = config_of(
         {"kind": "transformer", "vocab_size": 61, "num_layers": 1, "d_model": 32, "num_heads": 4}
     )
-    assert gpt_neox.why_not(config) is None
+    assert gpt_neox.ARCHITECTURE.why_not(config) is None
     output = next(
-        one for one in gpt_neox.tensors(config) if one.name == "blocks.0.attention.output.weight"
+        one
+        for one in gpt_neox.ARCHITECTURE.tensors(config)
+        if one.name == "blocks.0.attention.output.weight"
     )
     weight, bias = output.split(torch.ones(32, 16))
     assert torch.equal(weight, torch.ones(32, 16))
@@ -171,10 +173,10 @@ def test_a_shape_that_no_class_has_is_named(case):
     family, changes, reason = SHAPES[case]
     name = case.split(",")[0]
     document = DOCUMENTS[DEFAULTS.get(name, name)]
-    config = config_of(family.keys(document) | changes)
-    assert reason in family.why_not(config)
+    config = config_of(family.ARCHITECTURE.keys(document) | changes)
+    assert reason in family.ARCHITECTURE.why_not(config)
     eigenstate = config_of({"kind": "eigenstate", "vocab_size": 9})
-    assert family.why_not(eigenstate) == "It is not a transformer."
+    assert family.ARCHITECTURE.why_not(eigenstate) == "It is not a transformer."
 
 
 @pytest.mark.parametrize("family", [nanogpt, temporal_eigenstate])
@@ -202,7 +204,7 @@ UNREADABLE = {
 def test_what_flatout_cannot_compute_is_refused(case):
     changes, reason = UNREADABLE[case]
     with pytest.raises(ConfigError, match=reason):
-        llama.keys(LLAMA | changes)
+        llama.ARCHITECTURE.keys(LLAMA | changes)
 
 
 @pytest.mark.parametrize(
@@ -214,38 +216,46 @@ def test_what_flatout_cannot_compute_is_refused(case):
 )
 def test_what_differs_from_gemma_2_is_refused(changes, reason):
     with pytest.raises(ConfigError, match=reason):
-        gemma2.keys(DOCUMENTS["gemma 2"] | changes)
+        gemma2.ARCHITECTURE.keys(DOCUMENTS["gemma 2"] | changes)
 
 
 def test_an_absent_key_is_named():
     with pytest.raises(ConfigError, match="has no hidden_size"):
-        llama.keys({key: value for key, value in LLAMA.items() if key != "hidden_size"})
+        llama.ARCHITECTURE.keys(
+            {key: value for key, value in LLAMA.items() if key != "hidden_size"}
+        )
 
 
 def test_windows_of_all_layers_are_read():
     window = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4}
-    assert llama.keys(LLAMA | window | {"max_window_layers": 0})["window"] == 4
-    assert llama.keys(LLAMA | window | {"use_sliding_window": False})["window"] is None
+    assert llama.ARCHITECTURE.keys(LLAMA | window | {"max_window_layers": 0})["window"] == 4
+    assert llama.ARCHITECTURE.keys(LLAMA | window | {"use_sliding_window": False})["window"] is None
     full = {"layer_types": ["full_attention"] * 2}
-    assert llama.keys(LLAMA | window | full)["window"] is None
+    assert llama.ARCHITECTURE.keys(LLAMA | window | full)["window"] is None
 
 
 def test_a_window_that_transformers_does_not_use_is_not_read():
     window = {"sliding_window": 4}
-    assert llama.keys(LLAMA | {"model_type": "qwen2"} | window)["window"] is None
-    assert llama.keys(LLAMA | window)["window"] is None
-    assert llama.keys(LLAMA | {"model_type": "mistral", "sliding_window": None})["window"] is None
+    assert llama.ARCHITECTURE.keys(LLAMA | {"model_type": "qwen2"} | window)["window"] is None
+    assert llama.ARCHITECTURE.keys(LLAMA | window)["window"] is None
+    assert (
+        llama.ARCHITECTURE.keys(LLAMA | {"model_type": "mistral", "sliding_window": None})["window"]
+        is None
+    )
 
 
 def test_absent_keys_have_the_defaults_of_their_family():
-    assert llama.keys(LLAMA | {"model_type": "mistral"})["window"] == 4096
+    assert llama.ARCHITECTURE.keys(LLAMA | {"model_type": "mistral"})["window"] == 4096
     shorter = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-    assert llama.keys(shorter)["num_kv_heads"] == LLAMA["num_attention_heads"]
-    assert llama.keys(shorter | {"model_type": "mistral"})["num_kv_heads"] == 8
+    assert llama.ARCHITECTURE.keys(shorter)["num_kv_heads"] == LLAMA["num_attention_heads"]
+    assert llama.ARCHITECTURE.keys(shorter | {"model_type": "mistral"})["num_kv_heads"] == 8
     capped = {key: value for key, value in DOCUMENTS["gemma 2"].items() if "softcap" not in key}
-    assert gemma2.keys(capped)["logit_softcap"] == 30.0
-    assert gemma2.keys(capped)["attention_softcap"] == 50.0
-    assert gemma2.keys(capped | {"attn_logit_softcapping": None})["attention_softcap"] is None
+    assert gemma2.ARCHITECTURE.keys(capped)["logit_softcap"] == 30.0
+    assert gemma2.ARCHITECTURE.keys(capped)["attention_softcap"] == 50.0
+    assert (
+        gemma2.ARCHITECTURE.keys(capped | {"attn_logit_softcapping": None})["attention_softcap"]
+        is None
+    )
 
 
 @pytest.mark.slow
@@ -272,7 +282,7 @@ def test_positions_of_transformers_5_are_read():
     old = LLAMA | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     both = {"rope_theta": 500.0, "rope_type": "linear", "factor": 4.0}
     new = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
-    assert llama.keys(new | {"rope_parameters": both}) == llama.keys(old)
+    assert llama.ARCHITECTURE.keys(new | {"rope_parameters": both}) == llama.ARCHITECTURE.keys(old)
 
 
 def test_every_family_is_found():

@@ -17,7 +17,6 @@ from flatout.architectures.temporal_eigenstate import recognise, tensors
 from flatout.errors import ConfigError
 from flatout.models.eigenstate import Eigenstate
 from flatout.ops import Ops, scan
-from flatout.ops.folding import folded
 
 WIDTH, STATES, HEADS, POSITIONS = 24, 8, 2, 20
 KINDS = ("weight", "bias")
@@ -82,7 +81,7 @@ def reference(weights, tokens):
     return norm(x, "norm_f") @ weights["token_emb.weight"].T
 
 
-@pytest.mark.parametrize("ops", [Ops.plain(), Ops.plain(scan=scan.chunked, folding=folded)])
+@pytest.mark.parametrize("ops", [Ops.plain(), Ops.plain(scan=scan.chunked)])
 def test_logits_agree_in_fp64(tmp_path, ops):
     weights = checkpoint()
     torch.save({"model_state_dict": weights, "step": 3}, tmp_path / "best_model.pt")

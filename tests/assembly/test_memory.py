@@ -25,16 +25,16 @@ from flatout.assembly.memory import (
     require_fitting,
     smallest_machine,
 )
-from flatout.assembly.plain import MicroBatchPlan
 from flatout.assembly.prediction import predict_memory
-from flatout.assembly.resolve import workload_of
+from flatout.assembly.recipe import baseline
+from flatout.assembly.resolve import micro_batch_plan, workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.sections import LoraConfig
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine, machine_named, probe
 from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, cross_entropy, scan, variants
+from flatout.ops import Ops, attention, cross_entropy, scan
 from flatout.registry import MODELS, SPEEDUPS
 from flatout.speedups.micro_batch import largest_useful
 
@@ -109,7 +109,7 @@ def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_ma
 @pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
 def test_recomputed_activations_are_not_counted(name):
     """Full checkpointing keeps a block's input only; selective less than all, as estimated."""
-    transform = SPEEDUPS.get(name).transform.apply
+    transform = baseline().with_speedup(SPEEDUPS.get(name)).activations
     whole = workload(seq_len=64)
     work = replace(whole, transforms=(transform,))
     model, tokens_BT, _ = real(work, 4)
@@ -203,11 +203,10 @@ def test_the_document_mask_of_fused_attention_is_counted():
     assert masked.workspace >= crossing.workspace
 
 
-@pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_attention_that_skips_masked_blocks_keeps_no_mask(name, monkeypatch):
+def test_attention_that_skips_masked_blocks_keeps_no_mask(monkeypatch):
     """The estimate counts what the kernel keeps on a GPU, not what its CPU stand-in keeps."""
     monkeypatch.setitem(
-        OPS, name, Ops.plain(attention=variants(attention)[name], cross_entropy=cross_entropy.fused)
+        OPS, "flex", Ops.plain(attention=attention.flex, cross_entropy=cross_entropy.fused)
     )
     crossing = estimate(workload(seq_len=2048, autocast=torch.bfloat16), 4)
     for limits in (
@@ -215,7 +214,7 @@ def test_attention_that_skips_masked_blocks_keeps_no_mask(name, monkeypatch):
         {"window": 256},
         {"document_mask": True, "window": 256},
     ):
-        found = estimate(workload(name, seq_len=2048, autocast=torch.bfloat16, **limits), 4)
+        found = estimate(workload("flex", seq_len=2048, autocast=torch.bfloat16, **limits), 4)
         doc_ids_bytes = 4 * 2048 * 4 if "document_mask" in limits else 0
         assert found.total == crossing.total + doc_ids_bytes
         assert found.workspace == crossing.workspace
@@ -322,7 +321,7 @@ def test_rows_of_a_model_that_needs_values_must_be_stated():
         def embed(self, tokens_BT):
             return super().embed(tokens_BT) * bool((tokens_BT == 11).any())
 
-    plan = MicroBatchPlan(replace(workload(), model_class=NeedsValues), 8, "cpu", 2**30)
+    plan = micro_batch_plan(replace(workload(), model_class=NeedsValues), 8, "cpu", 2**30)
     with pytest.raises(ConfigError, match="its rows cannot be chosen: DataDependent") as refused:
         plan.fits(4)
     assert refused.value.fix == "Set batch.rows_per_device to a number, such as 4."
@@ -365,7 +364,7 @@ def test_the_most_rows_are_found():
 
 
 def test_rows_are_not_chosen_when_not_even_one_fits():
-    plan = MicroBatchPlan(workload(), 8, "cpu", 1000)
+    plan = micro_batch_plan(workload(), 8, "cpu", 1000)
     with pytest.raises(HardwareError, match=r"One sequence of 33 tokens needs about .*shard it"):
         largest_useful(plan)
 

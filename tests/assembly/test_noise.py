@@ -21,16 +21,11 @@ MESSAGES = {
         "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by "
         "torch.compile"
     ),
-    "bitsandbytes.backends.cpu.ops": (
-        "Failed to load CPU gemm_4bit_forward from kernels-community: No module named 'kernels'."
-    ),
 }
 IMPORTS = {
     "torchao": "from flatout.speedups.fp8.product import load_fp8; load_fp8(emulate=True); "
     "from flatout.assembly.conditions import load_package; "
     "load_package('torchao.optim', 'adamw-8bit', 'adamw-8bit')",
-    "bitsandbytes": "from flatout.assembly.conditions import load_package; "
-    "load_package('bitsandbytes.optim', 'adamw-8bit-bitsandbytes', 'bitsandbytes')",
 }
 
 

@@ -9,14 +9,13 @@ import pytest
 
 from flatout.assembly import prediction
 from flatout.assembly.memory import estimate
-from flatout.assembly.parts import Decision
+from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.prediction import (
     CPU_OVERHEAD,
     FORMAT_VERSION,
     GIB,
     MINUTES,
     STARTING_S,
-    Gain,
     advice,
     assumed_rate,
     gains_here,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,12 +13,11 @@ from flatout.assembly.conditions import gpu_below, uses_gpu
 from flatout.assembly.plain import ImmediateReadback, MicroBatchPlan, rows_people_write
 from flatout.assembly.recipe import (
     SLOTS,
-    STAGES,
+    TRANSFORMS,
     Lazy,
     Promise,
     Recipe,
     Speedup,
-    Transform,
     baseline,
 )
 from flatout.config.schema import load_config
@@ -30,13 +28,12 @@ CPU = Machine("a CPU", 2, 8.0, (), "3.11")
 TURING = Machine("a CPU", 2, 8.0, (Gpu("a T4", 16.0, (7, 5), "1"),), "3.11")
 
 
-def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speedup:
+def speedup(name: str, *slots: str) -> Speedup:
     return Speedup(
         name=name,
         saves="nothing",
         promise=Promise.exact(),
         fills=dict.fromkeys(slots, name),
-        transform=transform,
     )
 
 
@@ -53,14 +50,9 @@ def speedup(name: str, *slots: str, transform: Transform | None = None) -> Speed
         (1_024, 512, 0, 1),
     ],
 )
-def test_the_plain_micro_batch_is_what_people_write_and_fits(
-    monkeypatch, seq_len, rows_per_rank, fitting, rows
-):
-    monkeypatch.setattr(MicroBatchPlan, "fits", lambda self, rows: rows <= fitting)
-    assert (
-        rows_people_write(MicroBatchPlan(SimpleNamespace(seq_len=seq_len), rows_per_rank, "cpu", 0))
-        == rows
-    )
+def test_the_plain_micro_batch_is_what_people_write_and_fits(seq_len, rows_per_rank, fitting, rows):
+    plan = MicroBatchPlan(seq_len, rows_per_rank, "cpu", lambda rows: rows <= fitting, lambda: 0)
+    assert rows_people_write(plan) == rows
 
 
 def stored(recipe: Recipe) -> dict[str, object]:
@@ -71,7 +63,7 @@ def stored(recipe: Recipe) -> dict[str, object]:
 
 def test_baseline_fills_no_slot_and_has_no_transforms():
     assert not baseline().filled_by
-    assert not baseline().transforms
+    assert not baseline().transforms()
 
 
 @pytest.mark.parametrize(
@@ -114,13 +106,11 @@ def test_a_slot_that_does_not_exist_is_refused():
         speedup("a", "nowhere")
 
 
-def test_transforms_are_ordered_by_stage_however_they_were_added():
+def test_transforms_have_one_order_however_they_were_added():
     recipe = baseline()
-    for stage in reversed(STAGES):
-        recipe = recipe.with_speedup(
-            speedup(stage, transform=Transform(stage, lambda model, mesh: model))
-        )
-    assert [t.stage for t in recipe.ordered_transforms()] == list(STAGES)
+    for slot in reversed(TRANSFORMS):
+        recipe = recipe.with_speedup(speedup(slot, slot))
+    assert recipe.transforms() == list(TRANSFORMS)
 
 
 def test_exact_and_rounding_promises_are_checked_step_by_step():

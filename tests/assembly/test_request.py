@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.assembly.request import adding, mentions, parse_request, removing
+from flatout.assembly.selection import adding, mentions, parse_request, removing
 from flatout.errors import ConfigError
 
 

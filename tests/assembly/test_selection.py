@@ -6,10 +6,9 @@ import re
 
 import pytest
 
-from flatout.assembly.auto import all_speedups
 from flatout.assembly.parts import Decision
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import assemble, select, stored_decisions
+from flatout.assembly.selection import all_speedups, assemble, select, stored_decisions
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import ConfigError, HardwareError
@@ -48,7 +47,7 @@ def test_a_list_is_exactly_that_list():
 @pytest.mark.parametrize("machine", [CPU, HOPPER], ids=["cpu", "gpu"])
 def test_attention_kernels_are_refused_where_scores_are_capped(machine):
     """No kernel limits the scores, so attention is the plain one."""
-    kernels = {"fused-attention", "flex-attention", "varlen-attention", "flash-attention-4"}
+    kernels = {"fused-attention", "flex-attention"}
     assert kernels & on("auto", machine, "data.document_mask=true")
     capped = load_config(None, ["data.document_mask=true", "model.attention_softcap=30"])
     decisions = {decision.name: decision for decision in select(capped, machine)}
@@ -73,7 +72,7 @@ def test_a_speedup_that_cannot_run_is_off_under_auto_and_refused_when_named():
 
 
 def test_flex_attention_is_on_with_a_document_mask_or_an_attention_window():
-    ways = {"flex-attention", "varlen-attention", "fused-attention"}
+    ways = {"flex-attention", "fused-attention"}
     packed, windowed = "data.document_mask=true", "model.window=64"
     assert on("auto", HOPPER, device="cuda") & ways == {"fused-attention"}
     assert on("auto", HOPPER, packed, device="cuda") & ways == {"flex-attention"}
@@ -81,17 +80,8 @@ def test_flex_attention_is_on_with_a_document_mask_or_an_attention_window():
     assert on("auto", HOPPER, "model.window=256", "data.seq_len=256", device="cuda") & ways == {
         "fused-attention"
     }
-    assert on("auto,+varlen-attention", HOPPER, packed, device="cuda") & ways == {
-        "varlen-attention"
-    }
     assert on("auto", TURING, packed, device="cuda") & ways == {"fused-attention"}
-    assert not on("auto", CPU, packed) & {"flex-attention", "varlen-attention"}
-    with pytest.raises(
-        HardwareError, match=r"'varlen-attention' cannot be used.*data\.document_mask=true"
-    ):
-        on("varlen-attention", HOPPER, windowed, device="cuda")
-    with pytest.raises(HardwareError, match=r"supports only bf16 and fp16"):
-        on("varlen-attention", HOPPER, packed, "train.precision=fp32", device="cuda")
+    assert "flex-attention" not in on("auto", CPU, packed)
     with pytest.raises(HardwareError, match=r"needs compute capability 8\.0"):
         on("flex-attention", TURING, packed, device="cuda")
 
@@ -171,18 +161,18 @@ def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
     [
         (
             HOPPER,
-            "auto,+bf16-weights,+fp16",
+            "auto,+bf16-stream,+fp16",
             "auto",
             "fp16, which was named, takes",
-            "Replace fp16 with bf16: speedups=auto,+bf16-weights,+bf16, "
-            "or leave bf16-weights out: speedups=auto,+fp16.",
+            "Replace fp16 with bf16: speedups=auto,+bf16-stream,+bf16, "
+            "or leave bf16-stream out: speedups=auto,+fp16.",
         ),
         (
             HOPPER,
-            "auto,+bf16-weights",
+            "auto,+bf16-stream",
             "fp16",
             "train.precision=fp16",
-            "Set train.precision=bf16, or leave bf16-weights out: speedups=auto.",
+            "Set train.precision=bf16, or leave bf16-stream out: speedups=auto.",
         ),
         (
             HOPPER,
@@ -202,33 +192,32 @@ def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
         ),
         (
             HOPPER,
-            "bf16-weights",
+            "bf16-stream",
             "auto",
             "not among speedups",
-            "Add bf16: speedups=bf16-weights,bf16, or leave bf16-weights out: speedups=none.",
+            "Add bf16: speedups=bf16-stream,bf16, or leave bf16-stream out: speedups=none.",
         ),
         (
             NARROW,
-            "auto,+bf16-weights",
+            "auto,+bf16-stream",
             "auto",
             "autocast also casts",
-            "Add bf16: speedups=auto,+bf16-weights,+bf16, "
-            "or leave bf16-weights out: speedups=auto.",
+            "Add bf16: speedups=auto,+bf16-stream,+bf16, or leave bf16-stream out: speedups=auto.",
         ),
         (
             NARROW,
-            "bf16-weights,bf16-products",
+            "bf16-stream,bf16-products",
             "bf16",
             "bf16-products, which was",
-            "Replace bf16-products with bf16: speedups=bf16-weights,bf16, "
-            "or leave bf16-weights out: speedups=bf16-products.",
+            "Replace bf16-products with bf16: speedups=bf16-stream,bf16, "
+            "or leave bf16-stream out: speedups=bf16-products.",
         ),
         (
             TURING,
-            "auto,+bf16-weights",
+            "auto,+bf16-stream",
             "auto",
             "bfloat16 needs compute",
-            "Leave bf16-weights out: speedups=auto.",
+            "Leave bf16-stream out: speedups=auto.",
         ),
     ],
 )
@@ -246,26 +235,6 @@ def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
             else "train.precision=auto"
         )
         assemble(select(load_config(None, [f"speedups={way}", other]), machine, device=device))
-
-
-def test_muon_is_compiled_if_the_model_is():
-    ways = {"compiled-muon", "batched-muon"}
-
-    def muon(request_: str) -> set[str]:
-        return on(request_, HOPPER, "optim.kind=muon", device="cuda", minutes=600.0) & ways
-
-    assert muon("auto") == muon("auto,-compile,+compile-blocks") == {"compiled-muon"}
-    assert muon("auto,-compile") == {"batched-muon"}
-    assert muon("auto,-compile,+compiled-muon") == {"compiled-muon"}
-    decisions = select(
-        load_config(None, ["speedups=auto,-compile", "optim.kind=muon"]),
-        HOPPER,
-        device="cuda",
-        minutes=600.0,
-    )
-    assert "compile or compile-blocks" in next(
-        d.reason for d in decisions if d.name == "compiled-muon"
-    )
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])

@@ -137,8 +137,12 @@ class Victim:
         states = [json.loads((path / catalog.STATE).read_text()) for path in last]
         for state in states:
             state["values"].pop("elapsed_s")
-        if any(states[0][key] != states[1][key] for key in ("values", "ranks")):
-            problems.append("the state of the last checkpoint differs")
+        for name, value in states[1]["values"].items():
+            if states[0]["values"].get(name) != value:
+                found = states[0]["values"].get(name)
+                problems.append(f"{name} in the last checkpoint is {found} instead of {value}")
+        if states[0]["ranks"] != states[1]["ranks"]:
+            problems.append("the generators in the last checkpoint differ")
         return problems
 
     def end(self, run: Path, *more) -> list[str]:

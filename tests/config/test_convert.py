@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.config.convert import convert
-from flatout.config.foreign import read_settings
-from flatout.config.overrides import nested
-from flatout.config.schema import validate
+from flatout.config.convert import convert, read_settings
+from flatout.config.schema import nested, validate
 from flatout.errors import ConfigError
 from flatout.registry import RECIPES
 from flatout.words import tools

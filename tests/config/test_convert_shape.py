@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.config.convert import convert
-from flatout.config.overrides import nested
-from flatout.config.schema import validate
+from flatout.config.schema import nested, validate
 from flatout.models.transformer import TransformerConfig
 
 LITGPT = {"train": {"global_batch_size": 512, "micro_batch_size": 4, "max_tokens": 10**9}}

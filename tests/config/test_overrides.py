@@ -1,7 +1,6 @@
 import pytest
 
-from flatout.config.overrides import nested, parse_overrides
-from flatout.config.schema import RunConfig
+from flatout.config.schema import RunConfig, nested, parse_overrides
 from flatout.errors import ConfigError, on_one_line
 
 

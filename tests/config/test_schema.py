@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import pytest
 from pydantic import ValidationError
 
@@ -12,7 +9,6 @@ from flatout import registry
 from flatout.config.messages import all_keys
 from flatout.config.schema import (
     ALTERNATIVES,
-    LATER_KEYS,
     RunConfig,
     difference,
     load_config,
@@ -355,13 +351,3 @@ def test_an_observer_is_a_reference():
     with pytest.raises(ConfigError, match=r"log\.observers names 'wandb'") as caught:
         load_config(None, ["log.observers=wandb"])
     assert "set log.to" in caught.value.fix
-
-
-def test_newer_keys_leave_the_digest_of_older_configurations_as_it_was():
-    document = RunConfig().to_dict()
-    for key in LATER_KEYS:
-        section, name = key.split(".")
-        del document[section][name]
-    older = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-    assert RunConfig().digest() == older
-    assert load_config(None, ["log.to=csv"]).digest() != older

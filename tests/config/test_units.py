@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.config.convert import convert
-from flatout.config.overrides import nested
-from flatout.config.schema import validate
+from flatout.config.schema import nested, validate
 
 
 def values_of(document):

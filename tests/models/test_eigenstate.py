@@ -177,8 +177,7 @@ def test_states_have_the_variance_of_their_drive():
     )
     drive = torch.randn(4, 8192, 64, generator=torch.Generator().manual_seed(0))
     eigenvalues = memory.eigenvalues(None)
-    gain = (1 - (2 * eigenvalues[0]).exp()).sqrt()
-    states = memory(drive, gain, eigenvalues, None)[:, 2048:].detach()
+    states = memory(drive, eigenvalues, None)[:, 2048:].detach()
     assert float(states.var(dim=(0, 1)).mean()) == pytest.approx(1, rel=0.1)
     assert states.var(dim=(0, 1)).max() < 2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.ops import triton_kernels
+from flatout.ops import scan
 
 sys.path.append(str(Path(__file__).parent))
 """Three files here import attention_cases."""
@@ -30,15 +30,14 @@ def interpreted(monkeypatch):
     """
     jit = pytest.importorskip("triton.runtime.jit", reason="the package triton is not installed")
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    from flatout.ops import head_kernels, loss_kernels, scan_kernels, split_kernels
+    from flatout.ops import scan_kernels
 
-    for kernels in (head_kernels, loss_kernels, scan_kernels, split_kernels):
-        for name, function in list(vars(kernels).items()):
-            if isinstance(function, jit.JITFunction):
-                interpreted = interpreter.InterpretedFunction(function.fn)
-                monkeypatch.setattr(
-                    kernels, name, interpreted.rewrite() if name.startswith("_") else interpreted
-                )
+    for name, function in list(vars(scan_kernels).items()):
+        if isinstance(function, jit.JITFunction):
+            interpreted = interpreter.InterpretedFunction(function.fn)
+            monkeypatch.setattr(
+                scan_kernels, name, interpreted.rewrite() if name.startswith("_") else interpreted
+            )
     language = pytest.importorskip("triton.language")
     # Triton implements these two in its own language.
     for name, combine in (("max", "_elementwise_max"), ("sum", "_sum_combine")):
@@ -56,7 +55,7 @@ def interpreted(monkeypatch):
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", with_scalar_index)
-    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)
+    monkeypatch.setattr(scan, "runs_triton", lambda tensor: True)
 
 
 @pytest.fixture
@@ -64,8 +63,7 @@ def without_triton(monkeypatch):
     """Make the code choose Triton kernels, and importing Triton fail."""
     import flatout.ops
 
-    for name in ("head_kernels", "loss_kernels", "scan_kernels"):
-        monkeypatch.delitem(sys.modules, f"flatout.ops.{name}", raising=False)
-        monkeypatch.delattr(flatout.ops, name, raising=False)
+    monkeypatch.delitem(sys.modules, "flatout.ops.scan_kernels", raising=False)
+    monkeypatch.delattr(flatout.ops, "scan_kernels", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.setattr(triton_kernels, "run_on", lambda tensor: True)
+    monkeypatch.setattr(scan, "runs_triton", lambda tensor: True)

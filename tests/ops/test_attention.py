@@ -135,7 +135,6 @@ def test_mismatched_shapes_are_rejected_with_a_fix():
         ((q, k[:1], v[:1]), {}),
         ((q, k[:, :, :3], v[:, :, :3]), {}),
         ((q[:, :3], k, v), {}),
-        ((q, k, v), {"window": 0}),
         ((q, k, v), {"doc_ids_BT": torch.zeros(2, 5, dtype=torch.int32)}),
         ((q[:, :, :3], k, v), {"doc_ids_BT": torch.zeros(2, 3, dtype=torch.int32)}),
     ]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, loss_chunks, variants
+from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, variants
 
 VARIANTS = variants(cross_entropy)
 CLOSE = {"bf16": 2e-2}
@@ -34,7 +34,7 @@ EXTRAS = {
 def chunks(request, monkeypatch):
     """Run with one chunk, and with chunks of a few targets, the last of them incomplete."""
     if request.param:
-        monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 700)
+        monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 700)
 
 
 def random_inputs(*, rows, tokens, width, vocab, ignored):

@@ -10,10 +10,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as torch_flex
 
+from flatout.assembly.recipe import baseline
 from flatout.assembly.selection import speedup_named
 from flatout.models import transformer
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, flex_attention
+from flatout.ops import Ops, attention
 
 pytestmark = pytest.mark.slow
 
@@ -22,18 +23,18 @@ pytestmark = pytest.mark.slow
 def as_on_gpu(monkeypatch):
     """Use the GPU kernels."""
     torch._dynamo.reset()
-    monkeypatch.setattr(attention, "_on_gpu", lambda attend, *tensors: attend(*tensors))
+    monkeypatch.setattr(attention, "runs_triton", lambda tensor: True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
     compiled = torch.compile(torch_flex.flex_attention, fullgraph=True, backend="aot_eager")
-    monkeypatch.setattr(flex_attention, "_compiled", lambda: compiled)
+    monkeypatch.setattr(attention, "_compiled", lambda: compiled)
 
 
 # torch's compiler uses deprecated features of its own.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("case", LONG)
-def test_values_and_gradients_match_the_reference(case, as_on_gpu):
+def test_values_and_gradients_match_the_reference(case, as_on_gpu, monkeypatch):
     tensors, options = random_inputs(**LONG[case])
-    assert flex_attention.takes(tensors[0], tensors[1], options["doc_ids_BT"], options["window"])
+    monkeypatch.setattr(attention, "fused", None)  # the kernel takes all of these
     expected = with_gradients(attention.reference, [tensor.double() for tensor in tensors], options)
     for got, want in zip(with_gradients(attention.flex, tensors, options), expected, strict=True):
         torch.testing.assert_close(
@@ -60,7 +61,7 @@ def mask_of(options, tokens):
 
 
 def mask(doc_ids_BT, window, tokens):
-    return flex_attention.block_mask(torch.empty(1, tokens), doc_ids_BT, window)
+    return attention.block_mask(torch.empty(1, tokens), doc_ids_BT, window)
 
 
 @pytest.mark.parametrize("case", LONG)
@@ -99,13 +100,13 @@ def test_masked_blocks_are_skipped():
 @pytest.fixture
 def built(as_on_gpu, monkeypatch):
     """Build masks as on a GPU, and return the windows of those that were built."""
-    windows, plain = [], flex_attention.block_mask
+    windows, plain = [], attention.block_mask
 
     def build(tokens_BT, doc_ids_BT, window):
         windows.append(window)
         return plain(tokens_BT, doc_ids_BT, window)
 
-    monkeypatch.setattr(flex_attention, "block_mask", build)
+    monkeypatch.setattr(attention, "block_mask", build)
     monkeypatch.setattr(
         transformer,
         "block_masks",
@@ -133,7 +134,8 @@ def test_a_micro_batch_builds_each_mask_once(built, monkeypatch, way):
     plain = Transformer(config, Ops.plain())
     plain.load_state_dict(model.state_dict())
     for name in way:
-        speedup_named(name).transform.apply(model, None)
+        (transform,) = baseline().with_speedup(speedup_named(name)).transforms()
+        transform(model, None)
     tokens_BT = torch.randint(64, (2, 256), dtype=torch.int64)
     doc_ids_BT = (torch.arange(256) >= 100).int().expand(2, -1)
     losses = [each(tokens_BT, tokens_BT.clone(), doc_ids_BT)[0] for each in (model, plain)]
@@ -177,7 +179,8 @@ def test_layers_of_a_compiled_model_share_a_mask(as_on_gpu):
 
 def test_unsupported_or_unmasked_inputs_use_fused(monkeypatch):
     called = []
-    monkeypatch.setattr(attention, "_on_gpu", lambda *given: called.append(given))
+    monkeypatch.setattr(attention, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(attention, "_compiled", lambda: lambda *given, **_: called.append(given))
     for case in CASES.values():
         tensors, options = random_inputs(**case)
         torch.testing.assert_close(

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatout.models.transformer import Rotary, TransformerConfig
-from flatout.ops.float64 import float64_device, in_float64
+from flatout.ops import float64_device, in_float64
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from importlib.metadata import PackageNotFoundError, version
-
 import pytest
-import test_heads
 import torch
 from attention_cases import CASES, LONG, random_inputs, with_gradients
 from torch.nn.attention import SDPBackend
 
-from flatout.ops import attention, cross_entropy, heads, variants
+from flatout.ops import attention, cross_entropy, variants
 
 pytestmark = pytest.mark.gpu
 
-try:
-    version("flash-attn-4")
-    ABSENT = set()
-except PackageNotFoundError:
-    ABSENT = {"flash4"}
 ATTENTION = {
     name: function
     for name, function in variants(attention).items()
-    if name not in {"reference", "bf16"} | ABSENT
+    if name not in {"reference", "bf16"}
 }
-"""All variants except the reference, whose plain products round more than kernels, the one for
-CPUs, and those of packages that are not installed.
+"""All variants except the reference, whose plain products round more than kernels, and the one for
+CPUs.
 """
 EVERY = {
     f"{name} of {kind}": case
@@ -53,7 +44,6 @@ COMBINATIONS = [
     for name in ATTENTION
     for case in EVERY
     for dtype, limit in DTYPES
-    if not (name == "varlen" and "two tokens" in case)  # too many documents for the grid
 ]
 GPT2 = {"heads": 12, "groups": 12, "queries": 1024, "keys": 1024, "head_dim": 64, "documents": 4}
 
@@ -87,13 +77,12 @@ def test_values_and_gradients_match_the_reference_in_fp64(name, case, dtype, lim
 
 
 @pytest.mark.gpu_essential
-@pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2(name):
+def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2():
     tensors, options = random_inputs(**GPT2 | {"dtype": torch.bfloat16})
     expected = with_gradients_on_gpu(attention.fused, tensors, options)
-    eager = with_gradients_on_gpu(ATTENTION[name], tensors, options)
+    eager = with_gradients_on_gpu(attention.flex, tensors, options)
     compiled = with_gradients_on_gpu(
-        torch.compile(ATTENTION[name], fullgraph=True, dynamic=False), tensors, options
+        torch.compile(attention.flex, fullgraph=True, dynamic=False), tensors, options
     )
     for actual in (eager, compiled):
         for got, want in zip(actual, expected, strict=True):
@@ -102,8 +91,7 @@ def test_compiled_results_match_eager_ones_in_the_shape_of_gpt2(name):
             )
 
 
-@pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_many_alternating_shapes_run_in_eager_mode(name):
+def test_many_alternating_shapes_run_in_eager_mode():
     """Evaluation, short sequences and buckets alternate with training steps."""
     for tokens in (256, 300, 512, 300, 1000, 129, 777, 640, 2048, 333, 256):
         tensors, options = random_inputs(
@@ -115,7 +103,7 @@ def test_many_alternating_shapes_run_in_eager_mode(name):
             head_dim=64,
             dtype=torch.bfloat16,
         )
-        actual = with_gradients_on_gpu(ATTENTION[name], tensors, options)[0]
+        actual = with_gradients_on_gpu(attention.flex, tensors, options)[0]
         torch.testing.assert_close(
             actual.double(),
             attention.reference(*(t.double() for t in tensors), **options),
@@ -124,17 +112,16 @@ def test_many_alternating_shapes_run_in_eager_mode(name):
         )
 
 
-@pytest.mark.parametrize("name", ["flex", "varlen"])
-def test_a_replayed_cuda_graph_masks_the_new_documents(name):
+def test_a_replayed_cuda_graph_masks_the_new_documents():
     """A graph captured with one micro-batch must apply the mask of the next one."""
     (q, k, v), options = random_inputs(**GPT2 | {"dtype": torch.bfloat16})
     q, k, v, ids = q.cuda(), k.cuda(), v.cuda(), options["doc_ids_BT"].cuda()
     for _ in range(3):
-        ATTENTION[name](q, k, v, doc_ids_BT=ids)
+        attention.flex(q, k, v, doc_ids_BT=ids)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        actual = ATTENTION[name](q, k, v, doc_ids_BT=ids)
+        actual = attention.flex(q, k, v, doc_ids_BT=ids)
     ids.copy_((torch.arange(1024) // 100).int())
     graph.replay()
     torch.testing.assert_close(
@@ -159,14 +146,6 @@ def test_another_first_document_does_not_change_the_second(name):
         torch.testing.assert_close(one[:, :, 300:], two[:, :, 300:], rtol=1e-2, atol=1e-2)
 
 
-def test_varlen_separates_documents_even_from_nan():
-    (q, k, v), options = random_inputs(**GPT2 | {"dtype": torch.bfloat16, "rows": 1})
-    first = options["doc_ids_BT"][0] == 0
-    poisoned = [tensor.masked_fill(first[:, None], math.nan) for tensor in (q, k, v)]
-    for tensor in with_gradients_on_gpu(attention.varlen, poisoned, options):
-        assert torch.isfinite(tensor[:, :, ~first]).all()
-
-
 def test_skipped_blocks_need_no_mask():
     """A mask of 32,768 x 32,768 alone would take 1 GiB."""
     tensors, options = random_inputs(
@@ -179,12 +158,11 @@ def test_skipped_blocks_need_no_mask():
         rows=1,
         dtype=torch.bfloat16,
     )
-    for name in ("flex", "varlen"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        with_gradients_on_gpu(ATTENTION[name], tensors, options)
-        assert torch.cuda.max_memory_allocated() - before < 2**29
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with_gradients_on_gpu(attention.flex, tensors, options)
+    assert torch.cuda.max_memory_allocated() - before < 2**29
 
 
 @pytest.mark.gpu_essential
@@ -196,7 +174,7 @@ def test_skipped_blocks_need_no_mask():
     [(torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["chunked", "triton", "liger"])
+@pytest.mark.parametrize("name", ["chunked", "liger"])
 def test_losses_without_all_logits_match_the_reference(name, dtype, limit, extras):
     if name == "liger":
         pytest.importorskip("liger_kernel")
@@ -244,27 +222,3 @@ def test_torch_chooses_cudnn_on_hopper(groups):
             q.cuda(), k.cuda(), v.cuda(), is_causal=True, enable_gqa=groups != 12
         )
         assert (chosen == SDPBackend.CUDNN_ATTENTION.value) == (expected is not None)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu_essential)], ids=str
-)
-@pytest.mark.parametrize("case", test_heads.CASES)
-def test_the_packed_gradient_of_heads_matches_the_reference_in_fp64(case, dtype):
-    counts, limit = test_heads.CASES[case]["counts"], 1e-5 if dtype == torch.float32 else 2e-2
-    tensors = test_heads.random_inputs(**test_heads.CASES[case], dtype=dtype)
-    expected = test_heads.with_gradients(
-        heads.reference,
-        tuple(None if tensor is None else tensor.double() for tensor in tensors),
-        counts,
-    )
-    on_device = tuple(None if tensor is None else tensor.cuda() for tensor in tensors)
-    weighted = test_heads.with_gradients(
-        lambda *given, counts: [part.cpu() for part in heads.packed(*given, counts=counts)],
-        on_device,
-        counts,
-    )
-    for got, want in zip(weighted, expected, strict=True):
-        torch.testing.assert_close(
-            got.cpu().double(), want, rtol=limit, atol=limit * max(float(want.abs().max()), 1)
-        )

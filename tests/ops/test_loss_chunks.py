@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flatout.ops import cross_entropy, loss_chunks
+from flatout.ops import cross_entropy
 
 pytestmark = pytest.mark.slow
 
@@ -25,9 +25,9 @@ def random_inputs(targets=40, width=8, vocab=11):
     ("targets", "lengths"), [(64, [16] * 4), (40, [20] * 2), (41, [11] * 3 + [8]), (1, [1])]
 )
 def test_chunks_have_equal_lengths_and_cover_all_targets(monkeypatch, targets, lengths):
-    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11 * 20)
+    monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 11 * 20)
     hidden, _, expected = random_inputs(targets)
-    actual = list(loss_chunks.chunks(hidden, expected, 11, loss_chunks.LOGITS_AT_ONCE))
+    actual = list(cross_entropy._chunks(hidden, expected, 11))
     assert [len(chunk) for _, chunk, _ in actual] == lengths
     assert torch.equal(torch.cat([chunk for _, chunk, _ in actual]), hidden)
     assert torch.equal(torch.cat([chunk for _, _, chunk in actual]), expected)
@@ -37,9 +37,9 @@ def test_chunks_have_equal_lengths_and_cover_all_targets(monkeypatch, targets, l
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_model_calls_one_op_for_all_chunks(monkeypatch):
     """The work on a chunk is compiled once for all of them."""
-    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11 * 10)
+    monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 11 * 10)
     inside = CompileCounterWithBackend("eager")
-    loss_chunks._compiled.cache_clear()
+    cross_entropy._compiled.cache_clear()
     compile_as_before = torch.compile
     monkeypatch.setattr(
         torch,
@@ -51,7 +51,7 @@ def test_a_compiled_model_calls_one_op_for_all_chunks(monkeypatch):
     loss = compile_as_before(cross_entropy.chunked, backend=outside, fullgraph=True)
     actual, _ = loss(hidden[None].requires_grad_(), weight, targets[None])
     actual.backward()
-    loss_chunks._compiled.cache_clear()
+    cross_entropy._compiled.cache_clear()
     expected, _ = cross_entropy.reference(hidden[None], weight, targets[None])
     torch.testing.assert_close(actual.detach(), expected)
     assert (outside.frame_count, inside.frame_count) == (1, 1)
@@ -66,20 +66,20 @@ def test_a_compiled_model_calls_one_op_for_all_chunks(monkeypatch):
 
 def test_the_ops_return_the_shapes_that_they_declare():
     hidden, weight, targets = random_inputs()
-    for operation in (loss_chunks._gradients_op, loss_chunks._loss_op):
+    for wanted in ((True, True), (True, False), (False, False)):
         torch.library.opcheck(
-            operation,
-            (hidden.bfloat16(), weight.bfloat16(), targets, None, 1e-2),
+            cross_entropy._opaque_loop,
+            (hidden.bfloat16(), weight.bfloat16(), targets, None, 1e-2, *wanted),
             test_utils=("test_schema", "test_faketensor"),
         )
 
 
 def test_fake_tensors_use_the_chunks_of_a_gpu(monkeypatch):
-    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 11)
-    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cuda", 11 * 20)
+    monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 11)
+    monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cuda", 11 * 20)
     with FakeTensorMode():
         hidden, targets = torch.empty(40, 8), torch.empty(40, dtype=torch.int64)
-        assert [
-            len(chunk)
-            for _, chunk, _ in loss_chunks.chunks(hidden, targets, 11, loss_chunks.LOGITS_AT_ONCE)
-        ] == [20, 20]
+        assert [len(chunk) for _, chunk, _ in cross_entropy._chunks(hidden, targets, 11)] == [
+            20,
+            20,
+        ]

@@ -81,51 +81,6 @@ def test_a_narrow_drive_is_not_copied(interpreted, monkeypatch):
     ]  # the states of chunks are new tensors
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_narrow_states_are_the_wide_ones_rounded(interpreted, dtype):
-    """Rounding errors carried from token to token would add up over three levels of chunks.
-
-    The interpreter truncates where a GPU rounds to the nearest bfloat16;
-    `test_kernels_round_to_nearest` covers that.
-    """
-    leaves, doc_ids = (
-        random_inputs(2, 90, 3, drive_dtype=dtype),
-        (torch.arange(180) >= 77).int().view(2, 90),
-    )
-    wide, narrow = (
-        call(*leaves, doc_ids_BT=doc_ids, chunk_size=4)
-        for call in (scan.triton, scan.triton_narrow)
-    )
-    assert narrow.dtype == dtype
-    assert torch.equal(narrow, wide.to(dtype)) or dtype == torch.bfloat16
-    assert ((narrow.float() - wide).abs() <= wide.abs() * torch.finfo(dtype).eps).all()
-    weights = torch.randn(narrow.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    expected, actual = (
-        torch.autograd.grad(wide, leaves, weights.float()),
-        torch.autograd.grad(narrow, leaves, weights),
-    )
-    assert torch.equal(actual[2], expected[2])  # the gradient of the drive uses no state
-    for one, other in zip(actual[:2], expected[:2], strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
-
-
-# torch's compiler uses deprecated features of its own.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_narrow_states_compile_too(interpreted):
-    leaves = random_inputs(2, 11, 3, drive_dtype=torch.bfloat16)
-
-    def model(log_decay, angle, drive, **others):
-        return scan.triton_narrow(-log_decay.exp(), angle, drive * 2, **others) * 3
-
-    for actual, expected in zip(
-        gradients(torch.compile(model, fullgraph=True), leaves, None),
-        gradients(model, leaves, None),
-        strict=True,
-    ):
-        assert actual.dtype == expected.dtype
-        torch.testing.assert_close(actual, expected)
-
-
 @pytest.mark.parametrize(("rows", "chunk"), [(1, scan_passes.SHORT), (4, scan_passes.LONG)])
 def test_chunks_are_short_when_a_gpu_would_not_be_full(rows, chunk):
     eigenvalues, drive = (

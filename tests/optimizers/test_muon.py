@@ -15,9 +15,7 @@ from flatout.optimizers.groups import OptimizerParts
 from flatout.optimizers.muon import Muon, build
 
 ITERATIONS = {
-    name: function
-    for name, function in variants(newton_schulz).items()
-    if name not in ("bf16", "compiled")
+    name: function for name, function in variants(newton_schulz).items() if name != "bf16"
 }
 SHAPES = [(6, 6), (4, 10), (10, 4), (4, 10), (1, 5), (6, 6)]
 
@@ -267,38 +265,14 @@ def test_it_learns_a_linear_map():
 
 
 # torch's compiler uses deprecated features of its own.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_warm_up_covers_every_shape_and_changes_nothing():
-    calls = []
-
-    def recorded(matrices_NRC):
-        calls.append((tuple(matrices_NRC.shape), torch.is_grad_enabled(), bool(matrices_NRC.any())))
-        return newton_schulz.batched(matrices_NRC)
-
-    weights = [nn.Parameter(random_matrix(shape, 10 + i)) for i, shape in enumerate(SHAPES)]
-    before = [weight.detach().clone() for weight in weights]
-    optimizer = Muon(weights, lr=0.02, newton_schulz=recorded)
-    optimizer.warm_up()
-    warm, calls[:] = list(calls), []
-    assert not any(anything for _, _, anything in warm)
-    assert all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
-    assert not optimizer.state
-    for weight in weights:
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert [call[:2] for call in calls] == [call[:2] for call in warm]
-    optimizer.give_up_compiling()
-    calls.clear()
-    optimizer.step()
-    assert calls == []
-
-
-def test_batches_have_equal_sizes_as_far_as_possible(monkeypatch):
+def test_large_stacks_are_divided(monkeypatch):
     monkeypatch.setattr(muon, "STACK_ELEMENTS", 4 * 12)
     sizes = []
     weights = [nn.Parameter(random_matrix((3, 4), seed)) for seed in range(6)]
-    Muon(weights, lr=0.1, newton_schulz=lambda stack: sizes.append(len(stack)) or stack).warm_up()
-    assert sizes == [3, 3]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    Muon(weights, lr=0.1, newton_schulz=lambda stack: sizes.append(len(stack)) or stack).step()
+    assert sizes == [4, 2]
 
 
 def test_a_step_makes_few_calls_and_never_waits_for_the_device():

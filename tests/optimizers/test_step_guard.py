@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.models.split_weights import SplitTensor, split
 from flatout.ops import newton_schulz
 from flatout.optimizers.muon import Muon
 from flatout.optimizers.step_guard import (
@@ -149,33 +148,24 @@ READING = {
     "adamw-8bit": adamw_8bit,
     "muon": muon(newton_schulz.reference),
     "muon-batched": muon(newton_schulz.batched),
-    "muon-compiled": muon(newton_schulz.compiled),
 }
 """The optimizers that read the flag on the device."""
 
 
-def cases(*, compiled):
-    """Return the parameters of a test: name, and whether weights are split."""
-    found = []
-    for name in READING:
-        marks = [needs_torchao, no_warning] if name == "adamw-8bit" else []
-        marks += [pytest.mark.slow, no_warning] if name == "muon-compiled" else []
-        if compiled or name != "muon-compiled":
-            found += [
-                pytest.param(name, kind == "split", marks=marks, id=f"{name}-{kind}")
-                for kind in ("plain", "split")
-            ]
-    return found
+CASES = [
+    pytest.param(name, marks=[needs_torchao, no_warning] * (name == "adamw-8bit"))
+    for name in READING
+]
 
 
-def parameters(in_parts, device="cpu"):
+def parameters(device="cpu"):
     """Return weights with negative zeros, whose sign an addition of zero would lose."""
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
     for weight in weights:
         weight[0, :3] = -0.0
     weights = [weight.to(device) for weight in weights]
-    return [nn.Parameter(SplitTensor(*split(w)) if in_parts else w) for w in weights]
+    return [nn.Parameter(w) for w in weights]
 
 
 def give_gradients(step, *models):
@@ -195,7 +185,7 @@ def give_bad_gradients(weights):
 def bits(weights, optimizer):
     tensors = []
     for weight in weights:
-        tensors += [weight.high, weight.low] if isinstance(weight, SplitTensor) else [weight]
+        tensors.append(weight)
         tensors += [value for _, value in sorted(optimizer.state[weight].items())]
     return [
         tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
@@ -207,10 +197,10 @@ def on_the_host(optimizer, skip):
     step_unless(skip, [optimizer])
 
 
-@pytest.mark.parametrize(("name", "in_parts"), cases(compiled=True))
-def test_a_flag_of_1_keeps_every_bit_and_0_gives_those_of_a_plain_step(name, in_parts):
+@pytest.mark.parametrize("name", CASES)
+def test_a_flag_of_1_keeps_every_bit_and_0_gives_those_of_a_plain_step(name):
     """The path of a GPU, on a CPU: weights, moments and counters, -0 and first steps included."""
-    plain, guarded = parameters(in_parts), parameters(in_parts)
+    plain, guarded = parameters(), parameters()
     optimizers = READING[name](plain), READING[name](guarded)
     assert reads_flag(optimizers[1])
     for number in range(4):
@@ -224,9 +214,9 @@ def test_a_flag_of_1_keeps_every_bit_and_0_gives_those_of_a_plain_step(name, in_
     assert not hasattr(optimizers[1], "found_inf")
 
 
-@pytest.mark.parametrize(("name", "in_parts"), cases(compiled=False))
-def test_a_skipped_first_step_leaves_the_weights(name, in_parts):
-    weights = parameters(in_parts)
+@pytest.mark.parametrize("name", CASES)
+def test_a_skipped_first_step_leaves_the_weights(name):
+    weights = parameters()
     optimizer, before = READING[name](weights), bits(weights, SimpleNamespace(state=empty()))
     give_gradients(0, weights)
     give_bad_gradients(weights)
@@ -243,7 +233,7 @@ def empty():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_on_a_cpu_the_host_reads_the_flag(fused):
-    weights = parameters(in_parts=False)
+    weights = parameters()
     optimizer = torch.optim.AdamW(weights, lr=LR, fused=fused, foreach=False)
     assert reads_flag(optimizer) is fused
     give_gradients(0, weights)
@@ -256,9 +246,9 @@ def test_on_a_cpu_the_host_reads_the_flag(fused):
 
 @pytest.mark.gpu
 @pytest.mark.gpu_essential
-@pytest.mark.parametrize(("name", "in_parts"), cases(compiled=True))
-def test_on_a_gpu_nothing_waits_and_a_skipped_step_keeps_every_bit(name, in_parts):
-    weights = parameters(in_parts, "cuda")
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_nothing_waits_and_a_skipped_step_keeps_every_bit(name):
+    weights = parameters("cuda")
     optimizer = READING[name](weights)
     flags = [torch.zeros((), device="cuda"), torch.ones((), device="cuda")]
     give_gradients(0, weights)

@@ -10,6 +10,7 @@ from torch import nn
 
 warnings.simplefilter("error")
 
+from flatout.assembly.plain import zero_in_place  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402
@@ -50,7 +51,7 @@ def main(report):
         with torch.no_grad():
             for parameter in core.parameters():
                 parameter.add_(parameter.grad, alpha=-0.01)
-                parameter.grad = None
+        zero_in_place(core.parameters())  # as training does with DDP
     mesh.barrier()
     disconnect()
     if mesh.is_main:

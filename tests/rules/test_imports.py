@@ -69,7 +69,6 @@ PREPARE = (
 """The stages of data/prepare in order; each imports only from those before it."""
 
 TRAINING = (
-    "step_start",
     "step",
     "evaluation",
     "agreement",
@@ -78,18 +77,17 @@ TRAINING = (
     "checkpoint",
     "run_dir",
     "metrics",
+    "session",
     "mirror",
     "warmup",
     "halving",
     "watchdog",
     "init_from",
-    "request",
     "saving",
     "divergence",
     "longer",
     "loop",
     "run_plan",
-    "rewinding",
     "peak",
     "predicting",
     "finish",

@@ -1,12 +1,44 @@
-"""Files have at most 700 lines, functions at most 80, not counting their docstrings."""
+"""Limits: lines of a file and of a function, code tokens of a room, frames down to `backward`."""
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 
+import flatout
+
 FILE_LINES, FUNCTION_LINES = 700, 80
+FRAMES = 9
+ROOMS = {
+    "measure": 95_600,
+    "training": 64_600,
+    "data": 55_000,
+    "ops": 20_600,
+    "commands": 23_400,
+    "top": 22_800,
+    "assembly": 19_600,
+    "inference": 19_300,
+    "sources": 16_400,
+    "models": 15_400,
+    "config": 13_700,
+    "speedups": 12_600,
+    "token_formats": 10_500,
+    "architectures": 9_800,
+    "terminal": 9_700,
+    "conversation": 6_000,
+    "transfer": 4_800,
+    "optimizers": 4_700,
+    "loggers": 2_500,
+    "parallel": 2_200,
+}
+"""The most code tokens of each folder of flatout, and of the files beside them, `top`.
+
+Lower a limit when its room shrinks. A change that raises one states the capability that it adds.
+"""
 
 
 def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -52,3 +84,30 @@ def test_the_rule_does_not_count_docstrings(source):
     assert long_functions(source(f"def f():\n{body}\n    y = 2\n")) == [
         "flatout/example.py:1 f: 81 lines"
     ]
+
+
+@pytest.fixture(scope="module")
+def house():
+    path = Path(__file__).parents[2] / "benchmarks" / "house.py"
+    spec = importlib.util.spec_from_file_location("house", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["house"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["house"]
+
+
+def test_rooms_keep_to_their_number_of_code_tokens(house):
+    found = house.rooms(Path(flatout.__file__).parent)
+    assert found.keys() == ROOMS.keys()
+    assert {room: size for room, size in found.items() if size > ROOMS[room]} == {}
+
+
+@pytest.mark.slow
+def test_few_functions_lead_from_the_command_line_to_backward(house, tiny_set, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(house.RECIPE.replace("DATA", str(tiny_set)))
+    frames = house.frames_to_backward(["train", str(recipe), "--run-dir", str(tmp_path / "run")])
+    assert frames[0] == "main"
+    assert frames[-1] == "train_step", frames
+    assert len(frames) <= FRAMES, frames

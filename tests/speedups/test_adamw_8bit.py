@@ -14,26 +14,22 @@ from flatout.assembly.memory import estimate
 from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named
-from flatout.errors import CheckpointError, ConfigError, MissingPackage
-from flatout.models.split_weights import SplitTensor, join, split, whole
+from flatout.errors import CheckpointError, MissingPackage
 from flatout.registry import SPEEDUPS
-from flatout.speedups import adamw_8bit_bitsandbytes
 from flatout.speedups.adamw_8bit import torchao
 from flatout.training.checkpoint import optimizer_state, read_write
 from flatout.training.step import train_step
 
-MAKERS = {"torchao": torchao.adamw_8bit, "bitsandbytes": adamw_8bit_bitsandbytes.adamw_8bit}
-NAMES = {"torchao": "adamw-8bit", "bitsandbytes": "adamw-8bit-bitsandbytes"}
+NAME = "adamw-8bit"
 KEYWORDS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 # torch's own compiler instantiates deprecated functions.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(params=MAKERS)
-def package(request):
-    """The package's name; the test is skipped where it is not installed."""
-    pytest.importorskip(request.param)
-    return request.param
+@pytest.fixture(autouse=True)
+def package():
+    """Skip the tests where torchao is not installed."""
+    pytest.importorskip("torchao")
 
 
 def weights():
@@ -58,8 +54,8 @@ def trained(make, matrix, vector, *, steps=6):
     return members, optimizer
 
 
-def test_updates_are_close_to_fp32_and_equal_for_small_tensors(package):
-    (matrix, vector), optimizer = trained(MAKERS[package], *weights())
+def test_updates_are_close_to_fp32_and_equal_for_small_tensors():
+    (matrix, vector), optimizer = trained(torchao.adamw_8bit, *weights())
     (plain_matrix, plain_vector), _ = trained(
         lambda groups, keywords: torch.optim.AdamW(groups, **keywords, fused=True), *weights()
     )
@@ -70,7 +66,6 @@ def test_updates_are_close_to_fp32_and_equal_for_small_tensors(package):
 
 
 def test_weights_and_codes_are_torchaos_own():
-    pytest.importorskip("torchao")
     from torchao.optim import AdamW8bit
 
     class Theirs(AdamW8bit):
@@ -79,7 +74,7 @@ def test_weights_and_codes_are_torchaos_own():
                 group["lr"] = torch.as_tensor(group["lr"])
             super().step()
 
-    (matrix, _), optimizer = trained(MAKERS["torchao"], *weights())
+    (matrix, _), optimizer = trained(torchao.adamw_8bit, *weights())
     (expected, _), theirs = trained(lambda groups, keywords: Theirs(groups, **keywords), *weights())
     state, wanted = optimizer.state[matrix], theirs.state[expected]
     assert torch.equal(matrix, expected)
@@ -99,25 +94,12 @@ def test_the_step_is_restored_on_the_device_of_the_weights(saved_on_cpu):
 
 
 def test_a_new_rate_does_not_recompile():
-    pytest.importorskip("torchao")
     from torch._dynamo.utils import counters
 
-    trained(MAKERS["torchao"], *weights(), steps=1)
+    trained(torchao.adamw_8bit, *weights(), steps=1)
     before = counters["stats"]["unique_graphs"]
-    trained(MAKERS["torchao"], *weights(), steps=5)
+    trained(torchao.adamw_8bit, *weights(), steps=5)
     assert counters["stats"]["unique_graphs"] == before
-
-
-def test_split_weights_are_updated_bit_for_bit_or_refused(package):
-    matrix, vector = weights()
-    parts = split(matrix)
-    if package == "bitsandbytes":
-        with pytest.raises(ConfigError, match="bf16-weights"):
-            trained(MAKERS[package], SplitTensor(*parts), vector)
-        return
-    (plain, _), _ = trained(MAKERS[package], join(*parts), vector, steps=1)
-    (fast, _), _ = trained(MAKERS[package], SplitTensor(*parts), vector, steps=1)
-    assert torch.equal(whole(fast.detach()), join(*split(plain.detach())))
 
 
 def steps(run, count):
@@ -129,12 +111,8 @@ def steps(run, count):
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_resuming_after_five_steps_equals_ten_steps(
-    package, optim, build_run, tiny_config, tmp_path
-):
-    config = tiny_config(
-        train__steps=10, optim__kind=optim, model__vocab_size=264, speedups=NAMES[package]
-    )
+def test_resuming_after_five_steps_equals_ten_steps(optim, build_run, tiny_config, tmp_path):
+    config = tiny_config(train__steps=10, optim__kind=optim, model__vocab_size=264, speedups=NAME)
     unbroken, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
     losses = steps(unbroken, 10)
     assert steps(half, 5) == losses[:5]
@@ -148,14 +126,12 @@ def test_resuming_after_five_steps_equals_ten_steps(
     assert '"uint8"' in (saved / "index.json").read_text()
 
 
-KINDS = {"baseline": "none", "fused": "fused-adamw", **NAMES}
+KINDS = {"baseline": "none", "fused": "fused-adamw", "torchao": NAME}
 
 
 @pytest.mark.parametrize("kept", KINDS)
 @pytest.mark.parametrize("stored", KINDS)
 def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tiny_config, tmp_path):
-    for name in {stored, kept} & set(NAMES):
-        pytest.importorskip(name)
     before = build_run(
         tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before"
     )
@@ -170,10 +146,9 @@ def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tin
         read_write.load(run, path)
     assert refused.value.exit_code == 2
     in_message, in_fix = (
-        re.findall(r"adamw-8bit(?:-bitsandbytes)?|fp32", text)
-        for text in (refused.value.what, refused.value.fix)
+        re.findall(r"adamw-8bit|fp32", text) for text in (refused.value.what, refused.value.fix)
     )
-    names = [NAMES.get(kind, "fp32") for kind in (stored, kept)]
+    names = [NAME if kind == "torchao" else "fp32" for kind in (stored, kept)]
     assert in_message == names
     assert in_fix[0] == (names[1] if names[0] == "fp32" else names[0])
     assert ("without" in refused.value.fix) is (names[0] == "fp32")
@@ -182,7 +157,6 @@ def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tin
 
 def test_a_model_of_small_tensors_resumes_with_fp32_moments(build_run, tiny_config, tmp_path):
     """torchao quantises none of them, so checkpoints with and without it are the same."""
-    pytest.importorskip("torchao")
     small = {"model__d_model": 8, "model__num_heads": 1, "model__vocab_size": 264}
     before = build_run(tiny_config(**small, speedups="adamw-8bit"), tmp_path / "before")
     steps(before, 2)
@@ -191,8 +165,8 @@ def test_a_model_of_small_tensors_resumes_with_fp32_moments(build_run, tiny_conf
     assert steps(after, 2) == steps(before, 2)
 
 
-def test_the_memory_estimate_equals_the_optimizer_state(package, build_run, tiny_config):
-    run = build_run(tiny_config(speedups=NAMES[package], model__vocab_size=264))
+def test_the_memory_estimate_equals_the_optimizer_state(build_run, tiny_config):
+    run = build_run(tiny_config(speedups=NAME, model__vocab_size=264))
     steps(run, 1)
     kept = [
         value.nbytes
@@ -200,28 +174,27 @@ def test_the_memory_estimate_equals_the_optimizer_state(package, build_run, tiny
         for name, value in state.items()
         if name != "step"
     ]
-    recipe = baseline().with_speedup(speedup_named(NAMES[package]))
+    recipe = baseline().with_speedup(speedup_named(NAME))
     assert estimate(workload_of(run.config, recipe), 1).optimizer == sum(kept)
     assert sum(kept) < 0.5 * sum(8 * p.numel() for p in run.core.parameters())
 
 
-def test_a_missing_package_is_reported_with_its_install_line(package, monkeypatch, tiny_config):
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_config):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.setitem(sys.modules, f"{package}.optim", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
     with pytest.raises(
-        MissingPackage, match=f"needs the package {package}, which is not installed"
+        MissingPackage, match="needs the package torchao, which is not installed"
     ) as raised:
-        MAKERS[package]([], KEYWORDS)
-    extra = "adamw-8bit" if package == "torchao" else package
-    assert f'pip install "flatout[{extra}]"' in str(raised.value)
-    speedup = SPEEDUPS.get(NAMES[package])
+        torchao.adamw_8bit([], KEYWORDS)
+    assert 'pip install "flatout[adamw-8bit]"' in str(raised.value)
+    speedup = SPEEDUPS.get(NAME)
     monkeypatch.setattr(conditions, "find_spec", lambda _: None)
-    assert f'pip install "flatout[{extra}]"' in speedup.why_not(None, tiny_config())
+    assert 'pip install "flatout[adamw-8bit]"' in speedup.why_not(None, tiny_config())
 
 
-def test_sharded_weights_are_refused(package, monkeypatch, tiny_config):
-    refused = SPEEDUPS.get(NAMES[package]).why_not(
+def test_sharded_weights_are_refused(monkeypatch, tiny_config):
+    refused = SPEEDUPS.get(NAME).why_not(
         importlib.import_module("flatout.hardware").probe(), tiny_config(parallel__shard=2)
     )
     assert "parallel.shard=1" in refused

@@ -40,9 +40,8 @@ def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: calls.append("step"))
     monkeypatch.setattr(torch, "compile", lambda call, **options: calls.append(options) or call)
     model = nn.Linear(2, 2)
-    model.compiler_options = {}
     names = list(model.state_dict())
-    SPEEDUP.transform.apply(model, SimpleNamespace(shard=1))
+    SPEEDUP.fills["cuda_graphs"](model, SimpleNamespace(shard=1))
     for _ in range(2):
         model(torch.ones(1, 2))
     assert calls == [{"dynamic": False, "options": {"triton.cudagraphs": True}}, "step", "step"]
@@ -52,7 +51,7 @@ def test_each_call_of_the_model_marks_a_step_of_its_graphs(monkeypatch):
 def test_gradients_keep_their_memory_and_accumulate(build_run, tiny_config):
     """As on a GPU, except for the graphs: the losses equal those with dropped gradients."""
     plain, kept = build_run(tiny_config()), build_run(tiny_config())
-    kept.zero_grad = zero_in_place
+    kept.recipe = kept.recipe.with_parts(zero_grad=zero_in_place)
     zero_in_place(kept.core.parameters())
     places = [p.grad.data_ptr() for p in kept.core.parameters()]
     for _ in range(3):

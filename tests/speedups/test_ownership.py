@@ -13,9 +13,7 @@ from table import tables
 
 import flatout.speedups
 from flatout import registry
-from flatout.assembly.auto import all_speedups
-from flatout.assembly.request import parse_request
-from flatout.assembly.selection import assemble, select
+from flatout.assembly.selection import all_speedups, assemble, parse_request, select
 from flatout.commands.list import list_entries
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError

@@ -131,7 +131,7 @@ def test_a_resumed_run_shows_its_step_and_the_total(terminal):
 DECISIONS = [
     ("compile", False, "short run"),
     ("bf16", True, "it is faster here"),
-    ("adamw-8bit-bitsandbytes", False, "not installed"),
+    ("selective-checkpointing", False, "not installed"),
 ]
 
 
@@ -166,7 +166,7 @@ def test_a_verbose_run_shows_each_in_columns_that_fit_the_longest_name(terminal)
     assert [line.split()[:2] for line in lines] == [
         ["off", "compile"],
         ["on", "bf16"],
-        ["off", "adamw-8bit-bitsandbytes"],
+        ["off", "selective-checkpointing"],
     ]
     assert (
         len({line.index(reason) for line, (_, _, reason) in zip(lines, DECISIONS, strict=True)})

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from flatout.assembly.auto import all_speedups
+from flatout.assembly.selection import all_speedups
 from flatout.errors import Stopped
 from flatout.hardware import probe
 from flatout.inference.generate import sample
@@ -75,7 +75,7 @@ SETTINGS = {
     "compiled": {"speedups": "auto,+compile"},
     "documents": {"speedups": "auto,-compile", "data__document_mask": True},
     "flex": {
-        "speedups": "auto,-compile,-varlen-attention,+flex-attention",
+        "speedups": "auto,-compile,+flex-attention",
         "data__document_mask": True,
     },
     "eigenstate": {"speedups": "auto,-compile", "model__kind": "eigenstate"},

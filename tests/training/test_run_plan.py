@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from flatout.assembly import resolve as resolving
-from flatout.assembly.prediction import Gain, gains_here, hardware_name, keep
+from flatout.assembly.parts import Gain
+from flatout.assembly.prediction import gains_here, hardware_name, keep
 from flatout.assembly.resolve import resolve
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.mix import open_data

@@ -6,7 +6,6 @@ a rank's step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -67,8 +66,6 @@ class BatchPlan:
     document_mask: bool
     prefetch: int
     device: str
-    most_documents: Callable[[int, int], int] | None = None
-    """(rows, seq_len) -> the most documents attention accepts per micro-batch; None: no limit."""
 
     @property
     def sequences_per_step(self) -> int:
@@ -235,27 +232,6 @@ class SequenceSteps:
             self._first, step = position, 0
         indices: Array = self._ahead[step]
         return indices
-
-
-def check_documents(doc_ids_BT: Array, most_documents: Callable[[int, int], int] | None) -> None:
-    """Check on the host that a micro-batch has no more documents than attention accepts.
-
-    Shapes:  doc_ids_BT (B, T), numbered from 0 in each row.
-    Cost:    reads B numbers, without waiting for the device.
-    Raises:  DataError.
-    """
-    if most_documents is None:
-        return
-    rows, seq_len = doc_ids_BT.shape
-    documents = int(doc_ids_BT[:, -1].sum(dtype=np.int64)) + rows
-    limit = most_documents(rows, seq_len)
-    if documents > limit:
-        raise DataError(
-            f"A micro-batch of {rows} x {seq_len} tokens has {documents:,} documents, "
-            f"but the attention of this run accepts at most {limit:,}.",
-            fix="Set speedups=auto,-varlen-attention,+flex-attention, which accepts any number; "
-            "the run continues from its last checkpoint.",
-        )
 
 
 def too_short(split: SplitReader, seq_len: int) -> DataError:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flatout.data.load.batches import SequenceReader, StepReader, check_documents
+from flatout.data.load.batches import SequenceReader, StepReader
 from flatout.data.store.integrity import Array
 from flatout.data.store.shards import Split
 from flatout.json_io import JsonObject
@@ -148,9 +148,6 @@ class _Buffer:
         read = self._steps.read(
             position, sequences_NW.numpy().view(self._steps.dtype), mask, doc_ids
         )
-        if doc_ids is not None:
-            for micro_BT in doc_ids.reshape(self._accumulate, -1, seq_len):
-                check_documents(micro_BT, self._steps.plan.most_documents)
         batch = StepBatch(
             self._copy(sequences_NW),
             _apply(self._copy, mask_NT),
@@ -341,17 +338,14 @@ def evaluation_batches(
     world_size: int = 1,
     max_tokens: int | None = None,
     document_mask: bool = False,
-    most_documents: Callable[[int, int], int] | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield this rank's share of a split, in order: every token except the first is a target once.
 
     All batches have the same shape and all ranks get the same number of them: the end of the last
     sequence, and missing sequences, are padded with token 0 and target -1. `max_tokens` limits the
-    number of targets. A split of fewer than two tokens yields nothing. `most_documents` is as in
-    `BatchPlan`.
+    number of targets. A split of fewer than two tokens yields nothing.
 
     Shapes:  yields tokens_BT, targets_BT (rows, seq_len).
-    Raises:  DataError when a batch has more documents than attention accepts.
     """
     num_targets = max(
         min(split.num_tokens - 1, split.num_tokens if max_tokens is None else max_tokens), 0
@@ -378,7 +372,6 @@ def evaluation_batches(
         if document_mask:
             doc_ids_BT = np.zeros((rows, seq_len), np.int32)
             split.read_document_ids(indices, seq_len, doc_ids_BT[: len(indices)])
-            check_documents(doc_ids_BT, most_documents)
         yield _micro_batch(
             _on_device(sequences_BW, device),
             _on_device(counts_BT, device),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flatout.assembly.auto import all_speedups
+from flatout.assembly.selection import all_speedups
 from flatout.measure.instruments.evidence import CallSite, Evidence, Fact
 
 Harm = Literal["fails", "spoils", "slows", "warns"]

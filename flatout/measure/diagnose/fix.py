@@ -13,9 +13,8 @@ from typing import Any
 
 import yaml
 
-from flatout.assembly.request import adding, mentions, parse_request, removing
-from flatout.config.overrides import nested
-from flatout.config.schema import RunConfig, flat
+from flatout.assembly.selection import adding, mentions, parse_request, removing
+from flatout.config.schema import RunConfig, flat, nested
 from flatout.errors import ConfigError
 from flatout.files import write_text
 from flatout.measure.diagnose.diagnosis import Diagnosis

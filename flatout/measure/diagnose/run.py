@@ -29,6 +29,7 @@ from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.observers import Observer
 from flatout.training.out_of_memory import explained
+from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 
 LONG_RUN_STEPS = 10_000_000
@@ -106,7 +107,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             log.start()
             warm_up(run, log)
             try:
-                fit(run, log, windows.requested)
+                fit(Session(run, log, windows.requested))
             finally:
                 windows.close()
             gpu = gpu_facts(resolved.machine, config.train.device)

@@ -11,13 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from flatout.assembly.auto import all_speedups
 from flatout.assembly.memory import Workload, estimate, smaller_batch
 from flatout.assembly.prediction import GIB, gains_here
 from flatout.assembly.recipe import Speedup
-from flatout.assembly.request import adding
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.selection import adding, all_speedups, assemble
 from flatout.errors import FlatoutError
 from flatout.measure.plan.plan import Plan, resolve_for
 from flatout.ops import cross_entropy
@@ -25,7 +23,15 @@ from flatout.ops import cross_entropy
 LEAST_SAVING = 0.02
 """Changes that save less of the memory are left out."""
 NOT_MEASURED = "not measured"
-TOUCH_MEMORY = {"activations", "gather_dtype", "moments", "optimizer", "precision"}
+TOUCH_MEMORY = {
+    "activations",
+    "gather_dtype",
+    "low_precision",
+    "moments",
+    "optimizer",
+    "precision",
+    "residual",
+}
 """Slots of speedups that may need less memory, besides the ops."""
 
 
@@ -123,10 +129,7 @@ def _leaner_speedups(plan: Plan) -> Iterator[tuple[Speedup, Workload]]:
 
 
 def _touches_memory(speedup: Speedup) -> bool:
-    stage = speedup.transform.stage if speedup.transform else ""
-    return stage in ("low-precision", "checkpointing") or any(
-        slot in TOUCH_MEMORY or slot.startswith("ops.") for slot in speedup.fills
-    )
+    return any(slot in TOUCH_MEMORY or slot.startswith("ops.") for slot in speedup.fills)
 
 
 def _with(plan: Plan, speedups: Sequence[Speedup], shards: int = 0) -> Workload | None:

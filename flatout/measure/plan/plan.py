@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from flatout.assembly.memory import Capacity, Workload, capacity_of
+from flatout.assembly.memory import Capacity, Workload, capacity_of, trace_memory
 from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import (
     GIB,
@@ -19,7 +19,6 @@ from flatout.assembly.prediction import (
     gains_here,
     predict_time,
     runs_here,
-    trace_memory,
 )
 from flatout.assembly.resolve import known_peak, resolve, workload_of
 from flatout.assembly.selection import assemble

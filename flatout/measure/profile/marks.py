@@ -8,8 +8,8 @@ gradients are kept, by which the memory of a step is told apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class Marks:
     def attach(self) -> None:
         """Mark the phases of all later steps of the run."""
         run = self._run
-        model, grad_sync, zero_grad = run.model, run.grad_sync, run.zero_grad
+        model, grad_sync, zero_grad = run.model, run.recipe.grad_sync, run.recipe.zero_grad
 
         @contextmanager
         def marked_micro_batch(_model: nn.Module, is_last: bool) -> Iterator[None]:
@@ -89,10 +89,7 @@ class Marks:
 
         run.feed = cast(PrefetchFeed, MarkedFeed(run.feed, self))
         run.model = cast(nn.Module, MarkedModel(model, self))
-        run.grad_sync = cast(
-            Callable[[nn.Module, bool], AbstractContextManager[None]], marked_micro_batch
-        )
-        run.zero_grad = marked_zero_grad
+        run.recipe = run.recipe.with_parts(grad_sync=marked_micro_batch, zero_grad=marked_zero_grad)
 
     def keep_inputs(self, tensors: Iterable[Any]) -> None:
         """Keep the addresses of a forward pass's inputs."""

@@ -33,6 +33,7 @@ from flatout.training.metrics.log import Log
 from flatout.training.out_of_memory import explained
 from flatout.training.run import warn_of_busy_cores
 from flatout.training.run_dir.layout import run_name
+from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 
 PROFILES = Path("profile")
@@ -119,7 +120,7 @@ def take_steps(run: Run, wanted: Wanted, raw: Path, snapshot: Path, progress: Pr
         marks.attach()
         with progress.task(f"Profiling {wanted.steps} steps"):
             try:
-                fit(run, log, windows.requested)
+                fit(Session(run, log, windows.requested))
                 windows.finish()
             finally:
                 windows.close()

@@ -14,8 +14,7 @@ from typing import Literal
 
 from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Promise, Speedup
-from flatout.assembly.request import parse_request
-from flatout.assembly.selection import known_speedups
+from flatout.assembly.selection import known_speedups, parse_request
 from flatout.config.schema import RunConfig
 from flatout.registry import SPEEDUPS
 

@@ -19,9 +19,8 @@ from flatout.assembly.conditions import uses_gpu
 from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.request import adding, parse_request
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import assemble, speedup_named
+from flatout.assembly.selection import adding, assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, RunFailed, UsageError

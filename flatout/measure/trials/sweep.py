@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flatout.assembly.auto import all_speedups
-from flatout.assembly.request import parse_request
-from flatout.assembly.selection import providers, select
+from flatout.assembly.selection import all_speedups, parse_request, providers, select
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, FlatoutError
 from flatout.measure.trials.promises import Measured, measured_row
@@ -167,10 +165,12 @@ def filling(slot: str) -> list[str]:
 
 def precisions() -> list[str]:
     """Return the speedups that change the precision of products, grouped by precision."""
+    provides = providers()
     return filling("matmul") + [
         name
-        for names in providers().values()
-        for name in sorted(names, key=filling("precision").index)
+        for precision in dict.fromkeys(provides.values())
+        for name in filling("precision")
+        if provides[name] == precision
     ]
 
 

@@ -20,6 +20,7 @@ from flatout.training.loop import fit
 from flatout.training.metrics.log import Log, require_finite
 from flatout.training.out_of_memory import explained
 from flatout.training.saving import closing_saver, reserve, save, wait_for_saves
+from flatout.training.session import Session
 from flatout.training.warmup import warm_up
 
 MIN_RUN_STEPS = 2_000
@@ -82,7 +83,7 @@ def timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
             warmup_s=spec.warmup_s,
             limit_s=limit_s,
         )
-        fit(run, log, pace.requested)
+        fit(Session(run, log, pace.requested))
         pace.finish()
         spent = pace.measured
         rehearsed = rehearse(run, log, spec.rehearse)

@@ -12,14 +12,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from flatout.assembly.auto import all_speedups
 from flatout.assembly.memory import estimate
-from flatout.assembly.parts import Decision
-from flatout.assembly.plain import USED_MEMORY
+from flatout.assembly.parts import USED_MEMORY, Decision
 from flatout.assembly.prediction import GIB
-from flatout.assembly.request import parse_request
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import assemble, speedup_named
+from flatout.assembly.selection import all_speedups, assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.measure.trials.ladder import reason_to_leave

@@ -64,22 +64,12 @@ class AdamW8bit(Optimizer):
         self._codec = codec
         self._update = torch.compile(_update_with(codec), fullgraph=True, dynamic=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._pairs: list[tuple[ParameterGroup, ParameterGroup]] = []
-        self._fp32 = self._make_fp32(keywords)
-
-    def _make_fp32(self, keywords: AdamWSettings) -> Optimizer | None:
-        """Return the optimizer of the tensors that are not quantised, which shares the state."""
-        pairs = [
-            (group, {"params": [p for p in group["params"] if not _is_quantised(p.numel())]})
+        small = [
+            {"params": [p for p in group["params"] if not _is_quantised(p.numel())]}
             for group in self.param_groups
         ]
-        pairs = [(group, own) for group, own in pairs if own["params"]]
-        if not pairs:
-            return None
-        made = AdamW([own for _, own in pairs], **keywords, fused=True)
-        made.state = self.state
-        self._pairs = list(zip((group for group, _ in pairs), made.param_groups, strict=True))
-        return made
+        self._fp32 = AdamW(small, **keywords, fused=True)
+        self._fp32.state = self.state
 
     def moments_of(self, parameter: Tensor) -> Moments:
         """Return the kind of moments kept for a parameter.
@@ -96,13 +86,12 @@ class AdamW8bit(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         skip: Tensor | None = getattr(self, "found_inf", None)
-        if self._fp32 is not None:
-            for group, own in self._pairs:
-                own.update({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
-            if skip is None:
-                self._fp32.step()
-            else:
-                step_with_flag(self._fp32, skip)
+        for group, own in zip(self.param_groups, self._fp32.param_groups, strict=True):
+            own.update({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
+        if skip is None:
+            self._fp32.step()
+        else:
+            step_with_flag(self._fp32, skip)
         # Each shape compiles once; torch's limit is for code that recompiles again and again.
         with disable_cache_limit():
             for group in self.param_groups:

@@ -8,11 +8,10 @@ a CPU it is made synchronously.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from threading import Thread
-from typing import Any
 
 import numpy as np
 import psutil
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from flatout.hardware import Machine
-from flatout.models.split_weights import SplitTensor, join
 from flatout.training.checkpoint.snapshot import Snapshot
 
 ALIGNMENT = 64
@@ -50,14 +48,15 @@ class HostCopy:
         `before_update`.
         """
         self.make_room(bytes_of(snapshot.all_tensors), device)
-        copies: dict[str, dict[str, Tensor]] = {}
+        copies: dict[str, dict[str, Tensor]] = {file: {} for file in snapshot.tensors}
         pairs: list[tuple[str, Tensor, Tensor]] = []
-        for (file, name, tensor), (begin, end) in zip(
-            _tensors(snapshot), _offsets(snapshot), strict=True
-        ):
-            copy = self._block[begin:end].view(tensor.dtype).view(tensor.shape)
-            copies.setdefault(file, {})[name] = copy
-            pairs.append((name, copy, tensor))
+        begin = 0
+        for file, tensors in snapshot.tensors.items():
+            for name, tensor in tensors.items():
+                block = self._block[begin : begin + tensor.nbytes]
+                copies[file][name] = block.view(tensor.dtype).view(tensor.shape)
+                pairs.append((name, copies[file][name], tensor))
+                begin += bytes_of((tensor,))
         if device.type == "cuda":
             self._copy_on_own_stream(pairs, snapshot.buffers, device)
         else:
@@ -151,7 +150,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
     Shapes: tensors of any shape.
     """
-    return sum(_aligned(tensor.numel() * tensor.element_size()) for tensor in tensors)
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 def free_bytes(machine: Machine) -> int:
@@ -162,31 +161,9 @@ def free_bytes(machine: Machine) -> int:
     )
 
 
-def _tensors(snapshot: Snapshot) -> Iterator[tuple[str, str, Tensor]]:
-    for file, tensors in snapshot.tensors.items():
-        for name, tensor in tensors.items():
-            yield file, name, tensor
-
-
-def _offsets(snapshot: Snapshot) -> Iterator[tuple[int, int]]:
-    """Yield the start and end offset of each tensor in the block."""
-    begin = 0
-    for _, _, tensor in _tensors(snapshot):
-        num_bytes = tensor.numel() * tensor.element_size()
-        yield begin, begin + num_bytes
-        begin += _aligned(num_bytes)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for copy, tensor in pairs:
-        copy.copy_(
-            join(tensor.high, tensor.low) if isinstance(tensor, SplitTensor) else tensor,
-            non_blocking=True,
-        )
+        copy.copy_(tensor, non_blocking=True)
 
 
 def _pin(block: Tensor, device: torch.device) -> bool:
@@ -196,7 +173,8 @@ def _pin(block: Tensor, device: torch.device) -> bool:
     memory.
     """
     with torch.cuda.device(device):
-        refused = int(_driver().cudaHostRegister(block.data_ptr(), block.numel(), PORTABLE))
+        driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        refused = int(driver.cudaHostRegister(block.data_ptr(), block.numel(), PORTABLE))
         if refused:
             with suppress(RuntimeError):  # the next launch reports the same error again
                 torch.zeros(1, device=device)
@@ -204,8 +182,4 @@ def _pin(block: Tensor, device: torch.device) -> bool:
 
 
 def _unpin(address: int) -> None:
-    _driver().cudaHostUnregister(address)
-
-
-def _driver() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]

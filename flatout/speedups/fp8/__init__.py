@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from flatout.assembly.conditions import gpu_below, uses_gpu, without_package
-from flatout.assembly.recipe import Off, Promise, Speedup, Transform
+from flatout.assembly.conditions import first_of, needs_gpu, needs_package
+from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
-
-if TYPE_CHECKING:
-    from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
 
 FEWEST_WEIGHTS = 2**22
 """Number of weights of the smallest matmul computed in fp8: below, rounding the factors costs as
@@ -24,28 +17,7 @@ LARGEST_IN_WIDTHS = 4
 """The largest matmul of a block is that of the MLP, d_model x 4 d_model unless d_ff is set."""
 
 
-def _to_fp8(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
-    """Replace the matmul of each large layer of the blocks; layers, names and weights stay.
-
-    Embedding and head are not in the blocks.
-    """
-    from flatout.models.layers import Linear
-    from flatout.speedups.fp8.product import fp8, load_fp8
-
-    load_fp8(emulate=next(model.parameters()).device.type != "cuda")
-    for layer in model.blocks.modules():
-        if isinstance(layer, Linear) and layer.weight.numel() >= FEWEST_WEIGHTS:
-            layer.ops = replace(layer.ops, linear=fp8)
-    return model
-
-
-def _why_not(machine: Machine, config: RunConfig) -> str | None:
-    if not uses_gpu(machine, config):
-        return "It needs a GPU with fp8 tensor cores, and this run uses a CPU."
-    if too_old := gpu_below(machine, (8, 9), "fp8"):
-        return f"{too_old} Use bf16 instead, which needs 8.0."
-    if against := without_package("torchao", extra="fp8"):
-        return against
+def _too_small(_machine: Machine, config: RunConfig) -> str | None:
     own = config.model.own()
     width = own.get("d_model")
     if width is None:
@@ -61,12 +33,14 @@ def _why_not(machine: Machine, config: RunConfig) -> str | None:
 
 SPEEDUP = Speedup(
     name="fp8",
-    transform=Transform("low-precision", _to_fp8),
+    fills={"low_precision": lazy("flatout.speedups.fp8.product:to_fp8")},
     saves="time: matmuls in the blocks with at least 4 million weights run at up to twice the "
     "rate of bf16; the others do not change",
     promise=Promise.statistical(),
     needs=("bf16", "compile"),
-    why_not=_why_not,
+    why_not=first_of(
+        needs_gpu("fp8", (8, 9), instead="bf16"), needs_package("torchao", extra="fp8"), _too_small
+    ),
     rank=240,
     auto={"cuda": Off("use it for a model.d_model of 1,536 or more")},
 )

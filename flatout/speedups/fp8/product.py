@@ -5,6 +5,7 @@ Letters: I width in, O width out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,44 +13,49 @@ from torch import Tensor
 from torch.nn import functional
 
 from flatout.assembly.conditions import load_package
-from flatout.ops.linear import Activation
+from flatout.models.language_model import LanguageModel
+from flatout.models.layers import Linear
+from flatout.ops import product_dtype
+from flatout.ops.linear import with_matmul
+from flatout.parallel.mesh import Mesh
+from flatout.speedups.fp8 import FEWEST_WEIGHTS
 
 MULTIPLE = 16
 """The hardware multiplies fp8 in tiles of this many rows, inputs and outputs."""
 
 
-def fp8(
-    hidden: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    *,
-    activation: Activation | None = None,
-) -> Tensor:
-    """Return `linear.reference` with its factors rounded to 8 bits, forward and backward.
+def to_fp8(model: LanguageModel, mesh: Mesh | None) -> LanguageModel:
+    """Replace the matmul of each large layer of the blocks; layers, names and weights stay.
 
-    Activations and weight are e4m3, gradients e5m2. Each factor has one scale, from its own largest
-    component (torchao's tensorwise recipe). Sizes that the hardware cannot multiply and dtypes
-    other than bfloat16 fall back to `reference`. Without a GPU the result is emulated.
-
-    Shapes:  as `linear.reference`.
-    Returns: as `linear.reference`; in bfloat16.
-    Cost:    as `linear.reference`, at up to twice the rate of bfloat16, and three passes over each
-             factor, which a compiler fuses.
-    Raises:  MissingPackage with the install line.
+    Embedding and head are not in the blocks.
     """
-    device = hidden.device.type
-    dtype = (
-        torch.get_autocast_dtype(device)
-        if torch.is_autocast_enabled(device)
-        else torch.promote_types(hidden.dtype, weight_OI.dtype)
-    )
+    device = next(model.parameters()).device if mesh is None else mesh.device  # not the meta device
+    load_fp8(emulate=device.type != "cuda")
+    for layer in model.blocks.modules():
+        if isinstance(layer, Linear) and layer.weight.numel() >= FEWEST_WEIGHTS:
+            layer.ops = replace(layer.ops, linear=fp8)
+    return model
+
+
+def _in_fp8(
+    hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, _stays_narrow: bool
+) -> Tensor:
+    dtype = product_dtype(hidden, weight_OI)
     sizes = (hidden.numel() // max(hidden.shape[-1], 1), *weight_OI.shape)
     if dtype != torch.bfloat16 or not all(size and size % MULTIPLE == 0 for size in sizes):
-        product = functional.linear(hidden, weight_OI, bias_O)
-    else:
-        product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=device != "cuda")
-        product = product if bias_O is None else product + bias_O.to(dtype)
-    return product if activation is None else activation(product)
+        return functional.linear(hidden, weight_OI, bias_O)
+    product = fp8_product(hidden.to(dtype), weight_OI.to(dtype), emulate=not hidden.is_cuda)
+    return product if bias_O is None else product + bias_O.to(dtype)
+
+
+fp8 = with_matmul(_in_fp8)
+"""`linear.reference` with its factors rounded to 8 bits, forward and backward; in bfloat16.
+
+Activations and weight are e4m3, gradients e5m2. Each factor has one scale, from its own largest
+component (torchao's tensorwise recipe), which takes three passes over it that a compiler fuses.
+Sizes that the hardware cannot multiply and dtypes other than bfloat16 fall back to `reference`.
+Without a GPU the result is emulated. Raises MissingPackage with the install line.
+"""
 
 
 def fp8_product(hidden: Tensor, weight_OI: Tensor, *, emulate: bool) -> Tensor:

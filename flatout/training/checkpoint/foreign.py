@@ -8,9 +8,10 @@ import torch
 
 from flatout.architectures.source import ForeignWeights
 from flatout.errors import CheckpointError
+from flatout.models.meta import offset_of
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.base import WEIGHTS
-from flatout.training.checkpoint.tensors import local_part, offset_of
+from flatout.training.checkpoint.tensors import local_part
 from flatout.training.checkpoint.weights import initial_weights
 
 if TYPE_CHECKING:

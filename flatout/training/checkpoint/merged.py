@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.json_io import parsing
 from flatout.models.lora import INSIDE, Delta, merge
+from flatout.models.meta import offset_of
 from flatout.ops import Ops
 from flatout.registry import MODELS
 from flatout.training.checkpoint import catalog, tensors
@@ -127,7 +128,7 @@ def fill_merged(targets: Mapping[str, Tensor], checkpoint: Path) -> None:
     weights = MergedWeights(checkpoint)
     with torch.no_grad():
         for name, target in targets.items():
-            part, start = tensors.local_part(target), tensors.offset_of(target)
+            part, start = tensors.local_part(target), offset_of(target)
             box = tuple(
                 slice(first, first + size) for first, size in zip(start, part.shape, strict=True)
             )

@@ -19,13 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from flatout.errors import CheckpointError
 from flatout.files import disk_fix
 from flatout.json_io import RESTORE, JsonObject
-from flatout.models.split_weights import whole
+
+# The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
+from flatout.models.meta import offset_of
 from flatout.progress import Task
 
 
@@ -84,19 +83,6 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def offset_of(tensor: Tensor) -> tuple[int, ...]:
-    """Return the offset of this rank's part in the whole tensor.
-
-    Shapes: tensor of any shape; the result has one number per dimension.
-    """
-    if isinstance(tensor, DTensor):
-        _, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-        return tuple(offset)
-    return (0,) * tensor.dim()
-
-
 def owned(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Tensor]:
     """Return the tensors whose local part this rank writes.
 
@@ -143,7 +129,7 @@ def write(path: Path, parts: Mapping[str, Tensor]) -> None:
 
     Shapes: parts of any shape.
     """
-    save_file({name: whole(part).contiguous().cpu() for name, part in parts.items()}, path)
+    save_file({name: part.contiguous().cpu() for name, part in parts.items()}, path)
 
 
 def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:

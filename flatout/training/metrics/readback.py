@@ -28,7 +28,7 @@ class DelayedReadback:
             return
         import torch
 
-        from flatout.ops.float64 import in_float64
+        from flatout.ops import in_float64
 
         stacked = torch.stack([in_float64(value) for value in values.values()])
         copied = None

@@ -40,7 +40,7 @@ from flatout.training.mirror.remote import (
     read_record,
     write_record,
 )
-from flatout.training.run_dir.layout import LOGGER_STATES
+from flatout.training.run_dir.layout import LOGGER_STATES, SUMMARY
 from flatout.transfer.parallel import Advance, transfer_all
 from flatout.transfer.reading import Description
 from flatout.transfer.sending import RemoteFolder
@@ -243,7 +243,7 @@ class Uploader(Observer):
                     self._prune(step, self._there)
                     self._remove_leftovers(self._there)
         if with_run_files:
-            self._send_run_files()
+            self._send_run_files(RUN_FILES)
 
     def _remove_leftovers(self, there: dict[int, Stored]) -> None:
         """Delete interrupted uploads that nothing continues, and what another has replaced."""
@@ -285,7 +285,7 @@ class Uploader(Observer):
             partial(self._send_file, remote, source / name, work, found, sizes) for name in names
         ]
         transfer_all(f"Sending step {step}", jobs, 0, SILENT)
-        self._send_run_files()
+        self._send_run_files([name for name in RUN_FILES if name != SUMMARY])
         self._require_time()
         self._write_record(sending=[step])
         remote.send(source / catalog.MANIFEST, entry_of(source / catalog.MANIFEST))
@@ -318,15 +318,16 @@ class Uploader(Observer):
         if packed != path:
             packed.unlink()
 
-    def _send_run_files(self) -> None:
+    def _send_run_files(self, names: Iterable[str]) -> None:
         """Send the files of the run directory that have changed.
 
-        Copies are sent: metrics and events grow meanwhile.
+        The summary, which says that the run is finished, comes after the last checkpoint. Copies
+        are sent: metrics and events grow meanwhile.
         """
         self._require_own()
         loggers = self._run_folder / LOGGER_STATES
         states = sorted(loggers.iterdir()) if loggers.is_dir() else []
-        files = [(self._store.top, self._run_folder / name) for name in RUN_FILES]
+        files = [(self._store.top, self._run_folder / name) for name in names]
         files += [
             (self._store.loggers, path) for path in states if LOGGER_FILE.fullmatch(path.name)
         ]

@@ -237,14 +237,6 @@ def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -
         )
 
 
-def has_same_tokens(checkpoint: Path, dataset: AnyDataset) -> bool:
-    """Return whether the training tokens are known to be those of a checkpoint, in one order."""
-    known = catalog.environment_of(checkpoint).get("datasets")
-    with parsing(checkpoint / catalog.STATE):
-        digests = [one["digest"] for one in known or []]
-    return digests == [one["digest"] for one in data_facts(dataset)]
-
-
 def _change(old: JsonObject, new: JsonObject) -> str:
     """Return how the training tokens of one dataset have changed."""
     counts = [

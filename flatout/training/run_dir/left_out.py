@@ -22,8 +22,6 @@ class Rewind(Stored):
     """The step of the checkpoint; 0 for the start of the run."""
     steps: list[Annotated[list[Position], Field(min_length=2, max_length=2)]]
     """Position of each step to leave out, and of the step after it."""
-    inherited: bool = False
-    """Whether it is a return of the run that this one started from."""
 
 
 class LeftOut(Stored):
@@ -37,10 +35,6 @@ class LeftOut(Stored):
     def positions(self) -> dict[int, int]:
         """Return the position of each step to leave out, and that of the step after it."""
         return {start: stop for rewind in self.rewinds for start, stop in rewind.steps}
-
-    def own(self) -> list[Rewind]:
-        """Return the returns of this run itself."""
-        return [rewind for rewind in self.rewinds if not rewind.inherited]
 
 
 def read_left_out(folder: Path) -> LeftOut:
@@ -59,16 +53,3 @@ def add_rewind(folder: Path, rewind: Rewind) -> None:
     known = read_left_out(folder)
     changed = known.model_copy(update={"rewinds": [*known.rewinds, rewind]})
     write_json(folder / LEFT_OUT, changed.model_dump(mode="json"))
-
-
-def inherit(folder: Path, source: Path) -> None:
-    """Let the run in `folder` leave out what the run in `source` leaves out, which it starts from.
-
-    A second call changes nothing.
-    Raises: as `read_left_out`.
-    """
-    theirs = [one.model_copy(update={"inherited": True}) for one in read_left_out(source).rewinds]
-    known = read_left_out(folder)
-    changed = known.model_copy(update={"rewinds": [*theirs, *known.own()]})
-    if changed != known:
-        write_json(folder / LEFT_OUT, changed.model_dump(mode="json"))

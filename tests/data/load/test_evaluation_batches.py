@@ -4,7 +4,6 @@ import torch
 
 from flatout.data.load.batches import ShardReader
 from flatout.data.load.feed import evaluation_batches
-from flatout.errors import DataError
 
 RNG = np.random.default_rng(0)
 
@@ -49,14 +48,6 @@ def test_max_tokens_limits_the_targets(train_split, max_tokens):
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_a_split_without_targets_yields_nothing(train_split, num_tokens):
     assert evaluated(train_split(np.zeros(num_tokens, int), ends=[1] * num_tokens)) == []
-
-
-def test_evaluation_refuses_more_documents_than_attention_takes(train_split):
-    split = train_split(np.arange(100), ends=np.arange(1, 101))
-    limits = {"document_mask": True, "most_documents": lambda rows, seq_len: rows * seq_len}
-    assert len(evaluated(split, **limits)) == 5
-    with pytest.raises(DataError, match=r"3 x 8 tokens has 24 documents, .* accepts at most 23"):
-        evaluated(split, **limits | {"most_documents": lambda rows, seq_len: rows * seq_len - 1})
 
 
 def test_evaluation_applies_the_mask_and_the_documents(train_split):

@@ -180,42 +180,6 @@ def test_masks_and_documents(train_split, feed_class):
 
 
 @pytest.mark.parametrize("feed_class", FEEDS)
-def test_more_documents_than_attention_takes_are_refused_on_the_host(train_split, feed_class):
-    ends = np.concatenate(
-        [np.arange(16, 1121, 16), np.arange(1121, 1201)]
-    )  # long documents, then some of one token
-    split = train_split(np.arange(1200) % 300, ends=ends)
-    asked = []
-
-    def five(rows, seq_len):
-        asked.append((rows, seq_len))
-        return 5
-
-    with feed_class(
-        SequenceSteps(
-            split, plan(document_mask=True, most_documents=five, accumulate=1), ShardReader()
-        )
-    ) as feed:
-        accepted = []
-        with pytest.raises(
-            DataError,
-            match=r"A micro-batch of 2 x 8 tokens has \d+ documents, .* accepts at most 5\. "
-            "Fix: .*flex-attention",
-        ):
-            accepted.extend(feed)
-    assert set(asked) == {(2, 8)}
-    counts = [len(row.unique()) for batch in accepted for row in batch.doc_ids_ABT[0]]
-    assert counts
-    assert all(one + other <= 5 for one, other in zip(counts[::2], counts[1::2], strict=True))
-    with feed_class(
-        SequenceSteps(split, plan(document_mask=True, accumulate=1), ShardReader())
-    ) as feed:
-        assert any(len(next(feed).doc_ids_ABT.flatten().unique()) == 8 for _ in range(75)), (
-            "without a limit it is read"
-        )
-
-
-@pytest.mark.parametrize("feed_class", FEEDS)
 def test_a_corpus_smaller_than_a_step_trains_over_epochs(train_split, feed_class):
     split = train_split(np.arange(8 * 4 + 1))
     batches = read_steps(feed_class, split, 2)  # 6 sequences per step, 4 per epoch

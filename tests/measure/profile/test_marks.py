@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from flatout.assembly.recipe import Recipe
 from flatout.measure.profile.marks import Marks, blocks
 
 
@@ -31,8 +32,7 @@ def run():
         feed=iter([torch.ones(3, 4), torch.ones(3, 4)]),
         model=model,
         core=model,
-        grad_sync=grad_sync,
-        zero_grad=lambda _: None,
+        recipe=Recipe(grad_sync=grad_sync, zero_grad=lambda _: None),
         entered=entered,
     )
 
@@ -42,12 +42,12 @@ def step(run, seen, marks):
     batch = next(run.feed)
     seen.append(marks.timer.current)
     for number in (1, 2):
-        with run.grad_sync(run.model, number == 2):
+        with run.recipe.grad_sync(run.model, number == 2):
             loss = run.model(batch)
             seen.append(marks.timer.current)
             loss.backward()
     seen.append(marks.timer.current)
-    run.zero_grad(())
+    run.recipe.zero_grad(())
     seen.append(marks.timer.current)
     marks.end_step()
 

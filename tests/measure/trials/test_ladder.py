@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.assembly.auto import all_speedups
 from flatout.assembly.recipe import Promise, Speedup
-from flatout.assembly.request import adding
-from flatout.assembly.selection import select
+from flatout.assembly.selection import adding, all_speedups, select
 from flatout.config.schema import load_config
 from flatout.hardware import Gpu, Machine
 from flatout.measure.trials import resolving

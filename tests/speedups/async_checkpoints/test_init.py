@@ -87,7 +87,7 @@ def digests(folder):
     return found
 
 
-@pytest.mark.parametrize("besides", ["", ",+bf16,+bf16-weights"])
+@pytest.mark.parametrize("besides", ["", ",+bf16"])
 def test_a_run_leaves_the_files_of_one_that_saves_in_the_loop(
     tiny_config, tmp_path, slow_disk, besides
 ):

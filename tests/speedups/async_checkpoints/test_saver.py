@@ -283,7 +283,6 @@ def test_every_copy_uses_the_same_memory(tmp_path):
 WITH_MOMENTS = {
     "adamw": {},
     "muon": {"optim__kind": "muon"},
-    "split weights": {"train__precision": "bf16", "speedups": "auto,-compile,+bf16-weights"},
 }
 
 

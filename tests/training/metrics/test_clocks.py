@@ -17,6 +17,7 @@ from flatout.training.metrics.clocks import (
     step_clock,
 )
 from flatout.training.metrics.log import Log
+from flatout.training.session import Session
 from flatout.training.step import StepResult
 
 
@@ -108,7 +109,7 @@ def test_the_total_breakdown_is_available_at_any_step_without_affecting_records(
 def test_the_records_of_a_run_add_up(start_run, collector):
     run = start_run(log__every=3)
     with Log(run, [collector]) as log:
-        fit(run, log, lambda _: False)
+        fit(Session(run, log))
         log.close()
     assert [record["step"] for record in collector.records] == [3, 6]
     for record in collector.records:

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from flatout.errors import ConfigError
-from flatout.ops import loss_chunks
+from flatout.ops import cross_entropy
 from flatout.training.evaluation import batch_shapes
 from flatout.training.loop import log_evaluation
 from flatout.training.metrics.compile_events import CompilationWatch, counts, first_line
 from flatout.training.metrics.log import Log
 from flatout.training.run import run_training
+from flatout.training.session import Session
 from flatout.training.step import train_step
 from flatout.training.warmup import warm_up
 
@@ -158,7 +159,7 @@ SHAPES = {
 )
 def test_no_model_breaks_a_graph(compiled_run, tmp_path, monkeypatch, way, shape):
     # makes several chunks of 4 rows of 16 tokens
-    monkeypatch.setitem(loss_chunks.LOGITS_AT_ONCE, "cpu", 257 * 20)
+    monkeypatch.setitem(cross_entropy.LOGITS_AT_ONCE, "cpu", 257 * 20)
     mixing = "fast-scan" if "model__kind" in SHAPES[shape] else "fused-attention"
     run, log = compiled_run(
         mixing,
@@ -184,7 +185,7 @@ def test_identical_blocks_share_one_graph(compiled_run, tmp_path, kind):
         "one for a block and one for the loss, in training and in evaluation"
     )
     step(run, log)
-    log_evaluation(run, log)
+    log_evaluation(Session(run, log))
     assert events(tmp_path / "run", "recompiled") == []
 
 

@@ -32,7 +32,12 @@ def kinds_of_records(run):
 
 @pytest.mark.parametrize(
     "place",
-    [(finish, "score"), (finish, "log_sample"), (finish, "summarise"), (layout, "write_summary")],
+    [
+        (finish, "evaluate"),
+        (finish, "log_sample"),
+        (finish, "summarise"),
+        (layout, "write_summary"),
+    ],
     ids=lambda place: place[1],
 )
 def test_a_kill_after_the_last_step_repeats_no_record_and_no_event(

@@ -48,6 +48,23 @@ def test_a_checkpoint_stays_until_what_replaces_it_is_complete(
     assert (mirrored("step-5.1"), mirrored("step-5.2")) == (set(), FILES)
 
 
+def test_the_summary_is_sent_after_the_last_checkpoint(run, refusing, mirrored):
+    """A run that is restored with both a summary and an earlier copy of its last step is finished,
+    and would keep that copy.
+    """
+    run.checkpoint(5)
+    run.send()
+    run.delete(5)
+    run.checkpoint(5, model=b"WEIGHTS OF 5")
+    (run.path / "summary.json").write_text("{}")
+    refusing("manifest.json")
+    run.send()
+    assert "summary.json" not in mirrored()
+    refusing(None)
+    run.send()
+    assert "summary.json" in mirrored()
+
+
 def test_of_two_complete_copies_of_a_step_the_last_counts_and_the_first_is_deleted(
     run, store, mirrored, monkeypatch
 ):

@@ -1,0 +1,278 @@
+"""The rows of a family's two-way table: entries of config.json, and tensors.
+
+A field reads entries of config.json into keys under `model.`, and writes them again. A row of
+tensors has the name of a tensor in flatout's model, and the family's, after the transform between
+their values if they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatout.architectures import Architecture, TensorMap
+from flatout.errors import ConfigError
+from flatout.json_io import JsonObject
+from flatout.models.transformer import TransformerConfig
+from flatout.ops import Ops
+from flatout.registry import MODELS
+
+OTHER_MODEL = "Start from another model; docs/import-models.md lists those that flatout reads."
+RESOLVED = {
+    "d_ff": "mlp_width",
+    "head_dim": "head_size",
+    "max_seq_len": "num_positions",
+    "num_kv_heads": "kv_heads",
+}
+"""Keys that may be None, and the properties of a `TransformerConfig` with their values."""
+LINEAR = {"rotary_factor": "factor"}
+SCALINGS = {
+    "default": {},
+    "linear": LINEAR,
+    "llama3": LINEAR
+    | {
+        "rotary_low_factor": "low_freq_factor",
+        "rotary_high_factor": "high_freq_factor",
+        "rotary_original_len": "original_max_position_embeddings",
+    },
+}
+"""The scalings of rotary positions: their keys under `model.` and in config.json."""
+LACKS = {
+    "post_norm": False,
+    "embedding_scale": 1.0,
+    "logit_scale": 1.0,
+    "logit_softcap": None,
+    "attention_softcap": None,
+}
+"""Keys under `model.` that most families lack, with the only value that they can express."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Entries of config.json and the keys under `model.` that have their values."""
+
+    read: Callable[[JsonObject, JsonObject], JsonObject]
+    """Returns the keys for a config.json and the keys of the fields before."""
+    write: Callable[[Any], JsonObject] = lambda _config: {}
+    """Returns the entries for a model's configuration."""
+
+
+def required(document: JsonObject, key: str, kind: type = int) -> Any:
+    """Return the value of a key.
+
+    Raises: ConfigError when config.json lacks it, or its value has another type.
+    """
+    value = document.get(key)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ConfigError(
+            f"config.json of the imported model states {key}={value!r}."
+            if key in document
+            else f"config.json of the imported model has no {key}.",
+            fix="Restore config.json from the model's repository.",
+        )
+    return value
+
+
+def require(document: JsonObject, key: str, *values: Any) -> None:
+    """Check that a key is absent or has one of these values.
+
+    Raises: ConfigError: flatout's model would compute another function.
+    """
+    value = document.get(key)
+    if value is not None and value not in values:
+        raise ConfigError(
+            f"The imported model has {key}={value!r} in config.json; flatout reads "
+            f"{' or '.join(map(repr, values))}.",
+            fix=OTHER_MODEL,
+        )
+
+
+def entry(theirs: str, ours: str, default: Any = None, names: JsonObject | None = None) -> Field:
+    """Return the field of one entry: an integer, or one that may be absent if it has a default.
+
+    `default` may be a function of config.json and the keys so far. `names` has the values under
+    `model.` by those of config.json; of two names, the first is written.
+    """
+
+    def read(document: JsonObject, keys: JsonObject) -> JsonObject:
+        if default is None:
+            return {ours: required(document, theirs)}
+        if isinstance(default, bool):
+            return {ours: bool(document.get(theirs, default))}
+        value = document.get(theirs) or (default(document, keys) if callable(default) else default)
+        if names:
+            require(document, theirs, *names)
+            return {ours: names[value]}
+        return {ours: float(value) if isinstance(default, float) else value}
+
+    def write(config: Any) -> JsonObject:
+        value = getattr(config, RESOLVED.get(ours, ours))
+        return {
+            theirs: next(name for name, own in names.items() if own == value) if names else value
+        }
+
+    return Field(read, write)
+
+
+def sizes(**names: str) -> list[Field]:
+    """Return the fields of integers that a config.json must have: its names, and the keys."""
+    return [entry(theirs, ours) for theirs, ours in names.items()]
+
+
+def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
+    """Return the field of an entry that is absent or has one of `values`; the first is written.
+
+    `ours` are the keys that it means.
+    """
+
+    def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
+        require(document, theirs, *values)
+        return ours
+
+    return Field(read, lambda _config: {theirs: values[0]} if written else {})
+
+
+def rotary(base: str = "rope_theta") -> Field:
+    """Return the field of rotary positions; `base` is the entry of the longest wavelength.
+
+    transformers 5 writes one mapping, `rope_parameters`; earlier versions `base` and
+    `rope_scaling`. The field raises ConfigError for a scaling that flatout does not compute.
+    """
+
+    def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
+        parameters = document.get("rope_parameters") or {}
+        scaling = parameters or document.get("rope_scaling") or {}
+        theta = parameters.get("rope_theta") or document.get("rope_theta") or document.get(base)
+        kind = scaling.get("rope_type") or scaling.get("type") or "default"
+        if kind not in SCALINGS:
+            raise ConfigError(
+                f"The imported model scales rotary positions by {kind!r}; flatout computes linear "
+                "and llama3.",
+                fix=OTHER_MODEL,
+            )
+        if kind == "llama3" and not theta:  # 10,000 in transformers 4, 500,000 in transformers 5
+            required(document, "rope_theta", float)
+        keys = {"positions": "rotary", "rotary_base": float(theta or 10_000)}
+        keys |= {key: scaling[name] for key, name in SCALINGS[kind].items()}
+        return keys if kind == "default" else keys | {"rotary_scaling": kind}
+
+    def write(config: Any) -> JsonObject:
+        kind, scaling = config.rotary_scaling, None
+        if kind != "none":
+            stated = {name: getattr(config, key) for key, name in SCALINGS[kind].items()}
+            scaling = {"rope_type": kind} | stated
+        return {base: config.rotary_base, "rope_scaling": scaling}
+
+    return Field(read, write)
+
+
+def read_fields(fields: Sequence[Field], document: JsonObject, keys: JsonObject) -> JsonObject:
+    """Return `keys` with those of all fields.
+
+    Raises: ConfigError when config.json lacks an entry, or flatout cannot express one.
+    """
+    for field in fields:
+        keys = keys | field.read(document, keys)
+    return keys
+
+
+def transformer(
+    classes: Mapping[str, str],
+    fields: Sequence[Field],
+    states: JsonObject,
+    lacks: JsonObject,
+    limits: Sequence[tuple[Callable[[Any], object], str]],
+    kind_of: Callable[[Any], str] | None = None,
+    **others: Any,
+) -> Architecture:
+    """Return the architecture of a family of transformers, from its table.
+
+    `classes` has the classes of transformers by `model_type`, and `kind_of` chooses one. All models
+    have the values of `states`, which an import states, and of `lacks`, which the family has no
+    entry for; `limits` are the other reasons why a model has no class of the family.
+    """
+
+    def why_not(config: Any) -> str | None:
+        if not isinstance(config, TransformerConfig):
+            return "It is not a transformer."
+        for key, value in (states | lacks).items():
+            if (stated := getattr(config, key)) != value:
+                return f"model.{key} is {stated}, and this family has {value}."
+        return next((why.format(config) for excludes, why in limits if excludes(config)), None)
+
+    def document(config: Any) -> JsonObject:
+        kind = kind_of(config) if kind_of else next(iter(classes))
+        entries = {"architectures": [classes[kind]], "model_type": kind}
+        for field in fields:
+            entries |= field.write(config)
+        return entries
+
+    return Architecture(
+        model_types=tuple(classes),
+        keys=lambda found: read_fields(fields, found, {"kind": "transformer", **states}),
+        why_not=why_not,
+        document=document,
+        **others,
+    )
+
+
+SAME = (lambda parts: parts[0], lambda whole: [whole])
+TRANSPOSED = (lambda parts: parts[0].t(), lambda whole: [whole.t()])
+"""The family stores the axes of a matrix in the opposite order."""
+PLUS_ONE = (lambda parts: parts[0] + 1, lambda whole: [whole - 1])
+"""The family stores a gain as its difference from 1."""
+
+
+def stacked(*rows: int) -> tuple[Any, Any]:
+    """Return the transform of a tensor that stacks the family's, which have this many rows."""
+    return lambda parts: torch.cat(list(parts)), lambda whole: torch.split(whole, [*rows])
+
+
+def tensors_of(*tables: JsonObject) -> Callable[[Any], list[TensorMap]]:
+    """Return a function from a configuration to the tensors of its model, from tables of rows.
+
+    `{}` in a name is the number of a block; the rows of a table with it are repeated for each.
+    Rows of tensors that the model lacks are left out. A transform is the two functions of a
+    TensorMap, or returns them for a configuration. `*` stands for the weight and the bias of a
+    layer: if the model has no bias, the family's is 0, with a number per row of the weight.
+    """
+
+    def tensors(config: Any) -> list[TensorMap]:
+        there = names_of(config)
+        return [
+            one
+            for table in tables
+            for block in range(config.num_layers if "{}" in str([*table]) else 1)
+            for ours, row in table.items()
+            for one in _maps(ours, row, block, config, there)
+        ]
+
+    return tensors
+
+
+def _maps(ours: str, row: Any, block: int, config: Any, there: Collection[str]) -> list[TensorMap]:
+    transform, *theirs = row if isinstance(row, tuple) else (SAME, row)
+    join, split = transform(config) if callable(transform) else transform
+    weight, bias = (
+        [name.replace("*", part).format(block) for name in (ours, *theirs)]
+        for part in ("weight", "bias")
+    )
+    if "*" not in ours or bias[0] in there:
+        both = [weight] if "*" not in ours else [weight, bias]
+        return [TensorMap(name, (*names,), join, split) for name, *names in both if name in there]
+
+    def split_both(whole: Tensor) -> list[Tensor]:
+        return [*split(whole), whole.new_zeros(len(whole))]
+
+    return [TensorMap(weight[0], (weight[1], bias[1]), lambda parts: join(parts[:1]), split_both)]
+
+
+def names_of(config: Any) -> list[str]:
+    """Return the names of the tensors of flatout's model with this configuration."""
+    classes = (MODELS.get(name) for name in MODELS.names())
+    model_class = next(found for found in classes if isinstance(config, found.Config))
+    return [*model_class.on_meta(config, Ops.plain()).state_dict()]

@@ -1,0 +1,88 @@
+"""Models on the meta device: allocated shard by shard, and drawn tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
+
+from flatout.config.schema import RunConfig
+from flatout.models.language_model import LanguageModel, model_of
+from flatout.models.lora import Adapter
+from flatout.ops import Ops
+
+DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uniform_}
+"""What models draw their weights with."""
+
+
+def on_meta(config: RunConfig, ops: Ops) -> LanguageModel:
+    """Return the model of a configuration on the meta device; custom models are built on the CPU.
+
+    A custom model may compute in its constructor what no checkpoint stores.
+    """
+    model_class, model_config = model_of(config)
+    if ":" in config.model.kind:
+        return model_class(model_config, ops)
+    return model_class.on_meta(model_config, ops)
+
+
+def allocate(model: LanguageModel, device: torch.device | str, *, draws: bool) -> None:
+    """Move a model that `on_meta` returned to `device`; with `draws`, draw its weights.
+
+    Every rank draws whole tensors on the CPU, one by one in the order of `init_weights`, and keeps
+    its part: the values depend neither on the device nor on the number of ranks. Without `draws`
+    the weights are arbitrary. Cost: about a second per 100 million weights drawn; memory for the
+    rank's part of the model, and for its largest tensor.
+    """
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(device)
+        return
+    model.to_empty(device=device)
+    if draws:
+        with _DrawsWhole():
+            model.init_weights()
+            for module in model.modules():
+                if isinstance(module, Adapter):
+                    module.init_weights()
+
+
+def offset_of(tensor: Tensor) -> tuple[int, ...]:
+    """Return the offset of this rank's part in the whole tensor.
+
+    Shapes: tensor of any shape; the result has one number per dimension.
+    """
+    if isinstance(tensor, DTensor):
+        _, offset = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        return tuple(offset)
+    return (0,) * tensor.dim()
+
+
+class _DrawsWhole(TorchFunctionMode):
+    """Draws whole tensors in fp32 on the CPU, and copies this rank's part of them."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")
+        if func not in DRAWS or not isinstance(target, Tensor):
+            return func(*args, **kwargs)
+        whole = torch.empty(target.shape)
+        func(whole, *args[1:], **{key: one for key, one in kwargs.items() if key != "tensor"})
+        with torch.no_grad():
+            part = target.to_local() if isinstance(target, DTensor) else target
+            for dim, (start, size) in enumerate(zip(offset_of(target), part.shape, strict=True)):
+                whole = whole.narrow(dim, start if size else 0, size)
+            part.copy_(whole)
+        return target

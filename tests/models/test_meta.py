@@ -1,0 +1,73 @@
+"""Models that are built on the meta device have the weights of those that are not."""
+
+import pytest
+import torch
+
+from flatout.config.schema import load_config
+from flatout.models.language_model import model_of
+from flatout.models.lora import with_adapters
+from flatout.models.meta import allocate, on_meta
+from flatout.ops import Ops
+
+SHAPE = [
+    "model.num_layers=2",
+    "model.d_model=32",
+    "model.vocab_size=50",
+    "data.seq_len=16",
+    "data.path=x",
+]
+KINDS = {
+    "transformer": ["model.num_heads=4", "model.positions=rotary"],
+    "eigenstate": ["model.num_eigenstates=8"],
+    "published": ["model.num_eigenstates=8", "model.initialisation=published"],
+}
+
+
+def configured(name, *more):
+    kind = "transformer" if name == "transformer" else "eigenstate"
+    return load_config(None, [f"model.kind={kind}", *SHAPE, *KINDS[name], *more])
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("lora", [[], ["lora.rank=2"], ["lora.rank=2", "lora.base_dtype=bf16"]])
+def test_drawn_weights_are_those_of_the_constructor(name, lora):
+    config = configured(name, *lora)
+    model_class, model_config = model_of(config)
+    torch.manual_seed(1)
+    built = with_adapters(model_class(model_config, Ops.plain()), config.lora)
+    torch.manual_seed(1)
+    model = with_adapters(on_meta(config, Ops.plain()), config.lora)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    allocate(model, "cpu", draws=True)
+    for found, wanted in zip(model.state_dict().items(), built.state_dict().items(), strict=True):
+        assert found[0] == wanted[0]
+        assert torch.equal(found[1], wanted[1]), found[0]
+    tokens_BT = torch.zeros(1, 16, dtype=torch.int64)
+    assert torch.equal(model.eval().logits(tokens_BT), built.eval().logits(tokens_BT))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_weights_that_a_checkpoint_replaces_are_not_drawn(name):
+    before = torch.get_rng_state()
+    model = on_meta(configured(name), Ops.plain())
+    allocate(model, "cpu", draws=False)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_custom_models_are_built_where_they_compute(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from flatout.models.transformer import Transformer\n"
+        "class Model(Transformer):\n"
+        "    def __init__(self, config, ops):\n"
+        "        super().__init__(config, ops)\n"
+        "        self.register_buffer('noise', torch.rand(3), persistent=False)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = configured("transformer").with_values({"model.kind": "mine:Model"})
+    model = on_meta(config, Ops.plain())
+    noise = model.noise.clone()
+    allocate(model, "cpu", draws=True)
+    assert torch.equal(model.noise, noise)
+    assert model.noise.any()
