@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from flatout.architectures import Architecture
+from flatout.architectures.table import Architecture
 from flatout.models.language_model import LanguageModel, LanguageModelConfig
 from flatout.ops import Ops
 from flatout.registry import ARCHITECTURES, MODELS
@@ -83,7 +83,7 @@ def architecture_of(document: dict) -> Architecture:
     return next(
         architecture
         for architecture in map(ARCHITECTURES.get, ARCHITECTURES.names())
-        if document["model_type"] in architecture.model_types
+        if document["model_type"] in architecture.classes
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.architectures import Architecture, TensorMap
-from flatout.architectures.table import SAME, names_of
+from flatout.architectures.table import SAME, Architecture, Field, TensorMap, names_of
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.registry import MODELS
@@ -13,7 +12,7 @@ OWN_TOKENIZER = "flatout_tokenizer.json"
 MODEL_TYPE = "flatout"
 
 
-def keys(document: JsonObject) -> JsonObject:
+def read(document: JsonObject, _keys: JsonObject) -> JsonObject:
     """Return the `model.` keys that a config.json states.
 
     Raises: ConfigError when it states none, or the model is not a part of flatout.
@@ -30,9 +29,9 @@ def keys(document: JsonObject) -> JsonObject:
 
 
 ARCHITECTURE = Architecture(
-    model_types=(MODEL_TYPE,),
-    keys=keys,
-    why_not=lambda _config: "Its names are flatout's own.",
+    classes={MODEL_TYPE: ""},
+    fields=[Field(read)],
+    not_exported="Its names are flatout's own.",
     tensors=lambda config: [TensorMap(name, (name,), *SAME) for name in names_of(config)],
     heads=(),
 )

@@ -92,12 +92,9 @@ def weight_files(path: Path) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    for index in INDEXES:
-        if (path / index).is_file():
-            return _indexed(path / index)
-    for name in SINGLE:
+    for name in (*INDEXES, *SINGLE):
         if (path / name).is_file():
-            return [path / name]
+            return _indexed(path / name) if name in INDEXES else [path / name]
     for suffixes in ((SAFETENSORS,), TORCH):
         found = sorted(file for file in path.iterdir() if file.suffix in suffixes)
         if len(found) == 1:

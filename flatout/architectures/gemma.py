@@ -7,12 +7,12 @@ import math
 from flatout.architectures import llama
 from flatout.architectures.table import (
     PLUS_ONE,
+    Architecture,
     Field,
     entry,
     only,
     rotary,
     tensors_of,
-    transformer,
 )
 
 TANH = ("gelu_pytorch_tanh", "gelu")
@@ -51,9 +51,9 @@ MODEL, BLOCK = (
     for table in (llama.MODEL, llama.BLOCK)
 )
 
-ARCHITECTURE = transformer(
-    {"gemma": "GemmaForCausalLM"},
-    (*FIELDS, only("hidden_activation", *TANH, written=False)),
+ARCHITECTURE = Architecture(
+    classes={"gemma": "GemmaForCausalLM"},
+    fields=(*FIELDS, only("hidden_activation", *TANH, written=False)),
     states=STATES,
     lacks=LACKED
     | {

@@ -6,11 +6,11 @@ from flatout.architectures import gemma, llama
 from flatout.architectures.table import (
     OTHER_MODEL,
     PLUS_ONE,
+    Architecture,
     Field,
     only,
     required,
     tensors_of,
-    transformer,
 )
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
@@ -75,9 +75,9 @@ def write(config: TransformerConfig) -> JsonObject:
     }
 
 
-ARCHITECTURE = transformer(
-    {"gemma2": "Gemma2ForCausalLM"},
-    (*gemma.FIELDS, only("hidden_activation", *gemma.TANH), Field(read, write)),
+ARCHITECTURE = Architecture(
+    classes={"gemma2": "Gemma2ForCausalLM"},
+    fields=(*gemma.FIELDS, only("hidden_activation", *gemma.TANH), Field(read, write)),
     states=gemma.STATES | {"post_norm": True, "full_attention_every": FULL_EVERY},
     lacks=gemma.LACKED,
     limits=gemma.LIMITS,

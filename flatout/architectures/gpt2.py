@@ -5,12 +5,12 @@ from __future__ import annotations
 from flatout.architectures.table import (
     LACKS,
     TRANSPOSED,
+    Architecture,
     entry,
     only,
     required,
     sizes,
     tensors_of,
-    transformer,
 )
 
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
@@ -29,9 +29,9 @@ LIMITS = (
 )
 """What the class cannot be; a model without biases has the shape with biases of 0."""
 
-ARCHITECTURE = transformer(
-    {"gpt2": "GPT2LMHeadModel"},
-    [
+ARCHITECTURE = Architecture(
+    classes={"gpt2": "GPT2LMHeadModel"},
+    fields=[
         *sizes(vocab_size="vocab_size", n_layer="num_layers", n_embd="d_model", n_head="num_heads"),
         entry("n_inner", "d_ff", lambda _, keys: 4 * keys["d_model"]),
         entry("n_positions", "max_seq_len", lambda document, _: required(document, "n_ctx")),

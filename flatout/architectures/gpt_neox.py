@@ -9,13 +9,13 @@ import torch
 from flatout.architectures import gpt2
 from flatout.architectures.table import (
     LACKS,
+    Architecture,
     Field,
     entry,
     only,
     rotary,
     sizes,
     tensors_of,
-    transformer,
 )
 from flatout.json_io import JsonObject
 from flatout.models.transformer import TransformerConfig
@@ -58,9 +58,9 @@ def interleaved(config: TransformerConfig) -> tuple[Any, Any]:
     )
 
 
-ARCHITECTURE = transformer(
-    {"gpt_neox": "GPTNeoXForCausalLM"},
-    (
+ARCHITECTURE = Architecture(
+    classes={"gpt_neox": "GPTNeoXForCausalLM"},
+    fields=(
         *sizes(
             vocab_size="vocab_size",
             num_hidden_layers="num_layers",

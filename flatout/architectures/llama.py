@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from flatout.architectures.table import (
     LACKS,
     SAME,
+    Architecture,
     Field,
     entry,
     only,
@@ -15,7 +14,6 @@ from flatout.architectures.table import (
     sizes,
     stacked,
     tensors_of,
-    transformer,
 )
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
@@ -66,12 +64,6 @@ MORE_SIZES = (
 )
 
 
-def heads_stacked(config: TransformerConfig) -> tuple[Any, Any]:
-    """Return the transform of queries, keys and values."""
-    kv = config.kv_heads * config.head_size
-    return stacked(config.num_heads * config.head_size, kv, kv)
-
-
 MODEL = {
     "token_embedding.weight": "model.embed_tokens.weight",
     "final_norm.weight": "model.norm.weight",
@@ -88,7 +80,12 @@ BLOCK = {
         *(f"model.layers.{{}}.{name}_proj.{part}" for name in theirs.split()),
     )
     for layers in (
-        {"attention.qkv": (heads_stacked, "self_attn.q self_attn.k self_attn.v")},
+        {
+            "attention.qkv": (
+                lambda c: stacked(c.num_heads * c.head_size, *[c.kv_heads * c.head_size] * 2),
+                "self_attn.q self_attn.k self_attn.v",
+            )
+        },
         {
             "attention.output": (SAME, "self_attn.o"),
             "mlp.gate_up": (lambda c: stacked(c.mlp_width, c.mlp_width), "mlp.gate mlp.up"),
@@ -161,9 +158,9 @@ def write_variant(config: TransformerConfig) -> JsonObject:
     }
 
 
-ARCHITECTURE = transformer(
-    CLASSES,
-    (
+ARCHITECTURE = Architecture(
+    classes=CLASSES,
+    fields=(
         *SIZES,
         only("hidden_act", "silu"),
         *MORE_SIZES,

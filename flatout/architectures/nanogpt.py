@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from flatout.architectures import Architecture, Shapes, TensorMap, gpt2
-from flatout.architectures.table import OTHER_MODEL, SAME, read_fields, require, sizes
+from flatout.architectures import gpt2
+from flatout.architectures.table import (
+    OTHER_MODEL,
+    SAME,
+    Architecture,
+    Shapes,
+    TensorMap,
+    require,
+    sizes,
+)
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 
-SIZES = sizes(
-    vocab_size="vocab_size",
-    n_layer="num_layers",
-    n_embd="d_model",
-    n_head="num_heads",
-    block_size="max_seq_len",
-)
-SHAPE = {
-    "kind": "transformer",
-    "norm": "layernorm",
-    "positions": "learned",
-    "activation": "gelu_exact",
-    "tied_head": True,
-}
-"""The keys of every model; GELU is exact, as in nanoGPT since 2023."""
 MODEL_ARGS = {"n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout"}
 """The keys of `model_args` in a checkpoint."""
 
@@ -40,14 +33,24 @@ def recognise(shapes: Shapes, others: JsonObject) -> JsonObject | None:
             fix=OTHER_MODEL,
         )
     require(arguments, "bias", True, False)
-    bias = {"bias": arguments.get("bias") is not False}
-    return read_fields(SIZES, arguments, SHAPE | bias)
+    return ARCHITECTURE.keys(arguments) | {"bias": arguments.get("bias") is not False}
 
 
 ARCHITECTURE = Architecture(
-    model_types=(),
-    keys=None,
-    why_not=lambda _config: "Checkpoints of nanoGPT are only imported; export it as GPT-2.",
+    fields=sizes(
+        vocab_size="vocab_size",
+        n_layer="num_layers",
+        n_embd="d_model",
+        n_head="num_heads",
+        block_size="max_seq_len",
+    ),
+    states={  # GELU is exact, as in nanoGPT since 2023
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu_exact",
+        "tied_head": True,
+    },
+    not_exported="Checkpoints of nanoGPT are only imported; export it as GPT-2.",
     tensors=lambda config: [
         TensorMap(one.name, one.foreign[:1], *SAME) for one in gpt2.ARCHITECTURE.tensors(config)
     ],

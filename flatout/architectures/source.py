@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.architectures import Architecture
 from flatout.architectures.exported import MODEL_TYPE
 from flatout.architectures.files import INDEXES, SAFETENSORS, SINGLE, open_tensors
 from flatout.architectures.hub import CONFIG, PREFIX, model_folder
-from flatout.architectures.table import OTHER_MODEL
+from flatout.architectures.table import OTHER_MODEL, Architecture
 from flatout.errors import CheckpointError, ConfigError
 from flatout.json_io import JsonObject, read_json
 from flatout.progress import SILENT, Progress
@@ -105,7 +104,7 @@ def _configured(path: Path, config: Path) -> ForeignModel:
             fix="Start from the weights before quantisation.",
         )
     families = map(ARCHITECTURES.get, ARCHITECTURES.names())
-    family = next((family for family in families if kind in family.model_types), None)
+    family = next((family for family in families if kind in family.classes), None)
     if family is None:
         named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"
         if kind and any("expert" in key for key in document):

@@ -1,4 +1,4 @@
-"""The rows of a family's two-way table: entries of config.json, and tensors.
+"""A family's two-way table, and its rows: entries of config.json, and tensors.
 
 A field reads entries of config.json into keys under `model.`, and writes them again. A row of
 tensors has the name of a tensor in flatout's model, and the family's, after the transform between
@@ -8,13 +8,12 @@ their values if they differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.architectures import Architecture, TensorMap
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.models.transformer import TransformerConfig
@@ -51,6 +50,24 @@ LACKS = {
 """Keys under `model.` that most families lack, with the only value that they can express."""
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each tensor of a file, by name."""
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """One tensor of a flatout model, and the tensors of the family that contain its values."""
+
+    name: str
+    """Its name in the flatout model's state_dict."""
+    foreign: tuple[str, ...]
+    """The family's names, in the order in which `join` takes and `split` returns them."""
+    join: Callable[[Sequence[Tensor]], Tensor]
+    """Returns flatout's tensor, computed from the family's."""
+    split: Callable[[Tensor], Sequence[Tensor]] | None
+    """The inverse of `join`; None when the family cannot be exported."""
+
+
 @dataclass(frozen=True)
 class Field:
     """Entries of config.json and the keys under `model.` that have their values."""
@@ -59,6 +76,70 @@ class Field:
     """Returns the keys for a config.json and the keys of the fields before."""
     write: Callable[[Any], JsonObject] = lambda _config: {}
     """Returns the entries for a model's configuration."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family of models: how its files correspond to a flatout model."""
+
+    tensors: Callable[[Any], list[TensorMap]]
+    """Returns the tensors of a model's configuration. Every tensor of the model occurs once."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """The classes of transformers by the `model_type` of a config.json; none if the family has no
+    such file.
+    """
+    fields: Sequence[Field] = ()
+    """The entries of config.json and the keys under `model.`, in the order of a written file."""
+    states: JsonObject = field(default_factory=dict)
+    """Keys under `model.` that every model of the family has, with their values."""
+    lacks: JsonObject = field(default_factory=dict)
+    """Keys that the family has no entry for, with the only values that it can express."""
+    limits: Sequence[tuple[Callable[[Any], object], str]] = ()
+    """Other shapes that no class has, and the reasons; {0} in a reason is the configuration."""
+    kind_of: Callable[[Any], str] | None = None
+    """Returns the `model_type` of the class that has a shape, if there are several."""
+    not_exported: str = ""
+    """Why the family is only imported."""
+    prefix: str = ""
+    """Start of the family's names that files of the bare model lack."""
+    ignored: tuple[str, ...] = ()
+    """Regular expressions of tensors without weights, such as masks."""
+    heads: tuple[str, ...] = ("lm_head.weight",)
+    """Names under which files may repeat the output head, such as that of a tied model."""
+    recognise: Callable[[Shapes, JsonObject], JsonObject | None] = lambda _shapes, _others: None
+    """Returns the keys under `model.` of a file without config.json, or None for another family.
+
+    It gets the shapes of the file's tensors and its other values.
+    """
+
+    def keys(self, document: JsonObject) -> JsonObject:
+        """Return the keys under `model.`, with kind and vocab_size, for a config.json.
+
+        Raises: ConfigError when an entry is missing, or flatout's models cannot express it.
+        """
+        keys = {"kind": "transformer"} | self.states
+        for each in self.fields:
+            keys |= each.read(document, keys)
+        return keys
+
+    def why_not(self, config: Any) -> str | None:
+        """Return why no class of this family has the shape of a model's configuration, or None."""
+        if self.not_exported:
+            return self.not_exported
+        if not isinstance(config, TransformerConfig):
+            return "It is not a transformer."
+        for key, value in (self.states | self.lacks).items():
+            if (stated := getattr(config, key)) != value:
+                return f"model.{key} is {stated}, and this family has {value}."
+        return next((why.format(config) for finds, why in self.limits if finds(config)), None)
+
+    def document(self, config: Any) -> JsonObject:
+        """Return the config.json of a model's configuration, for which `why_not` is None."""
+        kind = self.kind_of(config) if self.kind_of else next(iter(self.classes))
+        entries = {"architectures": [self.classes[kind]], "model_type": kind}
+        for each in self.fields:
+            entries |= each.write(config)
+        return entries
 
 
 def required(document: JsonObject, key: str, kind: type = int) -> Any:
@@ -168,56 +249,6 @@ def rotary(base: str = "rope_theta") -> Field:
         return {base: config.rotary_base, "rope_scaling": scaling}
 
     return Field(read, write)
-
-
-def read_fields(fields: Sequence[Field], document: JsonObject, keys: JsonObject) -> JsonObject:
-    """Return `keys` with those of all fields.
-
-    Raises: ConfigError when config.json lacks an entry, or flatout cannot express one.
-    """
-    for field in fields:
-        keys = keys | field.read(document, keys)
-    return keys
-
-
-def transformer(
-    classes: Mapping[str, str],
-    fields: Sequence[Field],
-    states: JsonObject,
-    lacks: JsonObject,
-    limits: Sequence[tuple[Callable[[Any], object], str]],
-    kind_of: Callable[[Any], str] | None = None,
-    **others: Any,
-) -> Architecture:
-    """Return the architecture of a family of transformers, from its table.
-
-    `classes` has the classes of transformers by `model_type`, and `kind_of` chooses one. All models
-    have the values of `states`, which an import states, and of `lacks`, which the family has no
-    entry for; `limits` are the other reasons why a model has no class of the family.
-    """
-
-    def why_not(config: Any) -> str | None:
-        if not isinstance(config, TransformerConfig):
-            return "It is not a transformer."
-        for key, value in (states | lacks).items():
-            if (stated := getattr(config, key)) != value:
-                return f"model.{key} is {stated}, and this family has {value}."
-        return next((why.format(config) for excludes, why in limits if excludes(config)), None)
-
-    def document(config: Any) -> JsonObject:
-        kind = kind_of(config) if kind_of else next(iter(classes))
-        entries = {"architectures": [classes[kind]], "model_type": kind}
-        for field in fields:
-            entries |= field.write(config)
-        return entries
-
-    return Architecture(
-        model_types=tuple(classes),
-        keys=lambda found: read_fields(fields, found, {"kind": "transformer", **states}),
-        why_not=why_not,
-        document=document,
-        **others,
-    )
 
 
 SAME = (lambda parts: parts[0], lambda whole: [whole])

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flatout.architectures import Architecture, Shapes, TensorMap
-from flatout.architectures.table import OTHER_MODEL, tensors_of
+from flatout.architectures.table import OTHER_MODEL, Architecture, Shapes, TensorMap, tensors_of
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
 from flatout.models.eigenstate import EigenstateConfig
@@ -121,9 +120,7 @@ def _no_bias(parts: Sequence[Tensor]) -> Tensor:
 
 
 ARCHITECTURE = Architecture(
-    model_types=(),
-    keys=None,
-    why_not=lambda _config: "Checkpoints of temporal-eigenstate-networks are only imported.",
+    not_exported="Checkpoints of temporal-eigenstate-networks are only imported.",
     tensors=tensors,
     recognise=recognise,
 )

@@ -351,41 +351,36 @@ def predict_memory(
     likeness = attrgetter("kind", "is_compiled")
     used = same or [run for run in measured if likeness(run) == likeness(this)][-LAST_RUNS:]
 
-    def split(run: PastRun) -> tuple[float, int]:
-        """Return the bytes that are not corrected, and the unit of the correction.
+    holes = 0 if on_gpu else _heap_holes(estimate, this.speedups)
+    allocated, reserved = estimate.total, estimate.total + holes
 
-        On a GPU, that is what depends on the micro-batch; on a CPU one byte besides the tensors.
+    def as_here(run: PastRun) -> float:
+        """Return the peak of this run if it exceeds its estimate as an earlier one did.
+
+        On a GPU by the same share of what depends on the micro-batch, on a CPU by the same bytes.
         """
-        found = run.estimate or estimate
-        if on_gpu:
-            # A compiled model holds all gradients at its peak; an eager one need not.
-            fixed = found.fixed + (found.gradients if run.is_compiled else 0)
-            return fixed, max(found.peak.total, 1)
-        return GIB * run.context_gib + found.total + _heap_holes(found, run.speedups), 1
+        found, peak = run.estimate or estimate, GIB * run.peak_gib
+        if not on_gpu:
+            held = found.total + _heap_holes(found, run.speedups)
+            return context + reserved + peak - GIB * run.context_gib - held
+        # A compiled model holds all gradients at its peak; an eager one need not.
+        theirs, ours = (
+            each.fixed + (each.gradients if this.is_compiled else 0) for each in (found, estimate)
+        )
+        return ours + max(peak - theirs, 0) / found.peak.total * estimate.peak.total
 
-    def correction(run: PastRun) -> float:
-        known, unit = split(run)
-        return (GIB * run.peak_gib - known) / unit
-
-    median = statistics.median(map(correction, used)) if used else 0.0
-    allocated = reserved = estimate.total
-    error = None if this.is_compiled and not used else EAGER_ERROR
+    assumed = allocated if on_gpu else context + reserved + CPU_OVERHEAD
+    peak = statistics.median([as_here(run) for run in used] or [assumed])
+    error = None if this.is_compiled and not used else max(EAGER_ERROR, holes / reserved)
     if on_gpu:
         ratios = [run.reserved_gib / run.peak_gib for run in used if run.reserved_gib]
-        if used:
-            known, unit = split(this)
-            allocated = int(known + max(median, 0.0) * unit)
+        allocated = int(peak)
         reserved = int(allocated * (statistics.median(ratios) if ratios else CUDA_RESERVED))
         extra = CUDA_CONTEXT
     else:
-        holes = _heap_holes(estimate, this.speedups)
-        reserved += holes
-        error = error and max(error, holes / reserved)
-        extra = max(context + int(median if used else CPU_OVERHEAD), 0)
+        extra = max(int(peak) - reserved, 0)
     if used:
-        misses = [
-            abs(correction(run) - median) * split(run)[1] / (GIB * run.peak_gib) for run in used
-        ]
+        misses = [abs(as_here(run) - peak) / (GIB * run.peak_gib) for run in used]
         spread = EAGER_ERROR if len(used) == 1 else max(misses)
         error = max(LEAST_ERROR if same else EAGER_ERROR, spread)
     least = min(allocated, estimate.total)

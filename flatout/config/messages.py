@@ -81,7 +81,6 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     Another tool's key is answered with its counterpart for the value, never with a similar name.
     """
     section, _, last = key.rpartition(".")
-    by_last = _by_last(known)
     siblings = {
         name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section
     }
@@ -91,14 +90,15 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     if word is not None:
         return ConfigError(f"There is no config key {key!r}.", fix=_advice(word, value))
     guess = dotted if dotted in known else same_key(last, known)
-    near = [names[close] for names in (siblings, tops, by_last) if (close := misspelt(last, names))]
+    known_as = (siblings, tops, _by_last(known))
+    near = [names[close] for names in known_as if (close := misspelt(last, names))]
     theirs = None if guess or near else misspelt(last, known_words())
     if theirs:
         advice = _advice(known_words()[theirs], value)
         return ConfigError(
             f"There is no config key {key!r}; other tools have {theirs!r}.", fix=advice
         )
-    near += [names[close] for names in (siblings, tops, by_last) if (close := nearest(last, names))]
+    near += [names[close] for names in known_as if (close := nearest(last, names))]
     guess = guess or next(iter(near), None)
     listing = ", ".join(siblings.values() if section and siblings else known)
     return ConfigError(

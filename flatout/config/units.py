@@ -43,14 +43,8 @@ ON_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """ORG/NAME."""
 LITGPT = re.compile(r"^checkpoints/(?=[^/]+/[^/]+$)")
 """Start of a path where litgpt stores ORG/NAME of the hub."""
-LITGPT_LAYERS = {
-    "lora_query": ["q"],
-    "lora_key": ["k"],
-    "lora_value": ["v"],
-    "lora_projection": ["o"],
-    "lora_mlp": ["gate", "up", "down"],
-}
-"""litgpt's switches of the layers with adapters; the first and the third are on by default."""
+LITGPT_ON = ("lora_query", "lora_value")
+"""litgpt's switches of layers with adapters that are on by default."""
 NO_ADAPTER = "Only linear layers of the blocks have adapters."
 OUTPUT = {"lm_head", "embed_out", "embed_tokens", "wte"}
 """Layers outside the blocks, which have no adapters."""
@@ -271,14 +265,8 @@ def weights(value: Any, word: Word, known: Known) -> Found:
 
 def litgpt_layers(value: Any, word: Word, known: Known) -> Found:
     """Return the layers that all of litgpt's switches choose."""
-    switches = {"lora_query": True, "lora_value": True}
-    found = [
-        layer
-        for switch, layers in LITGPT_LAYERS.items()
-        if not is_off(known.get(f"{THEIRS}{switch}", switches.get(switch)))
-        for layer in layers
-    ]
-    return {word.key: found} if found else NO_ADAPTER
+    on = {one: known.get(f"{THEIRS}{one}", one in LITGPT_ON) for one in word.names}
+    return targets([one for one in on if not is_off(on[one])], word, known)
 
 
 def targets(value: Any, word: Word, known: Known) -> Found:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.architectures import Architecture
 from flatout.architectures.exported import MODEL_TYPE, OWN_TOKENIZER
+from flatout.architectures.table import Architecture
 from flatout.data.tokenizers.base import Document
 from flatout.errors import ConfigError, DataError
 from flatout.files import copy_whole, sync
@@ -59,7 +59,7 @@ def write_huggingface(
     Raises: ConfigError for a model of the user's own code; CheckpointError.
     """
     family, reasons = stock_family(source)
-    if family is not None and family.document is not None:
+    if family is not None:
         config = family.document(source.model)
         planned = list(foreign_tensors(source, family))
         found = Written(str(config["architectures"][0]))
@@ -112,7 +112,7 @@ def stock_family(source: Source) -> tuple[Architecture | None, dict[str, str]]:
     reasons: dict[str, str] = {}
     for name in ARCHITECTURES.names():
         family: Architecture = ARCHITECTURES.get(name)
-        if family.document is None:
+        if family.not_exported:
             continue
         reason = family.why_not(source.model)
         if reason is None:

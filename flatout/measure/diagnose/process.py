@@ -91,7 +91,7 @@ def _lines(
     assert process.stdin is not None
     assert process.stdout is not None
     found: list[Evidence] = []
-    with process.stdin as asked:
+    with suppress(BrokenPipeError), process.stdin as asked:  # of a process that has ended
         asked.write(spec.model_dump_json())
     for line in process.stdout:
         with suppress(ValidationError):

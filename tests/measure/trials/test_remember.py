@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from flatout.assembly.prediction import read
+from types import SimpleNamespace
+
+from flatout.assembly.parts import Decision
+from flatout.assembly.prediction import predict_time, read, runs_here
 from flatout.hardware import Gpu, Machine
-from flatout.measure.trials.remember import gains, remember
+from flatout.measure.trials.remember import gains, remember, remember_rate
 
 MACHINE = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 141.0, (9, 0), "1"),), "3.11")
 
@@ -63,3 +66,20 @@ def test_a_cache_that_cannot_be_written_is_reported(sample_report, tmp_path):
     remember(gains(sample_report), MACHINE, "cuda", cache, progress=progress)
     (line,) = progress.lines
     assert line.startswith(f"Cannot write {cache}: ")
+
+
+def test_the_rate_of_the_full_set_predicts_the_next_run(sample_report, tmp_path, tiny_config):
+    full = max(sample_report.rows, key=lambda row: len(row.speedups))
+    resolved = SimpleNamespace(
+        config=tiny_config(train__device="cpu"),
+        decisions=[Decision(name, True, "") for name in full.speedups],
+        machine=MACHINE,
+    )
+    remember_rate(sample_report, resolved, tmp_path)
+    (run,) = runs_here(MACHINE, "cpu", tmp_path)
+    assert (run.by, run.tokens_per_s) == ("bench", full.tokens_per_s.median)
+    found = predict_time(
+        resolved.config, resolved.decisions, flops_per_token=1e6, peak=None, runs=[run]
+    )
+    assert found.tokens_per_s == full.tokens_per_s.median
+    assert found.source == "1 measurement(s) of bench for this shape here"
