@@ -17,6 +17,7 @@ from flatout.assembly.resolve import epoch_tokens
 from flatout.config.schema import load_config
 from flatout.data.store.shards import Dataset
 from flatout.errors import CheckpointError, ConfigError, DataError, RunFailed, Stopped
+from flatout.hardware import Gpu, Machine
 from flatout.inference.generate import sample
 from flatout.inference.load import load_run
 from flatout.training import loop
@@ -360,24 +361,23 @@ def test_a_trained_model_generates_without_its_data(tiny_config, tiny_set, tmp_p
         _ = loaded.dataset
 
 
-def test_the_first_run_on_an_unmeasured_gpu_suggests_bench(
-    tiny_config, tmp_path, monkeypatch, stop_at, messages
-):
-    monkeypatch.setattr(training, "gpu_name", lambda machine, device: "NVIDIA H200")
-    options = {"cache": tmp_path / "cache", "progress": messages}
-    with pytest.raises(Stopped):
-        run_training(tiny_config(), tmp_path / "none", observers=[stop_at(3)], progress=messages)
-    run_training(tiny_config(), tmp_path / "none", **options)
-    lines = [line for line in messages.lines if "SIGINT" not in line]
-    assert lines == [], "neither without a cache nor on resume"
-    messages.lines.clear()
-    run_training(tiny_config(), tmp_path / "first", **options)
-    (line,) = messages.lines
+def test_the_first_run_on_an_unmeasured_gpu_suggests_bench(tiny_config, tmp_path, messages):
+    h200 = Machine("a CPU", 2, 8.0, (Gpu("NVIDIA H200", 139.0, (9, 0), "580"),), "3.11")
+
+    def lines(device="cuda:0", cache=tmp_path / "cache", checkpoint=None):
+        messages.lines.clear()
+        mesh = SimpleNamespace(device=torch.device(device))
+        run = SimpleNamespace(machine=h200, mesh=mesh, config=tiny_config())
+        request = SimpleNamespace(cache=cache, progress=messages)
+        training.suggest_bench(run, SimpleNamespace(checkpoint=checkpoint), request)
+        return [*messages.lines]
+
+    assert lines(cache=None) == lines(device="cpu") == lines(checkpoint=tmp_path) == []
+    (line,) = lines()
     assert line.startswith(
         "No speedup has been measured on this GPU (NVIDIA H200); `flatout bench "
     )
-    run_training(tiny_config(), tmp_path / "second", **options)
-    assert messages.lines == [line]
+    assert lines() == [], "once"
 
 
 def test_a_relative_checkpoint_dir_is_found_from_elsewhere(tiny_config, tmp_path, monkeypatch):

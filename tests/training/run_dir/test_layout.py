@@ -22,12 +22,6 @@ def test_a_run_is_named_after_its_recipe_and_its_settings():
     assert layout.run_name(load_config(None, ["name=demo", "optim.lr=4e-4"])) != name
 
 
-def test_keys_that_an_earlier_version_did_not_have_leave_names_as_they_were():
-    assert layout.run_name(RunConfig()) == "run-da9c8697"
-    shakespeare = load_config("shakespeare-char", ["data.path=data/book"])
-    assert layout.run_name(shakespeare) == "shakespeare-char-1600b074"
-
-
 @pytest.mark.parametrize(
     "override",
     [
