@@ -51,7 +51,7 @@ MAX_NAME_BYTES = 255
 """The longest file name that nearly all file systems allow."""
 NO_MEMORY = re.compile(
     r"out of memory|can('t|not) allocate memory|can't start new thread|failed to map segment"
-    r"|_ALLOC_FAILED|could not create a (primitive|memory object)$",
+    r"|_ALLOC_FAILED|could not (create|execute) a (primitive|memory object)$",
     re.IGNORECASE | re.MULTILINE,
 )
 """What torch, its libraries, threads and the loader of libraries say when memory runs out."""

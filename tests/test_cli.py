@@ -338,6 +338,7 @@ def test_a_name_too_long_for_the_file_system_is_an_error(words, what, capsys):
             "Out of memory: can't allocate memory: 4 bytes.",
         ),
         (RuntimeError("could not create a primitive"), "could not create a primitive."),
+        (RuntimeError("could not execute a primitive"), "could not execute a primitive."),
         (ImportError("x.so: failed to map segment from shared object"), "failed to map segment"),
         (OutOfMemory("It needs 3 GiB.", fix="Set fewer rows."), "It needs 3 GiB."),
     ],

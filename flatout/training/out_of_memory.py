@@ -29,7 +29,11 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 """Words of torch's errors without a type of their own: of the CPU's allocator, and of libraries."""
-ONEDNN_OUT_OF_MEMORY = ("could not create a primitive", "could not create a memory object")
+ONEDNN_OUT_OF_MEMORY = (
+    "could not create a primitive",
+    "could not execute a primitive",
+    "could not create a memory object",
+)
 """All that oneDNN says when memory for its code or its buffers runs out.
 
 "could not create a primitive descriptor for ...", of an unsupported operation, is another error.

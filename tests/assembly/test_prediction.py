@@ -287,7 +287,7 @@ GAIN = Gain(
     recipe="gpt2-124m",
     date="2026-11-22T08:00:00",
     commit="abc1234",
-    torch="2.11.0",
+    torch="2.9.0",
 )
 
 

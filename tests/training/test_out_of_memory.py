@@ -52,7 +52,7 @@ def test_a_large_chunk_size_is_suggested_before_fewer_rows(tiny_config, tmp_path
 
 
 def test_onednn_without_memory_is_out_of_memory():
-    """oneDNN only says that it could not create a primitive, whose code needs memory."""
+    """oneDNN only says that it could not create a primitive, or in torch 2.11 not execute it."""
     script = Path(__file__).with_name("onednn_without_memory.py")
     done = subprocess.run(
         [sys.executable, str(script)],
@@ -63,7 +63,8 @@ def test_onednn_without_memory_is_out_of_memory():
     )
     if done.returncode == -signal.SIGSEGV or "None" in done.stdout:
         pytest.skip("oneDNN reported no error")  # without memory it may crash, too
-    assert done.stdout.splitlines() == ["could not create a primitive", "True"], done.stderr
+    words = ("could not create a primitive", "could not execute a primitive")
+    assert done.stdout.splitlines() in [[one, "True"] for one in words], done.stderr
 
 
 def test_an_operation_that_onednn_does_not_support_is_not_out_of_memory():
