@@ -178,6 +178,8 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decis
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
     for name in names:
+        if ":" not in name and name not in SPEEDUPS.names():  # of another version
+            continue
         speedup = SPEEDUPS.get(name)
         if precision == "fp32" and _lowers_precision(speedup):
             continue

@@ -121,6 +121,7 @@ class EigenstateConfig(LanguageModelConfig):
 class Eigenstate(EmbeddingModel):
     """Pre-norm blocks of a gated recurrence and an MLP."""
 
+    draws_everything: ClassVar[bool] = True
     Config: ClassVar[type[LanguageModelConfig]] = EigenstateConfig
     config: EigenstateConfig
 

@@ -134,6 +134,11 @@ class LanguageModel(nn.Module, ABC):
 
     Config: ClassVar[type[LanguageModelConfig]]
     """The configuration keys of the model."""
+    draws_everything: ClassVar[bool] = False
+    """Whether the model can be built on the meta device: `init_weights` sets every parameter, with
+    constants or what `meta.DRAWS` lists, and moving to a device restores every buffer. A subclass
+    does not inherit it.
+    """
     config: LanguageModelConfig
     blocks: nn.ModuleList
     """Called in order, each as block(hidden_BTD, doc_ids_BT) -> hidden_BTD."""

@@ -21,12 +21,12 @@ DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uni
 
 
 def on_meta(config: RunConfig, ops: Ops) -> LanguageModel:
-    """Return the model of a configuration on the meta device; custom models are built on the CPU.
+    """Return the model of a configuration on the meta device, if its class says that it can be.
 
-    A custom model may compute in its constructor what no checkpoint stores.
+    Any other is built on the CPU: it may compute buffers in its constructor, or draw otherwise.
     """
     model_class, model_config = model_of(config)
-    if ":" in config.model.kind:
+    if not vars(model_class).get("draws_everything"):
         return model_class(model_config, ops)
     return model_class.on_meta(model_config, ops)
 

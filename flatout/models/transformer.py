@@ -432,6 +432,7 @@ class Block(layers.ResidualBlock):
 class Transformer(EmbeddingModel):
     """Pre-norm decoder-only transformer."""
 
+    draws_everything: ClassVar[bool] = True
     Config: ClassVar[type[LanguageModelConfig]] = TransformerConfig
     config: TransformerConfig
 

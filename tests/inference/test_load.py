@@ -9,6 +9,7 @@ import torch
 from flatout.assembly.parts import FP32
 from flatout.commands.eval import evaluate
 from flatout.commands.generate import generate
+from flatout.config.schema import RunConfig
 from flatout.data.prepare.pipeline import Options, prepare_dataset
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.hardware import probe
@@ -201,3 +202,9 @@ def test_speedups_that_need_a_low_precision_are_skipped_with_it():
     narrow = {name for name in SPEEDUPS.names() if load._lowers_precision(SPEEDUPS.get(name))}
     assert {"bf16", "fp16", "fp8", "bf16-products"} <= narrow
     assert not {"fused-attention", "triton-scan", "chunked-ce", "compile"} & narrow
+
+
+def test_stored_speedups_that_this_version_does_not_have_are_left_out():
+    config = RunConfig().with_values({"speedups": ["fused-adamw", "of-another-version"]})
+    found = [decision.name for decision in load._usable_speedups(config, "trained")]
+    assert found == ["fused-adamw"]

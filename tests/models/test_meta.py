@@ -55,19 +55,31 @@ def test_weights_that_a_checkpoint_replaces_are_not_drawn(name):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_custom_models_are_built_where_they_compute(tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "import torch\n"
-        "from flatout.models.transformer import Transformer\n"
-        "class Model(Transformer):\n"
-        "    def __init__(self, config, ops):\n"
-        "        super().__init__(config, ops)\n"
-        "        self.register_buffer('noise', torch.rand(3), persistent=False)\n"
-    )
+CUSTOM = """
+import torch
+from torch import nn
+from flatout.models.transformer import Transformer
+class Model(Transformer):
+    def __init__(self, config, ops):
+        super().__init__(config, ops)
+        self.register_buffer("noise", torch.rand(3), persistent=False)
+    def init_weights(self):
+        for parameter in self.parameters():
+            nn.init.trunc_normal_(parameter, mean=1.0)
+"""
+
+
+def test_other_models_are_built_where_they_compute_and_draw_as_they_like(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(CUSTOM)
     monkeypatch.syspath_prepend(str(tmp_path))
     config = configured("transformer").with_values({"model.kind": "mine:Model"})
-    model = on_meta(config, Ops.plain())
-    noise = model.noise.clone()
-    allocate(model, "cpu", draws=True)
-    assert torch.equal(model.noise, noise)
-    assert model.noise.any()
+    model_class, model_config = model_of(config)
+    torch.manual_seed(1)
+    built = model_class(model_config, Ops.plain())
+    for draws in (True, False):
+        torch.manual_seed(1)
+        model = on_meta(config, Ops.plain())
+        allocate(model, "cpu", draws=draws)
+        assert torch.equal(model.noise, built.noise)
+        pairs = zip(model.parameters(), built.parameters(), strict=True)
+        assert all(torch.equal(found, wanted) for found, wanted in pairs)
