@@ -13,7 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from flatout.data.store.mix import MixedSplit
     from flatout.data.store.shards import Split
     from flatout.data.tokenizers import Tokenizer
+    from flatout.models.language_model import LanguageModel
     from flatout.optimizers.groups import AdamWFactory
     from flatout.parallel.mesh import Mesh
 
@@ -452,3 +453,18 @@ def without_noise() -> Iterator[None]:
     finally:
         for logger, wanted in filters.items():
             logger.removeFilter(wanted)
+
+
+def compile_blocks(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
+    """Compile each block in place, and the loss, which includes the output projection.
+
+    Embedding and final norm are not compiled. The loss takes its weight as an argument, so that no
+    graph guards a parameter that fully_shard gathers and frees.
+    """
+    import torch
+
+    for block in model.blocks:
+        block.compile(dynamic=False)
+    cross_entropy = torch.compile(model.ops.cross_entropy, dynamic=False)
+    model.ops = replace(model.ops, cross_entropy=cross_entropy)
+    return model

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.assembly.recipe import Off, On, Promise, Speedup, without_compiler
-from flatout.speedups.compile_blocks import compile_blocks
+from flatout.assembly.recipe import Off, On, Promise, Speedup, compile_blocks, without_compiler
 
 if TYPE_CHECKING:
     from flatout.models.language_model import LanguageModel

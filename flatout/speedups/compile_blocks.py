@@ -2,34 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from flatout.assembly.recipe import Off, Promise, Speedup, without_compiler
-
-if TYPE_CHECKING:
-    from flatout.models.language_model import LanguageModel
-    from flatout.parallel.mesh import Mesh
+from flatout.assembly.recipe import Off, Promise, Speedup, compile_blocks, without_compiler
 
 OFF = Off(
     "compile fuses more; use compile-blocks where compiling a deep model takes too long",
     from_minutes=2,
 )
-
-
-def compile_blocks(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:
-    """Compile each block in place, and the loss, which includes the output projection.
-
-    Embedding and final norm are not compiled. The loss takes its weight as an argument, so that no
-    graph guards a parameter that fully_shard gathers and frees.
-    """
-    import torch
-
-    for block in model.blocks:
-        block.compile(dynamic=False)
-    cross_entropy = torch.compile(model.ops.cross_entropy, dynamic=False)
-    model.ops = replace(model.ops, cross_entropy=cross_entropy)
-    return model
 
 
 SPEEDUP = Speedup(
