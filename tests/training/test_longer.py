@@ -176,7 +176,7 @@ class Killed(BaseException):
     [
         (layout, "write_sealed_at_top"),
         pytest.param((layout, "write_config"), marks=pytest.mark.faults),
-        pytest.param((training, "execute"), marks=pytest.mark.faults),
+        pytest.param((training, "claimed"), marks=pytest.mark.faults),
     ],
 )
 def test_a_kill_while_the_length_is_written_loses_nothing(
