@@ -26,7 +26,7 @@ from flatout.hardware import Machine
 from flatout.json_io import JsonObject
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import with_adapters
-from flatout.models.meta import allocate, on_meta
+from flatout.models.meta import allocate, new_model
 from flatout.optimizers.groups import OptimizerParts, optimizers_of
 from flatout.optimizers.loss_scale import LossScaler
 from flatout.optimizers.step_guard import StepGuard
@@ -303,7 +303,7 @@ def _model(
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
         )
-    core = with_adapters(on_meta(config, ops_of(recipe)), config.lora)
+    core = with_adapters(new_model(config, ops_of(recipe)), config.lora)
     model: nn.Module = core
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:

@@ -22,7 +22,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError, in_shell
 from flatout.export_mark import require_as_exported
 from flatout.hardware import pick_device, probe
 from flatout.models.language_model import LanguageModel
-from flatout.models.meta import allocate, on_meta
+from flatout.models.meta import allocate, new_model
 from flatout.progress import SILENT, Progress
 from flatout.registry import SPEEDUPS
 from flatout.training.checkpoint.catalog import tokenizer_of
@@ -105,7 +105,7 @@ def load_run(
     device, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
         recipe = assemble(_usable_speedups(config, precision))
-        model = on_meta(config, ops_of(recipe))
+        model = new_model(config, ops_of(recipe))
         allocate(model, "cpu", draws=False)
         try:
             model.load_state_dict(read_merged(path))
@@ -156,7 +156,7 @@ def load_model(
     )
     device, _ = pick_device("auto", probe())
     recipe = assemble(())
-    built = on_meta(config, ops_of(recipe))
+    built = new_model(config, ops_of(recipe))
     allocate(built, "cpu", draws=False)
     weights = ForeignWeights(found, built.config)
     weights.require_fit(shapes_of(built))

@@ -20,7 +20,7 @@ DRAWS = {nn.init.normal_, nn.init.kaiming_uniform_, nn.init.uniform_, Tensor.uni
 """What models draw their weights with."""
 
 
-def on_meta(config: RunConfig, ops: Ops) -> LanguageModel:
+def new_model(config: RunConfig, ops: Ops) -> LanguageModel:
     """Return the model of a configuration on the meta device, if its class says that it can be.
 
     Any other is built on the CPU: it may compute buffers in its constructor, or draw otherwise.
@@ -32,7 +32,7 @@ def on_meta(config: RunConfig, ops: Ops) -> LanguageModel:
 
 
 def allocate(model: LanguageModel, device: torch.device | str, *, draws: bool) -> None:
-    """Move a model that `on_meta` returned to `device`; with `draws`, draw its weights.
+    """Move a model that `new_model` returned to `device`; with `draws`, draw its weights.
 
     Every rank draws whole tensors on the CPU, one by one in the order of `init_weights`, and keeps
     its part: the values depend neither on the device nor on the number of ranks. Without `draws`

@@ -154,9 +154,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         if mesh.is_main:
             mirror = claimed(run.folder, run.config.checkpoint, is_resumed, progress)
             observers += [mirror] if mirror else []
-            (run.folder / layout.SUMMARY).unlink(
-                missing_ok=True
-            )  # of an early stop, trained past now
+            # the summary of an early stop, trained past now
+            (run.folder / layout.SUMMARY).unlink(missing_ok=True)
             forget_events(run.folder, run.step, at_end=run.step == run.last_step or ends_early(run))
         stack.enter_context(Watchdog(run, say=say))
         log = stack.enter_context(Log(run, observers, progress, run.config.log.to))

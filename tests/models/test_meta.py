@@ -6,7 +6,7 @@ import torch
 from flatout.config.schema import load_config
 from flatout.models.language_model import model_of
 from flatout.models.lora import with_adapters
-from flatout.models.meta import allocate, on_meta
+from flatout.models.meta import allocate, new_model
 from flatout.ops import Ops
 
 SHAPE = [
@@ -36,7 +36,7 @@ def test_drawn_weights_are_those_of_the_constructor(name, lora):
     torch.manual_seed(1)
     built = with_adapters(model_class(model_config, Ops.plain()), config.lora)
     torch.manual_seed(1)
-    model = with_adapters(on_meta(config, Ops.plain()), config.lora)
+    model = with_adapters(new_model(config, Ops.plain()), config.lora)
     assert all(parameter.is_meta for parameter in model.parameters())
     allocate(model, "cpu", draws=True)
     for found, wanted in zip(model.state_dict().items(), built.state_dict().items(), strict=True):
@@ -49,7 +49,7 @@ def test_drawn_weights_are_those_of_the_constructor(name, lora):
 @pytest.mark.parametrize("name", KINDS)
 def test_weights_that_a_checkpoint_replaces_are_not_drawn(name):
     before = torch.get_rng_state()
-    model = on_meta(configured(name), Ops.plain())
+    model = new_model(configured(name), Ops.plain())
     allocate(model, "cpu", draws=False)
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), before)
@@ -78,7 +78,7 @@ def test_other_models_are_built_where_they_compute_and_draw_as_they_like(tmp_pat
     built = model_class(model_config, Ops.plain())
     for draws in (True, False):
         torch.manual_seed(1)
-        model = on_meta(config, Ops.plain())
+        model = new_model(config, Ops.plain())
         allocate(model, "cpu", draws=draws)
         assert torch.equal(model.noise, built.noise)
         pairs = zip(model.parameters(), built.parameters(), strict=True)
