@@ -23,7 +23,7 @@ ROOMS = {
     "assembly": 16_800,
     "inference": 19_400,
     "sources": 16_400,
-    "models": 13_500,
+    "models": 13_100,
     "config": 10_400,
     "speedups": 9_600,
     "token_formats": 10_500,

@@ -1,12 +1,12 @@
 """Groups restart at every document, in tensors of fixed shapes.
 
-Letters: as in models/recurrence.py.
+Letters: as in models/eigenstate.py.
 """
 
 import pytest
 import torch
 
-from flatout.models.recurrence import Groups, group_means, latest_states
+from flatout.models.eigenstate import Groups, group_means, latest_states
 
 LENGTHS = {
     "odd": (5, 1, 2, 9, 3),
