@@ -1,6 +1,6 @@
 """What is known about where the time and the memory of training steps go. No torch.
 
-`Evidence` is the input of every finding in `measure/findings/`. Three tools fill it: `diagnose
+`Evidence` is the input of every rule in `measure/rules/`. Three tools fill it: `diagnose
 RECIPE` from a short measured run, `diagnose RUN` from the files of a recorded run, and
 `flatout.watch` from somebody else's loop. Nothing here depends on how the steps are taken.
 
@@ -351,6 +351,15 @@ class Evidence(Fact):
         if seconds is None or not self.step_s:
             return None
         return min(max(seconds / self.step_s, 0.0), 1.0)
+
+    def lost(self, seconds: float | None, at_least: float) -> float | None:
+        """Return seconds of a step as a share of the step; None when it is below `at_least`."""
+        share = self.share(seconds)
+        return None if share is None or share < at_least else share
+
+    def failed(self, *kinds: str) -> Failure | None:
+        """Return how the run failed, if it is one of these kinds."""
+        return self.failure if self.failure is not None and self.failure.kind in kinds else None
 
     def phase_shares(self) -> dict[str, float]:
         """Return the measured phases as shares of the step, by name; {} without a step time."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flatout.measure.findings.throttling import look
 from flatout.measure.instruments.evidence import Evidence, GpuFacts
+from flatout.measure.rules.gpu import throttling
 
 
 def found(**facts):
-    return look(Evidence(source="measured run", device="cuda", gpu=GpuFacts(**facts)))
+    return throttling.look(Evidence(source="measured run", device="cuda", gpu=GpuFacts(**facts)))
 
 
 def test_a_full_power_budget_is_no_throttling():

@@ -23,7 +23,6 @@ from flatout.measure.instruments.evidence import (
     Phases,
     Roof,
 )
-from flatout.registry import FINDINGS
 
 SITE = CallSite(file="mine.py", line=7, text="slow()")
 H200 = Gpu("NVIDIA H200", 140.0, (9, 0), "580.1")
@@ -244,7 +243,7 @@ def planted(healthy, name):
 
 
 def test_every_rule_has_a_planted_case():
-    assert set(PLANTED) == set(FINDINGS.names())
+    assert set(PLANTED) == {rule.name for rule in rules()}
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -396,5 +395,5 @@ def test_compiling_does_not_pay_off_in_the_last_minute(healthy):
 
 def test_the_documentation_lists_every_finding():
     page = (Path(flatout.__file__).parents[1] / "docs" / "diagnose.md").read_text()
-    rows = [f"| {name} | {FINDINGS.describe(name)} |" for name in FINDINGS.names()]
+    rows = [f"| {one.name} | {one.look.__doc__.splitlines()[0]} |" for one in rules()]
     assert "\n".join(rows) in page
