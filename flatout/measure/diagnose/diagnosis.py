@@ -16,7 +16,7 @@ from pathlib import Path
 from flatout.files import write_text
 from flatout.measure import rules as package
 from flatout.measure.diagnose.finding import Finding, Fix, Rule
-from flatout.measure.instruments.evidence import Evidence, Fact, Roof
+from flatout.measure.steps.evidence import Evidence, Fact, Roof
 
 FORMAT_VERSION = 1
 FILE = "findings.json"

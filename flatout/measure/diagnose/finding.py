@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from flatout.assembly.selection import all_speedups
 from flatout.config.schema import RunConfig
-from flatout.measure.instruments.evidence import CallSite, Evidence, Fact
+from flatout.measure.steps.evidence import CallSite, Evidence, Fact
 
 Harm = Literal["fails", "spoils", "slows", "warns"]
 """What a finding does to the run: it cannot run, its result will be wrong or worse, it loses time,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from flatout.measure.diagnose.finding import Finding, Fix, Harm, ms, rule, speedup_fixes
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence
 
 SLOW_DATA = 0.1
 """Share of the step from which waiting for data is a finding."""

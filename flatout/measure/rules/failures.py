@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.diagnose.finding import Finding, Fix, rule
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence
 
 
 @rule()

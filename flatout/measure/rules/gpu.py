@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flatout.hardware import CUDA_TORCH
 from flatout.measure.diagnose.finding import Finding, Fix, Harm, ms, rule, speedup_fixes, with_rows
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence
 
 COMPILE_S = 60.0
 """What compiling costs once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from flatout.measure.diagnose.finding import Finding, Fix, ms, rule, speedup_fixes
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence
 from flatout.progress import counted
 
 MIN_BUSY_CORES = 0.5

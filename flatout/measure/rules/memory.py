@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.diagnose.finding import Finding, Fix, Harm, rule, with_rows
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence
 
 CLOSE = 0.92
 """Share of the memory from which an estimate is a warning: it is not exact."""

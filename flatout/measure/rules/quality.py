@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from flatout.measure.diagnose.finding import Finding, Fix, Harm, rule
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence
 
 MIN_RECORDS = 24
 """With fewer losses, only those that are not finite count."""

@@ -11,7 +11,7 @@ from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import recorded_cores
 from flatout.measure.diagnose.diagnosis import diagnosis_of, ranked, rules
 from flatout.measure.diagnose.finding import Finding, Fix, Rule
-from flatout.measure.instruments.evidence import Evidence, GpuFacts, HostFacts, Phases, Roof
+from flatout.measure.steps.evidence import Evidence, GpuFacts, HostFacts, Phases, Roof
 from flatout.training.run_dir import layout
 
 STEPS = Evidence(

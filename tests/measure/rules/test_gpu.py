@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatout.measure.instruments.evidence import Evidence, GpuFacts
 from flatout.measure.rules.gpu import throttling
+from flatout.measure.steps.evidence import Evidence, GpuFacts
 
 
 def found(**facts):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.instruments.evidence import Evidence, Phases
 from flatout.measure.rules.host import frequent_evaluation, slow_save
+from flatout.measure.steps.evidence import Evidence, Phases
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -10,7 +10,7 @@ import pytest
 import flatout
 from flatout.hardware import Gpu, Machine
 from flatout.measure.diagnose.diagnosis import diagnosis_of, rules
-from flatout.measure.instruments.evidence import (
+from flatout.measure.steps.evidence import (
     CallSite,
     Counts,
     DataFacts,

@@ -5,7 +5,7 @@
     trace = read(profiler, steps=2, wall_s=seconds)
 
 `Trace` has one `Op` per operation of the host and per kernel of the device, in order of time;
-everything else here is a function of it. Lines of user code come from `marked_calls.py`: the
+everything else here is a function of it. Lines of user code come from `calls.py`: the
 profiler's stacks lack them.
 """
 
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch.profiler import DeviceType, ProfilerActivity, profile
 
-from flatout.measure.instruments.evidence import KernelShare
-from flatout.measure.instruments.kernels import KINDS, TELLING, is_generated, kind_of
+from flatout.measure.steps.evidence import KernelShare
+from flatout.measure.steps.kernels import KINDS, TELLING, is_generated, kind_of
 
 TINY_S = 20e-6
 """An operation that takes less costs about as much to start as to run."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import IO, Self
 
-from flatout.measure.instruments.evidence import CallSite
+from flatout.measure.steps.evidence import CallSite
 from flatout.registry import PACKAGE_DIR, is_user_code
 
 INTERVAL_S = 0.004

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.measure.instruments import marked_calls
-from flatout.measure.instruments.marked_calls import MarkedCalls, OperationLines
+from flatout.measure.steps import calls as marked_calls
+from flatout.measure.steps.calls import MarkedCalls, OperationLines
 
 pytestmark = pytest.mark.slow
 

@@ -10,9 +10,8 @@ import time
 import pytest
 
 import flatout
-from flatout.measure.instruments import sampling
-from flatout.measure.instruments.phase_timer import PhaseTimer
-from flatout.measure.instruments.sampling import (
+from flatout.measure.steps import lines as sampling
+from flatout.measure.steps.lines import (
     LineSampler,
     line_of,
     pause_s,
@@ -21,6 +20,7 @@ from flatout.measure.instruments.sampling import (
 )
 from flatout.registry import is_user_code
 from flatout.training import loop
+from flatout.training.metrics.phases import PhaseTimer
 
 
 def test_user_code_is_what_nobody_installed():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flatout.hardware import GIB
-from flatout.measure.instruments.machine_facts import gpu_facts
+from flatout.measure.steps.machine import gpu_facts
 
 MACHINE = SimpleNamespace(gpus=["a GPU"])
 OTHER = SimpleNamespace(pid=-1, usedGpuMemory=2 * GIB)

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from flatout.hardware import GIB, CpuTimes, Machine, probe, usable_cores
-from flatout.measure.instruments.evidence import GpuFacts, HostFacts
+from flatout.measure.steps.evidence import GpuFacts, HostFacts
 from flatout.parallel.rendezvous import stated_variables
 from flatout.training.metrics.device import GpuDriver
 

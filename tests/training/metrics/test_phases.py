@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from flatout.measure.instruments.phase_timer import PhaseTimer
+from flatout.training.metrics.phases import PhaseTimer
 
 pytestmark = pytest.mark.slow
 

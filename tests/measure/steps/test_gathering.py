@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.instruments.dividing import compute_on_cpu, step_on_gpu
-from flatout.measure.instruments.trace import Op, Trace
+from flatout.measure.steps.gathering import compute_on_cpu, step_on_gpu
+from flatout.measure.steps.trace import Op, Trace
 
 
 def op(name, start_s, seconds, *, on_device, within=None):

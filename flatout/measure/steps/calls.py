@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.measure.instruments.evidence import CallSite
-from flatout.measure.instruments.sampling import Line, call_sites, user_frame
+from flatout.measure.steps.evidence import CallSite
+from flatout.measure.steps.lines import Line, call_sites, user_frame
 from flatout.registry import is_user_code
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__", "cpu", "nonzero")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import DeviceType
 
-from flatout.measure.instruments.trace import Trace, profiling, read
+from flatout.measure.steps.trace import Trace, profiling, read
 
 
 def steps(number):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import flatout
 from flatout.hardware import Gpu, Machine
-from flatout.measure.instruments.evidence import CallSite, Evidence, Phases
+from flatout.measure.steps.evidence import CallSite, Evidence, Phases
 
 GPU = Gpu("NVIDIA H200", 140.0, (9, 0), "580.1")
 MACHINE = Machine("a CPU", 2, 24.0, (GPU,), "3.12")
@@ -74,7 +74,8 @@ def test_evidence_is_frozen_and_refuses_unknown_fields():
 def test_evidence_and_every_finding_load_without_torch():
     program = (
         "import sys; from flatout.measure.diagnose.diagnosis import diagnosis_of;"
-        " from flatout.measure.instruments import evidence, phase_timer, sampling;"
+        " from flatout.measure.steps import evidence, lines;"
+        " from flatout.training.metrics import phases;"
         " diagnosis_of(evidence.Evidence(source='preflight')); assert 'torch' not in sys.modules"
     )
     subprocess.run(

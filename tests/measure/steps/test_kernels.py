@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatout.measure.instruments.kernels import KINDS, MEMORY_BOUND, kind_of
+from flatout.measure.steps.kernels import KINDS, MEMORY_BOUND, kind_of
 
 
 @pytest.mark.parametrize(
