@@ -43,8 +43,9 @@ from flatout.streams import drop_output, open_streams, write_output
 from flatout.trust import BY_ARGUMENT
 
 if TYPE_CHECKING:
-    from flatout.commands import Command, Result
+    from flatout.commands import Command
     from flatout.hardware import CpuTimes
+    from flatout.json_io import Result
     from flatout.terminal import Terminal
 
 MAX_NAME_BYTES = 255
@@ -325,7 +326,8 @@ def _python_parameters(
     command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
 ) -> dict[str, Any]:
     """Return the values of a command's Python-only parameters; other ranks are silent."""
-    from flatout.terminal import RunReport, printable
+    from flatout.streams import printable
+    from flatout.terminal import RunReport
 
     stream = sys.stderr if as_json else sys.stdout
 
@@ -351,7 +353,8 @@ def _python_parameters(
 
 
 def _show(result: Result, as_json: bool) -> None:
-    from flatout.terminal import columns, printable, wrapped
+    from flatout.streams import printable
+    from flatout.terminal import columns, wrapped
 
     summary = printable(result.summary())  # it may quote files of a run from elsewhere
     stream = sys.stderr if as_json else sys.stdout

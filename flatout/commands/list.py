@@ -9,10 +9,10 @@ from typing import Annotated
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.selection import all_speedups, is_measured, longest_wait, select
 from flatout.cache import default_cache
-from flatout.commands import Argument, Command, Option, Result
+from flatout.commands import Argument, Command, Option
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import ASSUMED_MFU, Machine, probe
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
     ARCHITECTURES,
