@@ -336,11 +336,11 @@ def test_an_unknown_machine_is_an_error_with_the_nearest(text, fix):
 
 def test_each_short_name_belongs_to_one_row_and_each_capability_is_known():
     rows = [hardware.row_named(name) for name in MACHINES.names()]
-    names = [hardware._word(name) for row in rows for name in hardware._names(row)]
-    assert len(names) - len(set(names)) == sum(
-        len(hardware._names(row)) - len({hardware._word(n) for n in hardware._names(row)})
+    words = [
+        {hardware._word(name) for name in (row.name, *row.gpu_names, *row.short_names)}
         for row in rows
-    )
+    ]
+    assert sum(map(len, words)) == len(set().union(*words))
     assert all(row.compute_capability for row in rows)
 
 

@@ -268,7 +268,7 @@ def test_all_counterparts_exist():
     assert {word.option for word in words("prepare")} - options - {"", "SOURCE"} == set()
     units = {word.unit.partition(" ")[0] for group in GROUPS for word in words(group)} - {""}
     assert units == set(UNITS)
-    assert {*word_for("lr_scheduler").unit.split()} == {"schedule", *SCHEDULES}
+    assert {*word_for("lr_scheduler").unit.split()} == {"name", "schedule", *SCHEDULES}
     document = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
     entries = {
         "recipe": RECIPES.names(),

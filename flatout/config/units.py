@@ -1,10 +1,9 @@
 """How values of other tools become flatout's: the cases of words.yaml, and its units, by name.
 
-A unit receives the value, the word, the values found so far and the arguments that words.yaml
-states. It returns values by key, the reason why the value cannot be converted, `Unneeded`, the
-reason why nothing has to be set, or `Refused`, the reason why nothing of the config can be
-converted. A key after `~` is set only when nothing else sets it; `--option` and SOURCE belong to
-`flatout prepare`, and the empty key is a remark.
+A unit receives the value, the values found so far, the word and the arguments that words.yaml
+states. It returns the value of the word's key or option, a mapping of several keys, or a `Reason`
+why there is none. A key after `~` is set only when nothing else sets it; `--option` and SOURCE
+belong to `flatout prepare`, and the empty key is a remark.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from flatout.json_io import JsonObject
 from flatout.registry import DATASETS, LOGGERS, MODELS, OPTIMIZERS, RECIPES
 from flatout.words import Word, name_for, shape_for, value_for
 
-Found: TypeAlias = JsonObject | str
-"""Values by key, or why there are none."""
 Known: TypeAlias = Mapping[str, Any]
 """The values found so far: flatout's by key, and the tool's by key after THEIRS."""
 THEIRS = "their "
@@ -31,9 +28,7 @@ HUB = "hf:"
 """Start of a model of the Hugging Face hub in train.init_from."""
 OFF = {"none", "no", "off", "false", "disabled", "eager", "for-loop", "foreach", "0"}
 """Values, as text, that turn a feature off."""
-BETAS = (0.9, 0.95)
-"""The default of optim.betas."""
-REGISTRIES = {"optimizer": OPTIMIZERS, "model": MODELS}
+REGISTRIES = {"optimizer": OPTIMIZERS, "model": MODELS, "logger": LOGGERS}
 """Names that are not listed in words.yaml, by what they name."""
 OF_A_CLASS = re.compile(r"_?(for_?causal_?lm|lm_?head_?model|model)$")
 """End of the name of a model's class."""
@@ -45,7 +40,6 @@ LITGPT = re.compile(r"^checkpoints/(?=[^/]+/[^/]+$)")
 """Start of a path where litgpt stores ORG/NAME of the hub."""
 LITGPT_ON = ("lora_query", "lora_value")
 """litgpt's switches of layers with adapters that are on by default."""
-NO_ADAPTER = "Only linear layers of the blocks have adapters."
 OUTPUT = {"lm_head", "embed_out", "embed_tokens", "wte"}
 """Layers outside the blocks, which have no adapters."""
 CONVERSATIONS, TEXTS = {"chat_template", "sharegpt", "chat"}, {"completion", "pretrain"}
@@ -53,15 +47,21 @@ CONVERSATIONS, TEXTS = {"chat_template", "sharegpt", "chat"}, {"completion", "pr
 FILES = {".jsonl", ".json", ".parquet", ".csv", ".txt"}
 
 
-class Unneeded(str):
+class Reason(str):
+    """Why a value has no counterpart: there is none."""
+
+
+class Unneeded(Reason):
     """The reason why a value needs no counterpart."""
 
 
-class Refused(str):
+class Refused(Reason):
     """The reason why nothing of a config can be converted, because of one value."""
 
 
-REASONS = {"missing": str, "unneeded": Unneeded, "refused": Refused}
+Found: TypeAlias = JsonObject | Reason
+"""Values by key, or why there are none."""
+REASONS = {"missing": Reason, "unneeded": Unneeded, "refused": Refused}
 """The keys of a case that states why there is no counterpart."""
 
 
@@ -84,17 +84,16 @@ def in_cases(value: Any, word: Word) -> Found | None:
         if not any(kinds.get(name) or fnmatchcase(text, name) for name in str(names).split()):
             continue
         found = result if isinstance(result, dict) else {key: result}
-        for name, reason in REASONS.items():
-            if name in found:
-                return reason(found[name].format(value=value, text=text, key=key))
-        return {
+        filled = {
             name: value
             if one == "$"
-            else one.format(value=value, text=text)
+            else one.format(value=value, text=text, key=key)
             if isinstance(one, str)
             else one
             for name, one in found.items()
         }
+        reason = next((REASONS[name](one) for name, one in filled.items() if name in REASONS), None)
+        return filled if reason is None else reason
     return None
 
 
@@ -102,72 +101,63 @@ def converted(value: Any, word: Word, known: Known) -> Found:
     """Return what becomes of a value: by its cases, else by its unit, else as it is."""
     try:
         found = in_cases(value, word)
-        if found is None and word.unit:
+        if found is not None:
+            return found
+        if word.unit:
             name, *arguments = word.unit.split()
-            found = UNITS[name](value, word, known, *arguments)
+            value = UNITS[name](value, known, word, *arguments)
     except (TypeError, ValueError, ArithmeticError):
-        return f"The value {value!r} cannot be converted."
-    return {word.key or word.option: value} if found is None else found
+        return Reason(f"The value {value!r} cannot be converted.")
+    return value if isinstance(value, dict | Reason) else {word.key or word.option: value}
 
 
-def positive(value: Any, word: Word, known: Known) -> Found:
-    """Return the value; numbers below 1 and false mean that nothing is set."""
-    off = value is False or (isinstance(value, int | float) and value <= 0)
-    return {} if off else {word.key: value}
-
-
-def times(value: Any, word: Word, known: Known, *keys: str) -> Found:
+def times(value: Any, known: Known, _word: Word, *keys: str) -> Any:
     """Return the product with the values of other keys, rounded if they are integers."""
     factors = [known.get(key) for key in keys]
     numbers = [factor for factor in factors if factor and isinstance(factor, int | float)]
     if len(numbers) < len(keys):
-        return f"It is multiplied by {' and '.join(keys)}, which the config does not state."
+        return Reason(f"It is multiplied by {' and '.join(keys)}, which the config does not state.")
     product = (value + 0) * math.prod(numbers)  # text plus 0 is an error
-    return {word.key: product if isinstance(numbers[0], float) else round(product)}
+    return product if isinstance(numbers[0], float) else round(product)
 
 
-def inverse(value: Any, word: Word, known: Known) -> Found:
-    """Return an interval for a frequency."""
-    return {word.key: 1 / value}
-
-
-def half(value: Any, word: Word, known: Known, index: str) -> Found:
+def half(value: Any, known: Known, word: Word, index: str) -> Any:
     """Return both betas, of which the value is one."""
-    betas = [*known.get(word.key, BETAS)]
+    betas = [*known.get(word.key, (0.9, 0.95))]
     betas[int(index)] = value
-    return {word.key: betas}
+    return betas
 
 
-def name(value: Any, word: Word, known: Known, noun: str, *listed: str) -> Found:
-    """Return the name of a choice here; an optimizer may store its state in 8 bits."""
+def name(value: Any, known: Known, word: Word, noun: str, *listed: str) -> Any:
+    """Return the name of a choice here. A line that starts late, by another key, is wsd; an
+    optimizer may store its state in 8 bits.
+    """
     first = str(value[0] if isinstance(value, list) and value else value)
     text = OF_A_CLASS.sub("", first.rpartition(".")[2].lower())
     names = listed or REGISTRIES[noun].names()
     found = text if text in names else name_for(noun, text, names) or value_for(word.key, text)
     if found is None:
-        return f"There is no {noun} {first}; flatout has {', '.join(names)}."
+        return Reason(f"There is no {noun} {first}; flatout has {', '.join(names)}.")
+    if noun == "schedule" and found == "linear" and known.get("schedule.decay", 1) < 1:
+        found = "wsd"
     return {word.key: found} | ({"speedups": "+adamw-8bit"} if "8bit" in text else {})
 
 
-def schedule(value: Any, word: Word, known: Known, *listed: str) -> Found:
-    """Return the schedule; a line that starts late, by another key, is wsd."""
-    found = name(value, word, known, "schedule", *listed)
-    is_late = known.get("schedule.decay", 1) < 1
-    return {word.key: "wsd"} if found == {word.key: "linear"} and is_late else found
-
-
-def loggers(value: Any, word: Word, known: Known) -> Found:
+def loggers(value: Any, _known: Known, _word: Word) -> Any:
     """Return the loggers that exist here; `all` leaves the choice to the default."""
     names = [str(one).lower() for one in (value if isinstance(value, list) else [value])]
-    found = [one for one in names if one in LOGGERS.names()]
-    if "all" in names or found or all(map(is_off, names)):
-        return {} if "all" in names else {word.key: found}
-    return f"There is no logger {', '.join(names)}; flatout has {', '.join(LOGGERS.names())}."
+    known = LOGGERS.names()
+    found = [one for one in names if one in known]
+    if "all" in names:
+        return {}
+    if found or all(map(is_off, names)):
+        return found
+    return Reason(f"There is no logger {', '.join(names)}; flatout has {', '.join(known)}.")
 
 
 def steps(
-    value: Any, word: Word, known: Known, in_epochs: str, strategy: str, *or_epochs: str
-) -> Found:
+    value: Any, known: Known, _word: Word, in_epochs: str, strategy: str, *or_epochs: str
+) -> Any:
     """Return a number of steps; a fraction below 1 is a share of the run, perhaps in epochs.
 
     With `or_epochs`, it counts epochs if the run does, and is long enough.
@@ -181,15 +171,13 @@ def steps(
     if known.get(f"{THEIRS}{strategy}") == "epoch":
         return Unneeded(f"{strategy}=epoch counts epochs instead.")
     if value >= 1:
-        return {word.key: round(value)}
+        return round(value)
     if total:
-        return {word.key: max(1, round(value * (total + 0)))}
-    if not epochs:
-        return "It is a share of an unknown length."
-    return {in_epochs: value * (epochs + 0)}
+        return max(1, round(value * (total + 0)))
+    return {in_epochs: value * epochs} if epochs else Reason("It is a share of an unknown length.")
 
 
-def eval_strategy(value: Any, word: Word, known: Known) -> Found:
+def eval_strategy(value: Any, known: Known, word: Word) -> Any:
     """Return as many steps as between log records, which is the Trainer's default."""
     stated = known.keys() & {f"{THEIRS}eval_steps", "train.eval_every", word.key}
     if value == "steps" and not stated and "log.every" in known:
@@ -197,16 +185,16 @@ def eval_strategy(value: Any, word: Word, known: Known) -> Found:
     return Unneeded("eval_steps counts them.")
 
 
-def warmup(value: Any, word: Word, known: Known) -> Found:
+def warmup(value: Any, known: Known, word: Word) -> Any:
     """Return steps or a fraction; 0 may leave it to another key."""
     if known.get("schedule.kind") == "constant" and known.get(word.key) == 0:
         return Unneeded("The rate is constant from the first step on.")
     if isinstance(value, float) and value >= 1:
-        value = round(value)
-    return {word.key: value} if value else {f"~{word.key}": 0}
+        return round(value)
+    return value or {f"~{word.key}": 0}
 
 
-def decay_end(value: Any, word: Word, known: Known) -> Found:
+def decay_end(value: Any, known: Known, _word: Word) -> Any:
     """Return why the decay cannot end at a step, unless it is the last one."""
     last = known.get("train.steps")
     if known.get("schedule.kind") == "constant":
@@ -214,27 +202,21 @@ def decay_end(value: Any, word: Word, known: Known) -> Found:
     if value == last:
         return Unneeded("The decay ends with the run.")
     if not last:
-        return "The decay ends with the run, whose length in steps is not stated."
+        return Reason("The decay ends with the run, whose length in steps is not stated.")
     shorter = f" train.steps={value} ends both there." if value < last else ""
-    return f"The decay ends with the run, at step {last}, not at step {value}.{shorter}"
+    return Reason(f"The decay ends with the run, at step {last}, not at step {value}.{shorter}")
 
 
-def of_head(value: Any, word: Word, known: Known) -> Found:
+def of_head(value: Any, known: Known, _word: Word) -> Any:
     """Return a share of a head as a number of components, an even one."""
     width, heads = known.get("model.d_model"), known.get("model.num_heads")
     size = known.get("model.head_dim") or (width // heads if width and heads else None)
     if not size:
-        return "It is a share of a head whose size is not stated."
-    return {word.key: round((value + 0) * (size + 0) / 2) * 2}
+        return Reason("It is a share of a head whose size is not stated.")
+    return round((value + 0) * (size + 0) / 2) * 2
 
 
-def scales(value: Any, word: Word, known: Known) -> Found:
-    """Return the scales, which a list or text states; a switch may turn them off."""
-    parts = re.findall(r"\d+", value) if isinstance(value, str) else value
-    return {f"~{word.key}": [int(part) for part in parts]}
-
-
-def shape(value: Any, word: Word, known: Known) -> Found:
+def shape(value: Any, known: Known, word: Word) -> Any:
     """Return the shape that a model's name stands for, or torchtitan's names of it and its size."""
     model = str(value)
     if "flavor" in word.names:
@@ -245,7 +227,7 @@ def shape(value: Any, word: Word, known: Known) -> Found:
         return Unneeded("model.flavor states the shape with it.")
     keys = dict(shape_for(model) or {})
     if not keys:
-        return (
+        return Reason(
             f"The name {model} does not state a shape: set the keys of model, or start from a "
             "recipe that `flatout list recipes` shows."
         )
@@ -256,30 +238,25 @@ def shape(value: Any, word: Word, known: Known) -> Found:
     return found | ({"~data.seq_len": keys["max_seq_len"]} if "max_seq_len" in keys else {})
 
 
-def weights(value: Any, word: Word, known: Known) -> Found:
+def weights(value: Any, _known: Known, _word: Word) -> Any:
     """Return where weights come from; ORG/NAME is a repository of the hub."""
     text = LITGPT.sub("", str(value))
     is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and not text.endswith(".pt")
-    return {word.key: f"{HUB}{text}" if is_on_hub else text}
+    return f"{HUB}{text}" if is_on_hub else text
 
 
-def litgpt_layers(value: Any, word: Word, known: Known) -> Found:
-    """Return the layers that all of litgpt's switches choose."""
-    on = {one: known.get(f"{THEIRS}{one}", one in LITGPT_ON) for one in word.names}
-    return targets([one for one in on if not is_off(on[one])], word, known)
-
-
-def targets(value: Any, word: Word, known: Known) -> Found:
-    """Return the names of the layers; those of the output weight have no adapter."""
+def targets(value: Any, known: Known, word: Word) -> Any:
+    """Return the names of the layers, which litgpt's switches choose; the output has no adapter."""
     given = value if isinstance(value, list) else str(value).split(",")
+    if "lora_query" in word.names:
+        given = [
+            one for one in word.names if not is_off(known.get(f"{THEIRS}{one}", one in LITGPT_ON))
+        ]
     names = [str(one).strip().rpartition(".")[2] for one in given]
     meant = ", ".join(value_for(word.key, one) or one for one in names if one not in OUTPUT)
-    return {word.key: [*dict.fromkeys(meant.split(", "))]} if meant else NO_ADAPTER
-
-
-def packing(value: Any, word: Word, known: Known) -> Found:
-    """Return whether attention stays within each document: not in TRL's strategy `wrapped`."""
-    return {word.key: known.get(f"{THEIRS}packing_strategy") != "wrapped"}
+    if not meant:
+        return Reason("Only linear layers of the blocks have adapters.")
+    return [*dict.fromkeys(meant.split(", "))]
 
 
 def _dataset_of(known: Known) -> tuple[list[Any], Any]:
@@ -289,23 +266,25 @@ def _dataset_of(known: Known) -> tuple[list[Any], Any]:
     return names, next(filter(None, configs), None)
 
 
-def hub_config(value: Any, word: Word, known: Known) -> Found:
+def hub_config(_value: Any, known: Known, _word: Word) -> Any:
     """Return that the source names the configuration, which needs the dataset's full name."""
     if any(ON_HUB.fullmatch(str(one)) for one in _dataset_of(known)[0]):
         return Unneeded("The source of `flatout prepare` names it.")
-    return "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it; the dataset has no ORG/NAME."
+    return Reason(
+        "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it; the dataset has no ORG/NAME."
+    )
 
 
-def dataset(value: Any, word: Word, known: Known) -> Found:
+def dataset(value: Any, known: Known, _word: Word) -> Any:
     """Return the directory to prepare a dataset in, and its source."""
     if not isinstance(value, str) or not value.strip("./ "):
-        return "Prepare the data with `flatout prepare`, and set data.path."
+        return Reason("Prepare the data with `flatout prepare`, and set data.path.")
     last = value.rstrip("/").rpartition("/")[2].rpartition("data.")[2].lower()
     on_hub, config = _dataset_of(known)
     title = name_for("dataset", last, DATASETS.names()) or last
     if config is not None:  # wikitext has wikitext-2 and wikitext-103
         title = str(config) if str(config).startswith(last) else f"{last}-{config}"
-    found: JsonObject = {word.key: f"data/{re.sub(r'[^a-z0-9.]+', '-', title).strip('-')}"}
+    found: JsonObject = {"data.path": f"data/{re.sub(r'[^a-z0-9.]+', '-', title).strip('-')}"}
     if last.endswith("_char"):
         found["~--tokenizer"] = "char"
     if title in DATASETS.names():
@@ -317,31 +296,34 @@ def dataset(value: Any, word: Word, known: Known) -> Found:
     return found
 
 
-def mix(value: Any, word: Word, known: Known) -> Found:
+def mix(value: Any, known: Known, word: Word) -> Any:
     """Return datasets with weights; a list of one is a dataset."""
     if isinstance(value, list) and len(value) == 1:
-        one = value[0].get("path") if isinstance(value[0], dict) else value[0]
-        return dataset(one, Word((), "keys", "data.path"), known)
-    weights: JsonObject = {}
-    for title, weight in value.items() if isinstance(value, dict) else ():
-        found = dataset(title, word, known)
-        if isinstance(found, dict) and isinstance(weight, int | float):
-            weights[found[word.key]] = weight
-    if weights and len(weights) == len(value):
-        return {word.key: weights}
-    return "Prepare each dataset with `flatout prepare`, and set data.mix='{data/a: 3, data/b: 1}'."
+        return dataset(
+            value[0].get("path") if isinstance(value[0], dict) else value[0], known, word
+        )
+    found = {
+        path["data.path"]: weight
+        for title, weight in (value.items() if isinstance(value, dict) else ())
+        if isinstance(path := dataset(title, known, word), dict) and isinstance(weight, int | float)
+    }
+    if found and len(found) == len(value):
+        return {word.key: found}
+    return Reason(
+        "Prepare each dataset with `flatout prepare`, and set data.mix='{data/a: 3, data/b: 1}'."
+    )
 
 
-def as_option(value: Any, word: Word, known: Known) -> Found:
+def as_option(value: Any, _known: Known, word: Word) -> Any:
     """Return a field, a file or another text as it is."""
     one = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return {word.option: one} if isinstance(one, str) else f"{word.option} takes a name."
+    return one if isinstance(one, str) else Reason(f"{word.option} takes a name.")
 
 
-def tokenizer(value: Any, word: Word, known: Known) -> Found:
+def tokenizer(value: Any, _known: Known, _word: Word) -> Any:
     """Return the tokenizer, which may have another name here."""
     text = LITGPT.sub("", str(value))
-    return {word.option: name_for("tokenizer", text, TOKENIZERS) or text}
+    return name_for("tokenizer", text, TOKENIZERS) or text
 
 
 def _form(known: Known) -> str | None:
@@ -350,35 +332,44 @@ def _form(known: Known) -> str | None:
     return None if form is None else str(form).partition(".")[0]
 
 
-def template(value: Any, word: Word, known: Known) -> Found:
+def template(value: Any, known: Known, word: Word) -> Any:
     """Return the chat template, if the rows are conversations."""
     if _form(known) not in {None, *CONVERSATIONS}:
         return Unneeded("The rows are not conversations.")
     text = str(value).replace("tokenizer_default", "auto")
     if text in ("auto", "chatml", "plain") or text.endswith((".jinja", ".jinja2")):
-        return {word.option: text}
-    return f"There is no template {text}: `{word.option} auto` takes that of the tokenizer."
+        return text
+    return Reason(f"There is no template {text}: `{word.option} auto` takes that of the tokenizer.")
 
 
-def trained_inputs(value: Any, word: Word, known: Known, *inverted: str) -> Found:
+def trained_inputs(value: Any, known: Known, word: Word, *inverted: str) -> Any:
     """Return what the loss counts: all of a text, or the assistant's turns of a conversation."""
     is_trained, form = is_off(value) == bool(inverted), _form(known)
     if form in CONVERSATIONS:
         turns = "With --chat, the loss counts the assistant's turns"
-        return f"{turns} and nothing else." if is_trained else Unneeded(f"{turns}.")
+        return Reason(f"{turns} and nothing else.") if is_trained else Unneeded(f"{turns}.")
     if is_trained or form in TEXTS:
         return Unneeded("The loss counts all of the text.")
-    return (
+    return Reason(
         f"`flatout prepare {word.option} FIELD` leaves the prompt of each row out; name its field."
     )
 
 
-UNITS: dict[str, Callable[..., Found]] = {
+UNITS: dict[str, Callable[..., Any]] = {
+    "inverse": lambda value, *_: 1 / value,
+    "packing": lambda _value, known, _word: known.get(f"{THEIRS}packing_strategy") != "wrapped",
+    "positive": lambda value, *_: {} if isinstance(value, int | float) and value <= 0 else value,
+    "scales": lambda value, _known, word: {
+        f"~{word.key}": [
+            int(part) for part in (re.findall(r"\d+", value) if isinstance(value, str) else value)
+        ]
+    },
+} | {
     unit.__name__: unit
     for unit in (
-        *(as_option, dataset, decay_end, eval_strategy, half, hub_config, inverse),
-        *(litgpt_layers, loggers, mix, name, of_head, packing, positive, scales, schedule, shape),
-        *(steps, targets, template, times, tokenizer, trained_inputs, warmup, weights),
+        *(as_option, dataset, decay_end, eval_strategy, half, hub_config, loggers, mix, name),
+        *(of_head, shape, steps, targets, template, times, tokenizer, trained_inputs, warmup),
+        weights,
     )
 }
 """All units by name."""
