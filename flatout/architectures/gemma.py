@@ -6,7 +6,6 @@ import math
 
 from flatout.architectures import llama
 from flatout.architectures.table import (
-    PLUS_ONE,
     Architecture,
     Field,
     entry,
@@ -43,13 +42,7 @@ LIMITS = (
     ),
     (lambda c: c.has_qkv_bias, "Queries, keys and values have biases."),
 )
-MODEL, BLOCK = (
-    {
-        ours: (PLUS_ONE, theirs) if ours.endswith("norm.weight") else theirs
-        for ours, theirs in table.items()
-    }
-    for table in (llama.MODEL, llama.BLOCK)
-)
+TENSORS = llama.TENSORS.replace("norm.weight model", "norm.weight plus_one model")
 
 ARCHITECTURE = Architecture(
     classes={"gemma": "GemmaForCausalLM"},
@@ -64,7 +57,7 @@ ARCHITECTURE = Architecture(
         "attention_softcap": None,
     },
     limits=LIMITS,
-    tensors=tensors_of(MODEL, BLOCK),
+    tensors=tensors_of(TENSORS, **llama.STACKED),
     prefix="model.",
     ignored=llama.ARCHITECTURE.ignored,
 )

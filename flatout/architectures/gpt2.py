@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flatout.architectures.table import (
     LACKS,
-    TRANSPOSED,
     Architecture,
     entry,
     only,
@@ -32,7 +31,7 @@ LIMITS = (
 ARCHITECTURE = Architecture(
     classes={"gpt2": "GPT2LMHeadModel"},
     fields=[
-        *sizes(vocab_size="vocab_size", n_layer="num_layers", n_embd="d_model", n_head="num_heads"),
+        *sizes("vocab_size n_layer=num_layers n_embd=d_model n_head=num_heads"),
         entry("n_inner", "d_ff", lambda _, keys: 4 * keys["d_model"]),
         entry("n_positions", "max_seq_len", lambda document, _: required(document, "n_ctx")),
         entry("activation_function", "activation", "gelu_new", ACTIVATIONS),
@@ -46,20 +45,18 @@ ARCHITECTURE = Architecture(
     lacks=LACKS | {"parallel_residual": False, "qk_norm": False, "window": None},
     limits=LIMITS,
     tensors=tensors_of(
-        {
-            "token_embedding.weight": "transformer.wte.weight",
-            "position_embedding.weight": "transformer.wpe.weight",
-            "final_norm.*": "transformer.ln_f.*",
-            "unembedding.weight": "lm_head.weight",
-        },
-        {
-            "blocks.{}.attention_norm.*": "transformer.h.{}.ln_1.*",
-            "blocks.{}.attention.qkv.*": (TRANSPOSED, "transformer.h.{}.attn.c_attn.*"),
-            "blocks.{}.attention.output.*": (TRANSPOSED, "transformer.h.{}.attn.c_proj.*"),
-            "blocks.{}.mlp_norm.*": "transformer.h.{}.ln_2.*",
-            "blocks.{}.mlp.up.*": (TRANSPOSED, "transformer.h.{}.mlp.c_fc.*"),
-            "blocks.{}.mlp.down.*": (TRANSPOSED, "transformer.h.{}.mlp.c_proj.*"),
-        },
+        """
+token_embedding.weight transformer.wte.weight
+position_embedding.weight transformer.wpe.weight
+final_norm.* transformer.ln_f.*
+unembedding.weight lm_head.weight
+blocks.{}.attention_norm.* transformer.h.{}.ln_1.*
+blocks.{}.attention.qkv.* transposed transformer.h.{}.attn.c_attn.*
+blocks.{}.attention.output.* transposed transformer.h.{}.attn.c_proj.*
+blocks.{}.mlp_norm.* transformer.h.{}.ln_2.*
+blocks.{}.mlp.up.* transposed transformer.h.{}.mlp.c_fc.*
+blocks.{}.mlp.down.* transposed transformer.h.{}.mlp.c_proj.*
+"""
     ),
     prefix="transformer.",
     ignored=(r".*attn\.(masked_)?bias",),

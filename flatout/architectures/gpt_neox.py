@@ -62,12 +62,9 @@ ARCHITECTURE = Architecture(
     classes={"gpt_neox": "GPTNeoXForCausalLM"},
     fields=(
         *sizes(
-            vocab_size="vocab_size",
-            num_hidden_layers="num_layers",
-            hidden_size="d_model",
-            num_attention_heads="num_heads",
-            intermediate_size="d_ff",
-            max_position_embeddings="max_seq_len",
+            "vocab_size num_hidden_layers=num_layers hidden_size=d_model "
+            "num_attention_heads=num_heads intermediate_size=d_ff "
+            "max_position_embeddings=max_seq_len"
         ),
         entry("hidden_act", "activation", "gelu", gpt2.ACTIVATIONS),
         entry("layer_norm_eps", "layer_norm_eps", 1e-5),
@@ -87,22 +84,18 @@ ARCHITECTURE = Architecture(
         *gpt2.LIMITS,
     ),
     tensors=tensors_of(
-        {
-            "token_embedding.weight": "gpt_neox.embed_in.weight",
-            "final_norm.*": "gpt_neox.final_layer_norm.*",
-            "unembedding.weight": "embed_out.weight",
-        },
-        {
-            "blocks.{}.attention_norm.*": "gpt_neox.layers.{}.input_layernorm.*",
-            "blocks.{}.attention.qkv.*": (
-                interleaved,
-                "gpt_neox.layers.{}.attention.query_key_value.*",
-            ),
-            "blocks.{}.attention.output.*": "gpt_neox.layers.{}.attention.dense.*",
-            "blocks.{}.mlp_norm.*": "gpt_neox.layers.{}.post_attention_layernorm.*",
-            "blocks.{}.mlp.up.*": "gpt_neox.layers.{}.mlp.dense_h_to_4h.*",
-            "blocks.{}.mlp.down.*": "gpt_neox.layers.{}.mlp.dense_4h_to_h.*",
-        },
+        """
+token_embedding.weight gpt_neox.embed_in.weight
+final_norm.* gpt_neox.final_layer_norm.*
+unembedding.weight embed_out.weight
+blocks.{}.attention_norm.* gpt_neox.layers.{}.input_layernorm.*
+blocks.{}.attention.qkv.* interleaved gpt_neox.layers.{}.attention.query_key_value.*
+blocks.{}.attention.output.* gpt_neox.layers.{}.attention.dense.*
+blocks.{}.mlp_norm.* gpt_neox.layers.{}.post_attention_layernorm.*
+blocks.{}.mlp.up.* gpt_neox.layers.{}.mlp.dense_h_to_4h.*
+blocks.{}.mlp.down.* gpt_neox.layers.{}.mlp.dense_4h_to_h.*
+""",
+        interleaved=interleaved,
     ),
     prefix="gpt_neox.",
     ignored=(r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),

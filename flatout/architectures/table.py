@@ -199,9 +199,10 @@ def entry(theirs: str, ours: str, default: Any = None, names: JsonObject | None 
     return Field(read, write)
 
 
-def sizes(**names: str) -> list[Field]:
-    """Return the fields of integers that a config.json must have: its names, and the keys."""
-    return [entry(theirs, ours) for theirs, ours in names.items()]
+def sizes(names: str) -> list[Field]:
+    """Return the fields of integers that a config.json must have: `THEIRS=OURS`, or one name."""
+    pairs = (name.partition("=") for name in names.split())
+    return [entry(theirs, ours or theirs) for theirs, _, ours in pairs]
 
 
 def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
@@ -252,10 +253,11 @@ def rotary(base: str = "rope_theta") -> Field:
 
 
 SAME = (lambda parts: parts[0], lambda whole: [whole])
-TRANSPOSED = (lambda parts: parts[0].t(), lambda whole: [whole.t()])
-"""The family stores the axes of a matrix in the opposite order."""
-PLUS_ONE = (lambda parts: parts[0] + 1, lambda whole: [whole - 1])
-"""The family stores a gain as its difference from 1."""
+TRANSFORMS = {
+    "transposed": (lambda parts: parts[0].t(), lambda whole: [whole.t()]),
+    "plus_one": (lambda parts: parts[0] + 1, lambda whole: [whole - 1]),
+}
+"""The family stores the axes of a matrix in the opposite order; a gain as its difference from 1."""
 
 
 def stacked(*rows: int) -> tuple[Any, Any]:
@@ -263,38 +265,39 @@ def stacked(*rows: int) -> tuple[Any, Any]:
     return lambda parts: torch.cat(list(parts)), lambda whole: torch.split(whole, [*rows])
 
 
-def tensors_of(*tables: JsonObject) -> Callable[[Any], list[TensorMap]]:
-    """Return a function from a configuration to the tensors of its model, from tables of rows.
+def tensors_of(rows: str, **transforms: Any) -> Callable[[Any], list[TensorMap]]:
+    """Return a function from a configuration to the tensors of its model, from a table.
 
-    `{}` in a name is the number of a block; the rows of a table with it are repeated for each.
-    Rows of tensors that the model lacks are left out. A transform is the two functions of a
-    TensorMap, or returns them for a configuration. `*` stands for the weight and the bias of a
-    layer: if the model has no bias, the family's is 0, with a number per row of the weight.
+    A row has a name in flatout's model, a transform if the values differ, and the family's names.
+    `{}` is the number of a block: the row is repeated for each. Rows of tensors that the model
+    lacks are left out. A transform is the two functions of a TensorMap, or returns them for a
+    configuration. `*` stands for the weight and the bias of a layer: if the model has no bias, the
+    family's is 0, with a number per row of the weight.
     """
+    table = [line.split() for line in rows.splitlines() if line]
 
     def tensors(config: Any) -> list[TensorMap]:
-        there = names_of(config)
-        return [
-            one
-            for table in tables
-            for block in range(config.num_layers if "{}" in str([*table]) else 1)
-            for ours, row in table.items()
-            for one in _maps(ours, row, block, config, there)
-        ]
+        there, found = names_of(config), []
+        for block in (None, *range(config.num_layers)):
+            for ours, *theirs in table:
+                if ("{}" in ours) == (block is not None):
+                    transform = (TRANSFORMS | transforms).get(theirs[0])
+                    names = [
+                        name.format(block) for name in (ours, *theirs[transform is not None :])
+                    ]
+                    found += _maps(names, transform or SAME, config, there)
+        return found
 
     return tensors
 
 
-def _maps(ours: str, row: Any, block: int, config: Any, there: Collection[str]) -> list[TensorMap]:
-    transform, *theirs = row if isinstance(row, tuple) else (SAME, row)
+def _maps(names: list[str], transform: Any, config: Any, there: Collection[str]) -> list[TensorMap]:
+    """Return the tensors of one row; the first name is flatout's."""
     join, split = transform(config) if callable(transform) else transform
-    weight, bias = (
-        [name.replace("*", part).format(block) for name in (ours, *theirs)]
-        for part in ("weight", "bias")
-    )
-    if "*" not in ours or bias[0] in there:
-        both = [weight] if "*" not in ours else [weight, bias]
-        return [TensorMap(name, (*names,), join, split) for name, *names in both if name in there]
+    weight, bias = ([name.replace("*", part) for name in names] for part in ("weight", "bias"))
+    if weight == bias or bias[0] in there:
+        both = [weight] if weight == bias else [weight, bias]
+        return [TensorMap(name, (*theirs,), join, split) for name, *theirs in both if name in there]
 
     def split_both(whole: Tensor) -> list[Tensor]:
         return [*split(whole), whole.new_zeros(len(whole))]

@@ -12,7 +12,7 @@ import math
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from flatout.config.messages import field_at
+from flatout.config.messages import fields_of
 from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, nested, validate
 from flatout.config.units import SOURCE, THEIRS, Reason, Refused, Unneeded, converted, is_off
 from flatout.documents import parse_yaml, read_text
@@ -101,32 +101,30 @@ def read_settings(path: Path) -> tuple[JsonObject, list[str]]:
     Raises: ConfigError when the file cannot be read or is not a mapping.
     """
     text, kind = read_text(path, "a config"), path.suffix.lower()
-    parsers: dict[str, tuple[str, Callable[[str], Any]]] = {
-        ".py": ("Python", _python_values),
-        ".json": ("JSON", json.loads),
-        ".toml": ("TOML", tomllib.loads),
-    }
-    name, parse = parsers.get(kind, ("YAML", partial(parse_yaml, name=str(path))))
+    parsers: dict[str, Any] = {".py": ast.parse, ".json": json.loads, ".toml": tomllib.loads}
+    parse = parsers.get(kind, partial(parse_yaml, name=str(path)))
     try:
         document = parse(text)
     except (ValueError, SyntaxError, RecursionError) as error:
+        name = "Python" if kind == ".py" else kind[1:].upper()
         raise ConfigError(
             f"{path} is not valid {name}: {error}.", fix="Correct it there."
         ) from error
-    values, computed = document if kind == ".py" else (document, [])
-    if kind != ".py" and not (isinstance(values, dict) and values):
+    if isinstance(document, ast.Module):
+        return _python_values(document)
+    if not isinstance(document, dict) or not document:
         raise ConfigError(
             f"{path} is not a mapping of keys to values.",
             fix="Name the config of another tool: YAML, JSON, TOML, or a Python file that assigns "
             "values.",
         )
-    return values, computed
+    return document, []
 
 
-def _python_values(text: str) -> tuple[JsonObject, list[str]]:
+def _python_values(tree: ast.Module) -> tuple[JsonObject, list[str]]:
     values: JsonObject = {}
     computed = []
-    for node in ast.parse(text).body:
+    for node in tree.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -250,7 +248,7 @@ class _Reading:
         word, value, values = entry.word, entry.value, self._values
         if value is None or not (word.key or word.cases or word.unit):
             return
-        known = field_at(RunConfig, word.key)
+        known = fields_of(RunConfig).get(word.key)
         is_text = known is not None and not re.search(r"\b(int|float)\b", str(known.annotation))
         if not is_text and isinstance(value, str) and NUMBER.fullmatch(value):  # a quoted number
             value = float(value) if re.search(r"[.eE]", value) else int(value)
@@ -369,10 +367,10 @@ class _Reading:
             why = word.note
         elif is_off(value) or (value == nothing and value is not True):
             why = "It is off."
-        elif word.group == "missing" or word.option:
-            outcome, why = "missing", word.note if word.group == "missing" else word.advice
+        elif word.group == "missing":
+            outcome, why = "missing", word.note
         elif word.group == "prepare":
-            why = word.advice
+            outcome, why = "missing" if word.option else "unnecessary", word.advice
         else:
             why = "Another key states it." if entry.wrote else "flatout does this by default."
         if entry.is_default:

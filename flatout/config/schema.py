@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from flatout import trust
 from flatout.config.messages import explain as explain
-from flatout.config.messages import field_at
+from flatout.config.messages import fields_of
 from flatout.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -205,7 +205,7 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonO
 
 def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
     """Return an override's value: parsed as YAML, or as text for a text key."""
-    kind = getattr(field_at(section, key), "annotation", None)
+    kind = getattr(fields_of(section).get(key), "annotation", None)
     is_text, stripped = kind in (str, str | None), text.strip()
     if not stripped or (is_text and stripped in {"null", "~"}):
         return text if kind is str else None

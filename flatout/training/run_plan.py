@@ -150,7 +150,8 @@ def _plan_here(request: RunRequest) -> RunPlan:
     stored = None
     if request.resume != "never":
         stored = config_to_resume(folder, request.config, trust_code=request.trust_code)
-    remember(folder, request.config.references())
+    if stored is not None:
+        remember(folder, request.config.references())
     resume = resume_path(request.resume)
     with writing_run(folder):
         checkpoint = resume_from(folder, resume, progress=request.progress)
