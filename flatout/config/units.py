@@ -1,16 +1,16 @@
 """How values of other tools become flatout's: the cases of words.yaml, and its units, by name.
 
-A unit receives the value, the values found so far, the word and the arguments that words.yaml
-states. It returns the value of the word's key or option, a mapping of several keys, or a `Reason`
-why there is none. A key after `~` is set only when nothing else sets it; `--option` and SOURCE
-belong to `flatout prepare`, and the empty key is a remark.
+A unit is a name and perhaps arguments. It converts a value, with the values found so far, to the
+value of the word's key or option, to a mapping of several keys, or to a `Reason` why there is none.
+A key after `~` is set only when nothing else sets it; `--option` and SOURCE belong to `flatout
+prepare`, and the empty key is a remark.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -104,119 +104,88 @@ def converted(value: Any, word: Word, known: Known) -> Found:
         if found is not None:
             return found
         if word.unit:
-            name, *arguments = word.unit.split()
-            value = UNITS[name](value, known, word, *arguments)
+            value = _by_unit(value, word, known)
     except (TypeError, ValueError, ArithmeticError):
         return Reason(f"The value {value!r} cannot be converted.")
     return value if isinstance(value, dict | Reason) else {word.key or word.option: value}
 
 
-def times(value: Any, known: Known, _word: Word, *keys: str) -> Any:
-    """Return the product with the values of other keys, rounded if they are integers."""
-    factors = [known.get(key) for key in keys]
-    numbers = [factor for factor in factors if factor and isinstance(factor, int | float)]
-    if len(numbers) < len(keys):
-        return Reason(f"It is multiplied by {' and '.join(keys)}, which the config does not state.")
-    product = (value + 0) * math.prod(numbers)  # text plus 0 is an error
-    return product if isinstance(numbers[0], float) else round(product)
+def _by_unit(value: Any, word: Word, known: Known) -> Any:
+    """Convert a number or a name."""
+    match word.unit.split():
+        case ["positive"]:  # numbers below 1 and false mean that nothing is set
+            return {} if isinstance(value, int | float) and value <= 0 else value
+        case ["inverse"]:
+            return 1 / value
+        case ["times", *keys]:
+            factors = [known.get(key) for key in keys]
+            numbers = [factor for factor in factors if factor and isinstance(factor, int | float)]
+            if len(numbers) < len(keys):
+                return Reason(
+                    f"It is multiplied by {' and '.join(keys)}, which the config does not state."
+                )
+            product = (value + 0) * math.prod(numbers)  # text plus 0 is an error
+            return product if isinstance(numbers[0], float) else round(product)
+        case ["half", index]:  # of both betas
+            betas = [*known.get(word.key, (0.9, 0.95))]
+            betas[int(index)] = value
+            return betas
+        case ["of_head"]:  # a share of its components, an even number of them
+            width, heads = known.get("model.d_model"), known.get("model.num_heads")
+            size = known.get("model.head_dim") or (width // heads if width and heads else None)
+            if not size:
+                return Reason("It is a share of a head whose size is not stated.")
+            return round((value + 0) * (size + 0) / 2) * 2
+        case ["scales"]:  # a list or text states them; a switch may turn them off
+            parts = re.findall(r"\d+", value) if isinstance(value, str) else value
+            return {f"~{word.key}": [int(part) for part in parts]}
+        case ["name", noun, *listed]:
+            first = str(value[0] if isinstance(value, list) and value else value)
+            text = OF_A_CLASS.sub("", first.rpartition(".")[2].lower())
+            names = listed or REGISTRIES[noun].names()
+            found = text if text in names else name_for(noun, text, names)
+            found = found or value_for(word.key, text)
+            if found is None:
+                return Reason(f"There is no {noun} {first}; flatout has {', '.join(names)}.")
+            if noun == "schedule" and found == "linear" and known.get("schedule.decay", 1) < 1:
+                found = "wsd"  # a line that starts late
+            return {word.key: found} | ({"speedups": "+adamw-8bit"} if "8bit" in text else {})
+        case ["loggers"]:
+            given = [str(one).lower() for one in (value if isinstance(value, list) else [value])]
+            names = LOGGERS.names()
+            there = [one for one in given if one in names]
+            if "all" in given:
+                return {}
+            if there or all(map(is_off, given)):
+                return there
+            return Reason(f"There is no logger {', '.join(given)}; flatout has {', '.join(names)}.")
+        case ["targets"]:
+            return _targets(value, word, known)
+        case ["weights"]:  # ORG/NAME is a repository of the hub
+            text = LITGPT.sub("", str(value))
+            is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text)
+            return f"{HUB}{text}" if is_on_hub and not text.endswith(".pt") else text
+        case ["shape"]:
+            return _shape(value, word, known)
+        case _:
+            return _of_the_run(value, word, known)
 
 
-def half(value: Any, known: Known, word: Word, index: str) -> Any:
-    """Return both betas, of which the value is one."""
-    betas = [*known.get(word.key, (0.9, 0.95))]
-    betas[int(index)] = value
-    return betas
+def _targets(value: Any, word: Word, known: Known) -> Any:
+    """Return the names of the layers, which litgpt's switches choose; the output has no adapter."""
+    given = value if isinstance(value, list) else str(value).split(",")
+    if "lora_query" in word.names:
+        given = [
+            one for one in word.names if not is_off(known.get(f"{THEIRS}{one}", one in LITGPT_ON))
+        ]
+    names = [str(one).strip().rpartition(".")[2] for one in given]
+    meant = ", ".join(value_for(word.key, one) or one for one in names if one not in OUTPUT)
+    if not meant:
+        return Reason("Only linear layers of the blocks have adapters.")
+    return [*dict.fromkeys(meant.split(", "))]
 
 
-def name(value: Any, known: Known, word: Word, noun: str, *listed: str) -> Any:
-    """Return the name of a choice here. A line that starts late, by another key, is wsd; an
-    optimizer may store its state in 8 bits.
-    """
-    first = str(value[0] if isinstance(value, list) and value else value)
-    text = OF_A_CLASS.sub("", first.rpartition(".")[2].lower())
-    names = listed or REGISTRIES[noun].names()
-    found = text if text in names else name_for(noun, text, names) or value_for(word.key, text)
-    if found is None:
-        return Reason(f"There is no {noun} {first}; flatout has {', '.join(names)}.")
-    if noun == "schedule" and found == "linear" and known.get("schedule.decay", 1) < 1:
-        found = "wsd"
-    return {word.key: found} | ({"speedups": "+adamw-8bit"} if "8bit" in text else {})
-
-
-def loggers(value: Any, _known: Known, _word: Word) -> Any:
-    """Return the loggers that exist here; `all` leaves the choice to the default."""
-    names = [str(one).lower() for one in (value if isinstance(value, list) else [value])]
-    known = LOGGERS.names()
-    found = [one for one in names if one in known]
-    if "all" in names:
-        return {}
-    if found or all(map(is_off, names)):
-        return found
-    return Reason(f"There is no logger {', '.join(names)}; flatout has {', '.join(known)}.")
-
-
-def steps(
-    value: Any, known: Known, _word: Word, in_epochs: str, strategy: str, *or_epochs: str
-) -> Any:
-    """Return a number of steps; a fraction below 1 is a share of the run, perhaps in epochs.
-
-    With `or_epochs`, it counts epochs if the run does, and is long enough.
-    """
-    if not isinstance(value, int | float) or value <= 0:
-        return {}
-    total, epochs = known.get("train.steps"), known.get("train.epochs")
-    epochs = None if "train.tokens" in known or total else epochs
-    if or_epochs and epochs and value <= epochs:
-        return {in_epochs: value}
-    if known.get(f"{THEIRS}{strategy}") == "epoch":
-        return Unneeded(f"{strategy}=epoch counts epochs instead.")
-    if value >= 1:
-        return round(value)
-    if total:
-        return max(1, round(value * (total + 0)))
-    return {in_epochs: value * epochs} if epochs else Reason("It is a share of an unknown length.")
-
-
-def eval_strategy(value: Any, known: Known, word: Word) -> Any:
-    """Return as many steps as between log records, which is the Trainer's default."""
-    stated = known.keys() & {f"{THEIRS}eval_steps", "train.eval_every", word.key}
-    if value == "steps" and not stated and "log.every" in known:
-        return {"~train.eval_every": known["log.every"]}
-    return Unneeded("eval_steps counts them.")
-
-
-def warmup(value: Any, known: Known, word: Word) -> Any:
-    """Return steps or a fraction; 0 may leave it to another key."""
-    if known.get("schedule.kind") == "constant" and known.get(word.key) == 0:
-        return Unneeded("The rate is constant from the first step on.")
-    if isinstance(value, float) and value >= 1:
-        return round(value)
-    return value or {f"~{word.key}": 0}
-
-
-def decay_end(value: Any, known: Known, _word: Word) -> Any:
-    """Return why the decay cannot end at a step, unless it is the last one."""
-    last = known.get("train.steps")
-    if known.get("schedule.kind") == "constant":
-        return Unneeded("The rate is constant.")
-    if value == last:
-        return Unneeded("The decay ends with the run.")
-    if not last:
-        return Reason("The decay ends with the run, whose length in steps is not stated.")
-    shorter = f" train.steps={value} ends both there." if value < last else ""
-    return Reason(f"The decay ends with the run, at step {last}, not at step {value}.{shorter}")
-
-
-def of_head(value: Any, known: Known, _word: Word) -> Any:
-    """Return a share of a head as a number of components, an even one."""
-    width, heads = known.get("model.d_model"), known.get("model.num_heads")
-    size = known.get("model.head_dim") or (width // heads if width and heads else None)
-    if not size:
-        return Reason("It is a share of a head whose size is not stated.")
-    return round((value + 0) * (size + 0) / 2) * 2
-
-
-def shape(value: Any, known: Known, word: Word) -> Any:
+def _shape(value: Any, word: Word, known: Known) -> Any:
     """Return the shape that a model's name stands for, or torchtitan's names of it and its size."""
     model = str(value)
     if "flavor" in word.names:
@@ -238,49 +207,126 @@ def shape(value: Any, known: Known, word: Word) -> Any:
     return found | ({"~data.seq_len": keys["max_seq_len"]} if "max_seq_len" in keys else {})
 
 
-def weights(value: Any, _known: Known, _word: Word) -> Any:
-    """Return where weights come from; ORG/NAME is a repository of the hub."""
-    text = LITGPT.sub("", str(value))
-    is_on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", text) and not text.endswith(".pt")
-    return f"{HUB}{text}" if is_on_hub else text
+def _of_the_run(value: Any, word: Word, known: Known) -> Any:
+    """Convert a length, an interval or a point of the run."""
+    total, is_constant = known.get("train.steps"), known.get("schedule.kind") == "constant"
+    match word.unit.split():
+        case ["steps", in_epochs, strategy, *or_epochs]:
+            # A fraction below 1 is a share of the run, perhaps in epochs. With `or_epochs`, it
+            # counts epochs if the run does, and is long enough.
+            if not isinstance(value, int | float) or value <= 0:
+                return {}
+            epochs = None if "train.tokens" in known or total else known.get("train.epochs")
+            if or_epochs and epochs and value <= epochs:
+                return {in_epochs: value}
+            if known.get(f"{THEIRS}{strategy}") == "epoch":
+                return Unneeded(f"{strategy}=epoch counts epochs instead.")
+            if value >= 1:
+                return round(value)
+            if total:
+                return max(1, round(value * (total + 0)))
+            if epochs:
+                return {in_epochs: value * epochs}
+            return Reason("It is a share of an unknown length.")
+        case ["eval_strategy"]:  # as many steps as between log records is the Trainer's default
+            stated = known.keys() & {f"{THEIRS}eval_steps", "train.eval_every", word.key}
+            if value == "steps" and not stated and "log.every" in known:
+                return {"~train.eval_every": known["log.every"]}
+            return Unneeded("eval_steps counts them.")
+        case ["warmup"]:  # steps or a fraction; 0 may leave it to another key
+            if is_constant and known.get(word.key) == 0:
+                return Unneeded("The rate is constant from the first step on.")
+            value = round(value) if isinstance(value, float) and value >= 1 else value
+            return value or {f"~{word.key}": 0}
+        case ["decay_end"]:
+            if is_constant:
+                return Unneeded("The rate is constant.")
+            if value == total:
+                return Unneeded("The decay ends with the run.")
+            if not total:
+                return Reason("The decay ends with the run, whose length in steps is not stated.")
+            shorter = f" train.steps={value} ends both there." if value < total else ""
+            return Reason(
+                f"The decay ends with the run, at step {total}, not at step {value}.{shorter}"
+            )
+        case _:
+            return _of_the_data(value, word, known)
 
 
-def targets(value: Any, known: Known, word: Word) -> Any:
-    """Return the names of the layers, which litgpt's switches choose; the output has no adapter."""
-    given = value if isinstance(value, list) else str(value).split(",")
-    if "lora_query" in word.names:
-        given = [
-            one for one in word.names if not is_off(known.get(f"{THEIRS}{one}", one in LITGPT_ON))
-        ]
-    names = [str(one).strip().rpartition(".")[2] for one in given]
-    meant = ", ".join(value_for(word.key, one) or one for one in names if one not in OUTPUT)
-    if not meant:
-        return Reason("Only linear layers of the blocks have adapters.")
-    return [*dict.fromkeys(meant.split(", "))]
+def _of_the_data(value: Any, word: Word, known: Known) -> Any:
+    """Convert what describes the data, and options of `flatout prepare`."""
+    form = known.get(f"{THEIRS}datasets.type")  # Axolotl's name for the form of rows
+    form = None if form is None else str(form).partition(".")[0]
+    match word.unit.split():
+        case ["packing"]:  # attention stays within each document, but not in TRL's `wrapped`
+            return known.get(f"{THEIRS}packing_strategy") != "wrapped"
+        case ["dataset"]:
+            return _dataset(value, known)
+        case ["mix"]:
+            if isinstance(value, list) and len(value) == 1:
+                return _dataset(
+                    value[0].get("path") if isinstance(value[0], dict) else value[0], known
+                )
+            found = {
+                path["data.path"]: weight
+                for title, weight in (value.items() if isinstance(value, dict) else ())
+                if isinstance(path := _dataset(title, known), dict)
+                and isinstance(weight, int | float)
+            }
+            if found and len(found) == len(value):
+                return {word.key: found}
+            return Reason(
+                "Prepare each dataset with `flatout prepare`, and set data.mix='{data/a: 3, "
+                "data/b: 1}'."
+            )
+        case ["hub_config"]:  # the source names it
+            if any(ON_HUB.fullmatch(str(one)) for one in _hub_names(known)):
+                return Unneeded("The source of `flatout prepare` names it.")
+            return Reason(
+                "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it; the dataset has no "
+                "ORG/NAME."
+            )
+        case ["as_option"]:  # a field, a file or another text
+            one = value[0] if isinstance(value, list) and len(value) == 1 else value
+            return one if isinstance(one, str) else Reason(f"{word.option} takes a name.")
+        case ["tokenizer"]:
+            text = LITGPT.sub("", str(value))
+            return name_for("tokenizer", text, TOKENIZERS) or text
+        case ["template"]:
+            if form not in {None, *CONVERSATIONS}:
+                return Unneeded("The rows are not conversations.")
+            text = str(value).replace("tokenizer_default", "auto")
+            if text in ("auto", "chatml", "plain") or text.endswith((".jinja", ".jinja2")):
+                return text
+            return Reason(
+                f"There is no template {text}: `{word.option} auto` takes that of the tokenizer."
+            )
+        case ["trained_inputs", *inverted]:
+            is_trained = is_off(value) == bool(inverted)
+            if form in CONVERSATIONS:
+                turns = "With --chat, the loss counts the assistant's turns"
+                return Reason(f"{turns} and nothing else.") if is_trained else Unneeded(f"{turns}.")
+            if is_trained or form in TEXTS:
+                return Unneeded("The loss counts all of the text.")
+            return Reason(
+                f"`flatout prepare {word.option} FIELD` leaves the prompt of each row out; name "
+                "its field."
+            )
+    raise KeyError(word.unit)
 
 
-def _dataset_of(known: Known) -> tuple[list[Any], Any]:
-    """Return what may name a dataset of the hub, and the configuration of it."""
-    names = [known.get(f"{THEIRS}{key}") for key in ("datasets.path", "dataset_name")]
-    configs = (known.get(f"{THEIRS}{key}") for key in ("dataset_config_name", "datasets.name"))
-    return names, next(filter(None, configs), None)
+def _hub_names(known: Known) -> list[Any]:
+    """Return what may name a dataset of the hub."""
+    return [known.get(f"{THEIRS}{key}") for key in ("datasets.path", "dataset_name")]
 
 
-def hub_config(_value: Any, known: Known, _word: Word) -> Any:
-    """Return that the source names the configuration, which needs the dataset's full name."""
-    if any(ON_HUB.fullmatch(str(one)) for one in _dataset_of(known)[0]):
-        return Unneeded("The source of `flatout prepare` names it.")
-    return Reason(
-        "`flatout prepare hub:ORG/NAME:config=CONFIG` reads it; the dataset has no ORG/NAME."
-    )
-
-
-def dataset(value: Any, known: Known, _word: Word) -> Any:
+def _dataset(value: Any, known: Known) -> Any:
     """Return the directory to prepare a dataset in, and its source."""
     if not isinstance(value, str) or not value.strip("./ "):
         return Reason("Prepare the data with `flatout prepare`, and set data.path.")
     last = value.rstrip("/").rpartition("/")[2].rpartition("data.")[2].lower()
-    on_hub, config = _dataset_of(known)
+    configs = (known.get(f"{THEIRS}{key}") for key in ("dataset_config_name", "datasets.name"))
+    config = next(filter(None, configs), None)
     title = name_for("dataset", last, DATASETS.names()) or last
     if config is not None:  # wikitext has wikitext-2 and wikitext-103
         title = str(config) if str(config).startswith(last) else f"{last}-{config}"
@@ -291,85 +337,6 @@ def dataset(value: Any, known: Known, _word: Word) -> Any:
         found[f"~{SOURCE}"] = title
     elif Path(value).suffix in FILES or Path(value).is_file():
         found[f"~{SOURCE}"] = value
-    elif value in on_hub and ON_HUB.fullmatch(value):
+    elif value in _hub_names(known) and ON_HUB.fullmatch(value):
         found[f"~{SOURCE}"] = f"hub:{value}" + (f":config={config}" if config else "")
     return found
-
-
-def mix(value: Any, known: Known, word: Word) -> Any:
-    """Return datasets with weights; a list of one is a dataset."""
-    if isinstance(value, list) and len(value) == 1:
-        return dataset(
-            value[0].get("path") if isinstance(value[0], dict) else value[0], known, word
-        )
-    found = {
-        path["data.path"]: weight
-        for title, weight in (value.items() if isinstance(value, dict) else ())
-        if isinstance(path := dataset(title, known, word), dict) and isinstance(weight, int | float)
-    }
-    if found and len(found) == len(value):
-        return {word.key: found}
-    return Reason(
-        "Prepare each dataset with `flatout prepare`, and set data.mix='{data/a: 3, data/b: 1}'."
-    )
-
-
-def as_option(value: Any, _known: Known, word: Word) -> Any:
-    """Return a field, a file or another text as it is."""
-    one = value[0] if isinstance(value, list) and len(value) == 1 else value
-    return one if isinstance(one, str) else Reason(f"{word.option} takes a name.")
-
-
-def tokenizer(value: Any, _known: Known, _word: Word) -> Any:
-    """Return the tokenizer, which may have another name here."""
-    text = LITGPT.sub("", str(value))
-    return name_for("tokenizer", text, TOKENIZERS) or text
-
-
-def _form(known: Known) -> str | None:
-    """Return Axolotl's name for the form of rows."""
-    form = known.get(f"{THEIRS}datasets.type")
-    return None if form is None else str(form).partition(".")[0]
-
-
-def template(value: Any, known: Known, word: Word) -> Any:
-    """Return the chat template, if the rows are conversations."""
-    if _form(known) not in {None, *CONVERSATIONS}:
-        return Unneeded("The rows are not conversations.")
-    text = str(value).replace("tokenizer_default", "auto")
-    if text in ("auto", "chatml", "plain") or text.endswith((".jinja", ".jinja2")):
-        return text
-    return Reason(f"There is no template {text}: `{word.option} auto` takes that of the tokenizer.")
-
-
-def trained_inputs(value: Any, known: Known, word: Word, *inverted: str) -> Any:
-    """Return what the loss counts: all of a text, or the assistant's turns of a conversation."""
-    is_trained, form = is_off(value) == bool(inverted), _form(known)
-    if form in CONVERSATIONS:
-        turns = "With --chat, the loss counts the assistant's turns"
-        return Reason(f"{turns} and nothing else.") if is_trained else Unneeded(f"{turns}.")
-    if is_trained or form in TEXTS:
-        return Unneeded("The loss counts all of the text.")
-    return Reason(
-        f"`flatout prepare {word.option} FIELD` leaves the prompt of each row out; name its field."
-    )
-
-
-UNITS: dict[str, Callable[..., Any]] = {
-    "inverse": lambda value, *_: 1 / value,
-    "packing": lambda _value, known, _word: known.get(f"{THEIRS}packing_strategy") != "wrapped",
-    "positive": lambda value, *_: {} if isinstance(value, int | float) and value <= 0 else value,
-    "scales": lambda value, _known, word: {
-        f"~{word.key}": [
-            int(part) for part in (re.findall(r"\d+", value) if isinstance(value, str) else value)
-        ]
-    },
-} | {
-    unit.__name__: unit
-    for unit in (
-        *(as_option, dataset, decay_end, eval_strategy, half, hub_config, loggers, mix, name),
-        *(of_head, shape, steps, targets, template, times, tokenizer, trained_inputs, warmup),
-        weights,
-    )
-}
-"""All units by name."""
