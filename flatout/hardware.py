@@ -27,6 +27,7 @@ from flatout.registry import MACHINES, nearest
 GIB = 2**30
 ASSUMED_MFU = 0.3
 """Share of the peak that a run is assumed to reach when its length is estimated."""
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CUDA_TORCH = "pip install --force-reinstall torch"
 """On Linux, the default torch of the package index is a CUDA build."""
 
@@ -180,47 +181,44 @@ def _multiplies_bf16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
 
 
-CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-
-
-def cgroup_limits(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int | None, ...]:
+def cgroup_limits() -> tuple[int | None, int | None]:
     """Return the (cores, bytes) that a container allows by cgroups v1 or v2; None is no limit."""
-    cores = [limit for limit, _ in _cpu_limits(root, membership)]
-    files = [folder / "memory.max" for folder in _cgroups(root, membership)]
-    files += [folder / "memory.limit_in_bytes" for folder in _cgroups(root, membership, "memory")]
+    cores = [limit for limit, _ in _cpu_limits()]
+    files = [folder / "memory.max" for folder in _cgroups()]
+    files += [folder / "memory.limit_in_bytes" for folder in _cgroups("memory")]
     sizes = [int(size) for size in map(_read, files) if size.strip().isdigit()]
     sizes = [size for size in sizes if size < 2**60]  # v1 writes "no limit" as about 2^63
     return max(1, int(min(cores))) if cores else None, min(sizes, default=None)
 
 
-def limited_cpu_s(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
+def limited_cpu_s() -> float | None:
     """Return the CPU seconds of all processes that share a container's limit of cores so far.
 
     None without a limit below the cores that this process may use anyway.
     """
     cores = usable_cores()
-    return next((used_s for limit, used_s in _cpu_limits(root, membership) if limit < cores), None)
+    return next((used_s for limit, used_s in _cpu_limits() if limit < cores), None)
 
 
-def _cpu_limits(root: Path, membership: Path) -> Iterator[tuple[float, float | None]]:
+def _cpu_limits() -> Iterator[tuple[float, float | None]]:
     """Yield each limit of cores that applies, and the CPU seconds used under it so far."""
-    for folder in _cgroups(root, membership):
+    for folder in _cgroups():
         used = re.search(r"usage_usec (\d+)", _read(folder / "cpu.stat"))
         for limit in _cores(_read(folder / "cpu.max")):
             yield limit, int(used[1]) / 1e6 if used else None
-    for folder in _cgroups(root, membership, "cpu"):
+    for folder in _cgroups("cpu"):
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
         used_ns = _read(folder / "cpuacct.usage").strip()
         for limit in _cores(f"{quota} {period}"):
             yield limit, int(used_ns) / 1e9 if used_ns.isdigit() else None
 
 
-def _cgroups(root: Path, membership: Path, controller: str = "") -> list[Path]:
+def _cgroups(controller: str = "") -> list[Path]:
     """Return this process's cgroup of a controller of v1, by default of v2, and its parents, since
     limits apply at all levels. In a container, its own level may be mounted as the root.
     """
-    root, path = root / controller, "/"
-    for line in _read(membership).splitlines():
+    root, path = CGROUPS / controller, "/"
+    for line in _read(MEMBERSHIP).splitlines():
         _, controllers, named = line.split(":", 2)
         if controller in controllers.split(","):
             path = named
