@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flatout.architectures.table import (
-    LACKS,
     Architecture,
     entry,
     only,
@@ -14,19 +13,6 @@ from flatout.architectures.table import (
 
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 """Values of `model.activation` by those of config.json."""
-LIMITS = (
-    (lambda c: c.kv_heads != c.num_heads, "Query heads share key and value heads."),
-    (
-        lambda c: c.head_size * c.num_heads != c.d_model,
-        "The heads together are not as wide as the hidden states.",
-    ),
-    (lambda c: c.bias != c.has_qkv_bias, "Only some linear layers have biases."),
-    (
-        lambda c: c.activation not in ACTIVATIONS.values(),
-        "model.activation is {0.activation}, and this family has gelu or gelu_exact.",
-    ),
-)
-"""What the class cannot be; a model without biases has the shape with biases of 0."""
 
 ARCHITECTURE = Architecture(
     classes={"gpt2": "GPT2LMHeadModel"},
@@ -42,8 +28,7 @@ ARCHITECTURE = Architecture(
         only("add_cross_attention", False, written=False),
     ],
     states={"norm": "layernorm", "positions": "learned"},
-    lacks=LACKS | {"parallel_residual": False, "qk_norm": False, "window": None},
-    limits=LIMITS,
+    pads_biases=True,
     tensors=tensors_of(
         """
 token_embedding.weight transformer.wte.weight

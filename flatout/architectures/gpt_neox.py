@@ -8,11 +8,11 @@ import torch
 
 from flatout.architectures import gpt2
 from flatout.architectures.table import (
-    LACKS,
     Architecture,
     Field,
     entry,
     only,
+    resolved,
     rotary,
     sizes,
     tensors_of,
@@ -29,11 +29,6 @@ def read_rotated(document: JsonObject, keys: JsonObject) -> JsonObject:
     parameters = document.get("rope_parameters") or {}
     share = parameters.get("partial_rotary_factor", document.get("rotary_pct", DEFAULT_SHARE))
     return {"rotary_dims": int(keys["d_model"] // keys["num_heads"] * share)}
-
-
-def share_of(config: TransformerConfig) -> float:
-    """Return the rotated share of a head."""
-    return (config.rotary_dims or config.head_size) / config.head_size
 
 
 def interleaved(config: TransformerConfig) -> tuple[Any, Any]:
@@ -70,19 +65,15 @@ ARCHITECTURE = Architecture(
         entry("layer_norm_eps", "layer_norm_eps", 1e-5),
         entry("use_parallel_residual", "parallel_residual", True),
         only("attention_bias", True, bias=True),
-        Field(read_rotated, lambda config: {"rotary_pct": share_of(config)}),
+        Field(
+            read_rotated,
+            lambda c: {"rotary_pct": resolved(c, "rotary_dims") / c.head_size},
+        ),
         rotary("rotary_emb_base"),
         entry("tie_word_embeddings", "tied_head", False),
     ),
     states={"norm": "layernorm", "positions": "rotary"},
-    lacks=LACKS | {"qk_norm": False, "window": None},
-    limits=(
-        (
-            lambda c: c.rotary_dims and int(c.head_size * share_of(c)) != c.rotary_dims,
-            "config.json cannot state that {0.rotary_dims} components of a head are rotated.",
-        ),
-        *gpt2.LIMITS,
-    ),
+    pads_biases=True,
     tensors=tensors_of(
         """
 token_embedding.weight gpt_neox.embed_in.weight

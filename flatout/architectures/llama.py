@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flatout.architectures.table import (
-    LACKS,
     Architecture,
     Field,
     entry,
@@ -157,21 +156,6 @@ ARCHITECTURE = Architecture(
         rotary(),
     ),
     states={"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"},
-    lacks=LACKS | {"parallel_residual": False, "rotary_dims": None, "full_attention_every": None},
-    limits=(
-        (
-            lambda c: c.bias and (c.qk_norm or c.window),
-            "Biases go with neither model.qk_norm nor model.window.",
-        ),
-        (
-            lambda c: c.qk_norm and c.has_qkv_bias,
-            "Biases of queries and keys do not go with model.qk_norm.",
-        ),
-        (
-            lambda c: c.bias and not c.has_qkv_bias,
-            "Every linear layer has a bias, except queries, keys and values.",
-        ),
-    ),
     kind_of=kind_of,
     tensors=tensors_of(TENSORS, **STACKED),
     prefix="model.",
