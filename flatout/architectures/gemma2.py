@@ -33,10 +33,7 @@ DEFAULTS = {
 
 def layer_types(count: int) -> list[str]:
     """Return transformers' word for each layer."""
-    return [
-        "sliding_attention" if layer % FULL_EVERY else "full_attention"
-        for layer in range(1, count + 1)
-    ]
+    return (["sliding_attention", "full_attention"] * count)[:count]
 
 
 def read(document: JsonObject, keys: JsonObject) -> JsonObject:
