@@ -151,7 +151,7 @@ def _plan_here(request: RunRequest) -> RunPlan:
     if request.resume != "never":
         stored = config_to_resume(folder, request.config, trust_code=request.trust_code)
     if stored is not None:
-        remember(folder, stored.references())
+        remember(folder, request.config.references())
     resume = resume_path(request.resume)
     with writing_run(folder):
         checkpoint = resume_from(folder, resume, progress=request.progress)
