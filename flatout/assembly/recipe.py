@@ -137,8 +137,6 @@ class Recipe(_LoadsLazily):
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""
     low_precision: Transform | None = None
     """Narrows the products of some layers."""
-    residual: Transform | None = None
-    """Narrows the residual stream."""
     activations: Transform | None = None
     """Makes blocks keep less for backward; without it they keep all."""
     compilation: Transform | None = None
@@ -190,7 +188,7 @@ class Recipe(_LoadsLazily):
         return [transform for transform in found if transform is not None]
 
 
-TRANSFORMS = ("low_precision", "residual", "activations", "compilation", "cuda_graphs")
+TRANSFORMS = ("low_precision", "activations", "compilation", "cuda_graphs")
 """The slots that change the model, in order. Sharding, which config.parallel decides, comes last.
 """
 SLOTS = (
