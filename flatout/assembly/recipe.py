@@ -153,7 +153,7 @@ class Recipe(_LoadsLazily):
     """Clears the parameters' gradients after each step."""
     readback: Callable[[], Readback] = ImmediateReadback
     """Makes the readback of metrics from the device."""
-    state_saver: Callable[[], Any] = lazy("flatout.training.checkpoint.savers:InTheLoop")
+    state_saver: Callable[[], Any] = lazy("flatout.training.checkpoint.savers:Saver")
     """Makes the writer of checkpoints, an `assembly.run.StateSaver`."""
     allocator: Callable[[], None] = default_allocator
     """Called once, before anything is built."""

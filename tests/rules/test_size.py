@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 95_300,
-    "training": 64_000,
+    "training": 65_700,
     "data": 54_900,
     "ops": 14_400,
     "commands": 23_400,
@@ -25,13 +25,13 @@ ROOMS = {
     "sources": 16_400,
     "models": 13_500,
     "config": 10_400,
-    "speedups": 9_600,
+    "speedups": 6_000,
     "token_formats": 10_500,
     "architectures": 8_500,
     "terminal": 9_700,
     "conversation": 6_100,
     "transfer": 4_800,
-    "optimizers": 4_500,
+    "optimizers": 5_600,
     "loggers": 2_600,
     "parallel": 2_200,
 }

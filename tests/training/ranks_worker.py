@@ -18,9 +18,9 @@ from flatout.config.sections import ParallelConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect
-from flatout.speedups.async_checkpoints.saver import BackgroundSaver
 from flatout.training.checkpoint import catalog, job, read_write
 from flatout.training.checkpoint import tensors as slices
+from flatout.training.checkpoint.savers import in_background
 from flatout.training.signals import StopRequests
 
 
@@ -143,7 +143,7 @@ def saved_beside(run, mesh):
         write_share(snapshot, temporary)
 
     job.write_share = gated
-    saver = BackgroundSaver()
+    saver = in_background()
     saver.save(run, environment={}, keep=1)
     reported = []
     for step in range(4, 2000):
@@ -182,7 +182,7 @@ def failing_save_beside(run):
         write_share(snapshot, temporary)
 
     job.write_share = full
-    saver = BackgroundSaver()
+    saver = in_background()
     saver.save(run, environment={}, keep=1)
     failed_at = None
     for step in range(2000):

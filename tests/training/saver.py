@@ -15,12 +15,11 @@ import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import RunFailed
-from flatout.speedups.async_checkpoints.saver import BackgroundSaver
 from flatout.training.checkpoint import catalog, location, read_write
-from flatout.training.checkpoint.savers import InTheLoop
+from flatout.training.checkpoint.savers import Saver, in_background
 from flatout.training.run_dir.resume import resume_from
 
-SAVERS = {"loop": InTheLoop, "beside": BackgroundSaver}
+SAVERS = {"loop": Saver, "beside": in_background}
 
 
 def resumed(run_folder):

@@ -75,7 +75,7 @@ class Saving:
         """Path of the checkpoint once it is complete."""
         self.aside: list[Path] = []
         """New paths of the checkpoints of later steps, which were set aside."""
-        self._mesh = run.mesh
+        self.mesh = run.mesh
         self._start = start
         self._temporary = self.path.with_name(
             run.mesh.broadcast_object(f"{self.path.name}.tmp-{secrets.token_hex(4)}")
@@ -119,7 +119,7 @@ class Saving:
         Once all are done, the checkpoint is complete.
         """
         try:
-            together(self._mesh, self._job.result, WRITING)
+            together(self.mesh, self._job.result, WRITING)
         except BaseException:
             if self._job.done():
                 self._remove()
@@ -154,5 +154,5 @@ class Saving:
         afterwards()
 
     def _remove(self) -> None:
-        if self._mesh.is_main:
+        if self.mesh.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)

@@ -5,10 +5,10 @@ import threading
 import pytest
 from stand_in import build, train
 
-from flatout.speedups.async_checkpoints.saver import in_thread
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import job as saving
 from flatout.training.checkpoint.job import Saving, at_once
+from flatout.training.checkpoint.savers import in_thread
 
 
 def fail():

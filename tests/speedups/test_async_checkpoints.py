@@ -12,10 +12,9 @@ from concurrent.futures import Future
 import pytest
 
 from flatout.errors import DiskFull, Stopped
-from flatout.speedups.async_checkpoints import saver
-from flatout.speedups.async_checkpoints.saver import HostCopy
 from flatout.training import loop
-from flatout.training.checkpoint import catalog, job
+from flatout.training.checkpoint import catalog, job, savers
+from flatout.training.checkpoint.host_copy import HostCopy
 from flatout.training.checkpoint.info import INFO
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
@@ -44,7 +43,7 @@ def slow_disk(monkeypatch):
                 waited_for.clear()
 
     monkeypatch.setattr(job, "write_share", gated)
-    monkeypatch.setattr(saver, "Job", Waited)
+    monkeypatch.setattr(savers, "Job", Waited)
 
 
 class StopAt(Quiet):
@@ -131,7 +130,7 @@ def test_memory_for_the_first_save_is_reserved_before_the_first_step(
         make_room_beside(copy, num_bytes)
 
     def recorded(copy, num_bytes, device):
-        copy.has_room(num_bytes, None, 1)  # waits for the memory
+        copy._await_room()  # waits for the memory
         made.append((num_bytes, num_bytes <= copy._block.numel()))
         make_room(copy, num_bytes, device)
 

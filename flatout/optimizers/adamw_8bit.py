@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._dynamo.utils import disable_cache_limit
 from torch.optim import AdamW, Optimizer
 
-from flatout.assembly.recipe import load_package
 from flatout.optimizers.groups import AdamWSettings, ParameterGroup
 from flatout.optimizers.moments import FP32, TORCHAO, Moments
 from flatout.optimizers.step_guard import step_with_flag
@@ -27,16 +26,6 @@ SMALLEST = 4_096
 """Number of weights in the smallest tensor whose moments are quantised."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """torch's names of AdamW's moments, and whether they are signed."""
-
-
-def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
-    """Return AdamW with torchao's moments, with one compiled kernel per shape of a large parameter.
-
-    Cost:   seconds of compilation per shape, at the first step.
-    Raises: MissingPackage with the install line.
-    """
-    codec = load_package("torchao.optim.quant_utils", "adamw-8bit", extra="adamw-8bit")
-    return AdamW8bit(groups, keywords, codec)
 
 
 def moment_bytes(num_weights: int) -> int:
@@ -81,11 +70,12 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Update every parameter that has a gradient.
+
+        Cost: seconds of compilation per shape of a quantised parameter, at the first step.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         skip: Tensor | None = getattr(self, "found_inf", None)
         for group, own in zip(self.param_groups, self._fp32.param_groups, strict=True):
             own.update({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
