@@ -87,42 +87,32 @@ class AdamW8bit(Optimizer):
         with disable_cache_limit():
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"])  # a tensor, so that a new rate does not recompile
+                settings = (rate, *group["betas"], group["weight_decay"], group["eps"])
                 for p in group["params"]:
-                    if p.grad is None or not _is_quantised(p.numel()):
-                        continue
-                    flag = torch.zeros((), device=p.device) if skip is None else skip
-                    state = self._state_of(p)
-                    state["step"] += 1
-                    self._update(
-                        p.detach(),
-                        p.grad,
-                        [state[key] for name in MOMENTS for key in (name, f"{name}_scale")],
-                        self._tables[p.device],
-                        state["step"],
-                        flag,
-                        rate,
-                        *group["betas"],
-                        group["weight_decay"],
-                        group["eps"],
-                    )
-                    state["step"] -= flag
+                    if p.grad is not None and _is_quantised(p.numel()):
+                        self._step_quantised(p, settings, skip)
         return loss
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state, with zeros before its first update."""
-        state: dict[str, Tensor] = self.state[parameter]
-        device, num_weights = parameter.device, parameter.numel()
-        if not state:
-            state["step"] = torch.zeros((), device=device)
-            for name in MOMENTS:
-                state[name] = torch.zeros(parameter.shape, dtype=torch.uint8, device=device)
-                state[f"{name}_scale"] = torch.zeros(num_weights // BLOCK, device=device)
+    def _step_quantised(self, p: Tensor, settings: tuple[Any, ...], skip: Tensor | None) -> None:
+        """Update one parameter; its moments are zeros before the first update."""
+        device = p.device
         if device not in self._tables:
             self._tables[device] = [
                 torch.tensor(self._codec.create_dynamic_map(signed=signed), device=device)
                 for signed in MOMENTS.values()
             ]
-        return state
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=device)
+            for name in MOMENTS:
+                state[name] = torch.zeros(p.shape, dtype=torch.uint8, device=device)
+                state[f"{name}_scale"] = torch.zeros(p.numel() // BLOCK, device=device)
+        flag = torch.zeros((), device=device) if skip is None else skip
+        state["step"] += 1
+        moments = [state[key] for name in MOMENTS for key in (name, f"{name}_scale")]
+        tables = self._tables[device]
+        self._update(p.detach(), p.grad, moments, tables, state["step"], flag, *settings)
+        state["step"] -= flag
 
 
 def _update_with(codec: ModuleType) -> Callable[..., None]:
