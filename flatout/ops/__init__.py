@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._compile
@@ -101,28 +101,3 @@ def in_float64(tensor: Tensor) -> Tensor:
     Shapes:  any.
     """
     return tensor.to(float64_device(tensor.device)).double()
-
-
-class Context(Protocol):
-    """What a function may use of its context; a subclass adds the attributes that it sets."""
-
-    needs_input_grad: tuple[bool, ...]
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]:
-        """Return what `save_for_backward` was given.
-
-        Shapes: any.
-        """
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for backward.
-
-        Shapes: any.
-        """
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """State that these outputs have no gradient.
-
-        Shapes: any.
-        """

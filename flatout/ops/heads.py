@@ -6,14 +6,14 @@ Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import Context, at_least_fp32
+from flatout.ops import at_least_fp32
 
 EPS = 1e-5
 """Added by default to a mean square before its root is taken."""
@@ -103,16 +103,12 @@ def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
     return (wide * at_least_fp32(gain)).to(hidden.dtype)
 
 
-class _RotatedContext(Context, Protocol):
-    num_rotated: int
-
-
 class _Rotated(torch.autograd.Function):
     """Normalised and rotated queries and keys, and the values, with one packed gradient."""
 
     @staticmethod
     def forward(
-        ctx: _RotatedContext,
+        ctx: Any,
         qkv_BTMC: Tensor,
         gain_NC: Tensor | None,
         cos_TC: Tensor | None,
@@ -144,7 +140,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: _RotatedContext, grad_rotated_BTNC: Tensor, grad_v_BTGC: Tensor
+        ctx: Any, grad_rotated_BTNC: Tensor, grad_v_BTGC: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """Return the gradients of the product and of the gains."""
         qkv_BTMC, gain_NC, cos_TC, sin_TC, scale_BTN1 = ctx.saved_tensors

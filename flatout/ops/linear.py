@@ -6,13 +6,11 @@ Letters: N rows, I width in, O width out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from flatout.ops import Context
 
 Activation = Callable[[Tensor], Tensor]
 """An elementwise function, such as GELU."""
@@ -153,11 +151,6 @@ def _multiplied(
     return product if bias_O is None else product + bias_O
 
 
-class _MatmulContext(Context, Protocol):
-    matmul: Callable[[Tensor, Tensor], Tensor]
-    hidden_dtype: torch.dtype
-
-
 class _Matmul(torch.autograd.Function):
     """A matmul of left and transposed right, for the product and both its gradients.
 
@@ -166,7 +159,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _MatmulContext,
+        ctx: Any,
         matmul: Callable[[Tensor, Tensor], Tensor],
         hidden_NI: Tensor,
         weight_OI: Tensor,
@@ -184,7 +177,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: _MatmulContext, grad_NO: Tensor
+        ctx: Any, grad_NO: Tensor
     ) -> tuple[None, Tensor | None, Tensor | None, None, None]:
         """Return the gradients of both factors, each in its factor's dtype."""
         hidden_NI, weight_OI = ctx.saved_tensors
