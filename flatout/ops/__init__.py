@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -40,18 +38,6 @@ class Ops:
             for field in fields(cls)
         }
         return cls(**references | others)
-
-
-def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Return the public functions of `op` that share the signature of its `reference`, by name."""
-    signature = inspect.signature(op.reference)
-    return {
-        name: value
-        for name, value in vars(op).items()
-        if not name.startswith("_")
-        and inspect.isfunction(value)
-        and inspect.signature(value) == signature
-    }
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Write checkpoints in a background thread, from a copy of the state in host memory."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
