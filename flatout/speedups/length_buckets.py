@@ -84,10 +84,8 @@ class BucketedSteps:
         counts = np.bincount(of_bucket, minlength=len(lengths)).tolist()
         for seq_len, own in zip(lengths, counts, strict=True):
             factor = plan.seq_len // seq_len
-            shape, per_step = (
-                Shape(plan.rows_per_device * factor, seq_len),
-                factor * plan.sequences_per_step,
-            )
+            shape = Shape(plan.rows_per_device * factor, seq_len)
+            per_step = plan.sequences_per_step * factor
             pool = own + carried
             num_steps, carried = divmod(pool, per_step)
             num_steps += seq_len == plan.seq_len and carried > 0

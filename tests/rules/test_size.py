@@ -15,9 +15,9 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 95_300,
-    "training": 65_700,
+    "training": 65_400,
     "data": 54_900,
-    "ops": 14_400,
+    "ops": 13_800,
     "commands": 23_400,
     "top": 22_900,
     "assembly": 16_800,
@@ -25,13 +25,13 @@ ROOMS = {
     "sources": 16_400,
     "models": 13_500,
     "config": 10_400,
-    "speedups": 6_000,
+    "speedups": 5_950,
     "token_formats": 10_500,
     "architectures": 8_500,
     "terminal": 9_700,
     "conversation": 6_100,
     "transfer": 4_800,
-    "optimizers": 5_600,
+    "optimizers": 5_300,
     "loggers": 2_600,
     "parallel": 2_200,
 }

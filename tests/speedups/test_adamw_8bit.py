@@ -18,7 +18,7 @@ from flatout.errors import CheckpointError, MissingPackage
 from flatout.optimizers.adamw_8bit import AdamW8bit
 from flatout.registry import SPEEDUPS
 from flatout.speedups.adamw_8bit import adamw_8bit
-from flatout.training.checkpoint import optimizer_state, read_write
+from flatout.training.checkpoint import optimizer_state, read_write, savers
 from flatout.training.step import train_step
 
 NAME = "adamw-8bit"
@@ -117,7 +117,7 @@ def test_resuming_after_five_steps_equals_ten_steps(optim, build_run, tiny_confi
     unbroken, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
     losses = steps(unbroken, 10)
     assert steps(half, 5) == losses[:5]
-    saved = read_write.save(half)
+    saved = savers.save(half)
     again = build_run(config, tmp_path / "half")
     steps(again, 2)
     read_write.load(again, saved)
@@ -137,7 +137,7 @@ def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tin
         tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before"
     )
     losses = steps(before, 2)
-    path = read_write.save(before)
+    path = savers.save(before)
     run = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kept]), tmp_path / "after")
     if stored == kept or {stored, kept} == {"baseline", "fused"}:
         read_write.load(run, path)
@@ -162,7 +162,7 @@ def test_a_model_of_small_tensors_resumes_with_fp32_moments(build_run, tiny_conf
     before = build_run(tiny_config(**small, speedups="adamw-8bit"), tmp_path / "before")
     steps(before, 2)
     after = build_run(tiny_config(**small, speedups="fused-adamw"), tmp_path / "after")
-    read_write.load(after, read_write.save(before))
+    read_write.load(after, savers.save(before))
     assert steps(after, 2) == steps(before, 2)
 
 

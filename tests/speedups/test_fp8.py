@@ -17,7 +17,7 @@ from flatout.errors import MissingPackage
 from flatout.hardware import Gpu, Machine
 from flatout.ops import linear
 from flatout.speedups import fp8
-from flatout.training.checkpoint import read_write
+from flatout.training.checkpoint import read_write, savers
 from flatout.training.step import train_step
 
 LARGE = 4_096
@@ -72,7 +72,7 @@ def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
     assert after != before
     assert after[-1] < after[0] - 0.1
     assert after == pytest.approx(before, rel=2e-2)
-    read_write.load(plain, read_write.save(fast))
+    read_write.load(plain, savers.save(fast))
 
 
 def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):

@@ -1,24 +1,44 @@
-"""Savers of a run's state: one waits for the disk, one writes a copy of the state in a thread."""
+"""Savers of a run's state: one waits for the disk, one writes a copy of the state in a thread.
+
+A save has stages: a snapshot in the loop, a write on every rank, a merge on the main rank. All
+ranks agree between stages, in the loop. A kill at any moment leaves earlier checkpoints untouched.
+"""
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from flatout.assembly.run import Saved
 from flatout.json_io import JsonObject
+from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
-from flatout.training.agreement import Vote
+from flatout.training.agreement import WRITING, Vote, together
+from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.host_copy import HostCopy, bytes_of
-from flatout.training.checkpoint.job import Job, Saving, Work, at_once, do
-from flatout.training.checkpoint.read_write import set_aside_line
+from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
 from flatout.training.checkpoint.retention import prune
-from flatout.training.checkpoint.snapshot import Snapshot, tensors_to_save
+from flatout.training.checkpoint.snapshot import (
+    Snapshot,
+    complete,
+    take,
+    tensors_to_save,
+    write_share,
+)
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
+
+Job = Future[None]
+"""A stage that has been started; `result` waits for its end, and raises its error."""
 
 
 def in_background() -> Saver:
@@ -30,14 +50,65 @@ def in_background() -> Saver:
     return Saver(HostCopy())
 
 
-def in_thread(work: Work) -> Job:
-    """Start the work in a daemon thread: a process that exits does not wait for it.
+def save(
+    run: Run,
+    *,
+    environment: JsonObject | None = None,
+    info: JsonObject | None = None,
+    progress: Progress = SILENT,
+) -> Path:
+    """Write the run's state as `step-N` in the loop, keep all others, and return its path.
 
-    A half-written checkpoint does not count.
+    Raises: as `Saver.save`.
     """
-    job = Job()
-    Thread(target=do, args=(work, job), name="checkpoint", daemon=True).start()
-    return job
+    Saver().save(run, environment=environment or {}, keep=None, info=info, progress=progress)
+    return catalog.checkpoint_path(run.folder, run.step)
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that is being saved."""
+
+    step: int
+    path: Path
+    """Path of the checkpoint once it is complete."""
+    temporary: Path
+    mesh: Mesh
+    began_s: float
+    blocked_s: float = 0.0
+    is_copied: bool = False
+    is_abandoned: bool = False
+    aside: list[Path] = field(default_factory=list)
+    """New paths of the checkpoints of later steps, which were set aside."""
+    remaining: list[Callable[[], object]] = field(default_factory=list)
+    """The stages that have not been started."""
+    job: Job = field(default_factory=Job)
+    """The stage that has been started last."""
+
+    def start(self) -> None:
+        """Start the next stage: in the loop, or in a thread if the state is copied.
+
+        A process that exits does not wait for the thread: a half-written checkpoint does not count.
+        """
+        job, work = Job(), self.remaining.pop(0)
+
+        def do() -> None:
+            try:
+                work()
+                job.set_result(None)
+            except BaseException as error:  # raised by `result`, where all ranks learn of it
+                job.set_exception(error)
+
+        self.job = job
+        if self.is_copied:
+            Thread(target=do, name="checkpoint", daemon=True).start()
+        else:
+            do()
+
+    def remove(self) -> None:
+        """Delete what has been written."""
+        if self.mesh.is_main:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 class Saver:
@@ -50,10 +121,8 @@ class Saver:
         self.newest_step: int | None = None
         """The last step that this process started to save."""
         self._copy = copy
-        self._is_copied = False
-        self._saving: Saving | None = None
+        self._pending: _Pending | None = None
         self._vote: Vote | None = None
-        self._began_s = self._blocked_s = 0.0
         self._saved: list[Saved] = []
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
@@ -84,48 +153,78 @@ class Saver:
         info: JsonObject | None = None,
         progress: Progress = SILENT,
     ) -> None:
-        """Write the state or start to; once complete, delete what `prune` does not keep.
+        """Write the state as `step-N`, or start to, and then delete what `prune` does not keep.
 
-        Raises: RunFailed, CheckpointError, as `Saving` does, and for the previous save.
+        `environment` (`hardware.fingerprint()`) is stored, so that `load` can report changes, and
+        `info` for lists of checkpoints. Checkpoints of later steps, from an abandoned branch of the
+        run, are set aside.
+
+        Raises: on every rank, also for the previous save: RunFailed when a file cannot be written;
+                CheckpointError when the state contains something that a checkpoint cannot store, or
+                the directory belongs to another run.
         """
         self.wait(progress)
+        began_s, mesh, copy = time.perf_counter(), run.mesh, self._copy
         best_step = run.best_step  # as of this checkpoint: a later best is not on disk yet
-        self._began_s, self._blocked_s = time.perf_counter(), 0.0
+        path = catalog.checkpoint_path(run.folder, run.step)
+        name = mesh.broadcast_object(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        pending = _Pending(run.step, path, path.with_name(name), mesh, began_s)
 
-        def copied(snapshot: Snapshot) -> Snapshot:
-            if self._copy is None:
+        def make() -> None:
+            claim(run.folder, checkpoints_folder(run.folder))
+            make_folder(path.parent)
+            pending.temporary.mkdir()
+
+        def taken() -> Snapshot:
+            snapshot = take(run, environment, info)
+            if copy is None:
                 return snapshot
-            self._is_copied = self._copy.has_room(bytes_of(snapshot.all_tensors), run)
-            if self._is_copied:
-                return self._copy.of(snapshot, run.mesh.device)
+            if copy.has_room(bytes_of(snapshot.all_tensors), run):
+                pending.is_copied = True
+                return copy.of(snapshot, mesh.device)
             progress.say(
                 "The host has no memory for a copy of the state: "
                 "the loop waits until it is written."
             )
             return snapshot
 
-        task = nullcontext() if self._copy else progress.task(f"Saving step {run.step}")
-        with task:
-            self._saving = Saving(
-                run,
-                environment,
-                info=info,
-                start=self._start,
-                copied=copied,
-                afterwards=lambda: prune(run.folder, keep, best_step, keep_every),
-            )
-            self.newest_step = run.step
-            self._blocked_s += time.perf_counter() - self._began_s
-            while self._copy is None and self._saving is not None:
-                self._advance(self._saving, progress)
+        def write() -> None:
+            if copy is not None and pending.is_copied:
+                copy.wait()
+            write_share(snapshot, pending.temporary)
+
+        def merge() -> None:
+            if pending.is_abandoned:
+                pending.remove()
+            elif mesh.is_main:
+                pending.aside += complete(snapshot, pending.temporary)
+                prune(run.folder, keep, best_step, keep_every)
+
+        def write_and_merge() -> None:
+            write()
+            merge()
+
+        with nullcontext() if copy else progress.task(f"Saving step {run.step}"):
+            try:
+                together(mesh, make if mesh.is_main else lambda: None, WRITING)
+                snapshot = together(mesh, taken, WRITING)
+            except BaseException:
+                pending.remove()
+                raise
+            pending.remaining = [write_and_merge] if mesh.world_size == 1 else [write, merge]
+            pending.start()
+            self._pending, self.newest_step = pending, run.step
+            pending.blocked_s = time.perf_counter() - began_s
+            while copy is None and self._pending is not None:
+                self._advance(pending, progress)
 
     def finished(self, progress: Progress = SILENT) -> list[Saved]:
         """Return the checkpoints completed since the last call; called after every step.
 
         Raises: as `save`: what went wrong in the thread.
         """
-        if self._saving is not None and self._all_ready(self._saving):
-            self._advance(self._saving, progress)
+        if self._pending is not None and self._all_ready(self._pending):
+            self._advance(self._pending, progress)
         saved, self._saved = self._saved, []
         return saved
 
@@ -134,15 +233,15 @@ class Saver:
 
         Raises: as `save`: what went wrong in the thread.
         """
-        if self._saving is None:
+        if self._pending is None:
             return
-        with progress.task(f"Saving step {self._saving.step}"):
-            while self._saving is not None:
-                self._advance(self._saving, progress)
+        with progress.task(f"Saving step {self._pending.step}"):
+            while self._pending is not None:
+                self._advance(self._pending, progress)
 
     def before_update(self) -> None:
         """Make the optimizer's step wait, on the GPU, until the weights have been copied."""
-        if self._saving is not None and self._copy is not None:
+        if self._pending is not None and self._copy is not None:
             self._copy.before_update()
 
     def close(self, progress: Progress = SILENT) -> None:
@@ -150,55 +249,57 @@ class Saver:
 
         A failure here is reported, not raised.
         """
-        saving, self._saving = self._saving, None
-        if saving is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         try:
-            if saving.wait_alone():
-                self._record(saving, progress)
+            pending.job.result()
         except Exception as error:  # the error that ends the run matters more
-            progress.say(f"Step {saving.step} could not be saved: {error}")
+            progress.say(f"Step {pending.step} could not be saved: {error}")
+        else:
+            if not pending.remaining:
+                self._record(pending, progress)
 
     def abandon(self) -> None:
-        """Give up the pending checkpoint without waiting; earlier checkpoints are not affected."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.abandon()
+        """Let a thread that still writes remove the files instead of completing the checkpoint.
 
-    def _start(self, work: Work) -> Job:
-        copy = self._copy
-        if copy is None or not self._is_copied:
-            return at_once(work)
+        Returns at once; if the process ends first, the run's next start removes them. Earlier
+        checkpoints are not affected.
+        """
+        if self._pending is not None:
+            self._pending.is_abandoned = True
+            self._pending = None
 
-        def copied_work() -> None:
-            copy.wait()
-            work()
-
-        return in_thread(copied_work)
-
-    def _all_ready(self, saving: Saving) -> bool:
+    def _all_ready(self, pending: _Pending) -> bool:
         """Return whether every rank has finished its stage; with several ranks, one step late."""
-        if saving.mesh.world_size == 1:
-            return saving.is_ready()
-        before, self._vote = self._vote, Vote(saving.mesh, saving.is_ready())
-        return before is not None and before.count() == saving.mesh.world_size
+        if pending.mesh.world_size == 1:
+            return pending.job.done()
+        before, self._vote = self._vote, Vote(pending.mesh, pending.job.done())
+        return before is not None and before.count() == pending.mesh.world_size
 
-    def _advance(self, saving: Saving, progress: Progress) -> None:
+    def _advance(self, pending: _Pending, progress: Progress) -> None:
+        """Wait for the current stage on all ranks, then start the next or record the checkpoint."""
         began_s = time.perf_counter()
         self._vote = None
         try:
-            is_complete = saving.advance()
-        except Exception:
-            self._saving = self.newest_step = None
+            together(pending.mesh, pending.job.result, WRITING)
+        except BaseException as error:
+            if pending.job.done():
+                pending.remove()
+            # else an interrupt leaves the thread running: the run's next start cleans up
+            if isinstance(error, Exception):
+                self._pending = self.newest_step = None
             raise
-        self._blocked_s += time.perf_counter() - began_s
-        if is_complete:
-            self._saving = None
-            self._record(saving, progress)
+        if pending.remaining:
+            pending.start()
+        else:
+            self._pending = None
+        pending.blocked_s += time.perf_counter() - began_s
+        if self._pending is None:
+            self._record(pending, progress)
 
-    def _record(self, saving: Saving, progress: Progress) -> None:
-        self._saved.append(
-            Saved(saving.step, saving.path, time.perf_counter() - self._began_s, self._blocked_s)
-        )
-        for path in saving.aside:
-            progress.say(set_aside_line(path))
+    def _record(self, pending: _Pending, progress: Progress) -> None:
+        seconds = time.perf_counter() - pending.began_s
+        self._saved.append(Saved(pending.step, pending.path, seconds, pending.blocked_s))
+        for path in pending.aside:
+            progress.say(f"Set {path.name} aside: its step is later than this run has reached.")

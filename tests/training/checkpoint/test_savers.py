@@ -14,7 +14,7 @@ from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError, RunFailed
 from flatout.progress import SILENT
-from flatout.training.checkpoint import catalog, host_copy, job, read_write, savers, tensors
+from flatout.training.checkpoint import catalog, host_copy, read_write, savers, tensors
 from flatout.training.checkpoint.savers import Saver, in_background
 from flatout.training.checkpoint.snapshot import take
 from flatout.training.run_dir.resume import resume_from
@@ -27,13 +27,13 @@ ENVIRONMENT = {"torch": "2.13"}
 @pytest.fixture
 def gate(monkeypatch):
     """Keep threads from writing until it is set."""
-    gate, write_share = threading.Event(), job.write_share
+    gate, write_share = threading.Event(), savers.write_share
 
     def gated(*arguments):
         assert threading.current_thread() is threading.main_thread() or gate.wait(60)
         write_share(*arguments)
 
-    monkeypatch.setattr(job, "write_share", gated)
+    monkeypatch.setattr(savers, "write_share", gated)
     yield gate
     gate.set()
 
@@ -65,7 +65,7 @@ def files(path):
 def saved_in_the_loop(run, folder):
     """Return the files that a save in the loop writes now, in another directory."""
     own, run.folder = run.folder, folder
-    path = read_write.save(run, environment=ENVIRONMENT)
+    path = savers.save(run, environment=ENVIRONMENT)
     run.folder = own
     return files(path)
 
@@ -158,7 +158,7 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
 def test_a_best_step_not_on_disk_yet_does_not_delete_the_previous_best(tmp_path, gate):
     run, saver = build(tmp_path / "run"), in_background()
     for run.step in (1, 2):
-        read_write.save(run)
+        savers.save(run)
     run.step, run.best_step = 3, 1
     save(saver, run, keep=1)
     run.best_step = 4
@@ -187,7 +187,7 @@ def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoin
     tmp_path, monkeypatch, detect
 ):
     run, saver = build(tmp_path / "run"), in_background()
-    path = read_write.save(run)
+    path = savers.save(run)
     train(run, 1)
     monkeypatch.setattr(tensors, "write", full)
     save(saver, run, keep=1)
@@ -204,7 +204,7 @@ def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoin
 
 def test_a_missing_run_directory_is_the_same_error(tmp_path, gate):
     run, saver = build(tmp_path / "run"), in_background()
-    path = read_write.save(run)
+    path = savers.save(run)
     train(run, 1)
     save(saver, run)
     (temporary,) = path.parent.glob("*.tmp-*")
@@ -384,3 +384,21 @@ def test_every_dtype_and_shape_is_copied(tmp_path):
         0,
         3,
     ]
+
+
+@pytest.mark.parametrize("make", [Saver, in_background])
+def test_an_error_while_merging_leaves_no_partial_checkpoint(tmp_path, monkeypatch, make):
+    run, saver = build(tmp_path / "run"), make()
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    def save_and_wait():
+        save(saver, run)
+        saver.wait()
+
+    monkeypatch.setattr(savers, "complete", fail)
+    with pytest.raises(ZeroDivisionError):
+        save_and_wait()
+    assert list((run.folder / "checkpoints").iterdir()) == []
+    assert saver.newest_step is None
