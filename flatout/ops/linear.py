@@ -71,7 +71,7 @@ def _in_bf16(
     if not fits or torch.is_autocast_enabled(hidden.device.type) or _has_few_rows(hidden):
         return functional.linear(hidden.to(weight_OI.dtype) if fits else hidden, weight_OI, bias_O)
     result = torch.bfloat16 if stays_narrow else torch.float32
-    return _multiplied(_torchs_product, hidden, weight_OI, bias_O, torch.bfloat16, result)
+    return _multiplied(functional.linear, hidden, weight_OI, bias_O, torch.bfloat16, result)
 
 
 onednn = with_matmul(_by_onednn)
@@ -108,10 +108,6 @@ def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
 
 def _has_few_rows(hidden: Tensor) -> bool:
     return hidden.numel() // max(hidden.shape[-1], 1) < FEWEST_ROWS
-
-
-def _torchs_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    return left_NI @ right_OI.t()
 
 
 def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:

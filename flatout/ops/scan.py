@@ -22,6 +22,7 @@ SMALLEST_CARRY = 64
 """States are carried between chunks in chunks of at least this many chunks, whatever their size."""
 
 
+@uncompiled  # a compiler would unroll the loop, which takes hours for a long sequence
 def reference(
     log_decay: Tensor,
     angle: Tensor,
@@ -48,17 +49,6 @@ def reference(
     Source:  diagonal linear recurrence, Orvieto et al. 2023, arXiv:2303.06349.
     """
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
-    return _token_by_token(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
-
-
-@uncompiled  # a compiler would unroll the loop, which takes hours for a long sequence
-def _token_by_token(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    doc_ids_BT: Tensor | None,
-    start_BE: Tensor | None,
-) -> Tensor:
     drive_BT2K = _pairs(drive_BTE)
     decay = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
     resets_BT = _resets(doc_ids_BT)
@@ -289,11 +279,8 @@ def _in_parallel(
     chunks = -(-tokens // size)
 
     def cut(tensor: Tensor) -> Tensor:
-        missing = chunks * size - tokens
-        if missing:
-            zeros = tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])
-            tensor = torch.cat((tensor, zeros), dim=1)
-        return tensor.reshape(tensor.shape[0], chunks, size, *tensor.shape[2:])
+        around = (*(0, 0) * (tensor.dim() - 2), 0, chunks * size - tokens)
+        return torch.unflatten(functional.pad(tensor, around), 1, (chunks, size))
 
     decay = _eigenvalues(log_decay.double(), angle.double(), torch.float64)
     decay_BNC2K = decay.expand(1, chunks, size, -1, -1) if decay.dim() == 2 else cut(decay)
