@@ -31,8 +31,7 @@ from torch import Tensor
 
 from flatout import load_config
 from flatout.hardware import probe
-from flatout.models.eigenstate import Eigenstate
-from flatout.models.recurrence import MemoryState
+from flatout.models.eigenstate import Eigenstate, MemoryState
 from flatout.ops import Ops, linear, scan
 
 RECIPE = "eigenstate-small-32k"

@@ -26,9 +26,9 @@ from main_job import RESULTS, commit, spread
 
 import flatout
 from flatout.hardware import probe
-from flatout.measure.instruments.sampling import LONGEST_INTERVAL_S
+from flatout.measure.steps.lines import LONGEST_INTERVAL_S
+from flatout.measure.watch.loop import SAMPLED_EVERY_S
 from flatout.measure.watch.watch import Watch
-from flatout.measure.watch.windows import SAMPLED_EVERY_S
 
 TARGET = 0.01
 """Largest share of a step that watching may take."""

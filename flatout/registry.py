@@ -276,7 +276,6 @@ def _assigned(path: Path) -> dict[str, ast.expr | None]:
 
 
 COMMANDS = Folder("commands", "COMMAND", "command")
-FINDINGS = Folder("measure/findings", "FINDING", "finding", has=("look",))
 ARCHITECTURES = Folder("architectures", "ARCHITECTURE", "architecture", has=("keys", "tensors"))
 LOGGERS = Folder(
     "loggers",

@@ -15,8 +15,7 @@ from torch.nn import functional
 from flatout.architectures.table import OTHER_MODEL, Architecture, Shapes, TensorMap, tensors_of
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject
-from flatout.models.eigenstate import EigenstateConfig
-from flatout.models.recurrence import GOLDEN, RESONANCE
+from flatout.models.eigenstate import GOLDEN, RESONANCE, EigenstateConfig
 
 FIRST = "layers.0"
 

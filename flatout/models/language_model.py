@@ -21,7 +21,7 @@ from flatout.config.schema import RunConfig, explain
 from flatout.config.sections import Section
 from flatout.errors import ConfigError, ShapeError
 from flatout.json_io import JsonObject
-from flatout.models.layers import Embedding, Linear
+from flatout.models.layers import Embedding, Linear, check_length, dropped
 from flatout.ops import Ops
 from flatout.ops.cross_entropy import capped
 from flatout.registry import MODELS
@@ -309,17 +309,41 @@ class LanguageModel(nn.Module, ABC):
 
 
 class EmbeddingModel(LanguageModel):
-    """A model with a token embedding, a final norm, and a tied or separate output weight.
+    """A model with embeddings of tokens and positions, a final norm, and an output weight.
 
     A subclass creates them in its constructor, in the order in which their weights are drawn.
     """
 
     token_embedding: Embedding
+    position_embedding: Embedding | None
+    """A vector per position, when positions are learned."""
     final_norm: nn.Module
     unembedding: Linear | None
     """The separate output weight; None when the embedding is the output weight too."""
     logit_scale: float = 1.0
     """Factor of the logits."""
+    embedding_scale: float = 1.0
+    """Factor of the token embedding."""
+    dropout: float = 0.0
+    """Share of components of the embedding that are dropped in training."""
+
+    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
+        """Return the embedding of each token, plus that of its position when positions are learned.
+
+        The first position is `start`.
+
+        Shapes:  tokens_BT (B, T) integers.
+        Returns: hidden_BTD.
+        Raises:  ShapeError when there is no position for a token.
+        """
+        end = start + tokens_BT.shape[1]
+        check_length(end, self.max_seq_len)
+        hidden_BTD = self.token_embedding(tokens_BT)
+        if self.embedding_scale != 1:
+            hidden_BTD = hidden_BTD * self.embedding_scale
+        if self.position_embedding is not None:
+            hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
+        return dropped(hidden_BTD, self.dropout, self.training)
 
     def head(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalised hidden states and the output weight.

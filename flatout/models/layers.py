@@ -224,3 +224,9 @@ def check_positions(max_seq_len: int | None, seq_len: int) -> None:
             f"(model.max_seq_len={max_seq_len}).",
             fix=f"Set model.max_seq_len={seq_len}, or data.seq_len={max_seq_len}.",
         )
+
+
+def nearest_divisor(number: int, wanted: int) -> int:
+    """Return the divisor of `number` that is nearest to `wanted`; of two, the larger one."""
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    return min(divisors, key=lambda divisor: (abs(divisor - wanted), -divisor))

@@ -153,17 +153,18 @@ class TransformerConfig(LanguageModelConfig):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.head_dim is None and self.d_model % self.num_heads:
-            divisor = _nearest_divisor(self.d_model, self.num_heads)
+            divisor = layers.nearest_divisor(self.d_model, self.num_heads)
             raise ConfigError(
                 f"model.d_model={self.d_model} is not divisible by "
                 f"model.num_heads={self.num_heads}.",
                 fix=f"Set model.num_heads={divisor}, or set model.head_dim.",
             )
         if self.num_heads % self.kv_heads:
+            divisor = layers.nearest_divisor(self.num_heads, self.kv_heads)
             raise ConfigError(
                 f"model.num_heads={self.num_heads} is not divisible by "
                 f"model.num_kv_heads={self.kv_heads}.",
-                fix=f"Set model.num_kv_heads={_nearest_divisor(self.num_heads, self.kv_heads)}.",
+                fix=f"Set model.num_kv_heads={divisor}.",
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ConfigError(
@@ -294,41 +295,27 @@ class Attention(nn.Module):
     def forward(
         self,
         hidden_BTD: Tensor,
-        doc_ids_BT: Tensor | None,
+        doc_ids_BT: Tensor | None = None,
         masks: dict[int | None, BlockMask] | None = None,
+        cache: KeyValueCache | None = None,
+        start: int = 0,
     ) -> Tensor:
         """Return the output of attention for each token; `masks` has `attention.block_masks`.
+
+        With a cache the tokens continue a document at the position `start`, and are added to it.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
-        blocks = masks.get(self.window) if masks else None
-        return self._attend(*self._heads(hidden_BTD), doc_ids_BT, blocks)
-
-    def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
-        """Return the output for the next tokens of a document, and add them to the cache.
-
-        Shapes:  hidden_BTD (B, T, D), at the positions from `start` on.
-        Returns: hidden_BTD.
-        """
-        q_BHTC, k_BGTC, v_BGTC = self._heads(hidden_BTD, start)
-        return self._attend(q_BHTC, *cache.extend(k_BGTC, v_BGTC, start))
-
-    def _heads(self, hidden_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values by head."""
-        num_heads, num_kv_heads = self.head_counts
-        gain_NC = None
+        gain_NC = cos_TC = sin_TC = None
         if self.query_norm is not None and self.key_norm is not None:
+            gains = (self.query_norm.weight, self.key_norm.weight)
             gain_NC = torch.cat(
-                (
-                    self.query_norm.weight.expand(num_heads, -1),
-                    self.key_norm.weight.expand(num_kv_heads, -1),
-                )
+                [gain.expand(n, -1) for gain, n in zip(gains, self.head_counts, strict=True)]
             )
-        cos_TC, sin_TC = (
-            (None, None) if self.rotary is None else self.rotary(start, start + hidden_BTD.shape[1])
-        )
-        return self.ops.heads(
+        if self.rotary is not None:
+            cos_TC, sin_TC = self.rotary(start, start + hidden_BTD.shape[1])
+        q_BHTC, k_BGSC, v_BGSC = self.ops.heads(
             self.qkv(hidden_BTD),
             gain_NC,
             cos_TC,
@@ -336,15 +323,8 @@ class Attention(nn.Module):
             counts=self.head_counts,
             eps=self.rms_norm_eps,
         )
-
-    def _attend(
-        self,
-        q_BHTC: Tensor,
-        k_BGSC: Tensor,
-        v_BGSC: Tensor,
-        doc_ids_BT: Tensor | None = None,
-        blocks: BlockMask | None = None,
-    ) -> Tensor:
+        if cache is not None:
+            k_BGSC, v_BGSC = cache.extend(k_BGSC, v_BGSC, start)
         out_BHTC = self.ops.attention(
             q_BHTC,
             k_BGSC,
@@ -352,7 +332,7 @@ class Attention(nn.Module):
             doc_ids_BT=doc_ids_BT,
             window=self.window,
             softcap=self.softcap,
-            blocks=blocks,
+            blocks=masks.get(self.window) if masks else None,
         )
         return layers.normed(self.output(out_BHTC.transpose(1, 2).flatten(2)), self.post_norm)
 
@@ -426,7 +406,7 @@ class Block(layers.ResidualBlock):
         Returns: hidden_BTD.
         """
         normed_BTD = self.attention_norm(hidden_BTD)
-        return self.added(hidden_BTD, self.attention.decode(normed_BTD, cache, start))
+        return self.added(hidden_BTD, self.attention(normed_BTD, cache=cache, start=start))
 
 
 class Transformer(EmbeddingModel):
@@ -440,7 +420,8 @@ class Transformer(EmbeddingModel):
         super().__init__(config, ops)
         width = config.d_model
         rotary = Rotary(config) if config.positions == "rotary" else None
-        self.logit_scale = config.logit_scale
+        self.logit_scale, self.embedding_scale = config.logit_scale, config.embedding_scale
+        self.dropout = config.dropout
         self.token_embedding = layers.Embedding(config.vocab_size, width)
         self.position_embedding = (
             layers.Embedding(config.num_positions, width) if config.positions == "learned" else None
@@ -475,24 +456,6 @@ class Transformer(EmbeddingModel):
                 allocated at the first read.
         """
         return CachingDecoder(self, self.token_limit(max_tokens))
-
-    def embed(self, tokens_BT: Tensor, start: int = 0) -> Tensor:
-        """Return the embedding of each token, plus that of its position when positions are learned.
-
-        The first position is `start`.
-
-        Shapes:  tokens_BT (B, T) integers.
-        Returns: hidden_BTD.
-        Raises:  ShapeError when a position is not below model.max_seq_len.
-        """
-        end = start + tokens_BT.shape[1]
-        layers.check_length(end, self.max_seq_len)
-        hidden_BTD = self.token_embedding(tokens_BT)
-        if self.config.embedding_scale != 1:
-            hidden_BTD = hidden_BTD * self.config.embedding_scale
-        if self.position_embedding is not None:
-            hidden_BTD = hidden_BTD + self.position_embedding.weight[start:end]
-        return layers.dropped(hidden_BTD, self.config.dropout, self.training)
 
     def shared_by_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> tuple[object, ...]:
         """Return the masks of FlexAttention, if the attention in use needs them.
@@ -610,11 +573,6 @@ class CachingDecoder(Decoder):
         for block, cache in zip(self._model.blocks, self._caches, strict=True):
             hidden_BTD = block.decode(hidden_BTD, cache, self.num_tokens)  # type: ignore[operator]
         return self._model.last_logits(hidden_BTD)
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
-    return min(divisors, key=lambda divisor: (abs(divisor - wanted), -divisor))
 
 
 USES = ("linear", "attention", "heads")

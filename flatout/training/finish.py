@@ -37,7 +37,7 @@ def finish(session: Session, predicted: JsonObject) -> JsonObject:
     if reason := early_stop_reason(run):
         log.event("early_stop", reason=reason)
         log.progress.say(reason)
-    with log.aside():
+    with log.aside("finish"):
         save_last(run, log)  # a signal during the evaluation must not lose the last steps
         evaluation = final_evaluation(session)
         with stating_room(run):  # without room the step is saved, and the next run evaluates again

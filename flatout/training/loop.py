@@ -24,7 +24,7 @@ def fit(session: Session) -> Run:
     Raises: RunFailed when training has diverged, as `require_good_steps`.
     """
     run, log = session.run, session.log
-    saves = SaveSchedule(run, log)
+    saves, phase = SaveSchedule(run, log), log.clock.timer.phase
     with run.pulse.during("training"), run.recipe.cudnn_benchmark(), run.recipe.gc() as collect:
         if run.evaluation_due:
             between_steps(session, saves)
@@ -37,7 +37,8 @@ def fit(session: Session) -> Run:
                     with attempt:
                         if run.feed.position != position:  # an attempt has failed
                             run.feed.seek(position)
-                        batch = next(run.feed)
+                        with phase("data_wait"):
+                            batch = next(run.feed)
                         with log.clock:  # device work only, does not wait
                             result = train_step(run, batch, session.drop)
             except StepDropped:
@@ -45,7 +46,8 @@ def fit(session: Session) -> Run:
                 break
             run.step += 1
             run.tokens += batch.tokens
-            log.step(batch, result)  # reads back one step late, so logging never stalls
+            with phase("logging"):
+                log.step(batch, result)  # reads back one step late, so logging never stalls
             require_good_steps(run, log)
             between_steps(session, saves)
             with unless_full(run, log):
@@ -59,17 +61,17 @@ def between_steps(session: Session, saves: SaveSchedule) -> None:
     run, log = session.run, session.log
     run.evaluation_due = False
     if due(run.config.train.eval_every, run):
-        with log.aside():
+        with log.aside("evaluation"):
             try:
                 log_evaluation(session)
             except EvaluationDropped:
                 run.evaluation_due = True
                 return
     if due(run.config.train.sample_every, run):
-        with log.aside():
+        with log.aside("sample"):
             log_sample(session)
     if saves.due(run):
-        with log.aside(), unless_full(run, log):
+        with log.aside("checkpoint"), unless_full(run, log):
             save(run, log)
 
 

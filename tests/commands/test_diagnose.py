@@ -16,7 +16,7 @@ from flatout.measure.diagnose import diagnosis
 from flatout.measure.diagnose.diagnose import Measured
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.text import text_of
-from flatout.measure.instruments.evidence import Evidence, Failure, Phases, Roof
+from flatout.measure.steps.evidence import Evidence, Failure, Phases, Roof
 
 
 @pytest.fixture

@@ -9,8 +9,7 @@ from torch.nn import functional
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError, ShapeError
-from flatout.models.eigenstate import GATE_BIAS, Eigenstate
-from flatout.models.recurrence import Memory
+from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan
 from flatout.optimizers import muon
 from flatout.optimizers.adamw import per_parameter

@@ -16,7 +16,7 @@ from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.diagnose.process import measure_apart
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.instruments.evidence import Evidence, HostFacts
+from flatout.measure.steps.evidence import Evidence, HostFacts
 from flatout.progress import SILENT, Progress
 from flatout.training.metrics.observers import Observer
 from flatout.training.run_dir import layout

@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import pkgutil
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from flatout.files import write_text
-from flatout.measure.diagnose.finding import Finding, FindingRule, Fix
-from flatout.measure.instruments.evidence import Evidence, Fact, Roof
-from flatout.registry import FINDINGS
+from flatout.measure import rules as package
+from flatout.measure.diagnose.finding import Finding, Fix, Rule
+from flatout.measure.steps.evidence import Evidence, Fact, Roof
 
 FORMAT_VERSION = 1
 FILE = "findings.json"
@@ -78,9 +81,13 @@ def read_diagnosis(folder: Path) -> Diagnosis | None:
     return found if found.format_version == FORMAT_VERSION else None
 
 
-def rules() -> list[FindingRule]:
-    """Return every rule."""
-    return [FINDINGS.get(name) for name in FINDINGS.names()]
+@cache
+def rules() -> list[Rule]:
+    """Return every rule of the files in `measure/rules/`, sorted by name."""
+    names = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    found = [one for module in modules for one in vars(module).values() if isinstance(one, Rule)]
+    return sorted(found, key=lambda rule: rule.name)
 
 
 def diagnosis_of(evidence: Evidence) -> Diagnosis:

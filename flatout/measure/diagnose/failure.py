@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 from flatout.errors import DataError, FlatoutError, MissingPackage, OutOfMemory, RunFailed
-from flatout.measure.instruments.evidence import Failure
-from flatout.measure.instruments.sampling import read_stacks, site_at, site_of, user_line
+from flatout.measure.steps.evidence import Failure
+from flatout.measure.steps.lines import read_stacks, site_at, site_of, user_line
 
 LONGEST = 300
 """Messages are truncated to this many characters."""

@@ -1,11 +1,12 @@
 """Finding: one cause of lost time, memory or quality, its evidence, and its fixes. No torch.
 
-A file of `measure/findings/` is one rule:
+A rule is a function in a file of `measure/rules/`:
 
-    FINDING = FindingRule(name="slow-save", look=look)
+    @rule()
+    def slow_save(evidence: Evidence) -> Finding | None:
 
-`look(evidence)` returns a `Finding` or None. It must be silent on a healthy run, and when the
-figures it needs are None. `flatout.measure.diagnose.diagnosis.diagnosis_of` calls every rule.
+It must be silent on a healthy run, and when the figures that it needs are None.
+`flatout.measure.diagnose.diagnosis.diagnosis_of` calls every rule.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flatout.assembly.selection import all_speedups
-from flatout.measure.instruments.evidence import CallSite, Evidence, Fact
+from flatout.config.schema import RunConfig
+from flatout.measure.steps.evidence import CallSite, Evidence, Fact
 
 Harm = Literal["fails", "spoils", "slows", "warns"]
 """What a finding does to the run: it cannot run, its result will be wrong or worse, it loses time,
@@ -64,23 +66,44 @@ class Finding(Fact):
     """What to do, the best first after `diagnosis_of`."""
 
 
-@dataclass(frozen=True)
-class FindingRule:
-    """A rule that looks for one cause."""
+Look = Callable[[Evidence], Finding | None]
 
-    name: str
-    """The file's name, with hyphens for underscores."""
-    look: Callable[[Evidence], Finding | None]
+
+@dataclass(frozen=True)
+class Rule:
+    """A function that looks for one cause."""
+
+    look: Look
     """Returns the finding, or None."""
+    name: str
+    """The function's name, with hyphens for underscores."""
     unless: tuple[str, ...] = ()
     """Rules with a more specific cause: when one of them finds something, this one is silent."""
+
+
+def rule(*, unless: tuple[str, ...] = ()) -> Callable[[Look], Rule]:
+    """Make a rule of a function; its docstring says what it looks for."""
+    return lambda look: Rule(look, look.__name__.replace("_", "-"), unless)
+
+
+def ms(seconds: float | None) -> float | None:
+    """Return milliseconds; None stays None."""
+    return None if seconds is None else 1e3 * seconds
+
+
+def with_rows(config: RunConfig, rows: int) -> dict[str, Any]:
+    """Return the overrides for other rows per micro-batch and the same tokens per step."""
+    return {
+        "batch.tokens_per_step": config.batch.tokens_per_step,
+        "batch.rows_per_device": rows,
+        "batch.accumulate": None,
+    }
 
 
 def speedup_fixes(
     evidence: Evidence,
     slot: str,
     text: str,
-    *,
     gain: float | None = None,
     gain_from: str | None = None,
 ) -> list[Fix]:

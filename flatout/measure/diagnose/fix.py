@@ -19,7 +19,7 @@ from flatout.errors import ConfigError
 from flatout.files import write_text
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.diagnose.finding import Finding, Fix
-from flatout.measure.instruments.evidence import Evidence, Fact
+from flatout.measure.steps.evidence import Evidence, Fact
 from flatout.measure.trials.statistics import mean_of
 from flatout.progress import SILENT, Progress, Task
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flatout import errors
 from flatout.errors import RunFailed
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.instruments.evidence import Evidence, Failure
+from flatout.measure.steps.evidence import Evidence, Failure
 
 PROGRAM = "from flatout.measure.diagnose.run import main; main()"
 GRACE_S = 120.0

@@ -16,7 +16,7 @@ from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError, FlatoutError, in_shell
 from flatout.hardware import probe
 from flatout.json_io import JsonObject, LineReader, finite_numbers
-from flatout.measure.instruments.evidence import (
+from flatout.measure.steps.evidence import (
     Counts,
     Evidence,
     Failure,

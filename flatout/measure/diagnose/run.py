@@ -15,12 +15,9 @@ from flatout.measure.diagnose.failure import failure_of, hanging
 from flatout.measure.diagnose.preflight import Prepared, prepare
 from flatout.measure.diagnose.process import Refusal
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.diagnose.steps import evidence_of_steps, periodic_work
-from flatout.measure.diagnose.timers import KeptFigures, attach
-from flatout.measure.diagnose.windows import Windows
-from flatout.measure.instruments.evidence import Evidence
-from flatout.measure.instruments.machine_facts import gpu_facts
-from flatout.measure.instruments.phase_timer import PhaseTimer
+from flatout.measure.diagnose.windows import RunWindows, evidence_of
+from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.machine import gpu_facts
 from flatout.measure.trials.trial import end_with
 from flatout.measure.trials.workload import QUIET
 from flatout.parallel.mesh import make_mesh
@@ -88,7 +85,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
         QUIET | {"train.steps": LONG_RUN_STEPS, "schedule.warmup": prepared.warmup_steps}
     )
     run: Run | None = None
-    figures: KeptFigures | None = None
+    losses: list[tuple[int, dict[str, float]]] = []
     before = prepared.evidence.model_copy(update={"source": "measured run"})
     try:
         run = build(
@@ -99,29 +96,44 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
             folder=Path(spec.folder),
             decisions=resolved.decisions,
         )
+        keep_figures(run, losses)
         with explained(run), Log(run, callbacks) as log:
-            timer = PhaseTimer()
-            feed, figures = attach(run, log, timer)
-            windows = Windows(run, feed, timer, spec)
             log.start()
             warm_up(run, log)
+            windows = RunWindows(run, log, spec)
             try:
                 fit(Session(run, log, windows.requested))
             finally:
                 windows.close()
             gpu = gpu_facts(resolved.machine, config.train.device)
             log.write_pending()
-            periodic = periodic_work(run, log, windows, resolved.config, before)
-            peak_gib = log.peak_gib()
-        found = before.model_copy(update={"gpu": gpu or before.gpu})
-        return evidence_of_steps(found, run, windows, periodic, figures, peak_gib)
+            before = before.model_copy(
+                update={
+                    "gpu": gpu or before.gpu,
+                    "losses": tuple((step, read["train/loss"]) for step, read in losses),
+                    "grad_norms": tuple((step, read["train/grad_norm"]) for step, read in losses),
+                }
+            )
+            return evidence_of(before, run, log, windows, resolved.config)
     except Exception as error:  # whatever the run raises is evidence
         step = run.step if run is not None else 0
-        failure = failure_of(error, step, figures.read if figures else ())
+        failure = failure_of(error, step, losses)
         return before.model_copy(update={"failure": failure})
     finally:
         if run is not None:
             run.feed.close()
+
+
+def keep_figures(run: Run, kept: list[tuple[int, dict[str, float]]]) -> None:
+    """Add what the run reads back, (step, figures), to `kept`."""
+    ready = run.readback.ready
+
+    def read(*, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
+        found = ready(flush=flush)
+        kept.extend(found)
+        return found
+
+    run.readback.ready = read  # type: ignore[method-assign]
 
 
 def _report_hang(

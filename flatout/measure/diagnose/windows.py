@@ -1,207 +1,140 @@
-"""The windows of a measured run: warm-up, ordinary steps, marked calls, profiler, replaced parts.
-
-The training loop asks before each step whether to stop; each question moves the windows forward by
-one step. Every window is a generator that yields once per step.
-"""
+"""The windows of a measured run, the work that is not part of every step, and their evidence."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from flatout.assembly.run import Run
-from flatout.data.load.feed import PrefetchFeed
-from flatout.hardware import CpuTimes, usable_cores
+from flatout.assembly.selection import speedup_named
+from flatout.config.schema import RunConfig
+from flatout.data.load.feed import DirectFeed, PrefetchFeed, StepBatch
+from flatout.errors import FlatoutError
+from flatout.hardware import usable_cores
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.diagnose.timers import FixedFeed, TimedFeed
-from flatout.measure.instruments.disk_use import DiskUse, disk_use
-from flatout.measure.instruments.marked_calls import MarkedCalls, OperationLines
-from flatout.measure.instruments.phase_timer import PhaseTimer
-from flatout.measure.instruments.sampling import LineSampler
-from flatout.measure.instruments.trace import Trace, profiling, read
-from flatout.measure.trials.pace import is_steady
-from flatout.training.metrics.compile_events import Compilations, CompilationWatch
+from flatout.measure.steps.calls import OperationLines
+from flatout.measure.steps.evidence import Evidence
+from flatout.measure.steps.gathering import gathered
+from flatout.measure.steps.lines import LineSampler
+from flatout.measure.steps.windows import Windows
+from flatout.training.checkpoint.retention import steps_between_saves
+from flatout.training.evaluation import score
+from flatout.training.metrics.log import Log
+from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES, environment_of
 
 MIN_STEPS = 5
 """Fewest ordinary steps."""
 FEW_STEPS = 2
-"""Steps of the windows that count calls and record operations."""
+"""Steps of the windows that mark calls and record operations."""
 TURNS = 3
 """Comparisons of steps with and without a replaced part."""
-MIN_WARM_STEPS = 3
-"""Fewest steps of the warm-up."""
-MAX_TRACED_S = 5.0
-"""Longer steps are not profiled: the trace would fill the memory."""
+SCORED_ROWS = 8
+"""Micro-batches of the trial evaluation."""
 
 
-class Windows:
+class RunWindows(Windows):
     """Decides when a measured run stops, and keeps what its windows have measured."""
 
-    def __init__(self, run: Run, feed: TimedFeed, timer: PhaseTimer, spec: MeasureSpec) -> None:
-        self.steps = 0
-        """Ordinary steps."""
-        self.step_s = 0.0
-        """Seconds of an average ordinary step."""
-        self.step_times_s: tuple[float, ...] = ()
-        self.phases: dict[str, float] = {}
-        """Seconds of an average ordinary step by phase, on the host."""
-        self.calls: dict[str, int] = {}
-        self.full_collections = 0
-        self.compilations: Compilations | None = None
-        """Compilations during the ordinary steps."""
-        self.sampler: LineSampler | None = None
-        self.marked: MarkedCalls | None = None
-        """What FEW_STEPS steps called."""
-        self.lines: OperationLines | None = None
-        """The lines that called the operations of one step."""
-        self.trace: Trace | None = None
+    def __init__(self, run: Run, log: Log, spec: MeasureSpec) -> None:
+        super().__init__(log.clock.timer, str(run.mesh.device))
         self.counterfactual_s: dict[str, float] = {}
-        self.disk: DiskUse | None = None
-        self.other_cores: float | None = None
-        """Cores that other processes kept busy during the ordinary steps."""
-        self.notes: list[str] = []
-        self._run, self._feed, self._timer, self._spec = run, feed, timer, spec
+        """Seconds of an average step with one thing replaced."""
+        self.has_compiled = any(d.on and d.name.startswith("compile") for d in run.decisions)
+        self._run, self._spec = run, spec
         self._late_s = time.monotonic() + spec.limit_s / 2
-        self._course = self._windows()
+        for optimizer in run.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.timer.enter("optimizer"))
+            optimizer.register_step_post_hook(lambda *_: self.timer.leave())
 
     def requested(self, run: Run) -> bool:
         """Return whether the measurement is over; the loop calls it before each step."""
-        if self._timer.current is not None:
-            self._timer.leave()
-        return next(self._course, False) is False
+        return not self.start_step()
 
-    def close(self) -> None:
-        """End the current window, after an error."""
-        self._course.close()
-
-    def _windows(self) -> Generator[bool, None, None]:
-        yield from self._warm_up()
-        yield from self._ordinary()
+    def _windows(self) -> Generator[None, None, None]:
+        yield from self._until_steady(self._spec.warmup_s)
+        with self._sampling(), self.timer.collecting_gc():
+            yield from self._ordinary(partial(self._lacks, MIN_STEPS, self._spec.seconds))
         if self._spec.brief:
             return
         if self._is_late():
             self.notes.append(f"A step takes {self.step_s:.0f} s: only its phases were measured.")
             return
-        yield from self._marked_calls()
-        if self.step_s <= MAX_TRACED_S:
-            yield from self._profiled()
-        else:
-            self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
-        yield from self._counterfactual("synthetic-data", self._fixed_data)
-        cores = usable_cores()
-        if self._run.mesh.device.type == "cpu" and torch.get_num_threads() < cores:
-            yield from self._counterfactual("all-threads", partial(_threads, cores))
-
-    def _warm_up(self) -> Iterator[bool]:
-        times: list[float] = []
-        start_s = time.perf_counter()
-        while len(times) < MIN_WARM_STEPS or not is_steady(times):
-            began_s = time.perf_counter()
-            if len(times) >= MIN_WARM_STEPS and (
-                began_s - start_s - times[0] > self._spec.warmup_s
-            ):
-                break
-            yield True
-            self._wait()
-            times.append(time.perf_counter() - began_s)
-
-    def _ordinary(self) -> Iterator[bool]:
-        timer, compiled = self._timer, CompilationWatch()
-        disk, before = disk_use(), CpuTimes.read()
-        with LineSampler(lambda: timer.current) as sampler, timer.collecting_gc():
-            seconds, steps = yield from self._steps(MIN_STEPS, self._spec.seconds)
-        self.other_cores = before.others_until(CpuTimes.read())
-        self.steps, self.step_s = steps, seconds / steps
-        self.step_times_s = tuple(timer.step_times_s)
-        self.phases = dict(timer.per_step())
-        self.calls = dict(timer.calls)
-        self.full_collections = timer.full_collections
-        self.sampler, self.compilations = sampler, compiled.poll()
-        self.disk = disk_use() - disk
-
-    def _marked_calls(self) -> Iterator[bool]:
-        self.marked = MarkedCalls()
-        with self.marked.recording():
-            yield from self._steps(FEW_STEPS)
-        if not any(each.on and each.name.startswith("compile") for each in self._run.decisions):
+        yield from self._marked_calls(FEW_STEPS)
+        if not self.has_compiled:
             self.lines = OperationLines()
             with self.lines:
-                yield from self._steps(1)
+                yield
+        yield from self._recorded(FEW_STEPS)
+        yield from self._counterfactual("synthetic-data", self._fixed_data)
+        cores = usable_cores()
+        if not self.on_gpu and torch.get_num_threads() < cores:
+            yield from self._counterfactual("all-threads", partial(_threads, cores))
 
-    def _profiled(self) -> Iterator[bool]:
-        device = str(self._run.mesh.device)
-        with ExitStack() as stack:
-            try:
-                profiler = stack.enter_context(profiling(device))
-            except RuntimeError as error:  # a profiler is not permitted, or another one is active
-                self.notes.append(_unprofiled(str(error)))
-                return
-            seconds, steps = yield from self._steps(FEW_STEPS)
-        self.trace = read(profiler, steps=steps, wall_s=seconds)
-        if device.startswith("cuda") and not self.trace.kernels:
-            self.notes.append(_unprofiled("the driver shows no kernels (CUPTI is not permitted)"))
-            self.trace = None
-
-    def _counterfactual(
-        self, name: str, replaced: Callable[[], AbstractContextManager[None]]
-    ) -> Iterator[bool]:
-        """Measure steps with a part replaced, in turns with ordinary steps.
-
-        The median of their ratios counts, so that a machine that becomes slower does not.
-        """
-        ratios: list[float] = []
-        for _ in range(TURNS):
-            if self._is_late():
-                break
-            with replaced():
-                yield from self._steps(1)
-                seconds, steps = yield from self._steps(2, self._spec.seconds / (4 * TURNS))
-            ordinary_s, number = yield from self._steps(2, self._spec.seconds / (4 * TURNS))
-            ratios.append(seconds / steps / (ordinary_s / number))
-        if ratios:
-            self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
-
-    def _steps(
-        self, at_least: int, seconds: float = 0.0
-    ) -> Generator[bool, None, tuple[float, int]]:
-        """Take steps; return their total seconds and their number."""
-        self._wait()
-        self._timer.reset()
-        start_s, steps = time.perf_counter(), 0
-        while (
-            steps < (min(at_least, 2) if self._is_late() else at_least)
-            or time.perf_counter() - start_s < seconds
-        ):
-            self._timer.start_step()
-            yield True
-            steps += 1
-        self._timer.end_steps()
-        self._wait()
-        return time.perf_counter() - start_s, steps
+    def _lacks(self, at_least: int, seconds: float, steps: int, spent_s: float) -> bool:
+        return steps < (min(at_least, 2) if self._is_late() else at_least) or spent_s < seconds
 
     def _is_late(self) -> bool:
         """Return whether the steps are so slow that what is not measured yet must be left out."""
         return time.monotonic() > self._late_s
 
-    def _wait(self) -> None:
-        if self._run.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self._run.mesh.device)
+    def _counterfactual(
+        self, name: str, replaced: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """Measure steps with a part replaced, in turns with ordinary steps.
+
+        The median of their ratios counts, so that a machine that becomes slower does not.
+        """
+        self.name = name
+        ratios: list[float] = []
+        for _ in range(TURNS):
+            if self._is_late():
+                break
+            with replaced():
+                yield
+                other_s = yield from self._timed()
+            ratios.append(other_s / (yield from self._timed()))
+        if ratios:
+            self.counterfactual_s[name] = statistics.median(ratios) * self.step_s
+
+    def _timed(self) -> Generator[None, None, float]:
+        """Take some steps and return the seconds of one."""
+        self._wait()
+        start_s, steps = time.perf_counter(), 0
+        seconds = self._spec.seconds / (4 * TURNS)
+        while self._lacks(2, seconds, steps, time.perf_counter() - start_s):
+            yield
+            steps += 1
+        self._wait()
+        return (time.perf_counter() - start_s) / steps
 
     @contextmanager
     def _fixed_data(self) -> Iterator[None]:
-        batch = self._feed.last
-        if batch is not None:
-            self._run.feed = cast(PrefetchFeed, FixedFeed(self._feed, batch))
+        feed = self._run.feed
+        self._run.feed = cast(PrefetchFeed, FixedFeed(feed))
         try:
             yield
         finally:
-            self._run.feed = cast(PrefetchFeed, self._feed)
+            self._run.feed = feed
+
+
+class FixedFeed:
+    """A feed that returns one batch, which is on the device already, again and again."""
+
+    def __init__(self, feed: PrefetchFeed | DirectFeed) -> None:
+        self.position, self.steps_per_epoch = feed.position, feed.steps_per_epoch
+        self.data_at, self._batch = feed.data_at, next(feed)
+
+    def __next__(self) -> StepBatch:
+        return self._batch
+
+    def seek(self, position: int) -> None:
+        """Do nothing: every position has the same batch."""
 
 
 @contextmanager
@@ -214,10 +147,81 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _unprofiled(why: str) -> str:
-    """Return the note that the profiler could not be used."""
-    return (
-        f"The profiler could not be used: {why.splitlines()[0] if why else 'unknown reason'}. Step "
-        "times, data wait, garbage collection, compilation and lines of code were measured without "
-        "it; operations by class were not."
+def evidence_of(
+    before: Evidence, run: Run, log: Log, windows: RunWindows, planned: RunConfig
+) -> Evidence:
+    """Return the evidence of a measured run; it saves and evaluates once for this.
+
+    Their times are divided by the steps between them in the run that is `planned`.
+    """
+    save_s = evaluation_s = None
+    sampler = LineSampler(lambda: "checkpoint")
+    try:
+        with sampler:
+            save_s = _save(run) / _steps_between_saves(run, planned, windows.step_s)
+    except (FlatoutError, OSError) as error:
+        windows.notes.append(f"A save could not be measured: {error}")
+    if planned.train.eval_every:
+        evaluation_s = _evaluation(run, log, planned, before.data.val_tokens or 0)
+    periodic: dict[str, float | None] = {"checkpoint_s": save_s, "evaluation_s": evaluation_s}
+    found = gathered(before, windows, periodic)
+    dropped = [d for d in run.decisions if not d.on and d.name in (before.speedups or ())]
+    failed = [d for d in dropped if speedup_named(d.name).compiles]
+    extra_s = (save_s or 0.0) + (evaluation_s or 0.0)
+    tokens_per_s = run.tokens_per_step / windows.step_s
+    flops = float(run.core.flops_per_token(run.config.data.seq_len).causal_exact)
+    achieved, peak = flops * tokens_per_s / 1e12, run.peak
+    share = None if peak is None else achieved / peak.tflops
+    roof = {
+        "peak_tflops": None if peak is None else peak.tflops,
+        "peak_source": None if peak is None else peak.source,
+        "achieved_tflops": achieved,
+        "mfu": share if share is not None and share <= 1 else None,
+        "tokens_per_s": tokens_per_s,
+    }
+    update: dict[str, Any] = {
+        "speedups": tuple(d.name for d in run.decisions if d.on),
+        "compile_fallback": failed[0].reason if failed else None,
+        "counterfactual_s": {
+            name: seconds + extra_s for name, seconds in windows.counterfactual_s.items()
+        },
+        "sites": {**found.sites, **sampler.sites(1)},
+        "memory": before.memory.model_copy(update={"peak_gib": log.peak_gib()}),
+        "roof": before.roof.model_copy(update=roof),
+        "remaining_s": (before.planned_steps or 0) * (found.step_s or 0.0),
+    }
+    return found.model_copy(update=update)
+
+
+def _save(run: Run) -> float:
+    """Return the seconds for which a save blocks the loop; the second one, which is like the rest.
+
+    Raises: FlatoutError, OSError when the disk refuses it.
+    """
+    blocked_s = 0.0
+    for _ in range(2):
+        run.step += 1  # a step is saved once
+        run.saver.save(run, environment=environment_of(run), keep=1)
+        run.saver.wait()
+        blocked_s = sum(saved.blocked_s for saved in run.saver.finished())
+    return blocked_s
+
+
+def _steps_between_saves(run: Run, planned: RunConfig, step_s: float) -> float:
+    steps = steps_between_saves(planned.checkpoint, run.steps_per_epoch)
+    minutes = planned.checkpoint.every_minutes or DEFAULT_MINUTES_BETWEEN_SAVES
+    return steps or max(60 * minutes / step_s, 1.0)
+
+
+def _evaluation(run: Run, log: Log, planned: RunConfig, tokens: int) -> float | None:
+    """Return the seconds of evaluation per step, from a part of the validation split."""
+    wanted = (
+        tokens if planned.train.eval_tokens == "all" else min(planned.train.eval_tokens, tokens)
     )
+    few = SCORED_ROWS * run.rows_per_device * run.config.data.seq_len
+    start_s = time.perf_counter()
+    found = score(run, max_tokens=min(few, wanted), progress=log.progress)
+    if found is None:
+        return None
+    seconds = time.perf_counter() - start_s
+    return seconds * wanted / max(found.tokens, 1) / planned.train.eval_every

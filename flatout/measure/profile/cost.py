@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.measure.instruments.kernels import is_generated, kind_of
+from flatout.measure.steps.kernels import is_generated, kind_of
 
 ITEM_BYTES = {
     "double": 8,

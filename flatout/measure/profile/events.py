@@ -14,9 +14,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from flatout.measure.instruments.kernels import is_generated, kind_of
-from flatout.measure.instruments.trace import Op, Trace
 from flatout.measure.profile.cost import Call, bytes_of, flops_of
+from flatout.measure.steps.kernels import is_generated, kind_of
+from flatout.measure.steps.trace import Op, Trace
 
 PREFIX = "flatout."
 """Start of the names of the ranges that mark steps and their phases."""

@@ -18,8 +18,8 @@ from torch.profiler import record_function
 
 from flatout.assembly.run import Run
 from flatout.data.load.feed import PrefetchFeed, StepBatch
-from flatout.measure.instruments.phase_timer import PhaseTimer
 from flatout.measure.profile.events import PREFIX, STEP
+from flatout.training.metrics.phases import PhaseTimer
 
 Blocks = dict[int, int]
 """Bytes by address."""

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flatout.measure.instruments.evidence import Fact
 from flatout.measure.profile.events import Allocation, Recording
+from flatout.measure.steps.evidence import Fact
 
 CATEGORIES = (
     "weights",

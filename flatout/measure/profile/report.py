@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from textwrap import TextWrapper
 
-from flatout.measure.instruments.evidence import Fact
 from flatout.measure.profile.events import PHASES
 from flatout.measure.profile.memory import MemoryPeak
 from flatout.measure.profile.table import Gap, ProfileRoof, TableRow
+from flatout.measure.steps.evidence import Fact
 
 FORMAT_VERSION = 1
 COLUMNS = 80

@@ -14,12 +14,12 @@ from flatout.assembly.run import Run
 from flatout.errors import RunFailed
 from flatout.files import CheckedFile
 from flatout.hardware import fingerprint
-from flatout.measure.instruments.trace import Op
 from flatout.measure.profile.events import Range, Recording, read_events
 from flatout.measure.profile.memory import CATEGORIES, GIB, Moment, Named, peak_of, timeline
 from flatout.measure.profile.report import Profile, Segment, Timeline
 from flatout.measure.profile.run import Taken
 from flatout.measure.profile.table import ProfileRoof, gaps_of, table_of, work_of
+from flatout.measure.steps.trace import Op
 from flatout.roof import peak_bandwidth, peak_tflops
 
 TRACE = "trace.json.gz"

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from flatout.assembly.run import Run
-from flatout.measure.instruments.trace import profiling
 from flatout.measure.profile.marks import Blocks, Marks, blocks
 from flatout.measure.profile.memory import Named
+from flatout.measure.steps.trace import profiling
 from flatout.measure.trials.pace import is_steady
 
 MIN_WARM_STEPS = 3

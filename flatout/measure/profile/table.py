@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from flatout.measure.instruments.evidence import Fact
-from flatout.measure.instruments.kernels import KINDS
-from flatout.measure.instruments.trace import Op
 from flatout.measure.profile.events import Range
+from flatout.measure.steps.evidence import Fact
+from flatout.measure.steps.kernels import KINDS
+from flatout.measure.steps.trace import Op
 
 KNOWN_SHARE = 0.8
 """A rate is stated when at least this share of the class's time has known FLOPs or bytes."""

@@ -19,9 +19,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from flatout.measure.instruments.evidence import CallSite
-from flatout.measure.instruments.phase_timer import PhaseTimer
-from flatout.measure.instruments.sampling import Line, call_sites, user_frame
+from flatout.measure.steps.evidence import CallSite
+from flatout.measure.steps.lines import Line, call_sites, user_frame
+from flatout.measure.steps.windows import replaced
+from flatout.training.metrics.phases import PhaseTimer
 
 Result = TypeVar("Result")
 
@@ -132,19 +133,3 @@ class Hooks:
                 return plain(iterator)
 
         return load
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute of a module or class inside the block, unless it does not have it."""
-    plain = vars(owner).get(name)
-    if plain is None:
-        yield
-        return
-    ours = wrap(plain)
-    setattr(owner, name, ours)
-    try:
-        yield
-    finally:
-        if vars(owner).get(name) is ours:  # otherwise somebody else replaced it since
-            setattr(owner, name, plain)

@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +17,29 @@ from typing import Any, TypeVar, cast
 import torch
 
 from flatout.errors import ConfigError, FlatoutError
-from flatout.measure.instruments.evidence import Evidence, Failure
-from flatout.measure.instruments.phase_timer import PhaseTimer
-from flatout.measure.instruments.sampling import site_of
-from flatout.measure.watch.evidence import Loop, evidence_of
+from flatout.hardware import GIB, probe
+from flatout.measure.steps.evidence import Evidence, Failure, GpuFacts, MemoryFacts, Roof
+from flatout.measure.steps.gathering import gathered
+from flatout.measure.steps.lines import site_of
+from flatout.measure.steps.machine import gpu_facts, host_facts
+from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows
 from flatout.measure.watch.hooks import Hooks
 from flatout.measure.watch.records import LoopRecords
-from flatout.measure.watch.windows import Windows
 from flatout.parallel.rendezvous import stated_ranks
+from flatout.training.metrics.device import process_peak_bytes
+from flatout.training.metrics.phases import PhaseTimer
 
+MAX_WARM_STEPS = 20
+WARM_S = 0.5
+"""Warm-up lasts at least this long after the first step, unless it has ten steps before."""
+MIN_ORDINARY_STEPS, ORDINARY_S = 5, 0.3
+"""Ordinary steps before the special ones."""
+CALLED_STEPS = 8
+"""Steps whose calls are marked."""
+SAMPLED_EVERY_S = 0.01
+"""Time between two looks at the loop's line."""
+FEW_STEPS = 5
+"""With fewer ordinary steps, averages mean nothing."""
 LOG = logging.getLogger("flatout.watch")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -65,6 +80,61 @@ class Settings:
     recorded_steps: int = 2
 
 
+class LoopWindows(Windows):
+    """The windows of a watched loop; they last as long as it does.
+
+    All steps after the warm-up are ordinary, except for a few near the start of the loop, which are
+    slower and do not count for the averages.
+    """
+
+    def __init__(
+        self,
+        timer: PhaseTimer,
+        device: str,
+        on_step: Callable[[float], None],
+        recorded_steps: int,
+    ) -> None:
+        super().__init__(timer, device, on_step)
+        self.gpu: GpuFacts | None = None
+        """What the driver reported of the GPU between two steps."""
+        self._recorded_steps = recorded_steps
+
+    @property
+    def sampled_steps(self) -> int:
+        """The number of steps after the warm-up."""
+        return self.ordinary.steps + self.special.steps
+
+    def _windows(self) -> Generator[None, None, None]:
+        yield from self._until_compiled()
+        self._stack.enter_context(self._sampling(SAMPLED_EVERY_S))
+        yield from self._ordinary(
+            lambda steps, seconds: (
+                steps < MIN_ORDINARY_STEPS or (seconds < ORDINARY_S and steps < MAX_WARM_STEPS)
+            )
+        )
+        if self.compilations:
+            self.notes.append("Steps compile code: their calls and operations were not recorded.")
+        else:
+            self.gpu = gpu_facts(probe(), self.device)  # while it works
+            yield from self._marked_calls(CALLED_STEPS)
+            if self._recorded_steps:
+                yield from self._recorded(self._recorded_steps)
+        yield from self._ordinary(lambda steps, seconds: True)
+
+    def _until_compiled(self) -> Iterator[None]:
+        """Warm up until nothing is compiled any more."""
+        yield
+        first_s = time.perf_counter()
+        while self.warm.steps < MAX_WARM_STEPS:
+            compiles = self._compiled.changed()
+            self.has_compiled |= compiles
+            self._compiled.poll()
+            long_enough = time.perf_counter() - first_s >= WARM_S or self.warm.steps >= 10
+            if self.warm.steps >= MIN_WARM_STEPS and long_enough and not compiles:
+                return
+            yield
+
+
 class LoopTimer:
     """Times a loop by the calls that it makes here.
 
@@ -83,7 +153,7 @@ class LoopTimer:
         )
         self._settings, self._at_exit = settings, at_exit
         self._is_off = self.rank != 0
-        self._parts: tuple[PhaseTimer, Windows, Hooks] | None = None
+        self._parts: tuple[PhaseTimer, LoopWindows, Hooks] | None = None
         self._installed = ExitStack()
         self._steps_are_stated, self._depth = False, 0
         self._failure: Failure | None = None
@@ -109,7 +179,48 @@ class LoopTimer:
                 fix="Wrap the batches, `for batch in watch(loader)`, or use `with watch.step()`.",
             )
         _, windows, hooks = self._parts
-        return evidence_of(self._loop(), windows, hooks)
+        return self._evidence(windows, hooks)
+
+    def _evidence(self, windows: LoopWindows, hooks: Hooks) -> Evidence:
+        settings, device, machine = self._settings, windows.device, probe()
+        planned, tokens = settings.planned_steps, settings.tokens_per_step
+        self.records.flush()
+        memory = MemoryFacts(total_gib=machine.memory_gib, peak_gib=process_peak_bytes() / GIB)
+        if windows.on_gpu:
+            memory = MemoryFacts(
+                total_gib=torch.cuda.mem_get_info(device)[1] / GIB,
+                peak_gib=torch.cuda.max_memory_allocated(device) / GIB,
+                reserved_gib=torch.cuda.max_memory_reserved(device) / GIB,
+            )
+        known = Evidence(
+            source="watched loop",
+            machine=machine,
+            device=device,
+            world_size=self.world_size,
+            host=host_facts(Path()),
+            gpu=windows.gpu,
+            memory=memory,
+            parameters=None
+            if settings.model is None
+            else sum(weights.numel() for weights in settings.model.parameters()),
+            tokens_per_step=tokens,
+            planned_steps=planned,
+            losses=tuple(self.records.losses) or None,
+            grad_norms=tuple(self.records.grad_norms) or None,
+            failure=self._failure,
+        )
+        if windows.ordinary.steps < FEW_STEPS:
+            short = f"{self.steps} steps are too few to measure: the warm-up takes up to 20."
+            return known.model_copy(update={"notes": (*windows.notes, short)})
+        found = gathered(known, windows, windows.periodic_s())
+        step_s, saves = found.step_s or 0.0, hooks.save_sites(windows.sampled_steps)
+        return found.model_copy(
+            update={
+                "sites": {**found.sites, "save": saves} if saves else found.sites,
+                "roof": Roof(tokens_per_s=tokens and tokens / windows.step_s),
+                "remaining_s": planned and max(planned - self.steps, 0) * step_s,
+            }
+        )
 
     def close(self) -> bool:
         """Remove all hooks and measure no longer; return whether a step has been watched."""
@@ -118,17 +229,13 @@ class LoopTimer:
         self._is_off = True
         return was_on
 
-    def _started(self) -> tuple[PhaseTimer, Windows, Hooks]:
+    def _started(self) -> tuple[PhaseTimer, LoopWindows, Hooks]:
         """Return the instruments; the first call makes them, in the thread of the loop."""
         if self._parts is None:
             timer = PhaseTimer()
             hooks = Hooks(timer)
-            windows = Windows(
-                timer,
-                self._count,
-                device=device_of(self._settings.model),
-                recorded_steps=self._settings.recorded_steps,
-            )
+            device = device_of(self._settings.model)
+            windows = LoopWindows(timer, device, self._count, self._settings.recorded_steps)
             self._installed.enter_context(hooks.installed())
             atexit.register(self._at_exit)
             self._installed.callback(atexit.unregister, self._at_exit)
@@ -239,23 +346,6 @@ class LoopTimer:
         Shapes: each tensor has one element.
         """
         self.records.log(step, figures)
-
-    def _loop(self) -> Loop:
-        settings = self._settings
-        self.records.flush()
-        return Loop(
-            device=device_of(settings.model),
-            world_size=self.world_size,
-            parameters=None
-            if settings.model is None
-            else sum(weights.numel() for weights in settings.model.parameters()),
-            tokens_per_step=settings.tokens_per_step,
-            planned_steps=settings.planned_steps,
-            steps=self.steps,
-            losses=tuple(self.records.losses),
-            grad_norms=tuple(self.records.grad_norms),
-            failure=self._failure,
-        )
 
     @safe
     def _stop(self) -> None:

@@ -16,9 +16,9 @@ from flatout.errors import OutputInUse
 from flatout.files import write_text
 from flatout.json_io import append_line
 from flatout.measure.diagnose.diagnosis import Diagnosis
-from flatout.measure.instruments.phase_timer import PhaseTimer
 from flatout.measure.report.page import render
 from flatout.measure.report.reading import RunReader
+from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.metrics.readback import DelayedReadback
 from flatout.training.run_dir.layout import METRICS
 

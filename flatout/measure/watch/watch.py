@@ -25,8 +25,8 @@ import torch
 from flatout.errors import ConfigError, MissingPackage
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.diagnose.text import text_of
-from flatout.measure.instruments.evidence import Evidence, Phases
 from flatout.measure.report.figures import require_bokeh
+from flatout.measure.steps.evidence import Evidence, Phases
 from flatout.measure.watch.batches import Step, Watched
 from flatout.measure.watch.loop import LOG, LoopTimer, Settings, ranks
 from flatout.measure.watch.records import new_folder

@@ -15,6 +15,8 @@ from dataclasses import astuple, dataclass, field
 
 import torch
 
+from flatout.training.metrics.phases import PhaseTimer
+
 Span = Callable[[], float]
 """Returns the device time in seconds of one step, which must have finished."""
 
@@ -61,16 +63,18 @@ class StepClock(ABC):
     """Times device work and the host's waits for it; wraps `train_step` as a context."""
 
     def __init__(self) -> None:
+        self.timer = PhaseTimer()
+        """Times the phases of the loop on the host: data_wait, compute, logging and others."""
         self._blocked_s = 0.0
         self._spans: list[Span] = []
 
-    @abstractmethod
     def __enter__(self) -> None:
         """Start timing a step."""
+        self.timer.enter("compute")
 
-    @abstractmethod
     def __exit__(self, *_: object) -> None:
         """Stop timing the step."""
+        self.timer.leave_if_open("compute")
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:
@@ -87,9 +91,11 @@ class CpuClock(StepClock):
     """The clock of a CPU, where the whole step is device work. Costs under 2 us per step."""
 
     def __enter__(self) -> None:
+        super().__enter__()
         self._began_s = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
+        super().__exit__()
         elapsed_s = time.perf_counter() - self._began_s
         self._blocked_s += elapsed_s
         self._spans.append(lambda: elapsed_s)
@@ -112,9 +118,11 @@ class CudaClock(StepClock):
         self._stream = torch.cuda.current_stream(device)
 
     def __enter__(self) -> None:
+        super().__enter__()
         self._begin = self._record()
 
     def __exit__(self, *_: object) -> None:
+        super().__exit__()
         begin, end = self._begin, self._record()
         self._spans.append(lambda: 1e-3 * float(begin.elapsed_time(end)))
 

@@ -201,12 +201,13 @@ class Log:
             observer.on_event(event)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self, phase: str) -> Iterator[None]:
         """Exclude the time spent inside from training; wait first for steps queued on a GPU."""
         self._wait_for_device()
         began_s = time.perf_counter()
         try:
-            yield
+            with self.clock.timer.phase(phase):
+                yield
         finally:
             self._interval.aside_s += time.perf_counter() - began_s
 

@@ -9,7 +9,7 @@ from flatout.errors import ConfigError
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.diagnose.finding import Finding, Fix
 from flatout.measure.diagnose.fix import applied, try_fixes, write_recipe
-from flatout.measure.instruments.evidence import Evidence, Failure, Roof
+from flatout.measure.steps.evidence import Evidence, Failure, Roof
 
 PREFETCH = Fix(text="Add prefetch.", overrides={"speedups": "+prefetch"}, gain=0.3)
 ROWS = Fix(text="More rows.", overrides={"log.every": 7}, gain=0.2)

@@ -11,7 +11,7 @@ from flatout.files import Unfinished
 from flatout.measure.diagnose import process
 from flatout.measure.diagnose.process import Refusal, measure_apart
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.instruments.evidence import Evidence
+from flatout.measure.steps.evidence import Evidence
 
 SPEC = MeasureSpec(config={}, folder="absent")
 PREFLIGHT = Evidence(source="preflight").model_dump_json()

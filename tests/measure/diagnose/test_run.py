@@ -12,13 +12,15 @@ from own_time import OwnTime, compute
 
 from flatout.assembly import run as assembling
 from flatout.measure.diagnose import run as diagnose_run
-from flatout.measure.diagnose import steps, windows
+from flatout.measure.diagnose import windows
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.failure import failure_of
 from flatout.measure.diagnose.preflight import prepare
 from flatout.measure.diagnose.spec import MeasureSpec
-from flatout.measure.instruments.phase_timer import PhaseTimer
+from flatout.measure.steps import windows as shared
 from flatout.models import transformer
+from flatout.training.metrics import clocks
+from flatout.training.metrics.phases import PhaseTimer
 
 pytestmark = pytest.mark.slow
 
@@ -38,9 +40,9 @@ SIZE = {
 def own_time(monkeypatch):
     """Measure what this thread computes, so that a busy machine causes no finding."""
     timer = partial(PhaseTimer, clock=OwnTime.perf_counter)
-    monkeypatch.setattr(diagnose_run, "PhaseTimer", timer)
+    monkeypatch.setattr(clocks, "PhaseTimer", timer)
     monkeypatch.setattr(windows, "time", OwnTime)
-    monkeypatch.setattr(steps, "time", OwnTime)
+    monkeypatch.setattr(shared, "time", OwnTime)
 
 
 @pytest.fixture

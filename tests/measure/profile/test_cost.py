@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flatout.measure.instruments.trace import profiling
 from flatout.measure.profile.cost import Call, bytes_of, flops_of
 from flatout.measure.profile.events import read_events
+from flatout.measure.steps.trace import profiling
 
 
 def call(name, shapes, dtype="float", values=()):

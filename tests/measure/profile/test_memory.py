@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flatout.measure.instruments.trace import Trace
 from flatout.measure.profile.events import PHASES, Allocation, Range, Recording
 from flatout.measure.profile.memory import GIB, Named, peak_of, timeline
+from flatout.measure.steps.trace import Trace
 
 STEPS = tuple(Range("step", 10.0 * n, 10.0 * n + 10) for n in range(2))
 BOUNDS = (0.0, 1.0, 4.0, 8.0, 9.0, 10.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from flatout.measure.diagnose.diagnosis import diagnosis_of
 from flatout.measure.diagnose.finding import Finding, Fix
-from flatout.measure.instruments.evidence import CallSite, Evidence
 from flatout.measure.report import sections
+from flatout.measure.steps.evidence import CallSite, Evidence
 
 
 def test_predictions_stand_beside_what_was_measured(make_run, read):

@@ -16,11 +16,11 @@ from watching import batches, train
 
 import flatout
 from flatout.errors import ConfigError, MissingPackage, OutputInUse
-from flatout.measure.instruments.phase_timer import PhaseTimer
+from flatout.measure.steps import windows
 from flatout.measure.watch import loop as watch_loop
 from flatout.measure.watch import watch as watch_module
-from flatout.measure.watch import windows
 from flatout.measure.watch.watch import PHASES
+from flatout.training.metrics.phases import PhaseTimer
 
 pytestmark = pytest.mark.slow
 
@@ -207,7 +207,7 @@ def test_an_error_of_ours_is_logged_and_the_loop_continues(watch, monkeypatch, c
     def broken(*_):
         raise RuntimeError("a fault of ours")
 
-    monkeypatch.setattr(watch_loop.Windows, "start_step", broken)
+    monkeypatch.setattr(watch_loop.LoopWindows, "start_step", broken)
     with caplog.at_level(logging.WARNING):
         train(watch, 10)
     assert [record.getMessage() for record in caplog.records] == [

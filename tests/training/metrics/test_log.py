@@ -65,7 +65,7 @@ def test_evaluation_does_not_lower_the_tokens_per_second(start_run, clock):
     with Log(run) as log:
         clock.now += 9.0
         step(log, run)
-        with log.aside():
+        with log.aside("evaluation"):
             clock.now += 40.0
         clock.now += 2.0
         step(log, run)

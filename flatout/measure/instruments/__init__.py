@@ -1,1 +1,0 @@
-"""Instruments that show where the time of steps goes, and the evidence that they collect."""

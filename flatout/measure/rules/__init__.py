@@ -1,0 +1,1 @@
+"""What `diagnose` and `watch` recognise: each rule is a function that looks for one cause."""

@@ -1,0 +1,72 @@
+"""Compiling: torch.compile fails, or compiles again and again."""
+
+from __future__ import annotations
+
+from flatout.measure.diagnose.finding import Finding, Fix, ms, rule
+from flatout.measure.steps.evidence import Evidence
+
+SLOW_COMPILING = 0.03
+"""Share of the step from which compiling is a finding."""
+
+
+@rule()
+def compile_failure(evidence: Evidence) -> Finding | None:
+    """torch.compile failed, so that the run is slower than it should be, or cannot start."""
+    failure, fallback = evidence.failed("compile"), evidence.compile_fallback
+    if failure is None and fallback is None:
+        return None
+    fixes = [
+        Fix(
+            text="Read the error: on a CPU, torch.compile needs a C++ compiler (`apt install "
+            "g++`); in your own model, it names the line that it cannot compile."
+        )
+    ]
+    if evidence.config is not None:
+        fixes.append(
+            Fix(
+                text="Or leave it off, which saves the failed attempt at every start.",
+                overrides={"speedups": "-compile"},
+            )
+        )
+    if failure is not None:
+        return Finding(verdict=failure.message, harm="fails", site=failure.site, fixes=tuple(fixes))
+    reason = (fallback or "").rstrip(".")
+    return Finding(
+        verdict=f"torch.compile failed, and the run continues without it: {reason}.",
+        harm="slows",
+        site=evidence.site("recompile"),
+        fixes=tuple(fixes),
+    )
+
+
+@rule()
+def recompiles(evidence: Evidence) -> Finding | None:
+    """torch.compile compiles again and again after the warm-up."""
+    seconds, graphs = evidence.phases.compile_s, evidence.counts.recompiles
+    share = evidence.lost(seconds, SLOW_COMPILING)
+    if share is None or not graphs:
+        return None
+    fixes = [
+        Fix(
+            text="Give every step the same shapes and dtypes (pad the last batch), or mark the "
+            "dimension that changes with torch._dynamo.mark_dynamic.",
+            gain=share,
+            gain_from="the step without compiling",
+        )
+    ]
+    if evidence.config is not None:
+        text = "Or leave compile off: speedups=auto,-compile."
+        fixes.append(Fix(text=text, overrides={"speedups": "-compile"}))
+    return Finding(
+        verdict=f"torch.compile takes {share:.0%} of each step: it compiles {graphs:.2g} graphs "
+        "per step after the warm-up.",
+        harm="slows",
+        figures={
+            "compile_ms": ms(seconds),
+            "graphs_per_step": graphs,
+            "reason": next(iter(evidence.recompile_reasons), None),
+        },
+        share=share,
+        site=evidence.site("recompile"),
+        fixes=tuple(fixes),
+    )

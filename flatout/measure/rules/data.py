@@ -1,0 +1,201 @@
+"""Data: steps wait for it, or it does not suit the model or the length of the run."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from flatout.measure.diagnose.finding import Finding, Fix, Harm, ms, rule, speedup_fixes
+from flatout.measure.steps.evidence import Evidence
+
+SLOW_DATA = 0.1
+"""Share of the step from which waiting for data is a finding."""
+MIN_SHARE_CONFIRMED = 0.3
+"""Share of the wait that must disappear with synthetic data, if that was measured."""
+WITHOUT_WAIT = "the step without its wait for data"
+MIN_STALLED = 0.2
+"""Share of the wait at which the machine must have waited for a disk."""
+MIN_DISK_BYTES = 64 * 2**10
+"""Fewest bytes per step that come from a disk."""
+SLOW_COPIES = 0.02
+"""Share of the step from which unpinned copies are a finding."""
+MOST_EPOCHS = 100.0
+"""More passes over the text only memorise it."""
+MOST_UNUSED, MIN_UNUSED = 0.2, 512
+"""Share of the model's vocabulary that may be unused, for padding to a round number; fewer unused
+tokens than MIN_UNUSED do no harm.
+"""
+
+
+@rule(unless=("slow-disk",))
+def slow_data(evidence: Evidence) -> Finding | None:
+    """Steps wait for data."""
+    share = _lost_to_data(evidence)
+    if share is None:
+        return None
+    site, fix = evidence.site("data"), partial(Fix, gain=share, gain_from=WITHOUT_WAIT)
+    fixes: list[Fix] = []
+    if site is not None:
+        where = f"Move the work of {site.describe()} out of the step"
+        fixes.append(fix(text=f"{where}: do it once, before training."))
+    if evidence.config is not None:
+        fixes += [
+            *speedup_fixes(evidence, "reader", "Read tokens instead of text", share, WITHOUT_WAIT),
+            *speedup_fixes(
+                evidence,
+                "feed",
+                "Read ahead in the background",
+                share,
+                f"{WITHOUT_WAIT}, if the device takes longer than reading",
+            ),
+            fix(text="Copy the dataset to a local disk."),
+        ]
+    elif site is None:
+        text = "Prepare the data before training, or give the DataLoader more workers."
+        fixes.append(fix(text=text))
+    wait_ms = ms(evidence.phases.data_wait_s)
+    return Finding(
+        verdict=f"{share:.0%} of each step waits for data: {wait_ms:.3g} ms.",
+        harm="slows",
+        figures=_data_figures(evidence),
+        share=share,
+        site=site,
+        fixes=tuple(fixes),
+    )
+
+
+@rule()
+def slow_disk(evidence: Evidence) -> Finding | None:
+    """Steps wait for data that comes from a slow disk."""
+    share, data = _lost_to_data(evidence), evidence.data
+    wait_s, stalled_s = evidence.phases.data_wait_s, data.disk_stalled_s
+    read = data.read_bytes_per_step or 0.0
+    if share is None or wait_s is None or stalled_s is None:
+        return None
+    if stalled_s < MIN_STALLED * wait_s or read < MIN_DISK_BYTES:
+        return None
+    rate = read / wait_s / 1e6
+    return Finding(
+        verdict=f"{share:.0%} of each step waits for a disk that delivers {rate:.3g} MB/s.",
+        harm="slows",
+        figures=_data_figures(evidence) | {"disk_stalled_ms": ms(stalled_s), "disk_mb_per_s": rate},
+        share=share,
+        site=evidence.site("data"),
+        fixes=(
+            Fix(
+                text="Copy the data to a local disk, or to memory if it fits there.",
+                gain=share,
+                gain_from=WITHOUT_WAIT,
+            ),
+        ),
+    )
+
+
+def _lost_to_data(evidence: Evidence) -> float | None:
+    """Return the share of a step that is lost to waiting for data, if it is a finding.
+
+    If the same steps are no faster on synthetic data, the GPU works while the host waits.
+    """
+    wait_s, step_s = evidence.phases.data_wait_s, evidence.step_s
+    synthetic_s = evidence.counterfactual_s.get("synthetic-data")
+    if evidence.on_gpu and wait_s and step_s and synthetic_s is not None:
+        confirmed = step_s - synthetic_s >= MIN_SHARE_CONFIRMED * wait_s
+        wait_s = wait_s if confirmed else None
+    return evidence.lost(wait_s, SLOW_DATA)
+
+
+def _data_figures(evidence: Evidence) -> dict[str, float | None]:
+    read = evidence.data.read_bytes_per_step
+    return {
+        "step_ms": ms(evidence.step_s),
+        "data_wait_ms": ms(evidence.phases.data_wait_s),
+        "step_on_synthetic_data_ms": ms(evidence.counterfactual_s.get("synthetic-data")),
+        "read_from_disk_kib_per_step": None if read is None else read / 2**10,
+    }
+
+
+@rule()
+def pageable_copies(evidence: Evidence) -> Finding | None:
+    """Batches are copied to the GPU from memory that is not pinned, so that the host waits."""
+    found = evidence.counts
+    share = evidence.lost(found.pageable_copy_s, SLOW_COPIES)
+    if not evidence.on_gpu or not found.pageable_copies or not found.pageable_copy_s or not share:
+        return None
+    rate = (found.pageable_copy_bytes or 0.0) / found.pageable_copy_s / 1e9
+    text = "Use DataLoader(pin_memory=True), and copy with .to(device, non_blocking=True)."
+    overrides = {}
+    if evidence.config is not None and "prefetch" not in (evidence.speedups or ()):
+        text = "Copy from pinned memory in the background: add the speedup prefetch."
+        overrides = {"speedups": "+prefetch"}
+    gain_from = "the time of the copies, which pinned ones hide"
+    return Finding(
+        verdict=f"{share:.0%} of each step copies batches to the GPU from memory that is not "
+        "pinned.",
+        harm="slows",
+        figures={
+            "copies_per_step": found.pageable_copies,
+            "copies_ms": ms(found.pageable_copy_s),
+            "gb_per_s": rate or None,
+        },
+        share=share,
+        site=evidence.site("copy"),
+        fixes=(Fix(text=text, overrides=overrides, gain=share, gain_from=gain_from),),
+    )
+
+
+@rule()
+def length(evidence: Evidence) -> Finding | None:
+    """The length of the run does not suit its data: it memorises the text, or sees hardly any."""
+    epochs, data, per_step = evidence.epochs, evidence.data, evidence.tokens_per_step
+    if epochs is not None and epochs > MOST_EPOCHS:
+        harm: Harm = "spoils"
+        verdict = f"The run reads its text {epochs:,.0f} times: it will memorise it."
+        fixes: tuple[str, ...] = (
+            "Prepare more text, or shorten the run.",
+            "Stop when the validation loss no longer falls: train.patience=5 with "
+            "train.eval_every.",
+        )
+    elif data.train_tokens and per_step and per_step > data.train_tokens:
+        harm = "spoils"
+        verdict = (
+            f"One step reads {per_step:,} tokens, and the text has only {data.train_tokens:,}: "
+            "each step sees it more than once."
+        )
+        fixes = ("Lower batch.tokens_per_step, or prepare more text.",)
+    elif data.val_tokens == 0 and (evidence.setting("train.eval_every") or 0) > 0:
+        harm = "warns"
+        verdict = "train.eval_every is set, and the dataset has no text for validation."
+        fixes = ('Prepare it again with --split "tail 0.1".',)
+    else:
+        return None
+    return Finding(
+        verdict=verdict,
+        harm=harm,
+        figures={
+            "epochs": epochs,
+            "steps": evidence.planned_steps,
+            "train_tokens": data.train_tokens,
+            "tokens_per_step": per_step,
+            "parameters": evidence.parameters,
+        },
+        fixes=tuple(Fix(text=text) for text in fixes),
+    )
+
+
+@rule()
+def vocabulary(evidence: Evidence) -> Finding | None:
+    """The model's vocabulary is much larger than the dataset's."""
+    of_model, of_data = evidence.setting("model.vocab_size"), evidence.data.vocab_size
+    if of_model is None or of_data is None:
+        return None
+    if of_model - of_data < max(MIN_UNUSED, MOST_UNUSED * of_model):
+        return None
+    fix = Fix(
+        text="Leave model.vocab_size out.", overrides={"model.vocab_size": None}, same_result=False
+    )
+    return Finding(
+        verdict=f"The model has {of_model:,} tokens, and the dataset only {of_data:,}: embedding "
+        "and loss compute the rest for nothing.",
+        harm="slows",
+        figures={"model.vocab_size": of_model, "dataset_vocab_size": of_data},
+        fixes=(fix,),
+    )

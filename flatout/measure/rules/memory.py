@@ -1,0 +1,120 @@
+"""Memory: too little of it, or used badly."""
+
+from __future__ import annotations
+
+from flatout.measure.diagnose.finding import Finding, Fix, Harm, rule, with_rows
+from flatout.measure.steps.evidence import Evidence
+
+CLOSE = 0.92
+"""Share of the memory from which an estimate is a warning: it is not exact."""
+FRAGMENTED = 1.3
+"""Reserved memory, as a multiple of the tensors', from which it is a finding."""
+FULL = 0.8
+"""Share of the GPU's memory below which fragmentation does no harm."""
+OFTEN_EMPTIED = 0.4
+"""Calls of empty_cache per step from which they are a finding."""
+
+
+@rule()
+def out_of_memory(evidence: Evidence) -> Finding | None:
+    """The run needs more memory than the device has, or ended for lack of it."""
+    memory, failure = evidence.memory, evidence.failed("out-of-memory", "killed")
+    need, have = memory.estimated_gib, memory.free_gib
+    share = need / have if need is not None and have else 0.0
+    harm: Harm = "fails"
+    if failure is not None:
+        verdict = failure.message
+    elif share < CLOSE:
+        return None
+    elif share > 1:
+        verdict = f"The run needs about {need:.1f} GiB, and {have:.1f} GiB are available."
+    else:
+        verdict = f"The run needs about {need:.1f} of {have:.1f} GiB: it may run out of memory."
+        harm = "warns"
+    fixes: list[Fix] = []
+    config, ended = evidence.config, evidence.failure
+    if config is not None and config.batch.rows_per_device != "auto":
+        # After a failure, at most half of the present rows: the estimate was too low.
+        rows = int(config.batch.rows_per_device)
+        fit = memory.rows_that_fit
+        most = min(rows // 2 if fit is None else fit, rows // 2 if ended else rows - 1)
+        per_rank = (config.batch.tokens_per_step or 0) // config.data.seq_len // evidence.world_size
+        fewer = next((each for each in range(most, 0, -1) if per_rank % each == 0), None)
+        if fewer is not None:
+            text = f"Set batch.rows_per_device={fewer}; the tokens per step stay the same."
+            fixes.append(Fix(text=text, overrides=with_rows(config, fewer)))
+    if config is not None and "checkpointing" not in (evidence.speedups or ()):
+        fixes.append(
+            Fix(
+                text="Add the speedup checkpointing: it recomputes the blocks' activations, for "
+                "about a third more computation.",
+                overrides={"speedups": "+checkpointing"},
+            )
+        )
+    if not fixes:
+        advice = ended.fix if ended is not None else None
+        fixes.append(
+            Fix(text=advice or "Use a smaller batch, shorter sequences or a smaller model.")
+        )
+    parts = memory.estimated_parts_gib or {}
+    return Finding(
+        verdict=verdict,
+        harm=harm,
+        figures={
+            "estimated_gib": need,
+            "available_gib": have,
+            **{f"{name}_gib": size for name, size in parts.items()},
+            "rows_that_fit": memory.rows_that_fit,
+        },
+        site=ended.site if ended else None,
+        fixes=tuple(fixes),
+    )
+
+
+@rule()
+def fragmentation(evidence: Evidence) -> Finding | None:
+    """The allocator holds much more GPU memory than the tensors need."""
+    memory = evidence.memory
+    held, used, total = memory.reserved_gib, memory.peak_gib, memory.total_gib
+    if not evidence.on_gpu or held is None or not used or not total:
+        return None
+    setting = (evidence.host.environment or {}).get("PYTORCH_ALLOC_CONF", "")
+    if held < max(FRAGMENTED * used, FULL * total) or "expandable_segments:True" in setting:
+        return None
+    return Finding(
+        verdict=f"The allocator holds {held:.1f} GiB for tensors of {used:.1f} GiB: the memory is "
+        "fragmented.",
+        harm="warns",
+        figures={"reserved_gib": held, "peak_gib": used, "total_gib": total},
+        fixes=(Fix(text="Set PYTORCH_ALLOC_CONF=expandable_segments:True."),),
+    )
+
+
+@rule()
+def empty_cache(evidence: Evidence) -> Finding | None:
+    """The loop empties the allocator's cache again and again."""
+    calls, seconds, site = evidence.counts.empty_cache, None, evidence.site("empty-cache")
+    if calls is None or calls < OFTEN_EMPTIED:
+        return None
+    harm: Harm = "warns"
+    effect = "on a GPU that makes the host wait"
+    if evidence.on_gpu:
+        harm, seconds = "slows", evidence.counts.empty_cache_s
+        effect = "it waits for the GPU, and memory must be requested anew"
+    share = evidence.share(seconds)
+    where = f" at {site.describe()}" if site is not None else ""
+    return Finding(
+        verdict=f"Each step calls torch.cuda.empty_cache(){where}: {effect}.",
+        harm=harm,
+        figures={"calls_per_step": calls, "seconds_per_step": seconds},
+        share=share,
+        site=site,
+        fixes=(
+            Fix(
+                text="Remove the call. Against fragmentation, set "
+                "PYTORCH_ALLOC_CONF=expandable_segments:True.",
+                gain=share,
+                gain_from=None if share is None else "the time of the calls",
+            ),
+        ),
+    )

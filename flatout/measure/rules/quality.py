@@ -1,0 +1,123 @@
+"""Quality: training is unstable."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from flatout.measure.diagnose.finding import Finding, Fix, Harm, rule
+from flatout.measure.steps.evidence import Evidence
+
+MIN_RECORDS = 24
+"""With fewer losses, only those that are not finite count."""
+JUMP_DEVIATIONS, JUMP_SHARE = 10.0, 0.25
+"""A jump exceeds this many deviations of the loss, and this share of its level."""
+RISEN_SHARE = 0.3
+"""Share of its fall that the loss must have lost again."""
+MOST_SKIPPED = 0.05
+"""Share of updates that float16 may skip."""
+
+
+@rule()
+def unstable_training(evidence: Evidence) -> Finding | None:
+    """The loss diverges, jumps or rises again, or float16 keeps overflowing."""
+    diverged, losses = evidence.failed("diverged"), evidence.losses or ()
+    lost = next((step for step, loss in losses if not math.isfinite(loss)), None)
+    values = [loss for _, loss in losses]
+    skipped, steps = evidence.skipped_steps, evidence.steps
+    harm: Harm = "fails" if diverged is not None or lost is not None else "spoils"
+    figures = {}
+    if diverged is not None:
+        verdict = diverged.message
+    elif lost is not None:
+        verdict = f"The loss is not a number from step {lost}."
+    elif (jump := _worst_jump(values)) is not None:
+        number, size = jump
+        verdict = f"The loss jumps by {size:.3g} at step {losses[number][0]}."
+        figures = {"jump": size}
+    elif _has_risen(values):
+        best = min(range(len(values)), key=values.__getitem__)
+        verdict = (
+            f"The loss rises again: {values[best]:.3g} at step {losses[best][0]}, and "
+            f"{statistics.median(values[-len(values) // 8 :]):.3g} at the end."
+        )
+    elif skipped and steps and skipped / steps > MOST_SKIPPED:
+        verdict = f"float16 overflowed, and {skipped} of {steps} updates were skipped."
+    else:
+        return None
+    norms = [norm for _, norm in evidence.grad_norms or () if math.isfinite(norm)]
+    return Finding(
+        verdict=verdict,
+        harm=harm,
+        figures={
+            **figures,
+            "optim.lr": evidence.setting("optim.lr"),
+            "schedule.warmup": evidence.setting("schedule.warmup"),
+            "optim.clip": evidence.setting("optim.clip"),
+            "largest_grad_norm": max(norms, default=None),
+            "median_grad_norm": statistics.median(norms) if norms else None,
+        },
+        fixes=_calmer(evidence),
+    )
+
+
+def _worst_jump(values: Sequence[float]) -> tuple[int, float] | None:
+    """Return index and size of the largest jump above the losses before it, or None.
+
+    The first eighth of the run does not count: the loss falls fast there.
+    """
+    if len(values) < MIN_RECORDS:
+        return None
+    worst: tuple[int, float] | None = None
+    for index in range(max(len(values) // 8, 8), len(values)):
+        before = values[max(index - 16, 0) : index]
+        level = statistics.median(before)
+        deviation = 1.4826 * statistics.median(abs(value - level) for value in before)
+        size = values[index] - level
+        if size > max(JUMP_DEVIATIONS * deviation, JUMP_SHARE * abs(level)) and (
+            worst is None or size > worst[1]
+        ):
+            worst = (index, size)
+    return worst
+
+
+def _has_risen(values: Sequence[float]) -> bool:
+    """Return whether the loss ends well above its lowest level."""
+    if len(values) < MIN_RECORDS:
+        return False
+    part = len(values) // 8
+    levels = [
+        statistics.median(values[i : i + part]) for i in range(0, len(values) - part + 1, part)
+    ]
+    lowest, fall = min(levels), levels[0] - min(levels)
+    return levels[-1] - lowest > RISEN_SHARE * fall and levels[-1] > 1.05 * lowest
+
+
+def _calmer(evidence: Evidence) -> tuple[Fix, ...]:
+    """Return settings with which training is more stable."""
+    config = evidence.config
+    if config is None:
+        texts = (
+            "Lower the learning rate, or lengthen its warm-up.",
+            "Clip the gradient's norm at 1.",
+        )
+        return tuple(Fix(text=text, same_result=False) for text in texts)
+    lower = float(f"{config.optim.lr / 3:.2g}")
+    changes: list[tuple[str, str, str | float]] = [
+        ("Lower the learning rate", "optim.lr", lower),
+    ]
+    if not config.optim.clip:
+        changes.insert(0, ("Clip the gradient's norm", "optim.clip", 1.0))
+    if config.schedule.warmup == 0:
+        changes.append(("Warm the learning rate up", "schedule.warmup", 0.02))
+    if config.train.precision == "fp16":
+        changes.append(("Use bf16, which has the range of fp32", "train.precision", "bf16"))
+    return tuple(
+        Fix(
+            text=f"{what}: {key}={value if isinstance(value, str) else f'{value:.2g}'}.",
+            overrides={key: value},
+            same_result=False,
+        )
+        for what, key, value in changes
+    )

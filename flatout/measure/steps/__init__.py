@@ -1,0 +1,1 @@
+"""What observes a step, whoever wrote the loop: windows, calls, lines, traces, and evidence."""

@@ -1,0 +1,381 @@
+"""What is known about where the time and the memory of training steps go. No torch.
+
+`Evidence` is the input of every rule in `measure/rules/`. Three tools fill it: `diagnose
+RECIPE` from a short measured run, `diagnose RUN` from the files of a recorded run, and
+`flatout.watch` from somebody else's loop. Nothing here depends on how the steps are taken.
+
+To fill it from another tool: set what was measured and leave out the rest, which is then None. A
+finding whose figures are missing says nothing. Never write 0 for something that was not measured.
+Times are seconds of an average step, so a save of 2 s every 100 steps is 0.02 in `checkpoint_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flatout.config.schema import RunConfig
+from flatout.hardware import Machine
+
+
+class Fact(BaseModel):
+    """Base class of all evidence: frozen, no unknown fields, written and read as JSON."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class CallSite(Fact):
+    """A line of the user's own code, and what it costs."""
+
+    file: str
+    """The file, as Python names it."""
+    line: int
+    """Line number, from 1."""
+    text: str
+    """The line itself, without indentation; "" when the file cannot be read."""
+    count_per_step: float | None = None
+    """How often it runs in an average step."""
+    seconds_per_step: float | None = None
+    """Seconds of an average step that are spent there."""
+
+    def describe(self) -> str:
+        """Return `file:line: text`."""
+        return f"{self.file}:{self.line}" + (f": {self.text}" if self.text else "")
+
+
+class Phases(Fact):
+    """Seconds of an average step by phase; None where it was not measured.
+
+    Each moment of a step counts once, so the phases add up to at most `Evidence.step_s`. On a GPU,
+    a moment at which the device works counts for the work, and one at which it idles counts for
+    what the host does then.
+    """
+
+    data_wait_s: float | None = None
+    """Waiting for the next batch."""
+    copy_s: float | None = None
+    """Copies between host and device that nothing else covers."""
+    host_s: float | None = None
+    """Python and the queueing of operations; on a GPU, while the device idles."""
+    compute_s: float | None = None
+    """Forward and backward; without memory-bound operations if those were measured."""
+    memory_bound_s: float | None = None
+    """Operations limited by memory bandwidth: elementwise, norms, reductions, copies."""
+    communication_s: float | None = None
+    """Collectives that nothing else covers."""
+    optimizer_s: float | None = None
+    """The optimizer's steps, with gradient clipping where it can be told apart."""
+    logging_s: float | None = None
+    """Reading figures back, writing them, callbacks."""
+    evaluation_s: float | None = None
+    """Evaluation and samples, divided by the steps between them."""
+    checkpoint_s: float | None = None
+    """Time that saves block the loop, divided by the steps between them."""
+    gc_s: float | None = None
+    """Python's garbage collector."""
+    compile_s: float | None = None
+    """Compiling again, after the warm-up."""
+
+    def known(self) -> dict[str, float]:
+        """Return the measured phases, by name without the unit."""
+        return {
+            name.removesuffix("_s"): value
+            for name, value in self.model_dump().items()
+            if value is not None
+        }
+
+
+class Counts(Fact):
+    """How often things happen in an average step, and what they take; None: not measured."""
+
+    ops: float | None = None
+    """Operations (CPU) or kernels (GPU)."""
+    tiny_ops: float | None = None
+    """Those that take less than `trace.TINY_S`."""
+    tiny_op_s: float | None = None
+    """Their seconds, with the time to start them."""
+    syncs: float | None = None
+    """Reads of a tensor's value by the host: `.item()`, `float(tensor)`, `tensor.tolist()`..."""
+    sync_s: float | None = None
+    """Seconds that the host waits in them; about 0 on a CPU, where nothing is in flight."""
+    expected_syncs: float | None = None
+    """Those that the training code itself makes, such as logging the loss."""
+    pageable_copies: float | None = None
+    """Copies between a GPU and memory that is not pinned."""
+    pageable_copy_s: float | None = None
+    """Their seconds."""
+    pageable_copy_bytes: float | None = None
+    """Their size."""
+    empty_cache: float | None = None
+    """Calls of `torch.cuda.empty_cache()`; on a CPU they do nothing but count."""
+    empty_cache_s: float | None = None
+    """Their seconds."""
+    allocations: float | None = None
+    """Requests to the device's driver for memory, after the warm-up."""
+    collections: float | None = None
+    """Runs of Python's garbage collector, of any generation."""
+    full_collections: float | None = None
+    """Those of the oldest generation, or started by `gc.collect()`."""
+    recompiles: float | None = None
+    """Graphs compiled again."""
+    graph_breaks: float | None = None
+    """Breaks found while compiling; not divided by steps."""
+
+
+class KernelShare(Fact):
+    """The operations of one class in an average step."""
+
+    kind: str
+    """matmul, attention, normalisation, elementwise, reduction, copy, optimizer, communication,
+    scan, loss or other."""
+    seconds: float
+    """Their own time on the device."""
+    calls: float
+    """How many there are."""
+    tflops: float | None = None
+    """Achieved 10^12 operations per second; None: unknown."""
+    gb_per_s: float | None = None
+    """Achieved 10^9 bytes per second; None: unknown."""
+
+
+class MemoryFacts(Fact):
+    """Memory of the training device, in GiB; of the machine on a CPU."""
+
+    total_gib: float | None = None
+    """What the device has, or what a container allows."""
+    free_gib: float | None = None
+    """What was free before the run."""
+    peak_gib: float | None = None
+    """Measured peak of the run."""
+    reserved_gib: float | None = None
+    """Peak that the allocator held."""
+    estimated_gib: float | None = None
+    """Estimate for the run, from flatout/assembly/memory.py."""
+    estimated_parts_gib: Mapping[str, float] | None = None
+    """The estimate by part: weights, gradients, optimizer, activations, logits, workspace."""
+    rows_that_fit: int | None = None
+    """Most rows per micro-batch that fit by the estimate; 0 when not even one does."""
+
+
+class HostFacts(Fact):
+    """The machine and the environment of the process."""
+
+    cores: int | None = None
+    """Cores that the process may use."""
+    machine_cores: int | None = None
+    """Cores that the machine, or the container, has."""
+    threads: int | None = None
+    """Threads that torch uses for one operation."""
+    other_busy_cores: float | None = None
+    """Cores that other processes keep busy, of those that the process may use."""
+    busy_share: float | None = None
+    """Share of a recorded run in which that left too few for its threads; None: all of it."""
+    environment: Mapping[str, str] | None = None
+    """Environment variables that matter for training and are set."""
+    torch_version: str | None = None
+    """Version of torch."""
+    torch_cuda: str | None = None
+    """The CUDA version that torch was built for; None with `torch_version` set: a CPU build."""
+    sees_gpu: bool | None = None
+    """Whether torch can use a GPU."""
+    no_gpu_because: str | None = None
+    """Why torch cannot use one."""
+    disk_free_gib: float | None = None
+    """Free space where checkpoints are written."""
+    disk_needed_gib: float | None = None
+    """What the run's checkpoints need there."""
+
+
+class GpuFacts(Fact):
+    """What the driver reports of the training GPU, during the steps where possible."""
+
+    name: str | None = None
+    """Its name."""
+    other_processes: int | None = None
+    """Processes of others that hold memory on it."""
+    other_memory_gib: float | None = None
+    """Memory that they hold."""
+    slowed_by: tuple[str, ...] | None = None
+    """Reasons for which it runs below its clock rate: power cap, heat, ...; (): none."""
+    clock_share: float | None = None
+    """Clock rate as a share of the highest."""
+    power_limit_share: float | None = None
+    """Enforced power limit as a share of its default limit."""
+    temperature_c: float | None = None
+    """Temperature."""
+    utilisation: float | None = None
+    """Share of the time at which some kernel ran, as the driver measures it."""
+    supports_bf16: bool | None = None
+    """Whether it multiplies bfloat16."""
+
+
+class DataFacts(Fact):
+    """The data of the run, and how reading it uses the machine."""
+
+    train_tokens: int | None = None
+    """Tokens for training."""
+    val_tokens: int | None = None
+    """Tokens for validation."""
+    vocab_size: int | None = None
+    """Size of the vocabulary."""
+    documents: int | None = None
+    """Documents for training."""
+    read_bytes_per_step: float | None = None
+    """Bytes that came from a disk, not from memory, in an average step."""
+    disk_stalled_s: float | None = None
+    """Seconds of an average step at which the process waited for a disk."""
+    reader_cpu_s: float | None = None
+    """Processor seconds that preparing a batch takes in an average step."""
+    missing: str | None = None
+    """Why there is no usable dataset; None: there is one, or none is needed."""
+    missing_fix: str | None = None
+    """What to do about it."""
+
+
+class Roof(Fact):
+    """The distance to what this device can do at most."""
+
+    peak_tflops: float | None = None
+    """Rate of matrix products that counts as 100%."""
+    peak_source: str | None = None
+    """Where that comes from: a data sheet or a measurement here."""
+    achieved_tflops: float | None = None
+    """Model FLOPs per second that the steps achieve."""
+    mfu: float | None = None
+    """Their ratio; None when the peak is unknown or was measured on a busy machine."""
+    tokens_per_s: float | None = None
+    """Throughput of the steps, without saves and evaluations."""
+    expected_tokens_per_s: float | None = None
+    """Throughput that this device should reach."""
+    expected_from: str | None = None
+    """How that was estimated."""
+
+
+class Failure(Fact):
+    """How the run ended when it could not be measured."""
+
+    kind: Literal[
+        "out-of-memory",
+        "compile",
+        "missing-package",
+        "no-data",
+        "diverged",
+        "hang",
+        "killed",
+        "error",
+    ]
+    """What it is. `killed`: SIGKILL, which the operating system sends when memory runs out."""
+    message: str
+    """The error in one line."""
+    fix: str | None = None
+    """What the error itself advises."""
+    step: int | None = None
+    """The step at which it happened; 0 before the first."""
+    site: CallSite | None = None
+    """The line at which it happened, or at which a run hangs."""
+
+
+class Evidence(Fact):
+    """Everything that findings may look at; what is not known is None."""
+
+    # NaN and infinity pass between processes; a loss may be either
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    source: Literal["preflight", "measured run", "recorded run", "watched loop"]
+    """Who filled it."""
+    config: RunConfig | None = None
+    """The configuration, with the choices of `auto` filled in if they are known; None for loops
+    that are not flatout's. Fixes state overrides of a recipe only when there is one."""
+    speedups: tuple[str, ...] | None = None
+    """Speedups that are on; None: unknown."""
+    compile_fallback: str | None = None
+    """Why a run that should compile runs uncompiled."""
+    recompile_reasons: tuple[str, ...] = ()
+    """Why code was compiled again, in the compiler's words."""
+    machine: Machine | None = None
+    """This machine."""
+    device: str | None = None
+    """cpu, cuda or cuda:N."""
+    world_size: int = 1
+    """Processes of the run."""
+    steps: int | None = None
+    """Steps that the figures are averages of."""
+    step_s: float | None = None
+    """Seconds from the start of a step to the start of the next, on average, all included."""
+    step_times_s: tuple[float, ...] | None = None
+    """The single steps, in order, without saves and evaluation."""
+    phases: Phases = Phases()
+    counts: Counts = Counts()
+    kernels: tuple[KernelShare, ...] | None = None
+    """Time of the operations by class, from a profiler."""
+    counterfactual_s: Mapping[str, float] = {}
+    """Seconds of an average step with one thing replaced. `synthetic-data`: batches that are in
+    memory already."""
+    sites: Mapping[str, tuple[CallSite, ...]] = {}
+    """Lines of the user's code, the costliest first, under: data, sync, copy, empty-cache, gc,
+    python, save, logging, optimizer, recompile, compute, op (the lines that call the most
+    operations)."""
+    memory: MemoryFacts = MemoryFacts()
+    host: HostFacts = HostFacts()
+    gpu: GpuFacts | None = None
+    """None without a GPU, or if its driver reports nothing."""
+    data: DataFacts = DataFacts()
+    parameters: int | None = None
+    """Weights of the model."""
+    tokens_per_step: int | None = None
+    """Tokens of one optimizer step."""
+    planned_steps: int | None = None
+    """Length of the run."""
+    epochs: float | None = None
+    """Passes over the training tokens in the whole run."""
+    roof: Roof = Roof()
+    losses: tuple[tuple[int, float], ...] | None = None
+    """(step, training loss); NaN and infinity included."""
+    grad_norms: tuple[tuple[int, float], ...] | None = None
+    """(step, norm of the gradient)."""
+    skipped_steps: int | None = None
+    """Updates that float16 skipped."""
+    failure: Failure | None = None
+    """Why there are no figures, or why the run ended."""
+    remaining_s: float | None = None
+    """Seconds that the run has left; gains are weighed against them."""
+    notes: tuple[str, ...] = ()
+    """What could not be measured, and why; files that are damaged. Shown to the user."""
+
+    def share(self, seconds: float | None) -> float | None:
+        """Return seconds of a step as a share of the step; None when either is unknown."""
+        if seconds is None or not self.step_s:
+            return None
+        return min(max(seconds / self.step_s, 0.0), 1.0)
+
+    def lost(self, seconds: float | None, at_least: float) -> float | None:
+        """Return seconds of a step as a share of the step; None when it is below `at_least`."""
+        share = self.share(seconds)
+        return None if share is None or share < at_least else share
+
+    def failed(self, *kinds: str) -> Failure | None:
+        """Return how the run failed, if it is one of these kinds."""
+        return self.failure if self.failure is not None and self.failure.kind in kinds else None
+
+    def phase_shares(self) -> dict[str, float]:
+        """Return the measured phases as shares of the step, by name; {} without a step time."""
+        shares = {name: self.share(value) for name, value in self.phases.known().items()}
+        return {name: share for name, share in shares.items() if share is not None}
+
+    def site(self, kind: str) -> CallSite | None:
+        """Return the costliest line of a kind, or None."""
+        found = self.sites.get(kind, ())
+        return found[0] if found else None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the steps ran on a GPU."""
+        return self.device is not None and self.device.startswith("cuda")
+
+    def setting(self, key: str) -> Any:
+        """Return the value at a dotted key of the configuration; None without one."""
+        return None if self.config is None else self.config.value(key)

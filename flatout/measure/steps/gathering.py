@@ -1,0 +1,163 @@
+"""From the windows over a loop's steps to evidence: phases, counts, lines of code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from flatout.measure.steps.evidence import CallSite, Counts, Evidence, Phases
+from flatout.measure.steps.kernels import MEMORY_BOUND
+from flatout.measure.steps.lines import site_at
+from flatout.measure.steps.trace import Trace
+from flatout.measure.steps.windows import Windows
+from flatout.registry import is_user_code
+
+WAITS = ("data_wait", "gc", "logging")
+"""Phases of the host at which a GPU may idle."""
+
+
+def gathered(known: Evidence, windows: Windows, periodic_s: Mapping[str, float | None]) -> Evidence:
+    """Return the evidence with what the windows have measured; there are ordinary steps.
+
+    `periodic_s` is like `Windows.periodic_s`; None is what was not measured.
+    """
+    steps, extra_s = windows.ordinary.steps, sum(filter(None, periodic_s.values()))
+    data: dict[str, float] = {}
+    for name, key in (("read_bytes", "read_bytes_per_step"), ("stalled_s", "disk_stalled_s")):
+        values = [getattr(each, name) for each in windows.disk()]
+        if values and None not in values:
+            data[key] = sum(values) / steps
+    trace = windows.trace  # reading it may add a note
+    return known.model_copy(
+        update={
+            "steps": steps,
+            "step_s": windows.step_s + extra_s,
+            "step_times_s": tuple(windows.step_times_s),
+            "phases": phases(windows, periodic_s),
+            "counts": counts(windows),
+            "kernels": trace.shares() if trace else None,
+            "sites": sites(windows),
+            "host": known.host.model_copy(update={"other_busy_cores": windows.other_cores()}),
+            "data": known.data.model_copy(update=data),
+            "recompile_reasons": tuple(
+                dict.fromkeys(reason for found in windows.compilations for reason in found.reasons)
+            ),
+            "notes": (*known.notes, *windows.notes),
+        }
+    )
+
+
+def phases(windows: Windows, periodic_s: Mapping[str, float | None]) -> Phases:
+    """Return the phases of an average step, each moment counted once."""
+    host, trace = windows.ordinary.per_step(), windows.trace
+    compile_s = min(windows.compile_s / windows.ordinary.steps, host.get("compute", 0.0))
+    compute_s = host.get("compute", 0.0) - compile_s  # what compiling took was inside the step
+    found: dict[str, Any] = {
+        **periodic_s,
+        "data_wait_s": host.get("data_wait", 0.0) + (periodic_s.get("data_wait_s") or 0.0),
+        "gc_s": host.get("gc", 0.0),
+        "compile_s": compile_s,
+    }
+    if windows.on_gpu:
+        step_s = windows.step_s - compile_s
+        return Phases(**found | (step_on_gpu(trace, step_s, host) if trace else {}))
+    found |= {"optimizer_s": host.get("optimizer", 0.0), "compute_s": compute_s}
+    found |= {f"{name}_s": host[name] for name in ("copy", "logging") if name in host}
+    if trace is not None and not windows.has_compiled:
+        found |= compute_on_cpu(trace, compute_s)
+    return Phases(**found)
+
+
+def compute_on_cpu(trace: Trace, compute_s: float) -> dict[str, float]:
+    """Divide the seconds of forward and backward on a CPU into phases of `Phases`.
+
+    Compiled code is one operation to the profiler, so that a compiled step cannot be divided.
+    """
+    inside = [op for op in trace.work if not (op.within or "").startswith("Optimizer")]
+    ops_s = sum(op.self_s for op in inside) / trace.steps
+    memory_s = sum(op.self_s for op in inside if op.kind in MEMORY_BOUND) / trace.steps
+    scale = min(compute_s / ops_s, 1.0) if ops_s else 0.0
+    return {
+        "compute_s": scale * (ops_s - memory_s),
+        "memory_bound_s": scale * memory_s,
+        "host_s": compute_s - scale * ops_s,
+    }
+
+
+def step_on_gpu(trace: Trace, step_s: float, host: Mapping[str, float]) -> dict[str, float]:
+    """Divide a step by the GPU's kernels, and the time at which it idles by the host's phases.
+
+    The device's time comes from the recorded steps, the step's from ordinary ones; `host` has the
+    seconds of the host's phases in an average step.
+    """
+    by_kind = {share.kind: share.seconds for share in trace.shares()}
+    total_s, busy_s = sum(by_kind.values()), min(trace.busy_s() or 0.0, step_s)
+    scale = busy_s / total_s if total_s else 0.0  # kernels that overlap count once
+    moved_s = sum(op.self_s for op in trace.kernels if op.name.startswith("Memcpy")) / trace.steps
+    memory_s = sum(seconds for kind, seconds in by_kind.items() if kind in MEMORY_BOUND) - moved_s
+    apart = {name: by_kind.get(name, 0.0) for name in ("optimizer", "communication")}
+    compute_s = total_s - memory_s - moved_s - sum(apart.values())
+    idle_s = max(step_s - busy_s, 0.0)
+    waits = {name: host.get(name, 0.0) for name in WAITS}
+    named_s = sum(waits.values())
+    share = min(idle_s / named_s, 1.0) if named_s else 0.0
+    return {
+        "compute_s": scale * compute_s,
+        "memory_bound_s": scale * memory_s,
+        "copy_s": scale * moved_s,
+        **{f"{name}_s": scale * seconds for name, seconds in apart.items()},
+        **{f"{name}_s": share * seconds for name, seconds in waits.items()},
+        "host_s": max(idle_s - share * named_s, 0.0),
+    }
+
+
+def counts(windows: Windows) -> Counts:
+    """Return how often things happen in an average step."""
+    ordinary, steps = windows.ordinary, windows.ordinary.steps
+    found: dict[str, float] = {
+        "collections": ordinary.calls.get("gc", 0) / steps,
+        "full_collections": ordinary.full_collections / steps,
+        "recompiles": windows.graphs / steps,
+        "graph_breaks": sum(each.graph_breaks for each in windows.compilations),
+    }
+    if windows.trace is not None:
+        found |= windows.trace.counted()
+        if not windows.on_gpu:  # their share of ordinary steps, which no profiler slows down
+            host = ordinary.per_step()
+            work_s = host.get("compute", 0.0) + host.get("optimizer", 0.0)
+            found["tiny_op_s"] = windows.trace.tiny_share() * work_s
+    if windows.sampler is not None:
+        found["empty_cache"] = windows.rare.calls["empty-cache"] / windows.sampled_steps
+        found["empty_cache_s"] = windows.rare.seconds["empty-cache"] / windows.sampled_steps
+    if windows.marked is not None:
+        found |= windows.marked.waits(windows.marked_steps, on_gpu=windows.on_gpu)
+    return Counts(**found)
+
+
+def sites(windows: Windows) -> dict[str, tuple[CallSite, ...]]:
+    """Return the lines of user code by kind."""
+    found: dict[str, tuple[CallSite, ...]] = {}
+    if windows.sampler is not None:
+        found |= windows.sampler.sites(windows.sampled_steps)
+        found |= windows.rare.sites(windows.sampled_steps)
+    if windows.marked is not None:
+        marked = windows.marked.sites(windows.marked_steps)
+        found |= {kind: lines for kind, lines in marked.items() if kind in ("sync", "copy")}
+    if windows.lines is not None:
+        found["op"] = windows.lines.sites(1)
+    recompiled = _recompiled() if windows.graphs else None
+    if recompiled is not None:
+        found["recompile"] = (recompiled,)
+    return {kind: lines for kind, lines in found.items() if lines}
+
+
+def _recompiled() -> CallSite | None:
+    """Return the function of user code that torch.compile compiled last."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    events = compiler.get_compilation_metrics() if compiler is not None else []
+    for event in reversed(events):
+        file, number = event.co_filename, event.co_firstlineno
+        if file and number and is_user_code(file):
+            return site_at((file, number))
+    return None

@@ -1,0 +1,223 @@
+"""Finds the lines of the user's code on which a thread spends its time. No torch.
+
+A second thread looks at Python's stacks every few milliseconds. It needs no permission, slows
+nothing that runs outside Python's lock, and works with any loop.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import IO, Self
+
+from flatout.measure.steps.evidence import CallSite
+from flatout.registry import PACKAGE_DIR, is_user_code
+
+INTERVAL_S = 0.004
+"""Time between two samples."""
+LONGEST_INTERVAL_S, ENOUGH_SAMPLES = 0.25, 300
+"""A sample takes about 0.3 ms, so after ENOUGH_SAMPLES they become rarer."""
+MIN_SAMPLES = 3
+"""A line that was seen less often is not reported."""
+MOST_SITES = 5
+"""Lines reported per kind."""
+ELSEWHERE = frozenset({"data", "save"})
+"""Kinds for which the work may be in another thread, while this one waits for it."""
+LOOP = str(PACKAGE_DIR / "training" / "loop.py")
+"""The file of flatout's training loop."""
+KINDS = {
+    "data_wait": "data",
+    "copy": "copy",
+    "compute": "compute",
+    "optimizer": "optimizer",
+    "logging": "logging",
+    "checkpoint": "save",
+    "evaluation": "evaluation",
+    "gc": "gc",
+    None: "python",
+}
+"""Kind of the lines in `Evidence.sites`, by the phase in which they run."""
+
+Line = tuple[str, int]
+"""A file and a line number."""
+
+_THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in ')
+_ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
+
+
+def line_of(file: str, number: int) -> str:
+    """Return a line of a source file, without indentation; "" when it cannot be read."""
+    return linecache.getline(file, number).strip()
+
+
+def call_sites(
+    steps: int, *, seconds: Mapping[Line, float] = {}, counts: Mapping[Line, float] = {}
+) -> tuple[CallSite, ...]:
+    """Return the costliest lines, averaged over a number of steps; {}: not measured."""
+    lines = sorted(
+        {*seconds, *counts}, key=lambda line: (-seconds.get(line, 0), -counts.get(line, 0), line)
+    )
+    count, spent_s = (
+        {line: total / max(steps, 1) for line, total in totals.items()}
+        for totals in (counts, seconds)
+    )
+    return tuple(
+        CallSite(
+            file=line[0],
+            line=line[1],
+            text=line_of(*line),
+            count_per_step=count.get(line),
+            seconds_per_step=spent_s.get(line),
+        )
+        for line in lines[:MOST_SITES]
+    )
+
+
+def site_at(line: Line | None) -> CallSite | None:
+    """Return a line of source code as a site; None for None."""
+    return None if line is None else CallSite(file=line[0], line=line[1], text=line_of(*line))
+
+
+def site_of(error: BaseException) -> CallSite | None:
+    """Return the innermost line of user code in the traceback of an error's cause, or None."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [(frame.f_code.co_filename, number) for frame, number in frames]
+    return site_at(next((line for line in reversed(lines) if is_user_code(line[0])), None))
+
+
+def user_frame(frame: FrameType | None) -> Line | None:
+    """Return file and line of the innermost frame of user code, or None.
+
+    `frame` belongs to this thread: Python 3.11 may crash when it walks the frames of another one.
+    """
+    stack = []
+    while frame is not None:
+        stack.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return user_line(stack)
+
+
+def user_line(stack: Iterable[Line]) -> Line | None:
+    """Return the first line of user code in a stack, innermost first; None when there is none.
+
+    Callers of flatout's own training loop do not count.
+    """
+    for file, number in stack:
+        if file == LOOP:
+            return None
+        if is_user_code(file):
+            return file, number
+    return None
+
+
+def read_stacks() -> dict[int, list[Line]]:
+    """Return file and line of each frame, innermost first, by thread; 100 frames at most.
+
+    Python's fault handler reads them, which creates no objects. Walking another thread's frames in
+    Python is unsafe: they may end between two steps of the walk.
+    """
+    with _memory_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        lines = file.read().decode("ascii", "replace").splitlines()
+    found: dict[int, list[Line]] = {}
+    stack: list[Line] = []
+    for line in lines:
+        if thread := _THREAD.match(line):
+            stack = found[int(thread[1], 16)] = []
+        elif frame := _FRAME.match(line):
+            stack.append((_unescaped(frame[1]), int(frame[2])))
+    return found
+
+
+def _memory_file() -> IO[bytes]:
+    """Open a file that needs no disk, or a temporary one where the system has none."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("stacks"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _unescaped(name: str) -> str:
+    """Return a file name of the fault handler, which escapes what is not ASCII."""
+    return _ESCAPED.sub(lambda found: chr(int(found[0][2:], 16)), name)
+
+
+def pause_s(interval_s: float, elapsed_s: float) -> float:
+    """Return the time to the next sample, `elapsed_s` after the first one."""
+    return max(interval_s, min(elapsed_s / ENOUGH_SAMPLES, LONGEST_INTERVAL_S))
+
+
+class LineSampler:
+    """Attributes the time of a thread to lines of user code, by the phase that it is in.
+
+    `phase` is called in the sampling thread; `PhaseTimer.current` is one. `thread` is the thread
+    to watch, by default the one that creates the sampler. While it waits for data or a save, lines
+    of user code in other threads count.
+    """
+
+    def __init__(
+        self,
+        phase: Callable[[], str | None],
+        *,
+        thread: int | None = None,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._phase, self._interval_s = phase, interval_s
+        self._watched = threading.get_ident() if thread is None else thread
+        self._samples: dict[str, Counter[Line]] = defaultdict(Counter)
+        self._seconds: dict[str, dict[Line, float]] = defaultdict(lambda: defaultdict(float))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="flatout-sampler", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def sites(self, steps: int) -> dict[str, tuple[CallSite, ...]]:
+        """Return the lines by kind, as in `Evidence.sites`, averaged over a number of steps."""
+        return {
+            kind: call_sites(
+                steps,
+                seconds={
+                    line: spent_s
+                    for line, spent_s in found.items()
+                    if self._samples[kind][line] >= MIN_SAMPLES
+                },
+            )
+            for kind, found in self._seconds.items()
+        }
+
+    def _run(self) -> None:
+        began_s = last_s = time.perf_counter()
+        while not self._stop.wait(pause_s(self._interval_s, last_s - began_s)):
+            now_s = time.perf_counter()
+            self._look(now_s - last_s)
+            last_s = now_s
+
+    def _look(self, seconds: float) -> None:
+        stacks = read_stacks()
+        kind = KINDS.get(self._phase(), "python")
+        found = user_line(stacks.get(self._watched, ()))
+        if found is None and kind in ELSEWHERE:
+            ignored = {self._watched, threading.get_ident()}
+            others = (user_line(stack) for one, stack in stacks.items() if one not in ignored)
+            found = next(filter(None, others), None)
+        if found is not None:
+            self._samples[kind][found] += 1
+            self._seconds[kind][found] += seconds

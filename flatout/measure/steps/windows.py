@@ -1,0 +1,349 @@
+"""The windows over the steps of a loop: warm-up, ordinary steps, marked calls, recorded operations.
+
+Whoever runs the loop says when a step starts; each start moves the windows forward by one step.
+Every window is a generator that yields once per step. A subclass puts them in order: `diagnose` for
+a run of its own, `profile` for one with a trace, `watch` for the loop of somebody else.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+from flatout.hardware import CpuTimes
+from flatout.measure.steps.calls import MarkedCalls, OperationLines
+from flatout.measure.steps.disk_use import DiskUse, disk_use
+from flatout.measure.steps.lines import INTERVAL_S, LineSampler
+from flatout.measure.steps.machine import cpu_times_with_children
+from flatout.measure.steps.trace import Trace, profiling, read
+from flatout.measure.trials.pace import is_steady
+from flatout.parallel.rendezvous import silence_profiler
+from flatout.training.metrics.compile_events import Compilations, CompilationWatch
+from flatout.training.metrics.phases import PhaseTimer
+
+MIN_WARM_STEPS = 3
+"""Fewest steps of a warm-up."""
+MAX_TRACED_S = 5.0
+"""Longer steps are not recorded: their operations would fill the memory."""
+MOST_TIMES = 10_000
+"""Times of single steps that are kept: the last ones."""
+MOST_COMPILATIONS = 20
+"""Compilations in ordinary steps that are kept: the last ones."""
+PERIODIC = ("checkpoint", "evaluation")
+"""Phases that are not part of every step, and are averaged over all of them."""
+
+
+@dataclass
+class Totals:
+    """What a number of steps took, on the host."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    """Their wall time."""
+    phases: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds by phase."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each phase was entered."""
+    full_collections: int = 0
+
+    def add(self, seconds: float, timer: PhaseTimer) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.seconds += seconds
+        for name, value in timer.seconds.items():
+            self.phases[name] += value
+        self.calls.update(timer.calls)
+        self.full_collections += timer.full_collections
+
+    def periodic_s(self) -> float:
+        """Return the seconds of work that is not part of every step."""
+        return sum(self.phases.get(name, 0.0) for name in PERIODIC)
+
+    def per_step(self) -> dict[str, float]:
+        """Return the seconds of each phase in an average step; {} without steps."""
+        return {name: seconds / self.steps for name, seconds in self.phases.items() if self.steps}
+
+
+class Windows(ABC):
+    """Moves through the windows of a loop, and keeps what they have measured so far."""
+
+    def __init__(
+        self,
+        timer: PhaseTimer,
+        device: str,
+        on_step: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.warm = Totals()
+        """Steps of the warm-up."""
+        self.ordinary = Totals()
+        self.special = Totals()
+        """Steps with marked calls, recorded operations or replaced parts."""
+        self.between = Totals()
+        """Phases after the last batch of an epoch and before the next step. No steps."""
+        self.step_times_s: deque[float] = deque(maxlen=MOST_TIMES)
+        """Single ordinary steps, without saves and evaluation."""
+        self.compilations: list[Compilations] = []
+        """The last compilations in ordinary steps."""
+        self.graphs, self.compile_s = 0, 0.0
+        """Graphs compiled in ordinary steps, and the seconds that it took."""
+        self.has_compiled = False
+        """Whether anything was compiled, the warm-up included."""
+        self.sampler: LineSampler | None = None
+        self.rare = MarkedCalls()
+        """Calls that no step should make, in the steps that are sampled."""
+        self.marked: MarkedCalls | None = None
+        self.marked_steps = 0
+        """Steps whose calls were marked."""
+        self.lines: OperationLines | None = None
+        """The lines that called the operations of one step."""
+        self.notes: list[str] = []
+        self.name = "warm-up"
+        """The current window."""
+        self.timer, self.device = timer, device
+        self._on_step = on_step
+        self._recording: tuple[profile, int, float] | None = None
+        self._compiled = CompilationWatch()
+        self._others: list[tuple[float, float]] = []
+        self._disk: list[DiskUse] = []
+        self._before: tuple[CpuTimes, DiskUse] | None = None
+        """At the start of the current window of ordinary steps."""
+        self._since_s: float | None = None
+        self._stack = ExitStack()
+        self._course = self._windows()
+
+    @abstractmethod
+    def _windows(self) -> Generator[None, None, None]:
+        """Yield once per step, window after window."""
+
+    def start_step(self) -> bool:
+        """End the step before, if it has not ended, and start one; False: the windows are over."""
+        if not self.end_step() and self.name != "warm-up":
+            for name in ("data_wait", *PERIODIC):
+                self.between.phases[name] += self.timer.seconds.get(name, 0.0)
+        is_over = next(self._course, self) is self
+        self.timer.reset()  # after the windows' own work, in which garbage may be collected
+        self._since_s = None if is_over else time.perf_counter()
+        return not is_over
+
+    def end_step(self) -> bool:
+        """End the current step without starting another; return whether there was one."""
+        if self._since_s is None:
+            return False
+        seconds = time.perf_counter() - self._since_s
+        self._since_s = None
+        totals = {"warm-up": self.warm, "ordinary": self.ordinary}.get(self.name, self.special)
+        totals.add(seconds, self.timer)
+        if totals is self.ordinary:
+            aside_s = sum(self.timer.seconds.get(name, 0.0) for name in PERIODIC)
+            self.step_times_s.append(max(seconds - aside_s, 0.0))
+        self._on_step(seconds)
+        self.timer.reset()
+        return True
+
+    def drop_step(self) -> None:
+        """Forget the current step, which has no batch."""
+        self._since_s = None
+
+    def close(self) -> None:
+        """End the current window; the step that it interrupts does not count."""
+        self._course.close()
+        self._stack.close()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an average ordinary step, without saves and evaluation."""
+        return (self.ordinary.seconds - self.ordinary.periodic_s()) / max(self.ordinary.steps, 1)
+
+    @property
+    def sampled_steps(self) -> int:
+        """The number of steps that `sampler` and `rare` have seen."""
+        return self.ordinary.steps
+
+    def periodic_s(self) -> dict[str, float | None]:
+        """Return the seconds per step of work that is not part of every step, as in `Phases`.
+
+        The wait for the first batch of an epoch is part of `data_wait_s`.
+        """
+        steps = max(self.ordinary.steps + self.special.steps, 1)
+        every = (self.ordinary, self.special, self.between)
+        found: dict[str, float | None] = {
+            f"{name}_s": sum(totals.phases.get(name, 0.0) for totals in every) / steps
+            for name in PERIODIC
+        }
+        return found | {"data_wait_s": self.between.phases.get("data_wait", 0.0) / steps}
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the steps run on a GPU."""
+        return self.device.startswith("cuda")
+
+    def other_cores(self) -> float | None:
+        """Return the cores that other processes kept busy in ordinary steps; None without any."""
+        known = [*self._others, *self._since_start()[0]]
+        seconds = sum(seconds for _, seconds in known)
+        return sum(cores * seconds for cores, seconds in known) / seconds if seconds else None
+
+    def disk(self) -> list[DiskUse]:
+        """Return the reading from disks in ordinary steps up to now; add it up."""
+        return [*self._disk, *self._since_start()[1]]
+
+    def _since_start(self) -> tuple[list[tuple[float, float]], list[DiskUse]]:
+        """Return the use of cores and disks since the start of the current ordinary window."""
+        if self._before is None:
+            return [], []
+        (cpu, disk), now = self._before, cpu_times_with_children()
+        return [(cpu.others_until(now), now.at_s - cpu.at_s)], [disk_use() - disk]
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """The operations of the recorded steps; None if none were recorded."""
+        if self._recording is None:
+            return None
+        profiler, steps, wall_s = self._recording
+        trace = read(profiler, steps=steps, wall_s=wall_s)
+        if self.on_gpu and not trace.kernels:
+            self.notes.append(unprofiled("the driver shows no kernels (CUPTI is not permitted)"))
+            return None
+        return trace
+
+    def _until_steady(self, longest_s: float) -> Iterator[None]:
+        """Warm up until the step time is steady, at most `longest_s` after the first step."""
+        times: list[float] = []
+        start_s = time.perf_counter()
+        while len(times) < MIN_WARM_STEPS or not is_steady(times):
+            began_s = time.perf_counter()
+            if len(times) >= MIN_WARM_STEPS and began_s - start_s - times[0] > longest_s:
+                return
+            yield
+            self._wait()
+            times.append(time.perf_counter() - began_s)
+
+    def _ordinary(self, goes_on: Callable[[int, float], bool]) -> Iterator[None]:
+        """Take ordinary steps while `goes_on(steps, seconds)`."""
+        self._wait()
+        self.name = "ordinary"
+        self._compiled.poll()
+        self._before = cpu_times_with_children(), disk_use()
+        began_s, steps = time.perf_counter(), 0
+        try:
+            while goes_on(steps, time.perf_counter() - began_s):
+                yield
+                steps += 1
+                if self._compiled.changed():
+                    found = self._compiled.poll()
+                    self.has_compiled = True
+                    self.compile_s += found.compile_s
+                    self.graphs += found.graphs
+                    self.compilations.append(found)
+                    del self.compilations[:-MOST_COMPILATIONS]
+            ended_s = time.perf_counter()
+            self._wait()
+            self.ordinary.seconds += time.perf_counter() - ended_s
+        finally:
+            others, disk = self._since_start()
+            self._others += others
+            self._disk += disk
+            self._before = None
+
+    @contextmanager
+    def _sampling(self, interval_s: float = INTERVAL_S) -> Iterator[None]:
+        """Find the lines on which the loop's thread spends its time, and mark rare calls."""
+        timer = self.timer
+        found = LineSampler(lambda: timer.current, thread=timer.thread, interval_s=interval_s)
+        with found, self.rare.recording_rare():
+            self.sampler = found
+            yield
+
+    def _marked_calls(self, steps: int) -> Iterator[None]:
+        """Mark the calls of some steps."""
+        self.name = "marked calls"
+        marked = MarkedCalls()
+        with marked.recording():
+            yield from (None for _ in range(steps))
+        self.marked, self.marked_steps = marked, steps
+
+    def _recorded(self, steps: int) -> Iterator[None]:
+        """Record the operations of some steps."""
+        if self.step_s > MAX_TRACED_S:
+            self.notes.append(f"A step takes {self.step_s:.0f} s: operations were not recorded.")
+            return
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            self.notes.append("Another profiler is active, so operations were not recorded.")
+            return
+        silence_profiler()
+        self._wait()
+        self.name, began_s = "recorded", time.perf_counter()
+        with ExitStack() as stack:
+            try:
+                profiler = stack.enter_context(profiling(self.device))
+            except RuntimeError as error:  # it is not permitted
+                self.notes.append(unprofiled(str(error)))
+                return
+            others = stack.enter_context(giving_way(stack))
+            yield from (None for _ in range(steps))
+            if others:
+                self.notes.append("Another profiler has started, so operations were not recorded.")
+                return
+            self._wait()
+            wall_s = time.perf_counter() - began_s
+        self._recording = profiler, steps, wall_s
+
+    def _wait(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+def unprofiled(why: str) -> str:
+    """Return the note that the profiler could not be used."""
+    return (
+        f"The profiler could not be used: {why.splitlines()[0] if why else 'unknown reason'}. Step "
+        "times, data wait, garbage collection, compilation and lines of code were measured without "
+        "it; operations by class were not."
+    )
+
+
+@contextmanager
+def giving_way(stack: ExitStack) -> Iterator[list[object]]:
+    """Close `stack`, which records, when another profiler starts; return a list of those."""
+    others: list[object] = []
+
+    def watched(plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(plain)
+        def start(profiler: object, *args: Any, **kwargs: Any) -> Any:
+            if not others:
+                others.append(profiler)
+                stack.close()
+            return plain(profiler, *args, **kwargs)
+
+        return start
+
+    with ExitStack() as replacements:
+        for name in ("__enter__", "_prepare_trace", "_start_trace"):
+            replacements.enter_context(replaced(torch.autograd.profiler.profile, name, watched))
+        yield others
+
+
+@contextmanager
+def replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute of a module or class inside the block, unless it does not have it."""
+    plain = vars(owner).get(name)
+    if plain is None:
+        yield
+        return
+    ours = wrap(plain)
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if vars(owner).get(name) is ours:  # otherwise somebody else replaced it since
+            setattr(owner, name, plain)

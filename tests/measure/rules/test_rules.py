@@ -1,0 +1,399 @@
+"""Every rule finds what it is named after in planted evidence, and nothing on a healthy run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+import flatout
+from flatout.hardware import Gpu, Machine
+from flatout.measure.diagnose.diagnosis import diagnosis_of, rules
+from flatout.measure.steps.evidence import (
+    CallSite,
+    Counts,
+    DataFacts,
+    Evidence,
+    Failure,
+    GpuFacts,
+    HostFacts,
+    KernelShare,
+    MemoryFacts,
+    Phases,
+    Roof,
+)
+
+SITE = CallSite(file="mine.py", line=7, text="slow()")
+H200 = Gpu("NVIDIA H200", 140.0, (9, 0), "580.1")
+CPU_MACHINE = Machine("a CPU", 8, 64.0, (), "3.12")
+GPU_MACHINE = Machine("a CPU", 8, 64.0, (H200,), "3.12")
+LOSSES = tuple((10 * n, 4.0 / (1 + 0.1 * n) + 0.02 * math.sin(9 * n)) for n in range(1, 100))
+
+
+SETTINGS = {
+    "batch.tokens_per_step": 128,
+    "batch.rows_per_device": 4,
+    "batch.accumulate": 2,
+    "train.precision": "bf16",
+    "train.eval_every": 100,
+    "speedups": "auto",
+}
+ON_A_CPU = {
+    "source": "measured run",
+    "speedups": ("pretokenised", "prefetch", "no-sync-logging", "compile", "tf32"),
+    "machine": CPU_MACHINE,
+    "device": "cpu",
+    "steps": 100,
+    "step_s": 0.1,
+    "phases": Phases(
+        data_wait_s=0.001,
+        host_s=0.004,
+        compute_s=0.07,
+        memory_bound_s=0.02,
+        optimizer_s=0.004,
+        logging_s=0.0005,
+        gc_s=0.0003,
+        compile_s=0.0,
+        checkpoint_s=0.0001,
+        evaluation_s=0.0001,
+    ),
+    "counts": Counts(
+        ops=500.0,
+        tiny_ops=100.0,
+        tiny_op_s=0.001,
+        syncs=1.0,
+        sync_s=0.001,
+        expected_syncs=1.0,
+        empty_cache=0.0,
+        collections=0.2,
+        recompiles=0.0,
+    ),
+    "counterfactual_s": {"synthetic-data": 0.0995},
+    "memory": MemoryFacts(
+        total_gib=64.0,
+        free_gib=60.0,
+        peak_gib=20.0,
+        reserved_gib=22.0,
+        estimated_gib=19.0,
+        rows_that_fit=12,
+    ),
+    "host": HostFacts(
+        cores=8,
+        machine_cores=8,
+        threads=8,
+        other_busy_cores=0.1,
+        environment={},
+        torch_version="2.13.0",
+        sees_gpu=False,
+        disk_free_gib=100.0,
+        disk_needed_gib=2.0,
+    ),
+    "data": DataFacts(train_tokens=10**7, val_tokens=10**5, vocab_size=257),
+    "parameters": 10**6,
+    "tokens_per_step": 128,
+    "planned_steps": 1000,
+    "epochs": 2.0,
+    "roof": Roof(peak_tflops=800.0, mfu=0.5, tokens_per_s=1e4),
+    "losses": LOSSES,
+    "grad_norms": tuple((step, 1.0) for step, _ in LOSSES),
+    "remaining_s": 3600.0,
+}
+ON_A_GPU = ON_A_CPU | {
+    "machine": GPU_MACHINE,
+    "gpu": GpuFacts(
+        name="NVIDIA H200",
+        other_processes=0,
+        other_memory_gib=0.0,
+        slowed_by=(),
+        clock_share=1.0,
+        power_limit_share=1.0,
+        supports_bf16=True,
+    ),
+}
+
+
+def replaced(fact, **changes):
+    return fact.model_copy(update=changes)
+
+
+@pytest.fixture
+def healthy(tiny_config):
+    """Return evidence of a healthy run on a CPU or a GPU, with some facts replaced."""
+
+    def make(device="cpu", **changes):
+        facts = dict(ON_A_CPU if device == "cpu" else ON_A_GPU)
+        facts |= {"config": tiny_config().with_values(SETTINGS), "device": device}
+        if device != "cpu":
+            facts["host"] = replaced(facts["host"], torch_cuda="13.0", sees_gpu=True)
+            facts["phases"] = replaced(facts["phases"], communication_s=0.0)
+            facts["counts"] = replaced(facts["counts"], pageable_copies=0.0)
+        for key, value in changes.items():
+            section, _, name = key.partition("__")
+            facts[section] = replaced(facts[section], **{name: value}) if name else value
+        return Evidence(**facts)
+
+    return make
+
+
+def failed(kind, **more):
+    return Failure(kind=kind, message="It fails.", step=3, **more)
+
+
+PLANTED = {
+    "busy-machine": ("cpu", {"host__other_busy_cores": 3.0}),
+    "communication": ("cuda", {"phases__communication_s": 0.03, "world_size": 4}),
+    "compile-failure": ("cpu", {"compile_fallback": "no compiler"}),
+    "cpu-by-mistake": ("cpu", {"machine": GPU_MACHINE}),
+    "cpu-threads": (
+        "cpu",
+        {
+            "host__threads": 1,
+            "counterfactual_s": {"all-threads": 0.05},
+            "host__environment": {"OMP_NUM_THREADS": "1"},
+        },
+    ),
+    "deterministic": ("cuda", {"config": {"train.deterministic": True}}),
+    "disk-space": ("cpu", {"host__disk_needed_gib": 200.0}),
+    "empty-cache": ("cuda", {"counts__empty_cache": 1.0, "counts__empty_cache_s": 0.01}),
+    "environment": ("cuda", {"host__environment": {"CUDA_LAUNCH_BLOCKING": "1"}}),
+    "failure": ("cpu", {"failure": failed("error", fix="Correct it.")}),
+    "fragmentation": ("cuda", {"memory__reserved_gib": 60.0, "memory__peak_gib": 40.0}),
+    "frequent-evaluation": ("cpu", {"phases__evaluation_s": 0.05}),
+    "garbage-collection": ("cpu", {"phases__gc_s": 0.02, "sites": {"gc": (SITE,)}}),
+    "gpu-shared": ("cuda", {"gpu__other_processes": 1, "gpu__other_memory_gib": 20.0}),
+    "hang": ("cpu", {"failure": failed("hang", site=SITE)}),
+    "host-sync": (
+        "cuda",
+        {
+            "counts__syncs": 30.0,
+            "counts__sync_s": 0.03,
+            "phases__host_s": 0.02,
+            "sites": {"sync": (SITE,)},
+        },
+    ),
+    "idle-gpu": ("cuda", {"phases__host_s": 0.05}),
+    "length": ("cpu", {"epochs": 400.0}),
+    "memory-bound": (
+        "cuda",
+        {
+            "phases__memory_bound_s": 0.05,
+            "speedups": ("prefetch",),
+            "kernels": (KernelShare(kind="elementwise", seconds=0.05, calls=300.0),),
+        },
+    ),
+    "missing-package": ("cpu", {"failure": failed("missing-package", fix="Install it.")}),
+    "no-data": ("cpu", {"data__missing": "There is no dataset."}),
+    "out-of-memory": ("cpu", {"failure": failed("out-of-memory")}),
+    "pageable-copies": (
+        "cuda",
+        {
+            "counts__pageable_copies": 2.0,
+            "counts__pageable_copy_s": 0.01,
+            "counts__pageable_copy_bytes": 1e8,
+            "sites": {"copy": (SITE,)},
+        },
+    ),
+    "precision": ("cuda", {"config": {"train.precision": "fp16"}}),
+    "recompiles": (
+        "cpu",
+        {
+            "phases__compile_s": 0.05,
+            "counts__recompiles": 0.5,
+            "recompile_reasons": ("size mismatch at index 0",),
+        },
+    ),
+    "slow-data": (
+        "cpu",
+        {
+            "phases__data_wait_s": 0.03,
+            "counterfactual_s": {"synthetic-data": 0.07},
+            "sites": {"data": (SITE,)},
+        },
+    ),
+    "slow-disk": (
+        "cpu",
+        {
+            "phases__data_wait_s": 0.03,
+            "data__disk_stalled_s": 0.025,
+            "data__read_bytes_per_step": 1e6,
+        },
+    ),
+    "slow-logging": ("cpu", {"phases__logging_s": 0.02, "sites": {"logging": (SITE,)}}),
+    "slow-save": ("cpu", {"phases__checkpoint_s": 0.03}),
+    "small-batch": ("cuda", {"roof__mfu": 0.1}),
+    "throttling": ("cuda", {"gpu__slowed_by": ("heat (driver)",), "gpu__clock_share": 0.6}),
+    "tiny-kernels": (
+        "cpu",
+        {"counts__tiny_ops": 3000.0, "counts__tiny_op_s": 0.06, "sites": {"op": (SITE,)}},
+    ),
+    "unstable-training": ("cpu", {"failure": failed("diverged")}),
+    "vocabulary": ("cpu", {"config": {"model.vocab_size": 50_304}}),
+}
+"""For each rule, the device and the facts to plant."""
+
+
+def planted(healthy, name):
+    device, changes = PLANTED[name]
+    changes = dict(changes)
+    settings = changes.pop("config", None)
+    if settings is not None:
+        changes["config"] = healthy(device).config.with_values(settings)
+    return healthy(device, **changes)
+
+
+def test_every_rule_has_a_planted_case():
+    assert set(PLANTED) == {rule.name for rule in rules()}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nothing_is_found_on_a_healthy_run(healthy, device):
+    found = diagnosis_of(healthy(device))
+    assert [finding.name for finding in found.findings] == []
+    assert found.verdict.startswith("Nothing holds this run back")
+
+
+@pytest.mark.parametrize("name", sorted(PLANTED))
+def test_a_planted_cause_is_the_only_finding(healthy, name):
+    evidence = planted(healthy, name)
+    found = diagnosis_of(evidence)
+    assert [finding.name for finding in found.findings] == [name]
+    (finding,) = found.findings
+    assert finding.verdict.endswith(".")
+    assert "\n" not in finding.verdict
+    assert found.verdict == finding.verdict
+    assert all(fix.text.endswith(".") for fix in finding.fixes)
+    assert finding.fixes
+    if "sites" in PLANTED[name][1]:
+        assert finding.site == SITE
+    for fix in finding.fixes:
+        if fix.gain is not None:
+            assert 0 <= fix.gain <= 1
+            assert fix.gain_from
+
+
+@pytest.mark.parametrize("name", sorted(PLANTED))
+def test_overrides_of_a_fix_are_settings_that_exist(healthy, name):
+    from flatout.measure.diagnose.fix import applied
+
+    evidence = planted(healthy, name)
+    for finding in diagnosis_of(evidence).findings:
+        for fix in finding.fixes:
+            changed = applied(evidence.config, fix.overrides)
+            assert not fix.overrides or changed != evidence.config, fix.text
+
+
+@pytest.mark.parametrize("name", sorted(PLANTED))
+def test_a_finding_about_another_tools_loop_needs_no_recipe(healthy, name):
+    evidence = planted(healthy, name).model_copy(
+        update={"config": None, "speedups": None, "source": "watched loop"}
+    )
+    for rule in rules():
+        finding = rule.look(evidence)
+        if finding is not None:
+            assert not any(fix.overrides for fix in finding.fixes), rule.name
+
+
+def test_more_troubles_that_are_out_of_memory(healthy):
+    near = diagnosis_of(healthy(memory__estimated_gib=57.0)).findings[0]
+    assert (near.name, near.harm) == ("out-of-memory", "warns")
+    over = diagnosis_of(healthy(memory__estimated_gib=80.0, memory__rows_that_fit=3)).findings[0]
+    assert over.harm == "fails"
+    assert over.verdict == "The run needs about 80.0 GiB, and 60.0 GiB are available."
+    assert over.fixes[0].overrides["batch.rows_per_device"] == 2  # 3 does not divide 8
+    short = healthy(failure=failed("killed"), memory__rows_that_fit=3)
+    thirds = short.config.with_values({"batch.tokens_per_step": 192, "batch.accumulate": 3})
+    killed = diagnosis_of(short.model_copy(update={"config": thirds})).findings[0]
+    assert (killed.name, killed.harm) == ("out-of-memory", "fails")
+    assert killed.fixes[0].overrides["batch.rows_per_device"] == 2  # 3, as estimated, were short
+
+
+def test_more_troubles_that_are_unstable(healthy):
+    steps = [step for step, _ in LOSSES]
+    values = [loss for _, loss in LOSSES]
+
+    def verdict(series, **changes):
+        found = diagnosis_of(healthy(losses=tuple(zip(steps, series, strict=True)), **changes))
+        return found.findings[0].verdict if found.findings else None
+
+    assert verdict(values) is None
+    spike = [*values[:60], values[60] + 3.0, *values[61:]]
+    assert verdict(spike).startswith("The loss jumps by 2.9")
+    lost = [*values[:-1], math.nan]
+    assert verdict(lost) == "The loss is not a number from step 990."
+    risen = [value if n < 50 else value + 0.06 * (n - 50) for n, value in enumerate(values)]
+    assert "rises again" in verdict(risen)
+    assert "skipped" in verdict(values, skipped_steps=20)
+    unclipped = healthy(failure=failed("diverged"))
+    config = unclipped.config.with_values({"optim.clip": 0.0, "schedule.warmup": 0})
+    fixes = diagnosis_of(unclipped.model_copy(update={"config": config})).findings[0].fixes
+    assert {"optim.clip": 1.0} in [fix.overrides for fix in fixes]
+    assert {"schedule.warmup": 0.02} in [fix.overrides for fix in fixes]
+    assert not any(fix.same_result for fix in fixes)
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"host__no_gpu_because": "requested", "host__sees_gpu": True}, "Remove train.device=cpu."),
+        ({"host__torch_cuda": None}, "Install a torch for CUDA"),
+        (
+            {"host__torch_cuda": "13.0", "host__environment": {"CUDA_VISIBLE_DEVICES": ""}},
+            "Unset CUDA_VISIBLE_DEVICES",
+        ),
+        ({"host__torch_cuda": "13.0"}, "nvidia-smi"),
+    ],
+)
+def test_the_cpu_by_mistake_has_a_fix_for_each_reason(healthy, facts, words):
+    changed = healthy(machine=GPU_MACHINE, host=HostFacts(torch_version="2.13.0"))
+    for key, value in facts.items():
+        name = key.removeprefix("host__")
+        changed = changed.model_copy(update={"host": changed.host.model_copy(update={name: value})})
+    (finding,) = diagnosis_of(changed).findings
+    assert finding.name == "cpu-by-mistake"
+    assert words in finding.fixes[0].text
+
+
+def test_a_wait_that_the_gpu_hides_is_no_finding(healthy):
+    waits = {"phases__data_wait_s": 0.03}
+    assert diagnosis_of(healthy("cuda", **waits)).is_healthy
+    slow = healthy("cuda", **waits, counterfactual_s={"synthetic-data": 0.07})
+    assert [one.name for one in diagnosis_of(slow).findings] == ["slow-data"]
+
+
+def test_reads_on_a_cpu_are_mentioned_by_number(healthy):
+    found = diagnosis_of(healthy(counts__syncs=31.0, sites={"sync": (SITE,)})).findings[0]
+    assert (found.name, found.harm, found.share) == ("host-sync", "warns", None)
+    assert "30 values of tensors at mine.py:7: slow()" in found.verdict
+
+
+@pytest.mark.slow
+def test_fewer_threads_are_no_finding_where_others_use_the_cores_or_they_do_not_help(healthy):
+    assert diagnosis_of(healthy(host__threads=4, host__other_busy_cores=4.0)).is_healthy
+    useless = healthy(host__threads=4, counterfactual_s={"all-threads": 0.099})
+    assert diagnosis_of(useless).is_healthy
+    assert [one.name for one in diagnosis_of(healthy(host__threads=16)).findings] == ["cpu-threads"]
+
+
+def test_environment_variables_that_are_off_are_no_finding(healthy):
+    off = {"CUDA_LAUNCH_BLOCKING": "0", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
+    assert diagnosis_of(healthy("cuda", host__environment=off)).is_healthy
+    blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert diagnosis_of(healthy("cpu", host__environment=blocking)).is_healthy
+    old = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    (finding,) = diagnosis_of(healthy("cuda", host__environment=old)).findings
+    assert finding.fixes[0].text == "Write PYTORCH_ALLOC_CONF."
+
+
+def test_compiling_does_not_pay_off_in_the_last_minute(healthy):
+    idle = healthy("cuda", phases__host_s=0.05, speedups=("prefetch",))
+    first = diagnosis_of(idle).findings[0].fixes[0]
+    assert first.overrides == {"speedups": "+compile"}
+    last = diagnosis_of(idle.model_copy(update={"remaining_s": 30.0})).findings[0].fixes[0]
+    assert last.overrides != {"speedups": "+compile"}
+
+
+def test_the_documentation_lists_every_finding():
+    page = (Path(flatout.__file__).parents[1] / "docs" / "diagnose.md").read_text()
+    rows = [f"| {one.name} | {one.look.__doc__.splitlines()[0]} |" for one in rules()]
+    assert "\n".join(rows) in page

@@ -1,0 +1,103 @@
+"""Marked calls are counted by the line of user code, and leave no trace in torch."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flatout.measure.steps import calls as marked_calls
+from flatout.measure.steps.calls import MarkedCalls, OperationLines
+
+pytestmark = pytest.mark.slow
+
+
+def test_each_way_to_read_a_value_is_counted_with_its_line():
+    marked, loss = MarkedCalls(), torch.ones(3).sum()
+    with marked.recording():
+        loss.item()
+        float(loss)
+        assert loss > 0
+        loss.tolist()
+        torch.cuda.empty_cache()
+        gc.collect()
+    assert marked.calls == {"sync": 4, "empty-cache": 1, "gc": 1}
+    assert marked.by_user("sync") == 4
+    texts = {site.text for site in marked.sites(2)["sync"]}
+    assert texts == {"loss.item()", "float(loss)", "assert loss > 0", "loss.tolist()"}
+    (site,) = marked.sites(2)["gc"]
+    assert (site.file, site.text, site.count_per_step) == (__file__, "gc.collect()", 0.5)
+    assert marked.sites(2)["empty-cache"][0].text == "torch.cuda.empty_cache()"
+
+
+def test_reads_of_another_thread_do_not_count():
+    marked = MarkedCalls()
+    with marked.recording():
+        loader = threading.Thread(target=lambda: [torch.ones(1).item() for _ in range(5)])
+        loader.start()
+        loader.join()
+        torch.ones(1).item()
+    assert marked.calls == {"sync": 1}
+
+
+def test_reads_of_the_hosts_tensors_do_not_wait_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    marked = MarkedCalls()
+    with marked.recording():
+        torch.ones(1).item()
+    assert marked.calls == {}
+
+
+def test_torch_is_as_before_even_after_an_error():
+    before = [torch.Tensor.item, torch.Tensor.to, torch.cuda.empty_cache, gc.collect]
+    own = set(vars(torch.Tensor))
+    with pytest.raises(ValueError, match="stop"), MarkedCalls().recording():
+        raise ValueError("stop")
+    assert [torch.Tensor.item, torch.Tensor.to, torch.cuda.empty_cache, gc.collect] == before
+    assert set(vars(torch.Tensor)) == own
+
+
+def test_calls_of_torch_itself_have_no_line():
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+    weight.sum().backward()
+    marked = MarkedCalls()
+    with marked.recording():
+        optimizer.step()  # reads its number of steps
+    assert marked.calls["sync"] >= 1
+    assert marked.by_user("sync") == 0
+    assert marked.sites(1) == {}
+
+
+def test_an_error_of_a_marked_call_passes():
+    with MarkedCalls().recording(), pytest.raises(RuntimeError):
+        torch.ones(2).item()
+    with MarkedCalls().recording():
+        assert torch.ones(2).to(torch.float64).dtype == torch.float64
+
+
+def test_only_unpinned_copies_to_a_gpu_count():
+    def tensor(kind, pinned=False):
+        return SimpleNamespace(device=SimpleNamespace(type=kind), is_pinned=lambda: pinned)
+
+    assert marked_calls._pageable(tensor("cpu"), tensor("cuda")) == "copy"
+    assert marked_calls._pageable(tensor("cpu", pinned=True), tensor("cuda")) is None
+    assert marked_calls._pageable(tensor("cuda"), tensor("cuda")) is None
+    assert marked_calls._pageable(tensor("cpu"), tensor("cpu")) is None
+
+
+def test_operations_of_the_forward_pass_are_counted_by_line():
+    weight = torch.ones(3, requires_grad=True)
+    lines = OperationLines()
+    with lines:
+        for _ in range(3):
+            weight2 = weight * 2
+        weight2.sum().backward()
+    first, *others = lines.sites(1)
+    assert (first.text, first.count_per_step) == ("weight2 = weight * 2", 3)
+    # `.sum()` and the seed of the gradient; not the operations of the backward pass
+    assert [site.text for site in others] == ["weight2.sum().backward()"]
+    assert others[0].count_per_step <= 2

@@ -1,0 +1,86 @@
+"""Evidence: what is unknown stays None, also on its way between processes."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+import flatout
+from flatout.hardware import Gpu, Machine
+from flatout.measure.steps.evidence import CallSite, Evidence, Phases
+
+GPU = Gpu("NVIDIA H200", 140.0, (9, 0), "580.1")
+MACHINE = Machine("a CPU", 2, 24.0, (GPU,), "3.12")
+
+
+def test_nothing_is_known_until_it_is_filled_in():
+    found = Evidence(source="preflight")
+    assert found.phases.known() == {}
+    assert found.phase_shares() == {}
+    assert found.share(1.0) is None
+    assert found.site("sync") is None
+    assert found.setting("optim.lr") is None
+    assert not found.on_gpu
+
+
+def test_shares_are_parts_of_the_step():
+    found = Evidence(
+        source="measured run", step_s=0.2, phases=Phases(data_wait_s=0.05, compute_s=0.1)
+    )
+    assert found.phase_shares() == pytest.approx({"data_wait": 0.25, "compute": 0.5})
+    assert found.share(None) is None
+    assert found.share(0.3) == 1.0
+
+
+def test_evidence_passes_between_processes_unchanged(tiny_config):
+    site = CallSite(file="a.py", line=3, text="x.item()", count_per_step=2.0)
+    found = Evidence(
+        source="measured run",
+        config=tiny_config(),
+        machine=MACHINE,
+        device="cuda:1",
+        step_s=0.1,
+        sites={"sync": (site,)},
+        losses=((1, 2.5), (2, math.inf)),
+        counterfactual_s={"synthetic-data": 0.08},
+    )
+    again = Evidence.model_validate_json(found.model_dump_json())
+    assert again == found
+    assert again.on_gpu
+    assert again.setting("train.steps") == 6
+    assert again.site("sync") == site
+    lost = found.model_copy(update={"losses": ((3, math.nan),)})
+    assert math.isnan(Evidence.model_validate_json(lost.model_dump_json()).losses[0][1])
+
+
+def test_a_call_site_reads_like_a_traceback():
+    assert CallSite(file="a.py", line=3, text="x.item()").describe() == "a.py:3: x.item()"
+    assert CallSite(file="a.py", line=3, text="").describe() == "a.py:3"
+
+
+def test_evidence_is_frozen_and_refuses_unknown_fields():
+    with pytest.raises(ValidationError):
+        Evidence(source="preflight", speed=3)
+    with pytest.raises(ValidationError):
+        Evidence(source="preflight").step_s = 1.0
+
+
+@pytest.mark.slow
+def test_evidence_and_every_finding_load_without_torch():
+    program = (
+        "import sys; from flatout.measure.diagnose.diagnosis import diagnosis_of;"
+        " from flatout.measure.steps import evidence, lines;"
+        " from flatout.training.metrics import phases;"
+        " diagnosis_of(evidence.Evidence(source='preflight')); assert 'torch' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(flatout.__file__).parents[1],
+        check=True,
+        timeout=120,
+    )

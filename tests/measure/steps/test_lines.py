@@ -1,0 +1,97 @@
+"""The sampler names the line that takes the time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+
+import pytest
+
+import flatout
+from flatout.measure.steps import lines as sampling
+from flatout.measure.steps.lines import (
+    LineSampler,
+    line_of,
+    pause_s,
+    read_stacks,
+    user_frame,
+)
+from flatout.registry import is_user_code
+from flatout.training import loop
+from flatout.training.metrics.phases import PhaseTimer
+
+
+def test_user_code_is_what_nobody_installed():
+    assert is_user_code(__file__)
+    assert is_user_code("<ipython-input-3-abc>")
+    assert not is_user_code(flatout.__file__)
+    assert not is_user_code(loop.__file__)
+    assert loop.__file__ == sampling.LOOP
+    assert not is_user_code(json.__file__)
+    assert not is_user_code(pytest.__file__)
+    assert not is_user_code("<frozen importlib._bootstrap>")
+    assert not is_user_code("<string>")
+
+
+def test_the_innermost_user_frame_counts():
+    file, line = user_frame(sys._getframe())
+    assert file == __file__
+    assert line_of(file, line) == "file, line = user_frame(sys._getframe())"
+    assert line_of("absent.py", 1) == ""
+    assert user_frame(None) is None
+
+
+def test_stacks_name_the_frames_of_every_thread(tmp_path):
+    entered, leave = threading.Event(), threading.Event()
+    code = compile("entered.set()\nleave.wait(10)", str(tmp_path / "quälend 好.py"), "exec")
+    values = {"entered": entered, "leave": leave}
+    other = threading.Thread(target=exec, args=(code, values))
+    other.start()
+    assert entered.wait(10)
+    found = read_stacks()
+    own = [(file, line_of(file, number)) for file, number in found[threading.get_ident()]]
+    assert (__file__, "found = read_stacks()") in own
+    assert (str(tmp_path / "quälend 好.py"), 2) in found[other.ident]
+    leave.set()
+    other.join()
+
+
+def slow_source():
+    time.sleep(0.2)
+
+
+def test_a_slow_line_is_named_with_its_phase():
+    timer = PhaseTimer()
+    with LineSampler(lambda: timer.current) as sampler, timer.phase("data_wait"):
+        slow_source()
+    (site, *_) = sampler.sites(2)["data"]
+    assert site.text == "time.sleep(0.2)"
+    assert site.file == __file__
+    assert site.seconds_per_step > 0.01
+    assert "compute" not in sampler.sites(2)
+
+
+def test_the_thread_that_prepares_data_counts_while_the_loop_waits(monkeypatch):
+    monkeypatch.setattr(sampling, "is_user_code", lambda file: file == "feed.py")
+    timer, ready = PhaseTimer(), threading.Event()
+    code = compile("\nfor _ in range(40): time.sleep(0.005)\nready.set()", "feed.py", "exec")
+    feed = threading.Thread(target=exec, args=(code, {"time": time, "ready": ready}))
+    with LineSampler(lambda: timer.current) as sampler:
+        feed.start()
+        with timer.phase("data_wait"):
+            ready.wait(10)
+        feed.join()
+    assert [(site.file, site.line) for site in sampler.sites(1)["data"]] == [("feed.py", 2)]
+
+
+def test_lines_seen_by_chance_are_not_reported():
+    with LineSampler(lambda: None) as sampler:
+        pass
+    assert all(not sites for sites in sampler.sites(1).values())
+
+
+def test_samples_become_rarer_once_there_are_enough():
+    assert [pause_s(0.01, elapsed_s) for elapsed_s in (0, 3, 30, 3600)] == [0.01, 0.01, 0.1, 0.25]
+    assert pause_s(0.5, 3600) == 0.5

@@ -1,0 +1,69 @@
+"""What the driver reports becomes facts about the GPU; what it does not report stays unknown."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flatout.hardware import GIB
+from flatout.measure.steps.machine import gpu_facts
+
+MACHINE = SimpleNamespace(gpus=["a GPU"])
+OTHER = SimpleNamespace(pid=-1, usedGpuMemory=2 * GIB)
+ANSWERS = {
+    "CurrentClocksEventReasons": lambda handle: 0x44,
+    "ComputeRunningProcesses": lambda handle: [OTHER],
+    "ClockInfo": lambda handle, kind: 900,
+    "MaxClockInfo": lambda handle, kind: 1200,
+    "EnforcedPowerLimit": lambda handle: 300,
+    "PowerManagementDefaultLimit": lambda handle: 600,
+    "Temperature": lambda handle, kind: 71,
+}
+
+
+class Refused(Exception):
+    pass
+
+
+def refuse(*_):
+    raise Refused
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = SimpleNamespace(
+        NVMLError=Refused,
+        NVML_CLOCK_SM=1,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        **{f"nvmlDeviceGet{name}": refuse for name in ANSWERS},
+    )
+    properties = SimpleNamespace(uuid="abc", name="a GPU", major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    return made
+
+
+def test_the_driver_reports_a_gpu(driver):
+    for name, answer in ANSWERS.items():
+        setattr(driver, f"nvmlDeviceGet{name}", answer)
+    found = gpu_facts(MACHINE, "cuda")
+    assert found.slowed_by == ("its power cap", "heat")
+    assert (found.other_processes, found.other_memory_gib) == (1, 2.0)
+    assert (found.clock_share, found.power_limit_share) == (0.75, 0.5)
+    assert found.temperature_c == 71.0
+
+
+def test_what_the_driver_does_not_report_is_unknown(driver):
+    found = gpu_facts(MACHINE, "cuda").model_dump(exclude_none=True)
+    assert found == {"name": "a GPU", "supports_bf16": True}
+
+
+def test_without_a_driver_the_name_is_known(driver):
+    driver.nvmlInit = refuse
+    assert gpu_facts(MACHINE, "cuda").name == "a GPU"
+    assert gpu_facts(MACHINE, "cpu") is None

@@ -1,0 +1,88 @@
+"""The phase timer counts each moment once."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+
+from flatout.training.metrics.phases import PhaseTimer
+
+pytestmark = pytest.mark.slow
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def timer(clock):
+    return PhaseTimer(clock)
+
+
+def test_the_time_of_an_inner_phase_does_not_count_for_the_outer_one(timer, clock):
+    with timer.phase("compute"):
+        clock.now_s += 1
+        with timer.phase("gc"):
+            clock.now_s += 2
+        clock.now_s += 4
+    clock.now_s += 8
+    assert timer.seconds == {"compute": 5, "gc": 2}
+    assert timer.calls == {"compute": 1, "gc": 1}
+    assert timer.current is None
+
+
+def test_a_phase_ends_when_its_block_raises(timer, clock):
+    def fail():
+        clock.now_s += 1
+        raise ValueError("x")
+
+    with pytest.raises(ValueError, match="x"), timer.phase("compute"):
+        fail()
+    assert timer.current is None
+    assert timer.seconds["compute"] == 1
+
+
+def test_steps_are_averaged(timer, clock):
+    assert timer.per_step() == {}
+    for seconds in (1, 3):
+        timer.start_step()
+        with timer.phase("compute"):
+            clock.now_s += seconds
+    timer.end_steps()
+    clock.now_s += 50
+    timer.end_steps()
+    assert timer.step_times_s == [1, 3]
+    assert timer.per_step() == {"compute": 2}
+
+
+def test_reset_forgets_all_but_the_running_phase(timer, clock):
+    with timer.phase("compute"):
+        clock.now_s += 5
+        timer.reset()
+        clock.now_s += 1
+    assert timer.seconds == {"compute": 1}
+
+
+def test_the_collector_is_a_phase_wherever_it_runs(timer):
+    before = list(gc.callbacks)
+    with timer.collecting_gc():
+        with timer.phase("compute"):
+            gc.collect()
+        thread = threading.Thread(target=gc.collect)
+        thread.start()
+        thread.join()
+    assert gc.callbacks == before
+    # gc.collect() in another thread is not this thread's time
+    assert timer.full_collections >= 1
+    assert timer.calls["gc"] >= 1
+    assert timer.current is None
