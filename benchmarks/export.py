@@ -37,7 +37,7 @@ from flatout.hardware import probe
 from flatout.inference.export.export import export_run
 from flatout.inference.export.source import open_source
 from flatout.parallel.mesh import make_mesh
-from flatout.training.checkpoint.read_write import save
+from flatout.training.checkpoint.savers import save
 from flatout.training.run_dir.layout import write_config
 
 SHAPE = {"d_model": 1024, "num_heads": 8, "norm": "rmsnorm", "activation": "swiglu"}

@@ -63,7 +63,7 @@ SAME = (
     *("train.tokens=null", "train.eval_every=0", "log.to=[]"),
 )
 """Without a warm-up: in so few steps the loss falls only if the rate starts high enough."""
-SET = "auto,+compile,+collector,+bf16-stream"
+SET = "auto,+compile,+collector"
 FLATOUT = ("-m", "flatout")
 
 
@@ -340,10 +340,9 @@ STEPS_IN_ORDER = (
         for shape, title, recipe, rows, speedups, overrides in (
             ("gpt2-124m", "cuda-graphs", "gpt2-124m", 64, f"{SET},+cuda-graphs", ()),
             ("gpt2-124m", "liger-ce", "gpt2-124m", 64, f"{SET},+liger-ce", ()),
-            ("gpt2-124m", "fp32-stream", "gpt2-124m", 64, "auto,+compile,+collector", ()),
             (
                 *("gpt2-124m", "compile-blocks", "gpt2-124m", 64),
-                *("auto,-compile,+compile-blocks,+collector,+bf16-stream", ()),
+                *("auto,-compile,+compile-blocks,+collector", ()),
             ),
             ("gpt2-124m", "rows-32", "gpt2-124m", 32, SET, ()),
             ("gpt2-124m", "rows-128", "gpt2-124m", 128, SET, ()),

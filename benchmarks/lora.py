@@ -34,7 +34,7 @@ from flatout.assembly.selection import assemble
 from flatout.commands.prepare import prepare
 from flatout.files import folder_bytes
 from flatout.hardware import probe
-from flatout.training.checkpoint.read_write import save
+from flatout.training.checkpoint.savers import save
 from flatout.training.step import train_step
 
 STEPS = 3

@@ -32,7 +32,7 @@ from scan_fft import fft
 
 from flatout.files import write_text
 from flatout.hardware import probe
-from flatout.ops import scan, variants
+from flatout.ops import scan
 
 EIGENSTATES = 128
 TOKENS = (1_024, 4_096, 32_768)
@@ -106,7 +106,8 @@ def measure(
 
 def ways(device: str) -> dict[str, Callable[..., Any]]:
     """Return the variants that run here, by name; Triton's needs a GPU."""
-    every = {**variants(scan), "fft": fft}
+    own = {"reference": scan.reference, "chunked": scan.chunked, "triton": scan.triton}
+    every = {**own, "fft": fft}
     if device == "cpu":
         return {way: function for way, function in every.items() if not way.startswith("triton")}
     return every | {"chunked, compiled": torch.compile(scan.chunked, dynamic=False)}

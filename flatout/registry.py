@@ -1,7 +1,7 @@
 """Finds objects by name. A plural folder is an open list: drop in a file and it exists.
 
 An entry is a file, or a folder if it is large. In Python folders each entry assigns one object to
-the folder's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8/__init__.py`
+the folder's attribute name (`models/transformer.py` assigns `MODEL`, `speedups/fp8.py`
 `SPEEDUP`); in YAML folders each file is one document. Names are file names with `-` for `_`.
 Listing parses the files and imports nothing, so it is fast and never loads torch; `get` imports
 only the requested file. Wherever a Python entry's name is accepted, `package.module:attribute`

@@ -137,8 +137,6 @@ class Recipe(_LoadsLazily):
     """Returns the bytes of AdamW's moments for a tensor, given its number of weights."""
     low_precision: Transform | None = None
     """Narrows the products of some layers."""
-    residual: Transform | None = None
-    """Narrows the residual stream."""
     activations: Transform | None = None
     """Makes blocks keep less for backward; without it they keep all."""
     compilation: Transform | None = None
@@ -155,7 +153,7 @@ class Recipe(_LoadsLazily):
     """Clears the parameters' gradients after each step."""
     readback: Callable[[], Readback] = ImmediateReadback
     """Makes the readback of metrics from the device."""
-    state_saver: Callable[[], Any] = lazy("flatout.training.checkpoint.savers:InTheLoop")
+    state_saver: Callable[[], Any] = lazy("flatout.training.checkpoint.savers:Saver")
     """Makes the writer of checkpoints, an `assembly.run.StateSaver`."""
     allocator: Callable[[], None] = default_allocator
     """Called once, before anything is built."""
@@ -190,7 +188,7 @@ class Recipe(_LoadsLazily):
         return [transform for transform in found if transform is not None]
 
 
-TRANSFORMS = ("low_precision", "residual", "activations", "compilation", "cuda_graphs")
+TRANSFORMS = ("low_precision", "activations", "compilation", "cuda_graphs")
 """The slots that change the model, in order. Sharding, which config.parallel decides, comes last.
 """
 SLOTS = (

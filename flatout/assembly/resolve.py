@@ -232,7 +232,7 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         num_shards=config.parallel.shard,
         whole_gradients="grad_sync" in recipe.filled_by,
         gathers=recipe.gather_dtype,
-        transforms=tuple(filter(None, (recipe.low_precision, recipe.residual, recipe.activations))),
+        transforms=tuple(filter(None, (recipe.low_precision, recipe.activations))),
         document_mask=config.data.document_mask,
         gradients_stay="zero_grad" in recipe.filled_by
         or config.parallel.replicate not in ("auto", 1),

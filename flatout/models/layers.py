@@ -6,13 +6,14 @@ Letters: B rows, T tokens, D width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from flatout.errors import ConfigError, ShapeError
-from flatout.ops import Context, Ops, at_least_fp32
+from flatout.ops import Ops, at_least_fp32
 from flatout.ops.heads import rms_normed
 
 
@@ -121,14 +122,14 @@ class _SquaredReLU(torch.autograd.Function):
     """Computes the gradient in one pass; autograd needs four for a product and a ReLU."""
 
     @staticmethod
-    def forward(ctx: Context, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
         """Return the square; the positive part is kept for backward."""
         positive = hidden.relu()
         ctx.save_for_backward(positive)
         return positive * positive
 
     @staticmethod
-    def backward(ctx: Context, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return twice the positive part times the gradient."""
         (positive,) = ctx.saved_tensors
         return torch.addcmul(grad.new_zeros(()), grad, positive, value=2)

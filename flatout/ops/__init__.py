@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import import_module
-from types import ModuleType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch._compile
@@ -40,18 +38,6 @@ class Ops:
             for field in fields(cls)
         }
         return cls(**references | others)
-
-
-def variants(op: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Return the public functions of `op` that share the signature of its `reference`, by name."""
-    signature = inspect.signature(op.reference)
-    return {
-        name: value
-        for name, value in vars(op).items()
-        if not name.startswith("_")
-        and inspect.isfunction(value)
-        and inspect.signature(value) == signature
-    }
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
@@ -101,28 +87,3 @@ def in_float64(tensor: Tensor) -> Tensor:
     Shapes:  any.
     """
     return tensor.to(float64_device(tensor.device)).double()
-
-
-class Context(Protocol):
-    """What a function may use of its context; a subclass adds the attributes that it sets."""
-
-    needs_input_grad: tuple[bool, ...]
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]:
-        """Return what `save_for_backward` was given.
-
-        Shapes: any.
-        """
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keep tensors for backward.
-
-        Shapes: any.
-        """
-
-    def mark_non_differentiable(self, *tensors: Tensor) -> None:
-        """State that these outputs have no gradient.
-
-        Shapes: any.
-        """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from flatout.errors import ShapeError
-from flatout.ops import Context, at_least_fp32, product_dtype, runs_triton
+from flatout.ops import at_least_fp32, product_dtype, runs_triton
 
 FEWEST_QUERIES = 8
 """With fewer queries, as in token-by-token decoding, rounding the factors costs more than their
@@ -301,16 +301,12 @@ def bf16(
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, torch.where(visible, 0.0, float("-inf")))  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _Bf16Context(Context, Protocol):
-    scale: float
-
-
 class _Bf16(torch.autograd.Function):
     """Softmax of the biased scores times the values; each factor of a product is rounded once."""
 
     @staticmethod
     def forward(
-        ctx: _Bf16Context, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
+        ctx: Any, q_BHTC: Tensor, k_BHSC: Tensor, v_BHSC: Tensor, bias_TS: Tensor
     ) -> Tensor:
         """Return the output of each query; the rounded factors are kept for backward."""
         ctx.scale = 1 / math.sqrt(q_BHTC.shape[-1])
@@ -321,7 +317,7 @@ class _Bf16(torch.autograd.Function):
         return (weights_BHTS @ v_BHSC).float()
 
     @staticmethod
-    def backward(ctx: _Bf16Context, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_BHTC: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of queries, keys and values."""
         q_BHTC, k_BHSC, v_BHSC, weights_BHTS = ctx.saved_tensors
         grad_BHTC = grad_BHTC.bfloat16()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import Context, at_least_fp32, linear, product_dtype, uncompiled
+from flatout.ops import at_least_fp32, linear, product_dtype, uncompiled
 
 IGNORED = -1
 """The target of positions that the loss ignores."""
@@ -65,17 +65,22 @@ def reference(
     """
     hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
     logits_BTV = capped(at_least_fp32(functional.linear(hidden_BTD, weight_VD)), softcap)
-    log_sum_BT = logits_BTV.logsumexp(dim=-1)
-    losses_BT = (
-        log_sum_BT
-        - logits_BTV.gather(-1, targets_BT.clamp_min(0)[..., None])[..., 0]
-        + z_loss * log_sum_BT.square()
+    return _summed_losses(logits_BTV, targets_BT, z_loss)[0], valid_BT.sum()
+
+
+def _summed_losses(logits: Tensor, targets: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return the summed loss of the targets, and the logarithm of each softmax denominator."""
+    log_sum = logits.logsumexp(dim=-1)
+    losses = (
+        log_sum
+        - logits.gather(-1, targets.clamp_min(0)[..., None])[..., 0]
+        + z_loss * log_sum.square()
     )
-    return losses_BT.masked_fill(~valid_BT, 0.0).sum(), valid_BT.sum()
+    return losses.masked_fill(targets == IGNORED, 0.0).sum(), log_sum
 
 
-def _with_all_logits(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
-    """Return `reference` with a matmul of its own, through torch's cross_entropy."""
+def _variant(summed: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return the variant of `reference` that sums the loss with a function of its arguments."""
 
     def loss(
         hidden_BTD: Tensor,
@@ -86,77 +91,55 @@ def _with_all_logits(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..
         z_loss: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-        logits_BTV = product(hidden_BTD, weight_VD)
-        return _summed(logits_BTV, targets_BT, softcap, z_loss), valid_BT.sum()
+        return summed(hidden_BTD, weight_VD, targets_BT, softcap, z_loss), valid_BT.sum()
 
     return loss
 
 
-fused = _with_all_logits(functional.linear)
-"""`reference` through torch's cross_entropy, which gathers and sums in one pass over the logits."""
-onednn = _with_all_logits(linear.onednn)
-"""`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
-bf16 = _with_all_logits(linear.bf16)
-"""`fused` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products."""
+def _with_all_logits(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda hidden_BTD, weight_VD, *others: _summed(product(hidden_BTD, weight_VD), *others)
 
 
-def chunked(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`reference` in chunks of a few thousand targets, so that all logits never exist at once.
-
-    The gradients are computed together with the loss, before backward needs them; a weight that is
-    not trained costs a third less. In a compiled model the work on the logits of a chunk is
-    compiled too; the loop is not traced.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the
-             latter in fp32.
-    Raises:  ShapeError as `reference`.
-    """
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
-    given = (hidden_ND, weight_VD, targets_N, softcap, z_loss)
-    if torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad):
-        loss_sum: Tensor = _Chunked.apply(*given, weight_VD.requires_grad)  # type: ignore[no-untyped-call]
-    else:
-        loss_sum = _in_chunks(*given, False, False)[0]
-    return loss_sum, valid_BT.sum()
+def _with_chunks(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
+    given: Any = (hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
+    if torch.is_grad_enabled() and (hidden_BTD.requires_grad or weight_VD.requires_grad):
+        return _Chunked.apply(*given, weight_VD.requires_grad)  # type: ignore[no-any-return, no-untyped-call]
+    return _in_chunks(*given, False, False)[0]
 
 
-def liger(
-    hidden_BTD: Tensor,
-    weight_VD: Tensor,
-    targets_BT: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`reference` through Liger's kernel, which replaces logits by gradients, summed in fp32.
-
-    It processes a few hundred targets at a time. For GPUs with the package liger-kernel; on a CPU
-    and in fp64 it is `chunked`. Each call reads the number of targets back and so waits for the
-    device. Compilers do not trace it.
-
-    Shapes:  as `reference`.
-    Returns: as `reference`.
-    Cost:    as `chunked`; keeps about as many logits as there are components of hidden states.
-    Raises:  ShapeError as `reference`; MissingPackage.
-    Source:  Hsu et al. 2024, arXiv:2410.10989.
-    """
+def _with_liger(hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, *others: Any) -> Tensor:
     if not hidden_BTD.is_cuda or torch.float64 in (hidden_BTD.dtype, weight_VD.dtype):
-        return chunked(hidden_BTD, weight_VD, targets_BT, softcap=softcap, z_loss=z_loss)
-    hidden_BTD, valid_BT = _valid_only(hidden_BTD, weight_VD, targets_BT)
-    loss_sum: Tensor = _by_liger(
-        hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), softcap, z_loss
-    )
-    return loss_sum, valid_BT.sum()
+        return _with_chunks(hidden_BTD, weight_VD, targets_BT, *others)
+    return _by_liger(hidden_BTD.flatten(0, 1), weight_VD, targets_BT.flatten(), *others)
+
+
+fused = _variant(_with_all_logits(functional.linear))
+"""`reference` through torch's cross_entropy, which gathers and sums in one pass over the logits."""
+onednn = _variant(_with_all_logits(linear.onednn))
+"""`fused` with the products of `flatout.ops.linear.onednn`, for fp32 on a CPU."""
+bf16 = _variant(_with_all_logits(linear.bf16))
+"""`fused` with the products of `flatout.ops.linear.bf16`, for CPUs with bf16 products."""
+chunked = _variant(_with_chunks)
+"""`reference` in chunks of a few thousand targets, so that all logits never exist at once.
+
+The gradients are computed together with the loss, before backward needs them; a weight that is not
+trained costs a third less. In a compiled model the work on the logits of a chunk is compiled too;
+the loop is not traced.
+
+Cost:    6 B T D V FLOP, all of it forward; keeps the gradients of hidden states and weight, the
+         latter in fp32.
+"""
+liger = _variant(_with_liger)
+"""`reference` through Liger's kernel, which replaces logits by gradients, summed in fp32.
+
+It processes a few hundred targets at a time. For GPUs with the package liger-kernel; on a CPU and
+in fp64 it is `chunked`. Each call reads the number of targets back and so waits for the device.
+Compilers do not trace it.
+
+Cost:    as `chunked`; keeps about as many logits as there are components of hidden states.
+Raises:  also MissingPackage.
+Source:  Hsu et al. 2024, arXiv:2410.10989.
+"""
 
 
 @uncompiled  # reading back breaks the graph
@@ -194,17 +177,12 @@ def of_logits(
     return _summed(logits_BTV, targets_BT, softcap, z_loss), valid_BT.sum()
 
 
-class _Kept(Context, Protocol):
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    is_trained: bool
-
-
 class _Chunked(torch.autograd.Function):
     """The summed loss, with gradients that are computed in the forward pass."""
 
     @staticmethod
     def forward(
-        ctx: _Kept,
+        ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
@@ -215,14 +193,13 @@ class _Chunked(torch.autograd.Function):
         """Return the loss; both gradients are kept for backward, unless the weight is frozen."""
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, product_dtype(hidden_ND, weight_VD))
         ctx.is_trained = is_trained
-        loss_sum, *gradients = _in_chunks(
-            hidden_ND, weight_VD, targets_N, softcap, z_loss, True, is_trained
-        )
+        given = (hidden_ND, weight_VD, targets_N, softcap, z_loss)
+        loss_sum, *gradients = _in_chunks(*given, True, is_trained)
         ctx.save_for_backward(*gradients)
         return loss_sum
 
     @staticmethod
-    def backward(ctx: _Kept, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """Return the kept gradients times the gradient of the loss, multiplied in at least fp32.
 
         The gradient of the hidden states is rounded to the dtype of their product with the weight,
@@ -235,27 +212,14 @@ class _Chunked(torch.autograd.Function):
         return grad_ND, summed_VD, None, None, None, None
 
 
-def _in_chunks(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    targets_N: Tensor,
-    softcap: float | None,
-    z_loss: float,
-    has_gradients: bool,
-    is_trained: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss and the gradients of hidden states and weight, products in autocast's dtype.
-
-    A gradient that is not wanted is an empty tensor. That of the hidden states has the dtype of the
-    products, or fp32 when that is float16; that of the weight is accumulated in fp32.
-    """
+def _in_chunks(hidden_ND: Tensor, weight_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result of `_loop`, with products in autocast's dtype."""
     dtype = product_dtype(hidden_ND, weight_VD)
     loop: Any = _opaque_loop if torch.compiler.is_compiling() else partial(_loop, _of_chunk)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         results: tuple[Tensor, Tensor, Tensor] = loop(
-            hidden_ND.to(dtype), weight_VD.to(dtype), targets_N, softcap, z_loss,
-            has_gradients, is_trained,
-        )  # fmt: skip
+            hidden_ND.to(dtype), weight_VD.to(dtype), *others
+        )
     return results
 
 
@@ -272,17 +236,10 @@ def _of_chunk(
     compiler computes the gradient in one pass.
     """
     capped_CV = capped(at_least_fp32(product_CV), softcap)
-    log_sum_C = capped_CV.logsumexp(dim=-1)
-    is_ignored_C = targets_C == IGNORED
-    losses_C = (
-        log_sum_C
-        - capped_CV.gather(-1, targets_C.clamp_min(0)[:, None])[:, 0]
-        + z_loss * log_sum_C.square()
-    )
-    loss_sum = losses_C.masked_fill(is_ignored_C, 0.0).sum()
+    loss_sum, log_sum_C = _summed_losses(capped_CV, targets_C, z_loss)
     if scale is None:
         return loss_sum, None
-    factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(is_ignored_C, 0.0)
+    factor_C = (1 + 2 * z_loss * log_sum_C).masked_fill(targets_C == IGNORED, 0.0)
     grad_CV = (capped_CV - log_sum_C[:, None]).exp() * factor_C[:, None]
     is_target_CV = targets_C[:, None] == torch.arange(product_CV.shape[1], device=product_CV.device)
     grad_CV.add_(is_target_CV, alpha=-1)
@@ -303,6 +260,11 @@ def _loop(
     has_gradients: bool,
     is_trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss and the gradients of hidden states and weight.
+
+    A gradient that is not wanted is an empty tensor. That of the hidden states has the dtype of the
+    products, or fp32 when that is float16; that of the weight is accumulated in fp32.
+    """
     total, grad_hidden_ND, grad_weight_VD = _results(
         hidden_ND, weight_VD, has_gradients, is_trained
     )

@@ -6,14 +6,14 @@ Letters: B rows, T tokens, H query heads, G key and value heads, N = H + G heads
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import Context, at_least_fp32
+from flatout.ops import at_least_fp32
 
 EPS = 1e-5
 """Added by default to a mean square before its root is taken."""
@@ -51,8 +51,7 @@ def reference(
     """
     qkv_BTMC = _split(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
     if gain_NC is None and cos_TC is None:  # one split, so that backward concatenates once
-        q_BTHC, k_BTGC, v_BTGC = torch.split(qkv_BTMC, [*counts, counts[1]], dim=2)
-        return q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
+        return _transposed(*torch.split(qkv_BTMC, [*counts, counts[1]], dim=2))
     qk_BTNC, v_BTGC = torch.split(qkv_BTMC, [sum(counts), counts[1]], dim=2)
     if gain_NC is not None:
         qk_BTNC = rms_normed(qk_BTNC, gain_NC, eps)
@@ -62,7 +61,7 @@ def reference(
         qk_BTNC = torch.addcmul(wide_BTNC * cos_TC[:, None], swapped_BTNC, sin_TC[:, None]).to(
             qkv_BTE.dtype
         )
-    return _transposed(qk_BTNC, v_BTGC, counts)
+    return _transposed(*torch.split(qk_BTNC, list(counts), dim=2), v_BTGC)
 
 
 def fused(
@@ -89,7 +88,7 @@ def fused(
         return reference(qkv_BTE, gain_NC, cos_TC, sin_TC, counts=counts, eps=eps)
     qkv_BTMC = _split(qkv_BTE, gain_NC, cos_TC, sin_TC, counts)
     qk_BTNC, v_BTGC = _Rotated.apply(qkv_BTMC, gain_NC, cos_TC, sin_TC, sum(counts), eps)  # type: ignore[no-untyped-call]
-    return _transposed(qk_BTNC, v_BTGC, counts)
+    return _transposed(*torch.split(qk_BTNC, list(counts), dim=2), v_BTGC)
 
 
 def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -103,16 +102,12 @@ def rms_normed(hidden: Tensor, gain: Tensor, eps: float) -> Tensor:
     return (wide * at_least_fp32(gain)).to(hidden.dtype)
 
 
-class _RotatedContext(Context, Protocol):
-    num_rotated: int
-
-
 class _Rotated(torch.autograd.Function):
     """Normalised and rotated queries and keys, and the values, with one packed gradient."""
 
     @staticmethod
     def forward(
-        ctx: _RotatedContext,
+        ctx: Any,
         qkv_BTMC: Tensor,
         gain_NC: Tensor | None,
         cos_TC: Tensor | None,
@@ -144,7 +139,7 @@ class _Rotated(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: _RotatedContext, grad_rotated_BTNC: Tensor, grad_v_BTGC: Tensor
+        ctx: Any, grad_rotated_BTNC: Tensor, grad_v_BTGC: Tensor
     ) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         """Return the gradients of the product and of the gains."""
         qkv_BTMC, gain_NC, cos_TC, sin_TC, scale_BTN1 = ctx.saved_tensors
@@ -179,8 +174,8 @@ def _add_swapped(out: Tensor, heads: Tensor, sin_1: Tensor, sin_2: Tensor) -> No
     out[..., half:].addcmul_(heads[..., :half], sin_2)
 
 
-def _transposed(qk_BTNC: Tensor, v_BTGC: Tensor, counts: tuple[int, int]) -> Heads:
-    q_BTHC, k_BTGC = torch.split(qk_BTNC, list(counts), dim=2)
+def _transposed(*heads: Tensor) -> Heads:
+    q_BTHC, k_BTGC, v_BTGC = heads
     return q_BTHC.transpose(1, 2), k_BTGC.transpose(1, 2), v_BTGC.transpose(1, 2)
 
 

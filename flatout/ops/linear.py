@@ -6,13 +6,11 @@ Letters: N rows, I width in, O width out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-
-from flatout.ops import Context
 
 Activation = Callable[[Tensor], Tensor]
 """An elementwise function, such as GELU."""
@@ -73,7 +71,7 @@ def _in_bf16(
     if not fits or torch.is_autocast_enabled(hidden.device.type) or _has_few_rows(hidden):
         return functional.linear(hidden.to(weight_OI.dtype) if fits else hidden, weight_OI, bias_O)
     result = torch.bfloat16 if stays_narrow else torch.float32
-    return _multiplied(_torchs_product, hidden, weight_OI, bias_O, torch.bfloat16, result)
+    return _multiplied(functional.linear, hidden, weight_OI, bias_O, torch.bfloat16, result)
 
 
 onednn = with_matmul(_by_onednn)
@@ -110,10 +108,6 @@ def onednn_fits(hidden: Tensor, weight_OI: Tensor) -> bool:
 
 def _has_few_rows(hidden: Tensor) -> bool:
     return hidden.numel() // max(hidden.shape[-1], 1) < FEWEST_ROWS
-
-
-def _torchs_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
-    return left_NI @ right_OI.t()
 
 
 def onednn_product(left_NI: Tensor, right_OI: Tensor) -> Tensor:
@@ -153,11 +147,6 @@ def _multiplied(
     return product if bias_O is None else product + bias_O
 
 
-class _MatmulContext(Context, Protocol):
-    matmul: Callable[[Tensor, Tensor], Tensor]
-    hidden_dtype: torch.dtype
-
-
 class _Matmul(torch.autograd.Function):
     """A matmul of left and transposed right, for the product and both its gradients.
 
@@ -166,7 +155,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _MatmulContext,
+        ctx: Any,
         matmul: Callable[[Tensor, Tensor], Tensor],
         hidden_NI: Tensor,
         weight_OI: Tensor,
@@ -184,7 +173,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: _MatmulContext, grad_NO: Tensor
+        ctx: Any, grad_NO: Tensor
     ) -> tuple[None, Tensor | None, Tensor | None, None, None]:
         """Return the gradients of both factors, each in its factor's dtype."""
         hidden_NI, weight_OI = ctx.saved_tensors

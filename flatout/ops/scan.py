@@ -9,19 +9,20 @@ Letters: B rows, T tokens, K eigenstates, E = 2 K: K real parts, then K imaginar
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from flatout.errors import ShapeError
-from flatout.ops import Context, at_least_fp32, runs_triton, scan_passes, uncompiled
+from flatout.ops import at_least_fp32, runs_triton, scan_passes, uncompiled
 
 SMALLEST_CARRY = 64
 """States are carried between chunks in chunks of at least this many chunks, whatever their size."""
 
 
+@uncompiled  # a compiler would unroll the loop, which takes hours for a long sequence
 def reference(
     log_decay: Tensor,
     angle: Tensor,
@@ -48,17 +49,6 @@ def reference(
     Source:  diagonal linear recurrence, Orvieto et al. 2023, arXiv:2303.06349.
     """
     _check(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
-    return _token_by_token(log_decay, angle, drive_BTE, doc_ids_BT, start_BE)
-
-
-@uncompiled  # a compiler would unroll the loop, which takes hours for a long sequence
-def _token_by_token(
-    log_decay: Tensor,
-    angle: Tensor,
-    drive_BTE: Tensor,
-    doc_ids_BT: Tensor | None,
-    start_BE: Tensor | None,
-) -> Tensor:
     drive_BT2K = _pairs(drive_BTE)
     decay = _eigenvalues(log_decay, angle, drive_BT2K.dtype)
     resets_BT = _resets(doc_ids_BT)
@@ -148,10 +138,6 @@ def triton(
     return states_BTE
 
 
-class _ScanContext(Context, Protocol):
-    chunk_size: int
-
-
 class _Scan(torch.autograd.Function):
     """States starting from zero.
 
@@ -161,7 +147,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _ScanContext,
+        ctx: Any,
         log_decay: Tensor,
         angle: Tensor,
         drive_BT2K: Tensor,
@@ -176,52 +162,37 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: _ScanContext, grad_BT2K: Tensor
+        ctx: Any, grad_BT2K: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor, None, None]:
         """Return the gradients of the eigenvalues and of the drive."""
         log_decay, angle, states_BT2K, resets_BT = ctx.saved_tensors
         with torch.autocast(grad_BT2K.device.type, enabled=False):
-            reversed_eigenvalues = (
-                (log_decay, -angle)
-                if log_decay.dim() == 1
-                else (_shifted(log_decay).flip(1), -_shifted(angle).flip(1))
-            )
-            reversed_resets = None if resets_BT is None else _shifted(resets_BT).flip(1)
+            is_shared = log_decay.dim() == 1
             drive_grad_BT2K = _states(
-                *reversed_eigenvalues, grad_BT2K.flip(1), reversed_resets, ctx.chunk_size
+                log_decay if is_shared else _reversed(log_decay),
+                -angle if is_shared else -_reversed(angle),
+                grad_BT2K.flip(1),
+                None if resets_BT is None else _reversed(resets_BT),
+                ctx.chunk_size,
             ).flip(1)
-            if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            if not any(ctx.needs_input_grad[:2]):
                 return None, None, drive_grad_BT2K, None, None
-            along, across = _conjugate_products(states_BT2K, drive_grad_BT2K, resets_BT)
-            if log_decay.dim() == 1:
-                along, across = along.sum(dim=(0, 1)), across.sum(dim=(0, 1))
-            real, imaginary = _eigenvalues(log_decay, angle, states_BT2K.dtype).unbind(dim=-2)
-            along, across = real * along + imaginary * across, real * across - imaginary * along
+            products = functional.pad(
+                _times(drive_grad_BT2K[:, 1:], _conjugate(states_BT2K[:, :-1])), (0, 0, 0, 0, 1, 0)
+            )
+            if resets_BT is not None:
+                products = torch.where(resets_BT[..., None, None], 0.0, products)
+            if is_shared:
+                parts = (part.sum(dim=(0, 1)) for part in products.unbind(dim=-2))
+                products = torch.stack(tuple(parts))
+            eigenvalues = _eigenvalues(log_decay, angle, states_BT2K.dtype)
+            along, across = _times(products, _conjugate(eigenvalues)).unbind(dim=-2)
             return along.to(log_decay.dtype), across.to(angle.dtype), drive_grad_BT2K, None, None
 
 
-def _conjugate_products(
-    states_BT2K: Tensor, grad_BT2K: Tensor, resets_BT: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return each token's gradient times the conjugate of the previous state, as two real tensors.
-
-    The products are zero at the first token of a document.
-    """
-    before_BT2K, grad_BT2K = states_BT2K[:, :-1], grad_BT2K[:, 1:]
-    along_BTK = (grad_BT2K * before_BT2K).sum(dim=-2)
-    across_BTK = (
-        grad_BT2K[..., 1, :] * before_BT2K[..., 0, :]
-        - grad_BT2K[..., 0, :] * before_BT2K[..., 1, :]
-    )
-    padded = [functional.pad(each_BTK, (0, 0, 1, 0)) for each_BTK in (along_BTK, across_BTK)]
-    if resets_BT is not None:
-        padded = [torch.where(resets_BT[..., None], 0.0, each_BTK) for each_BTK in padded]
-    return padded[0], padded[1]
-
-
-def _shifted(tensor: Tensor) -> Tensor:
-    """Return, for each token, the value at the next one, and zeros for the last."""
-    return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1)
+def _reversed(tensor: Tensor) -> Tensor:
+    """Return, for each token from the last to the first, the value at the next one; zeros first."""
+    return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1).flip(1)
 
 
 def _resets(doc_ids_BT: Tensor | None) -> Tensor | None:
@@ -308,11 +279,8 @@ def _in_parallel(
     chunks = -(-tokens // size)
 
     def cut(tensor: Tensor) -> Tensor:
-        missing = chunks * size - tokens
-        if missing:
-            zeros = tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:])
-            tensor = torch.cat((tensor, zeros), dim=1)
-        return tensor.reshape(tensor.shape[0], chunks, size, *tensor.shape[2:])
+        around = (*(0, 0) * (tensor.dim() - 2), 0, chunks * size - tokens)
+        return torch.unflatten(functional.pad(tensor, around), 1, (chunks, size))
 
     decay = _eigenvalues(log_decay.double(), angle.double(), torch.float64)
     decay_BNC2K = decay.expand(1, chunks, size, -1, -1) if decay.dim() == 2 else cut(decay)
@@ -369,6 +337,15 @@ def _times(left: Tensor, right: Tensor) -> Tensor:
     a, b = left.unbind(dim=-2)
     c, d = right.unbind(dim=-2)
     return torch.stack((a * c - b * d, a * d + b * c), dim=-2)
+
+
+def _conjugate(pairs: Tensor) -> Tensor:
+    """Return the conjugates of complex numbers.
+
+    Shapes:  pairs (..., 2, K).
+    """
+    real, imaginary = pairs.unbind(dim=-2)
+    return torch.stack((real, -imaginary), dim=-2)
 
 
 def _check(

@@ -144,22 +144,6 @@ def _step(
 
 
 @triton.jit
-def powers(
-    log_decay, angle, table, COUNT: tl.constexpr, LOG2_CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute the eigenvalues to the power of the tokens per step, for each level.
-
-    The computation is in fp64, since the angle over many tokens is a large number.
-    """
-    level, k = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = k < COUNT
-    tokens = (tl.full((BLOCK,), 1, tl.int64) << (level * LOG2_CHUNK)).to(tl.float64)
-    magnitude = tl.exp(tl.load(log_decay + k, mask=inside, other=0.0).to(tl.float64) * tokens)
-    turned = tl.load(angle + k, mask=inside, other=0.0).to(tl.float64) * tokens
-    _store(table, level, k, inside, magnitude * tl.cos(turned), magnitude * tl.sin(turned), COUNT)
-
-
-@triton.jit
 def walk(
     drive, first, second, resets, entering, kept, logs, angles, cuts, steps, chunks,
     KEEPS: tl.constexpr, ADDS_FIRST: tl.constexpr, COUNT: tl.constexpr, ENTERED: tl.constexpr,

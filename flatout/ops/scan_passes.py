@@ -17,13 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatout.errors import MissingPackage
-from flatout.ops import Context
 
 BLOCK = 32
 """Eigenstates per program: one per lane of a warp, which reads 128 bytes of fp32 at a time."""
@@ -151,28 +150,12 @@ def _steps(
     first, second, form = log_decay.contiguous(), angle.contiguous(), "polar"
     if log_decay.dim() == 1:
         levels = next(level for level in range(1, tokens + 1) if chunk**level >= tokens)
-        table_FE = log_decay.new_empty(levels, parts)
-        _kernels().powers[(levels, blocks)](
-            first,
-            second,
-            table_FE,
-            COUNT=parts // 2,
-            LOG2_CHUNK=chunk.bit_length() - 1,
-            BLOCK=BLOCK,
-            num_warps=1,
-        )
-        first, form = table_FE, "fixed"
+        exponents_F1 = torch.arange(levels, device=first.device)[:, None] * (chunk.bit_length() - 1)
+        tokens_F1 = exponents_F1.double().exp2()  # the angle over many tokens is a large number
+        powers_FK = torch.polar((first.double() * tokens_F1).exp(), second.double() * tokens_F1)
+        first, form = torch.cat((powers_FK.real, powers_FK.imag), dim=1).float(), "fixed"
     resets = None if resets_BT is None else resets_BT.contiguous().view(torch.uint8)
-    return _Steps(
-        drive_BTE.contiguous(),
-        first,
-        second,
-        form,
-        resets,
-        chunk,
-        backward=backward,
-        adds_first=backward,
-    )
+    return _Steps(drive_BTE.contiguous(), first, second, form, resets, chunk, backward, backward)
 
 
 @torch.library.custom_op("flatout::scan", mutates_args=())
@@ -253,18 +236,13 @@ def _backward_shapes(
     )
 
 
-class _ScanContext(Context, Protocol):
-    chunk_size: int
-    drive_dtype: torch.dtype
-
-
-def _keep_for_backward(ctx: _ScanContext, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     log_decay, angle, drive_BTE, resets_BT, start_BE, ctx.chunk_size = inputs
     ctx.drive_dtype = drive_BTE.dtype
     ctx.save_for_backward(log_decay, angle, output, resets_BT, start_BE)
 
 
-def _gradients(ctx: _ScanContext, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, grad_BTE: Tensor) -> tuple[Tensor | None, ...]:
     *gradients, start_grad_BE = _backward(
         grad_BTE, *ctx.saved_tensors, ctx.drive_dtype, ctx.chunk_size
     )

@@ -10,7 +10,7 @@ from flatout.optimizers.groups import (
     AdamWSettings,
     OptimizerParts,
     ParameterGroup,
-    adamw_groups,
+    adamw_for,
     named_by_kind,
 )
 
@@ -21,8 +21,7 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     The loop sets lr = peak_lr * factor(step) in each group.
     Raises: ConfigError when the model does not state the kind of a parameter.
     """
-    groups = adamw_groups(named_by_kind(model).values(), config)
-    return (parts.adamw(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps}),)
+    return (adamw_for(named_by_kind(model).values(), config, parts),)
 
 
 def per_parameter(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:

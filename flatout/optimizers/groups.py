@@ -110,16 +110,17 @@ def named_by_kind(model: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
     return parameters
 
 
-def adamw_groups(
-    members: Iterable[tuple[str, nn.Parameter]], config: OptimConfig
-) -> list[ParameterGroup]:
-    """Return AdamW's groups for (kind, parameter) pairs, with and without decay; none is empty."""
+def adamw_for(
+    members: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, parts: OptimizerParts
+) -> Optimizer:
+    """Return an AdamW for (kind, parameter) pairs, in groups with and without decay."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for kind, parameter in members:
         (decayed if kind in DECAYED else plain).append(parameter)
-    return [
+    groups: list[ParameterGroup] = [
         {"params": group, "weight_decay": decay, "lr": config.lr, "peak_lr": config.lr}
         for group, decay in ((decayed, config.weight_decay), (plain, 0.0))
         if group
     ]
+    return parts.adamw(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})

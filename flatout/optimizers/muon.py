@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from torch.optim import Optimizer
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
 from flatout.ops.newton_schulz import batched
-from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_groups, named_by_kind
+from flatout.optimizers.groups import OptimizerParts, ParameterGroup, adamw_for, named_by_kind
 from flatout.optimizers.moments import MOMENTUM, Moments
 
 RMS_LIKE_ADAMW = 0.2
@@ -47,24 +45,21 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
     stacked: dict[nn.Parameter, tuple[int, ...]] = {}
     rest: list[tuple[str, nn.Parameter]] = []
     for name, (kind, parameter) in named_by_kind(model).items():
-        if kind == "hidden" and parameter.ndim == 2:
-            matrices.append(parameter)
-            if rows := rows_by_name.get(name):
-                if sum(rows) != parameter.shape[0] or min(rows) < 1:
-                    raise ConfigError(
-                        f"stacked_rows() splits the {parameter.shape[0]} rows of {name!r} into "
-                        f"{rows}.",
-                        fix="Return positive numbers that add up to its rows.",
-                    )
-                stacked[parameter] = rows
-        else:
+        if kind != "hidden" or parameter.ndim != 2:
             rest.append((kind, parameter))
+            continue
+        matrices.append(parameter)
+        rows = stacked[parameter] = rows_by_name.get(name) or (parameter.shape[0],)
+        if sum(rows) != parameter.shape[0] or min(rows) < 1:
+            raise ConfigError(
+                f"stacked_rows() splits the {parameter.shape[0]} rows of {name!r} into {rows}.",
+                fix="Return positive numbers that add up to its rows.",
+            )
     optimizers: list[Optimizer] = []
     if matrices:
-        group = {"params": matrices, "peak_lr": config.lr}
         optimizers.append(
             Muon(
-                [group],
+                [{"params": matrices, "peak_lr": config.lr}],
                 config.lr,
                 config.weight_decay,
                 config.momentum,
@@ -73,29 +68,19 @@ def build(model: nn.Module, config: OptimConfig, parts: OptimizerParts) -> tuple
             )
         )
     if rest:
-        optimizers.append(
-            parts.adamw(
-                adamw_groups(rest, config),
-                {"lr": config.lr, "betas": config.betas, "eps": config.eps},
-            )
-        )
+        optimizers.append(adamw_for(rest, config, parts))
     return tuple(optimizers)
 
 
-@dataclass(frozen=True)
-class _Matrix:
+class _Matrix(NamedTuple):
     """A matrix to orthogonalise: a parameter, or some of its rows."""
 
     parameter: Any
-    direction: Any
-    """Nesterov's direction of the whole parameter, sharded like it."""
-    start: int
-    stop: int
-    """The range of its rows in the parameter."""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.stop - self.start, self.parameter.shape[1]
+    direction: Tensor
+    """Nesterov's direction of the whole parameter, or of this rank's shard."""
+    rows: slice
+    """Its rows in the parameter."""
+    shape: tuple[int, int]
 
     @property
     def is_wide(self) -> bool:
@@ -142,10 +127,8 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every matrix that has a gradient; gradients are not changed."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -155,18 +138,28 @@ class Muon(Optimizer):
     def _update(
         self, parameters: list[nn.Parameter], group: dict[str, Any], skip: Tensor | None
     ) -> None:
-        directions = self._directions(parameters, group["momentum"], skip)
         kept = 1 - group["lr"] * group["weight_decay"]
-        for shard in [_local(p) for p in parameters if isinstance(p, DTensor)]:
-            _assign_unless(skip, [shard], [shard * kept])
+        gradients, buffers = [], []
+        for p in parameters:
+            gradient: Any = p.grad
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            gradients.append(_local(gradient))
+            buffers.append(_local(state["momentum_buffer"]))
+            if isinstance(p, DTensor):
+                _assign_unless(skip, [_local(p)], [_local(p) * kept])
+        moved = torch._foreach_lerp(buffers, gradients, 1 - group["momentum"])
+        _assign_unless(skip, buffers, moved)
+        del moved  # before the directions, which need as much memory
+        directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
         by_shape: dict[Any, list[_Matrix]] = {}
-        for parameter, direction in zip(parameters, directions, strict=True):
+        for p, direction in zip(parameters, directions, strict=True):
             stop = 0
-            for rows in self._stacked_rows.get(parameter, (parameter.shape[0],)):
+            for rows in self._stacked_rows.get(p, (p.shape[0],)):
                 start, stop = stop, stop + rows
-                matrix = _Matrix(parameter, direction, start, stop)
-                key = (*sorted(matrix.shape), parameter.dtype)
-                by_shape.setdefault(key, []).append(matrix)
+                matrix = _Matrix(p, direction, slice(start, stop), (rows, p.shape[1]))
+                by_shape.setdefault((*sorted(matrix.shape), p.dtype), []).append(matrix)
         for (rows, columns, _), members in by_shape.items():
             size = max(1, STACK_ELEMENTS // max(1, rows * columns))
             for first in range(0, len(members), size):
@@ -175,25 +168,6 @@ class Muon(Optimizer):
                 alpha = -group["lr"] * RMS_LIKE_ADAMW * math.sqrt(columns)
                 _add_batch(batch, steps_NRC, kept=kept, alpha=alpha, skip=skip)
 
-    def _directions(
-        self, parameters: list[nn.Parameter], momentum: float, skip: Tensor | None
-    ) -> list[Tensor]:
-        """Update the momentum buffers and return Nesterov's directions, sharded like them."""
-        gradients = [p.grad for p in parameters if p.grad is not None]  # all have one
-        for p, gradient in zip(parameters, gradients, strict=True):
-            if "momentum_buffer" not in self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(gradient)
-        buffers = [self.state[p]["momentum_buffer"] for p in parameters]
-        local_gradients, local_buffers = (
-            [_local(g) for g in gradients],
-            [_local(b) for b in buffers],
-        )
-        moved = torch._foreach_lerp(local_buffers, local_gradients, 1 - momentum)
-        _assign_unless(skip, local_buffers, moved)
-        del moved  # before the directions, which need as much memory
-        local = torch._foreach_lerp(local_gradients, local_buffers, momentum)
-        return [_like(direction, p) for direction, p in zip(local, parameters, strict=True)]
-
 
 def _stack(batch: list[_Matrix]) -> Tensor:
     """Return the directions of a batch, transposed where they have more rows than columns.
@@ -201,22 +175,31 @@ def _stack(batch: list[_Matrix]) -> Tensor:
     A sharded parameter is gathered once for all its parts in the batch, one parameter at a time.
     """
     first = batch[0]
-    stack_NRC: Tensor = _local(first.direction).new_empty(
+    stack_NRC = first.direction.new_empty(
         (len(batch), *sorted(first.shape)), dtype=first.parameter.dtype
     )
     targets = [
         target_RC if matrix.is_wide else target_RC.T
         for matrix, target_RC in zip(batch, stack_NRC, strict=True)
     ]
-    if not isinstance(first.direction, DTensor):
-        torch._foreach_copy_(targets, [m.direction[m.start : m.stop] for m in batch])
+    if not isinstance(first.parameter, DTensor):
+        torch._foreach_copy_(targets, [m.direction[m.rows] for m in batch])
         return stack_NRC
-    pairs = zip(targets, batch, strict=True)
-    for _, members in groupby(pairs, key=lambda pair: id(pair[1].direction)):
-        whole: Tensor | None = None
-        for target, matrix in members:
-            whole = matrix.direction.full_tensor() if whole is None else whole
-            target.copy_(whole[matrix.start : matrix.stop])
+    gathered: Any = None
+    whole: Any = None
+    for matrix, target in zip(batch, targets, strict=True):
+        parameter = matrix.parameter
+        if parameter is not gathered:
+            gathered, whole = parameter, None  # the one before is freed first
+            whole = DTensor.from_local(
+                matrix.direction,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            ).full_tensor()
+        target.copy_(whole[matrix.rows])
     return stack_NRC
 
 
@@ -229,7 +212,17 @@ def _add_batch(
     """
     if isinstance(batch[0].parameter, DTensor):
         for matrix, step_RC in zip(batch, steps_NRC, strict=True):
-            _add_to_shard(matrix, step_RC if matrix.is_wide else step_RC.T, alpha, skip)
+            parameter, rows = matrix.parameter, matrix.rows
+            around = (0, 0, rows.start, parameter.shape[0] - rows.stop)
+            padded = functional.pad(step_RC if matrix.is_wide else step_RC.T, around)
+            # Every rank has the whole step, so no communication is needed.
+            mesh = parameter.device_mesh
+            everywhere = DTensor.from_local(
+                padded.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
+            added = everywhere.redistribute(mesh, parameter.placements).to_local()
+            shard = _local(parameter)
+            _assign_unless(skip, [shard], [shard.add(added, alpha=alpha)])
         return
     steps_NRC = steps_NRC.to(batch[0].parameter.dtype)
     is_wide = [matrix.is_wide for matrix in batch]
@@ -238,24 +231,10 @@ def _add_batch(
         step_RC if wide else step_CR
         for step_RC, step_CR, wide in zip(steps_NRC, steps_NCR, is_wide, strict=True)
     ]
-    targets: list[Tensor] = [m.parameter[m.start : m.stop] for m in batch]
+    targets: list[Tensor] = [m.parameter[m.rows] for m in batch]
     moved = torch._foreach_mul(targets, kept)
     torch._foreach_add_(moved, steps, alpha=alpha)
     _assign_unless(skip, targets, moved)
-
-
-def _add_to_shard(matrix: _Matrix, step: Tensor, alpha: float, skip: Tensor | None) -> None:
-    """Add alpha times `step` to this rank's shard of the matrix, unless `skip` is 1."""
-    parameter = matrix.parameter
-    padded = functional.pad(step, (0, 0, matrix.start, parameter.shape[0] - matrix.stop))
-    # Every rank has the whole step, so no communication is needed.
-    mesh = parameter.device_mesh
-    everywhere = DTensor.from_local(
-        padded.contiguous(), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
-    added = everywhere.redistribute(mesh, parameter.placements).to_local()
-    shard = _local(parameter)
-    _assign_unless(skip, [shard], [shard.add(added, alpha=alpha)])
 
 
 def _assign_unless(
@@ -279,20 +258,6 @@ def _assign_unless(
 def _local(tensor: Tensor) -> Tensor:
     """Return this rank's shard, which shares its memory; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's shard as a tensor sharded like the parameter."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 OPTIMIZER = build

@@ -72,7 +72,12 @@ class StepGuard:
 
         Shapes: any.
         """
-        return persistent_buffers(self._model) if self._model is not None else ()
+        return [
+            buffer
+            for module in (self._model.modules() if self._model is not None else ())
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        ]
 
     def begin(self) -> None:
         """Copy the buffers before a step; most models have none."""
@@ -87,8 +92,17 @@ class StepGuard:
         """
         bad = ~torch.isfinite(loss + grad_norm)
         if self.spikes is not None:
-            bad |= grad_norm > self._next_limit(self.spikes)
-            self._remember(grad_norm)
+            logs_W = self._logs_W[: self._seen]
+            if len(logs_W) >= MIN_NORMS:
+                middle = (len(logs_W) - 1) // 2
+                median = logs_W.sort().values[middle]
+                deviation = DEVIATION * (logs_W - median).abs().sort().values[middle]
+                self.limit = (median + (self.spikes * deviation).clamp(min=LEAST_RISE)).exp()
+            bad |= grad_norm > self.limit
+            slot = self._seen % WINDOW  # a norm that is not finite repeats the one before it
+            log = grad_norm.clamp(min=torch.finfo(torch.float32).tiny).log()
+            self._logs_W[slot] = torch.where(torch.isfinite(grad_norm), log, self._logs_W[slot - 1])
+            self._seen += 1
         bad |= self.streak >= self.most
         skip = bad.to(self.streak.dtype)
         self.streak = (self.streak + 1) * skip
@@ -114,23 +128,6 @@ class StepGuard:
             self._seen = int(state["seen"])
             self._logs_W = torch.tensor(state["logs"]).to(self._logs_W)
 
-    def _next_limit(self, spikes: float) -> Tensor:
-        """Return the largest norm that is no spike; infinity while the window is almost empty."""
-        count = min(self._seen, WINDOW)
-        if count >= MIN_NORMS:
-            logs_W, middle = self._logs_W[:count], (count - 1) // 2
-            median = logs_W.sort().values[middle]
-            deviation = DEVIATION * (logs_W - median).abs().sort().values[middle]
-            self.limit = (median + (spikes * deviation).clamp(min=LEAST_RISE)).exp()
-        return self.limit
-
-    def _remember(self, grad_norm: Tensor) -> None:
-        """Add a norm to the window; one that is not finite repeats the norm before it."""
-        slot = self._seen % WINDOW
-        log = grad_norm.clamp(min=torch.finfo(torch.float32).tiny).log()
-        self._logs_W[slot] = torch.where(torch.isfinite(grad_norm), log, self._logs_W[slot - 1])
-        self._seen += 1
-
 
 def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> float:
     """Take the step of every optimizer, or of none when `skip` is 1.
@@ -147,11 +144,10 @@ def step_unless(skip: Tensor, optimizers: Sequence[Optimizer]) -> float:
         return 0.0
     began_s = time.perf_counter()
     is_skipped = bool(skip)
-    waited_s = 0.0 if skip.is_cpu else time.perf_counter() - began_s
-    if not is_skipped:
-        for optimizer in optimizers:
-            optimizer.step()
-    return waited_s
+    waited_s = time.perf_counter() - began_s
+    for optimizer in () if is_skipped else optimizers:
+        optimizer.step()
+    return 0.0 if skip.is_cpu else waited_s
 
 
 def step_with_flag(optimizer: Optimizer, skip: Tensor) -> None:
@@ -159,12 +155,11 @@ def step_with_flag(optimizer: Optimizer, skip: Tensor) -> None:
 
     Shapes: skip is 0-D.
     """
-    flagged: Optimizer = optimizer
-    flagged.found_inf = skip  # type: ignore[attr-defined]
+    optimizer.found_inf = skip  # type: ignore[attr-defined]
     try:
-        flagged.step()
+        optimizer.step()
     finally:
-        del flagged.found_inf  # type: ignore[attr-defined]
+        del optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def reads_flag(optimizer: Optimizer) -> bool:
@@ -174,16 +169,3 @@ def reads_flag(optimizer: Optimizer) -> bool:
     it says so by an attribute. Ours do, and torch's fused ones.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def persistent_buffers(model: nn.Module) -> list[Tensor]:
-    """Return the buffers stored in a checkpoint; a new model recreates the others.
-
-    Shapes: any.
-    """
-    return [
-        buffer
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]

@@ -1,7 +1,5 @@
 """Run Muon's iterations on all matrices of one shape at once."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(

@@ -1,7 +1,5 @@
 """Matmuls in bfloat16 on a CPU with instructions for it; everything else stays fp32."""
 
-from __future__ import annotations
-
 from flatout.assembly.parts import Precision
 from flatout.assembly.recipe import On, Promise, Speedup, first_of, lazy, needs_cpu
 

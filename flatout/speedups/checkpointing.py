@@ -1,7 +1,5 @@
 """Full activation checkpointing: a block keeps only its input, and backward recomputes the rest."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import Off, Promise, Speedup, lazy
 
 OFF = Off("it costs a third more compute; use it where memory is short")

@@ -1,7 +1,5 @@
 """Compute the loss and its gradients a few thousand targets at a time, never holding all logits."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(

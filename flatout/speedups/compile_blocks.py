@@ -1,7 +1,5 @@
 """torch.compile by block: blocks of one shape share a graph, so a deep model compiles as fast."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import Off, Promise, Speedup, compile_blocks, without_compiler
 
 OFF = Off(

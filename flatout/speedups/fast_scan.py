@@ -1,7 +1,5 @@
 """Compute the recurrence of an eigenstate network in chunks, with matmuls."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(

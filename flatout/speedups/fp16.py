@@ -1,7 +1,5 @@
 """Matmuls in float16 (autocast) with dynamic loss scaling, for GPUs without bfloat16."""
 
-from __future__ import annotations
-
 from flatout.assembly.parts import Precision
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 

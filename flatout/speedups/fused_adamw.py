@@ -1,7 +1,5 @@
 """Update all parameters with AdamW in one kernel, instead of a dozen small operations for each."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(

@@ -1,7 +1,5 @@
 """Attention in one kernel that never stores the matrix of scores."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, lazy, without_softcap
 
 SPEEDUP = Speedup(

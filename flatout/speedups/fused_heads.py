@@ -1,7 +1,5 @@
 """Normalise and rotate query and key heads in few passes, with a hand-written gradient."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(

@@ -1,7 +1,5 @@
 """Compute the loss and its gradients with Liger's kernel, never holding all logits."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import Off, Promise, Speedup, first_of, lazy, needs_gpu, needs_package
 
 SPEEDUP = Speedup(

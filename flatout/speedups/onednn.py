@@ -1,7 +1,5 @@
 """Run fp32 matmuls of the model, its loss and Muon through oneDNN instead of MKL, on a CPU."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, first_of, lazy, needs_cpu
 
 SPEEDUP = Speedup(

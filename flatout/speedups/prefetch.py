@@ -1,7 +1,5 @@
 """Read the next steps' sequences in a background thread while the device computes."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(

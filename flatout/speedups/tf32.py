@@ -1,7 +1,5 @@
 """Run fp32 matmuls on tensor cores, with inputs rounded to TF32's 10 bits of mantissa."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, needs_gpu
 
 SPEEDUP = Speedup(

@@ -1,7 +1,5 @@
 """Compute the recurrence of an eigenstate network in Triton: in registers, chunks in parallel."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import On, Promise, Speedup, first_of, lazy, needs_gpu, needs_package
 
 SPEEDUP = Speedup(

@@ -161,18 +161,18 @@ def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
     [
         (
             HOPPER,
-            "auto,+bf16-stream,+fp16",
+            "auto,+bf16-gathers,+fp16",
             "auto",
             "fp16, which was named, takes",
-            "Replace fp16 with bf16: speedups=auto,+bf16-stream,+bf16, "
-            "or leave bf16-stream out: speedups=auto,+fp16.",
+            "Replace fp16 with bf16: speedups=auto,+bf16-gathers,+bf16, "
+            "or leave bf16-gathers out: speedups=auto,+fp16.",
         ),
         (
             HOPPER,
-            "auto,+bf16-stream",
+            "auto,+bf16-gathers",
             "fp16",
             "train.precision=fp16",
-            "Set train.precision=bf16, or leave bf16-stream out: speedups=auto.",
+            "Set train.precision=bf16, or leave bf16-gathers out: speedups=auto.",
         ),
         (
             HOPPER,
@@ -192,32 +192,33 @@ def test_the_fix_leaves_out_the_speedup_that_cannot_run(request_, fix):
         ),
         (
             HOPPER,
-            "bf16-stream",
+            "bf16-gathers",
             "auto",
             "not among speedups",
-            "Add bf16: speedups=bf16-stream,bf16, or leave bf16-stream out: speedups=none.",
+            "Add bf16: speedups=bf16-gathers,bf16, or leave bf16-gathers out: speedups=none.",
         ),
         (
             NARROW,
-            "auto,+bf16-stream",
+            "auto,+bf16-gathers",
             "auto",
             "autocast also casts",
-            "Add bf16: speedups=auto,+bf16-stream,+bf16, or leave bf16-stream out: speedups=auto.",
+            "Add bf16: speedups=auto,+bf16-gathers,+bf16, "
+            "or leave bf16-gathers out: speedups=auto.",
         ),
         (
             NARROW,
-            "bf16-stream,bf16-products",
+            "bf16-gathers,bf16-products",
             "bf16",
             "bf16-products, which was",
-            "Replace bf16-products with bf16: speedups=bf16-stream,bf16, "
-            "or leave bf16-stream out: speedups=bf16-products.",
+            "Replace bf16-products with bf16: speedups=bf16-gathers,bf16, "
+            "or leave bf16-gathers out: speedups=bf16-products.",
         ),
         (
             TURING,
-            "auto,+bf16-stream",
+            "auto,+bf16-gathers",
             "auto",
             "bfloat16 needs compute",
-            "Leave bf16-stream out: speedups=auto.",
+            "Leave bf16-gathers out: speedups=auto.",
         ),
     ],
 )
@@ -225,8 +226,9 @@ def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
     machine, request_, precision, why, fix
 ):
     device = "cuda" if machine.gpus else "cpu"
+    shard = f"parallel.shard={2 if 'bf16-gathers' in request_ else 1}"
     with pytest.raises(ConfigError, match=f"needs '[a-z0-9]+', which is off: .*{why}") as refused:
-        on(request_, machine, f"train.precision={precision}", device=device)
+        on(request_, machine, shard, f"train.precision={precision}", device=device)
     assert refused.value.fix == fix
     for way in re.findall(r"speedups=([^ ]+?)(?:[,.:] |\.?$)", fix):
         other = (
@@ -234,7 +236,8 @@ def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
             if "train.precision" not in fix
             else "train.precision=auto"
         )
-        assemble(select(load_config(None, [f"speedups={way}", other]), machine, device=device))
+        config = load_config(None, [f"speedups={way}", shard, other])
+        assemble(select(config, machine, device=device))
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])

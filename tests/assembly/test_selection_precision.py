@@ -80,9 +80,9 @@ def test_a_stated_precision_conflicts_with_a_named_speedup_for_its_slot():
 
 
 def test_a_precision_is_provided_by_the_one_that_a_named_speedup_needs():
-    ways = {"bf16", "bf16-products", "bf16-stream"}
-    assert on("auto,+bf16-stream", NARROW, "train.precision=bf16") & ways == {
+    ways = {"bf16", "bf16-products", "bf16-gathers"}
+    assert on("auto,+bf16-gathers", NARROW, "train.precision=bf16", "parallel.shard=2") & ways == {
         "bf16",
-        "bf16-stream",
+        "bf16-gathers",
     }
     assert on("auto", NARROW, "train.precision=bf16") & ways == {"bf16-products"}

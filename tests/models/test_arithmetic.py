@@ -3,8 +3,9 @@
 import pytest
 import torch
 from model_shapes import PLAIN, SMALL, every_model, make_model, random_tokens
+from op_variants import variants
 
-from flatout.ops import Ops, attention, cross_entropy, heads, linear, scan, variants
+from flatout.ops import Ops, attention, cross_entropy, heads, linear, scan
 from flatout.registry import MODELS
 
 pytestmark = pytest.mark.slow

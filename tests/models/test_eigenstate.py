@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from op_variants import variants
 from torch.nn import functional
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError, ShapeError
 from flatout.models.eigenstate import GATE_BIAS, Eigenstate, Memory
-from flatout.ops import Ops, cross_entropy, newton_schulz, scan, variants
+from flatout.ops import Ops, cross_entropy, newton_schulz, scan
 from flatout.optimizers import muon
 from flatout.optimizers.adamw import per_parameter
 from flatout.optimizers.groups import OptimizerParts

@@ -12,11 +12,12 @@ from fractions import Fraction
 import pytest
 import torch
 from model_shapes import FAST, PLAIN, SEQ_LEN, VOCAB, every_model, make_model, random_tokens, shapes
+from op_variants import variants
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.errors import ConfigError
-from flatout.ops import Ops, attention, scan, variants
+from flatout.ops import Ops, attention, scan
 from flatout.registry import MODELS
 
 

@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 from attention_cases import CASES, LONG, random_inputs, with_gradients
+from op_variants import variants
 
 from flatout.errors import ShapeError
-from flatout.ops import attention, variants
+from flatout.ops import attention
 
 VARIANTS = variants(attention)
 CLOSE = {"bf16": 2e-2}

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_variants import variants
 
 from flatout.errors import MissingPackage, ShapeError
-from flatout.ops import Ops, at_least_fp32, attention, cross_entropy, variants
+from flatout.ops import Ops, at_least_fp32, attention, cross_entropy
 
 VARIANTS = variants(cross_entropy)
 CLOSE = {"bf16": 2e-2}

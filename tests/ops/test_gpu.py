@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_cases import CASES, LONG, random_inputs, with_gradients
+from op_variants import variants
 from torch.nn.attention import SDPBackend
 
-from flatout.ops import attention, cross_entropy, variants
+from flatout.ops import attention, cross_entropy
 
 pytestmark = pytest.mark.gpu
 

@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from op_variants import variants
 from torch.autograd import gradcheck
 
 from flatout.errors import ShapeError
-from flatout.ops import heads, variants
+from flatout.ops import heads
 
 VARIANTS = variants(heads)
 CASES = {

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from op_variants import variants
 
 from flatout.models.layers import gelu, relu2
-from flatout.ops import linear, variants
+from flatout.ops import linear
 
 VARIANTS = variants(linear)
 CLOSE = {"bf16": 2e-2}

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from op_variants import variants
 
-from flatout.ops import newton_schulz, variants
+from flatout.ops import newton_schulz
 
 VARIANTS = variants(newton_schulz)
 

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
+from op_variants import variants
 from torch.autograd import gradcheck
 
 from flatout.errors import ShapeError
-from flatout.ops import scan, variants
+from flatout.ops import scan
 
 VARIANTS = variants(scan)
 LIMITS = {"states": 1e-5, "drive": 1e-5, "log_decay": 1e-4, "angle": 1e-4, "start": 1e-5}

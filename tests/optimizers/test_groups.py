@@ -7,7 +7,9 @@ from flatout import registry
 from flatout.config.schema import load_config
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
-from flatout.optimizers.groups import adamw_groups, named_by_kind, optimizers_of
+from flatout.ops.newton_schulz import batched
+from flatout.optimizers.adamw import per_parameter
+from flatout.optimizers.groups import OptimizerParts, adamw_for, named_by_kind, optimizers_of
 
 
 class Tiny(nn.Module):
@@ -23,6 +25,7 @@ class Tiny(nn.Module):
         return self.kinds
 
 
+PLAIN = OptimizerParts(per_parameter, batched)
 KINDS = {
     "table.weight": "embedding",
     "inner.weight": "hidden",
@@ -53,7 +56,8 @@ def test_only_hidden_matrices_and_the_head_decay():
     parameters = {
         kind: nn.Parameter(torch.zeros(2, 2)) for kind in ("hidden", "embedding", "head", "vector")
     }
-    groups = adamw_groups(parameters.items(), OptimConfig(lr=0.5, weight_decay=0.25))
+    config = OptimConfig(lr=0.5, weight_decay=0.25)
+    groups = adamw_for(parameters.items(), config, PLAIN).param_groups
     assert [group["weight_decay"] for group in groups] == [0.25, 0.0]
     assert [[id(p) for p in group["params"]] for group in groups] == [
         [id(parameters["hidden"]), id(parameters["head"])],
@@ -63,7 +67,8 @@ def test_only_hidden_matrices_and_the_head_decay():
 
 
 def test_empty_groups_are_omitted():
-    assert len(adamw_groups([("vector", nn.Parameter(torch.zeros(2)))], OptimConfig())) == 1
+    vector = ("vector", nn.Parameter(torch.zeros(2)))
+    assert len(adamw_for([vector], OptimConfig(), PLAIN).param_groups) == 1
 
 
 def single(model, config, parts):

@@ -137,7 +137,7 @@ def muon(newton_schulz):
 
 
 def adamw_8bit(weights):
-    from flatout.speedups.adamw_8bit.torchao import adamw_8bit as make
+    from flatout.speedups.adamw_8bit import adamw_8bit as make
 
     settings = {"lr": LR, "betas": (0.9, 0.95), "eps": 1e-8}
     return make([{"params": weights, "weight_decay": 0.1, "lr": LR}], settings)

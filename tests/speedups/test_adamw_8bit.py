@@ -15,9 +15,10 @@ from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named
 from flatout.errors import CheckpointError, MissingPackage
+from flatout.optimizers.adamw_8bit import AdamW8bit
 from flatout.registry import SPEEDUPS
-from flatout.speedups.adamw_8bit import torchao
-from flatout.training.checkpoint import optimizer_state, read_write
+from flatout.speedups.adamw_8bit import adamw_8bit
+from flatout.training.checkpoint import optimizer_state, read_write, savers
 from flatout.training.step import train_step
 
 NAME = "adamw-8bit"
@@ -55,7 +56,7 @@ def trained(make, matrix, vector, *, steps=6):
 
 
 def test_updates_are_close_to_fp32_and_equal_for_small_tensors():
-    (matrix, vector), optimizer = trained(torchao.adamw_8bit, *weights())
+    (matrix, vector), optimizer = trained(adamw_8bit, *weights())
     (plain_matrix, plain_vector), _ = trained(
         lambda groups, keywords: torch.optim.AdamW(groups, **keywords, fused=True), *weights()
     )
@@ -66,15 +67,15 @@ def test_updates_are_close_to_fp32_and_equal_for_small_tensors():
 
 
 def test_weights_and_codes_are_torchaos_own():
-    from torchao.optim import AdamW8bit
+    from torchao import optim
 
-    class Theirs(AdamW8bit):
+    class Theirs(optim.AdamW8bit):
         def step(self):
             for group in self.param_groups:
                 group["lr"] = torch.as_tensor(group["lr"])
             super().step()
 
-    (matrix, _), optimizer = trained(torchao.adamw_8bit, *weights())
+    (matrix, _), optimizer = trained(adamw_8bit, *weights())
     (expected, _), theirs = trained(lambda groups, keywords: Theirs(groups, **keywords), *weights())
     state, wanted = optimizer.state[matrix], theirs.state[expected]
     assert torch.equal(matrix, expected)
@@ -87,7 +88,7 @@ def test_weights_and_codes_are_torchaos_own():
 def test_the_step_is_restored_on_the_device_of_the_weights(saved_on_cpu):
     """A run on a CPU, or with the loop over parameters on a GPU, saved it from the CPU."""
     matrix = torch.nn.Parameter(torch.empty(128, 32, device="meta"))
-    made = torchao.AdamW8bit([{"params": [matrix]}], KEYWORDS, codec=None)
+    made = AdamW8bit([{"params": [matrix]}], KEYWORDS, codec=None)
     (group,) = made.param_groups
     found = optimizer_state.device_of("step", group, matrix, saved_on_cpu=saved_on_cpu)
     assert found == matrix.device
@@ -96,9 +97,9 @@ def test_the_step_is_restored_on_the_device_of_the_weights(saved_on_cpu):
 def test_a_new_rate_does_not_recompile():
     from torch._dynamo.utils import counters
 
-    trained(torchao.adamw_8bit, *weights(), steps=1)
+    trained(adamw_8bit, *weights(), steps=1)
     before = counters["stats"]["unique_graphs"]
-    trained(torchao.adamw_8bit, *weights(), steps=5)
+    trained(adamw_8bit, *weights(), steps=5)
     assert counters["stats"]["unique_graphs"] == before
 
 
@@ -116,7 +117,7 @@ def test_resuming_after_five_steps_equals_ten_steps(optim, build_run, tiny_confi
     unbroken, half = build_run(config, tmp_path / "whole"), build_run(config, tmp_path / "half")
     losses = steps(unbroken, 10)
     assert steps(half, 5) == losses[:5]
-    saved = read_write.save(half)
+    saved = savers.save(half)
     again = build_run(config, tmp_path / "half")
     steps(again, 2)
     read_write.load(again, saved)
@@ -136,7 +137,7 @@ def test_a_checkpoint_with_other_moments_is_refused(stored, kept, build_run, tin
         tiny_config(model__vocab_size=264, speedups=KINDS[stored]), tmp_path / "before"
     )
     losses = steps(before, 2)
-    path = read_write.save(before)
+    path = savers.save(before)
     run = build_run(tiny_config(model__vocab_size=264, speedups=KINDS[kept]), tmp_path / "after")
     if stored == kept or {stored, kept} == {"baseline", "fused"}:
         read_write.load(run, path)
@@ -161,7 +162,7 @@ def test_a_model_of_small_tensors_resumes_with_fp32_moments(build_run, tiny_conf
     before = build_run(tiny_config(**small, speedups="adamw-8bit"), tmp_path / "before")
     steps(before, 2)
     after = build_run(tiny_config(**small, speedups="fused-adamw"), tmp_path / "after")
-    read_write.load(after, read_write.save(before))
+    read_write.load(after, savers.save(before))
     assert steps(after, 2) == steps(before, 2)
 
 
@@ -186,7 +187,7 @@ def test_a_missing_package_is_reported_with_its_install_line(monkeypatch, tiny_c
     with pytest.raises(
         MissingPackage, match="needs the package torchao, which is not installed"
     ) as raised:
-        torchao.adamw_8bit([], KEYWORDS)
+        adamw_8bit([], KEYWORDS)
     assert 'pip install "flatout[adamw-8bit]"' in str(raised.value)
     speedup = SPEEDUPS.get(NAME)
     monkeypatch.setattr(recipe, "find_spec", lambda _: None)

@@ -18,9 +18,9 @@ from flatout.config.sections import ParallelConfig
 from flatout.errors import CheckpointError, RunFailed
 from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import connect, disconnect
-from flatout.speedups.async_checkpoints.saver import BackgroundSaver
-from flatout.training.checkpoint import catalog, job, read_write
+from flatout.training.checkpoint import catalog, read_write, savers
 from flatout.training.checkpoint import tensors as slices
+from flatout.training.checkpoint.savers import in_background
 from flatout.training.signals import StopRequests
 
 
@@ -76,7 +76,7 @@ def main(folder: Path, report: Path):
         train(run, 3)
         with torch.no_grad():  # an evaluation leaves sharded weights gathered
             run.model(next(run.feed))
-        path = read_write.save(run)
+        path = savers.save(run)
         unbroken = local(run)
         again = fresh(run_folder, mesh, seed=2)
         differences = read_write.load(again, path)
@@ -91,7 +91,7 @@ def main(folder: Path, report: Path):
         found[layout]["apart"] = not on_all_ranks(
             mesh, torch.rand(1).item() == mesh.broadcast_object(torch.rand(1).item())
         )
-        read_write.save(alone)
+        savers.save(alone)
         found[layout]["failure"] = failing_save(fresh(folder / f"{layout}-fails", mesh, seed=4))
         found[layout]["beside"] = saved_beside(
             fresh(folder / f"{layout}-beside", mesh, seed=1), run.mesh
@@ -117,7 +117,7 @@ def failing_save(run):
 
     slices.write = full
     try:
-        read_write.save(run)
+        savers.save(run)
         failed = False
     except RunFailed:
         failed = True
@@ -134,16 +134,16 @@ def saved_beside(run, mesh):
     """
     train(run, 3)
     own, run.folder = run.folder, run.folder.with_name(f"{run.folder.name}-loop")
-    wanted = read_write.save(run)
+    wanted = savers.save(run)
     run.folder = own
-    gate, write_share = threading.Event(), job.write_share
+    gate, write_share = threading.Event(), savers.write_share
 
     def gated(snapshot, temporary):
         assert snapshot.rank != 1 or gate.wait(60)
         write_share(snapshot, temporary)
 
-    job.write_share = gated
-    saver = BackgroundSaver()
+    savers.write_share = gated
+    saver = in_background()
     saver.save(run, environment={}, keep=1)
     reported = []
     for step in range(4, 2000):
@@ -154,7 +154,7 @@ def saved_beside(run, mesh):
         if step == 8:
             gate.set()
         assert step > 8 or not any(run.folder.glob("checkpoints/step-3")), "rank 1 has not written"
-    job.write_share = write_share
+    savers.write_share = write_share
     ((step, path),) = reported
     same = {p.name: p.read_bytes() for p in path.iterdir()} == {
         p.name: p.read_bytes() for p in wanted.iterdir()
@@ -174,15 +174,15 @@ def saved_beside(run, mesh):
 
 def failing_save_beside(run):
     """Return whether all ranks learn at the same step that a disk is full, and leave no file."""
-    write_share = job.write_share
+    write_share = savers.write_share
 
     def full(snapshot, temporary):
         if snapshot.rank == 1:
             raise OSError(28, "No space left on device")
         write_share(snapshot, temporary)
 
-    job.write_share = full
-    saver = BackgroundSaver()
+    savers.write_share = full
+    saver = in_background()
     saver.save(run, environment={}, keep=1)
     failed_at = None
     for step in range(2000):
@@ -192,7 +192,7 @@ def failing_save_beside(run):
             failed_at = step
             break
         train(run, 1)
-    job.write_share = write_share
+    savers.write_share = write_share
     run.mesh.barrier()
     same = failed_at is not None and failed_at == run.mesh.broadcast_object(failed_at)
     return on_all_ranks(run.mesh, same) and list((run.folder / "checkpoints").iterdir()) == []

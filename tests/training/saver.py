@@ -15,12 +15,11 @@ import torch
 from stand_in import build, outcome, train
 
 from flatout.errors import RunFailed
-from flatout.speedups.async_checkpoints.saver import BackgroundSaver
-from flatout.training.checkpoint import catalog, location, read_write
-from flatout.training.checkpoint.savers import InTheLoop
+from flatout.training.checkpoint import catalog, location, read_write, savers
+from flatout.training.checkpoint.savers import Saver, in_background
 from flatout.training.run_dir.resume import resume_from
 
-SAVERS = {"loop": InTheLoop, "beside": BackgroundSaver}
+SAVERS = {"loop": Saver, "beside": in_background}
 
 
 def resumed(run_folder):
@@ -36,7 +35,7 @@ def warm_up(run_folder):
     """Trigger torch's lazy imports here, so that the children start quickly."""
     run = build(run_folder, seed=1)
     train(run, 1)
-    read_write.load(resumed(run_folder), read_write.save(run))
+    read_write.load(resumed(run_folder), savers.save(run))
 
 
 def report_saved(saver, pipe):
@@ -159,7 +158,7 @@ FILE_EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil
 def full(run_folder, make_saver):
     """Save on a file system that takes only a few bytes per file."""
     run, saver = resumed(run_folder), make_saver()
-    path = read_write.save(run)
+    path = savers.save(run)
     train(run, 1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))

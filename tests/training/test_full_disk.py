@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.errors import DiskFull, RunFailed
-from flatout.training.checkpoint import catalog, job
+from flatout.training.checkpoint import catalog, savers
 from flatout.training.metrics import records as lines
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
@@ -106,14 +106,14 @@ def test_a_line_that_a_kill_left_unfinished_stays_apart(tmp_path):
 def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
     tiny_config, tmp_path, monkeypatch, messages, events
 ):
-    write = job.write_share
+    write = savers.write_share
 
     def full(snapshot, temporary):
         if snapshot.step == 4:
             refusing(errno.ENOSPC)()
         write(snapshot, temporary)
 
-    monkeypatch.setattr(job, "write_share", full)
+    monkeypatch.setattr(savers, "write_share", full)
     config = tiny_config(checkpoint__every_steps=2, checkpoint__keep=9)
     assert run_training(config, tmp_path / "run", progress=messages)["steps"] == 6
     assert catalog.steps(tmp_path / "run") == [2, 6]
@@ -125,7 +125,7 @@ def test_a_full_disk_in_a_save_leaves_training_and_earlier_checkpoints(
 
 
 def test_a_limit_of_file_size_is_not_called_a_full_disk(tiny_config, tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "write_share", lambda *_: refusing(errno.EFBIG)())
+    monkeypatch.setattr(savers, "write_share", lambda *_: refusing(errno.EFBIG)())
     with pytest.raises(DiskFull, match=r"^At step 6, a checkpoint cannot write") as raised:
         run_training(tiny_config(), tmp_path / "run")
     assert "are free" not in raised.value.what

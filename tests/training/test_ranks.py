@@ -11,7 +11,7 @@ import pytest
 import torch
 from stand_in import build, outcome, train
 
-from flatout.training.checkpoint import catalog, read_write
+from flatout.training.checkpoint import catalog, read_write, savers
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     alone = build(folder / "alone", seed=11)
     train(alone, 4)
-    read_write.save(alone)
+    savers.save(alone)
     reports = {}
     for world_size in (2, 4):
         report = folder / f"report-{world_size}.json"

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
-from flatout.speedups.async_checkpoints.saver import bytes_of
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.host_copy import bytes_of
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 

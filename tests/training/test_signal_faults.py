@@ -24,11 +24,11 @@ FLATOUT = [sys.executable, "-m", "flatout"]
 BLOCKED_SAVES = """
 import sys, time
 from flatout.cli import main
-from flatout.training.checkpoint import job
+from flatout.training.checkpoint import savers
 def blocked(snapshot, temporary):
     print("saving", flush=True)
     time.sleep(600)
-job.write_share = blocked
+savers.write_share = blocked
 main(sys.argv[1:])
 """
 

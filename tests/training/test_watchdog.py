@@ -21,7 +21,7 @@ from flatout.config.schema import load_config
 from flatout.data.load.batches import ShardReader
 from flatout.training import run as training
 from flatout.training import watchdog
-from flatout.training.checkpoint import job
+from flatout.training.checkpoint import savers
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import read_exit_code
 from flatout.training.watchdog import Sign, Watchdog, doing, read_signs, waiting_for
@@ -204,14 +204,14 @@ def test_a_source_that_hangs_is_reported_with_its_stack(
 
 @pytest.mark.slow
 def test_a_save_that_hangs_ends_the_process_if_wanted(tiny_config, tmp_path, monkeypatch, events):
-    run, write, codes, seen = tmp_path / "run", job.write_share, [], []
+    run, write, codes, seen = tmp_path / "run", savers.write_share, [], []
 
     def hanging_write(*arguments):
         wait_until(lambda: codes)
         seen.append(read_exit_code(run))
         write(*arguments)
 
-    monkeypatch.setattr(job, "write_share", hanging_write)
+    monkeypatch.setattr(savers, "write_share", hanging_write)
     monkeypatch.setattr(watchdog, "PATIENCE", 1)
     monkeypatch.setattr(training, "Watchdog", functools.partial(Watchdog, end=codes.append))
     config = tiny_config(

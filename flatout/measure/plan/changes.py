@@ -30,7 +30,6 @@ TOUCH_MEMORY = {
     "moments",
     "optimizer",
     "precision",
-    "residual",
 }
 """Slots of speedups that may need less memory, besides the ops."""
 

@@ -1,4 +1,4 @@
-"""Save and load checkpoints: everything a resume needs, in a directory that is complete or absent.
+"""Load checkpoints: everything a resume needs, in a directory that is complete or absent.
 
 checkpoints/step-N/
 ├── model-RRRRR.safetensors       rank R's slices of the weights
@@ -30,41 +30,12 @@ from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.base import WEIGHTS
 from flatout.training.checkpoint.catalog import Check, FileFacts
-from flatout.training.checkpoint.job import Saving, at_once
 from flatout.training.checkpoint.state import STATE, VERSION, StateItem
 from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_of
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
-
-
-def save(
-    run: Run,
-    *,
-    environment: JsonObject | None = None,
-    info: JsonObject | None = None,
-    progress: Progress = SILENT,
-) -> Path:
-    """Write the run's state as `step-N`, where N is `run.step`, and return that path.
-
-    Every rank calls it. A kill at any moment leaves earlier checkpoints untouched. `environment`
-    (`hardware.fingerprint()`) is stored, so that `load` can report changes, and `info` for lists of
-    checkpoints. Checkpoints of later steps, from an abandoned branch of the run, are set aside.
-    Raises: RunFailed, on every rank, when a file cannot be written.
-    """
-    with progress.task(f"Saving step {run.step}"):
-        saving = Saving(run, environment or {}, info=info, start=at_once)
-        while not saving.advance():
-            pass
-    for path in saving.aside:
-        progress.say(set_aside_line(path))
-    return saving.path
-
-
-def set_aside_line(path: Path) -> str:
-    """Return the message about a checkpoint that was set aside."""
-    return f"Set {path.name} aside: its step is later than this run has reached."
 
 
 def load(

@@ -1,35 +1,147 @@
-"""The baseline for saving a run's state: in the loop, which waits for the disk.
+"""Savers of a run's state: one waits for the disk, one writes a copy of the state in a thread.
 
-`flatout.speedups.async_checkpoints` writes the same files in a background thread.
+A save has stages: a snapshot in the loop, a write on every rank, a merge on the main rank. All
+ranks agree between stages, in the loop. A kill at any moment leaves earlier checkpoints untouched.
 """
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from flatout.assembly.run import Saved
 from flatout.json_io import JsonObject
+from flatout.parallel.mesh import Mesh
 from flatout.progress import SILENT, Progress
-from flatout.training.agreement import WRITING, together
-from flatout.training.checkpoint.read_write import save
+from flatout.training.agreement import WRITING, Vote, together
+from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.host_copy import HostCopy, bytes_of
+from flatout.training.checkpoint.location import checkpoints_folder, claim, make_folder
 from flatout.training.checkpoint.retention import prune
+from flatout.training.checkpoint.snapshot import (
+    Snapshot,
+    complete,
+    take,
+    tensors_to_save,
+    write_share,
+)
 
 if TYPE_CHECKING:
     from flatout.assembly.run import Run
 
+Job = Future[None]
+"""A stage that has been started; `result` waits for its end, and raises its error."""
 
-class InTheLoop:
-    """Saves while the loop waits."""
 
-    def __init__(self) -> None:
+def in_background() -> Saver:
+    """Return a saver that copies the state in the loop and writes it in a thread.
+
+    Memory: one copy of this rank's share of the state, on the host, from `reserve` or the first
+            save to the end of the run. If the host has no room for it, the loop writes the state.
+    """
+    return Saver(HostCopy())
+
+
+def save(
+    run: Run,
+    *,
+    environment: JsonObject | None = None,
+    info: JsonObject | None = None,
+    progress: Progress = SILENT,
+) -> Path:
+    """Write the run's state as `step-N` in the loop, keep all others, and return its path.
+
+    Raises: as `Saver.save`.
+    """
+    Saver().save(run, environment=environment or {}, keep=None, info=info, progress=progress)
+    return catalog.checkpoint_path(run.folder, run.step)
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that is being saved."""
+
+    step: int
+    path: Path
+    """Path of the checkpoint once it is complete."""
+    temporary: Path
+    mesh: Mesh
+    began_s: float
+    blocked_s: float = 0.0
+    is_copied: bool = False
+    is_abandoned: bool = False
+    aside: list[Path] = field(default_factory=list)
+    """New paths of the checkpoints of later steps, which were set aside."""
+    remaining: list[Callable[[], object]] = field(default_factory=list)
+    """The stages that have not been started."""
+    job: Job = field(default_factory=Job)
+    """The stage that has been started last."""
+
+    def start(self) -> None:
+        """Start the next stage: in the loop, or in a thread if the state is copied.
+
+        A process that exits does not wait for the thread: a half-written checkpoint does not count.
+        """
+        job, work = Job(), self.remaining.pop(0)
+
+        def do() -> None:
+            try:
+                work()
+                job.set_result(None)
+            except BaseException as error:  # raised by `result`, where all ranks learn of it
+                job.set_exception(error)
+
+        self.job = job
+        if self.is_copied:
+            Thread(target=do, name="checkpoint", daemon=True).start()
+        else:
+            do()
+
+    def remove(self) -> None:
+        """Delete what has been written."""
+        if self.mesh.is_main:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+class Saver:
+    """Writes one checkpoint at a time: in the loop, or with a `copy` of the state in a thread.
+
+    The files are the same. Every rank calls every method, at the same points.
+    """
+
+    def __init__(self, copy: HostCopy | None = None) -> None:
         self.newest_step: int | None = None
-        """The last step that this process saved."""
+        """The last step that this process started to save."""
+        self._copy = copy
+        self._pending: _Pending | None = None
+        self._vote: Vote | None = None
         self._saved: list[Saved] = []
 
     def reserve(self, run: Run, progress: Progress = SILENT) -> int:
-        """Return 0: no memory is needed for a copy of the state."""
-        return 0
+        """Allocate memory for the copy, so that the first save is as fast as later ones.
+
+        On a CPU, training continues meanwhile.
+
+        Returns: its bytes; 0 when the size is not known before the first step or the host has no
+                 room: the first save then decides.
+        """
+        num_bytes = bytes_of(tensors_to_save(run) or ()) if self._copy else 0
+        if self._copy is None or not num_bytes or not self._copy.has_room(num_bytes, run):
+            return 0
+        if run.mesh.device.type == "cpu":
+            self._copy.make_room_beside(num_bytes)
+        else:
+            with progress.task("Allocating memory for copies of the state"):
+                self._copy.make_room(num_bytes, run.mesh.device)
+        return num_bytes
 
     def save(
         self,
@@ -41,36 +153,153 @@ class InTheLoop:
         info: JsonObject | None = None,
         progress: Progress = SILENT,
     ) -> None:
-        """Write the state, and delete the checkpoints that `prune` does not keep.
+        """Write the state as `step-N`, or start to, and then delete what `prune` does not keep.
 
-        Raises: RunFailed, CheckpointError, as `checkpoint.save`.
+        `environment` (`hardware.fingerprint()`) is stored, so that `load` can report changes, and
+        `info` for lists of checkpoints. Checkpoints of later steps, from an abandoned branch of the
+        run, are set aside.
+
+        Raises: on every rank, also for the previous save: RunFailed when a file cannot be written;
+                CheckpointError when the state contains something that a checkpoint cannot store, or
+                the directory belongs to another run.
         """
-        began_s = time.perf_counter()
-        path = save(run, environment=environment, info=info, progress=progress)
-        together(
-            run.mesh,
-            lambda: (
-                prune(run.folder, keep, run.best_step, keep_every) if run.mesh.is_main else None
-            ),
-            WRITING,
-        )
-        seconds = time.perf_counter() - began_s
-        self.newest_step = run.step
-        self._saved.append(Saved(run.step, path, seconds, seconds))
+        self.wait(progress)
+        began_s, mesh, copy = time.perf_counter(), run.mesh, self._copy
+        best_step = run.best_step  # as of this checkpoint: a later best is not on disk yet
+        path = catalog.checkpoint_path(run.folder, run.step)
+        name = mesh.broadcast_object(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        pending = _Pending(run.step, path, path.with_name(name), mesh, began_s)
+
+        def make() -> None:
+            claim(run.folder, checkpoints_folder(run.folder))
+            make_folder(path.parent)
+            pending.temporary.mkdir()
+
+        def taken() -> Snapshot:
+            snapshot = take(run, environment, info)
+            if copy is None:
+                return snapshot
+            if copy.has_room(bytes_of(snapshot.all_tensors), run):
+                pending.is_copied = True
+                return copy.of(snapshot, mesh.device)
+            progress.say(
+                "The host has no memory for a copy of the state: "
+                "the loop waits until it is written."
+            )
+            return snapshot
+
+        def write() -> None:
+            if copy is not None and pending.is_copied:
+                copy.wait()
+            write_share(snapshot, pending.temporary)
+
+        def merge() -> None:
+            if pending.is_abandoned:
+                pending.remove()
+            elif mesh.is_main:
+                pending.aside += complete(snapshot, pending.temporary)
+                prune(run.folder, keep, best_step, keep_every)
+
+        def write_and_merge() -> None:
+            write()
+            merge()
+
+        with nullcontext() if copy else progress.task(f"Saving step {run.step}"):
+            try:
+                together(mesh, make if mesh.is_main else lambda: None, WRITING)
+                snapshot = together(mesh, taken, WRITING)
+            except BaseException:
+                pending.remove()
+                raise
+            pending.remaining = [write_and_merge] if mesh.world_size == 1 else [write, merge]
+            pending.start()
+            self._pending, self.newest_step = pending, run.step
+            pending.blocked_s = time.perf_counter() - began_s
+            while copy is None and self._pending is not None:
+                self._advance(pending, progress)
 
     def finished(self, progress: Progress = SILENT) -> list[Saved]:
-        """Return the checkpoints completed since the last call."""
+        """Return the checkpoints completed since the last call; called after every step.
+
+        Raises: as `save`: what went wrong in the thread.
+        """
+        if self._pending is not None and self._all_ready(self._pending):
+            self._advance(self._pending, progress)
         saved, self._saved = self._saved, []
         return saved
 
     def wait(self, progress: Progress = SILENT) -> None:
-        """Return at once: nothing is ever pending."""
+        """Wait until the checkpoint that is being written, if any, is complete.
+
+        Raises: as `save`: what went wrong in the thread.
+        """
+        if self._pending is None:
+            return
+        with progress.task(f"Saving step {self._pending.step}"):
+            while self._pending is not None:
+                self._advance(self._pending, progress)
 
     def before_update(self) -> None:
-        """Return at once: there is no copy to wait for."""
+        """Make the optimizer's step wait, on the GPU, until the weights have been copied."""
+        if self._pending is not None and self._copy is not None:
+            self._copy.before_update()
 
     def close(self, progress: Progress = SILENT) -> None:
-        """Return at once: nothing is ever pending."""
+        """Wait for the checkpoint being written, without asking other ranks.
+
+        A failure here is reported, not raised.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.job.result()
+        except Exception as error:  # the error that ends the run matters more
+            progress.say(f"Step {pending.step} could not be saved: {error}")
+        else:
+            if not pending.remaining:
+                self._record(pending, progress)
 
     def abandon(self) -> None:
-        """Return at once: nothing is ever pending."""
+        """Let a thread that still writes remove the files instead of completing the checkpoint.
+
+        Returns at once; if the process ends first, the run's next start removes them. Earlier
+        checkpoints are not affected.
+        """
+        if self._pending is not None:
+            self._pending.is_abandoned = True
+            self._pending = None
+
+    def _all_ready(self, pending: _Pending) -> bool:
+        """Return whether every rank has finished its stage; with several ranks, one step late."""
+        if pending.mesh.world_size == 1:
+            return pending.job.done()
+        before, self._vote = self._vote, Vote(pending.mesh, pending.job.done())
+        return before is not None and before.count() == pending.mesh.world_size
+
+    def _advance(self, pending: _Pending, progress: Progress) -> None:
+        """Wait for the current stage on all ranks, then start the next or record the checkpoint."""
+        began_s = time.perf_counter()
+        self._vote = None
+        try:
+            together(pending.mesh, pending.job.result, WRITING)
+        except BaseException as error:
+            if pending.job.done():
+                pending.remove()
+            # else an interrupt leaves the thread running: the run's next start cleans up
+            if isinstance(error, Exception):
+                self._pending = self.newest_step = None
+            raise
+        if pending.remaining:
+            pending.start()
+        else:
+            self._pending = None
+        pending.blocked_s += time.perf_counter() - began_s
+        if self._pending is None:
+            self._record(pending, progress)
+
+    def _record(self, pending: _Pending, progress: Progress) -> None:
+        seconds = time.perf_counter() - pending.began_s
+        self._saved.append(Saved(pending.step, pending.path, seconds, pending.blocked_s))
+        for path in pending.aside:
+            progress.say(f"Set {path.name} aside: its step is later than this run has reached.")

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parent))
 def make_run(build_run, tiny_config, tmp_path):
     """Return a function that saves a run with random weights, and returns its directory."""
     from flatout.data.store.manifest import TOKENIZER
-    from flatout.training.checkpoint.read_write import save
+    from flatout.training.checkpoint.savers import save
     from flatout.training.run_dir.layout import write_config
 
     def make(name="run", model=None, **settings):

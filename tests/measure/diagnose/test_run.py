@@ -188,13 +188,13 @@ def test_a_collector_storm_is_named_with_its_call(measured):
 def test_a_slow_save_is_named(measured, monkeypatch):
     from flatout.training.checkpoint import savers
 
-    plain = savers.InTheLoop.save
+    plain = savers.Saver.save
 
     def slow(self, *arguments, **options):
         time.sleep(0.4)
         plain(self, *arguments, **options)
 
-    monkeypatch.setattr(savers.InTheLoop, "save", slow)
+    monkeypatch.setattr(savers.Saver, "save", slow)
     names, evidence = measured(checkpoint__every_steps=2)
     assert "slow-save" in names
     assert evidence.phases.checkpoint_s > 0

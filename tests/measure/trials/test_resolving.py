@@ -50,7 +50,7 @@ def test_a_speedup_is_added_with_its_needs(tiny_config, monkeypatch):
         "fp8": Speedup("fp8", "", Promise.exact(), needs=("compile",)),
         "compile": Speedup("compile", "", Promise.exact(), needs=("bf16",)),
         "bf16": Speedup("bf16", "", Promise.exact()),
-        "bf16-stream": Speedup("bf16-stream", "", Promise.exact(), needs=("fp16",)),
+        "bf16-gathers": Speedup("bf16-gathers", "", Promise.exact(), needs=("fp16",)),
         "fp16": Speedup("fp16", "", Promise.exact(), why_not=lambda machine, config: "It is odd."),
     }
     resolved = resolve_here(tiny_config())
@@ -58,7 +58,7 @@ def test_a_speedup_is_added_with_its_needs(tiny_config, monkeypatch):
     assert with_needs("fp8") == ["fp8", "compile", "bf16"]
     assert adding_one("fp16", tiny_config(), resolved) == "cannot run here, because: It is odd."
     assert (
-        adding_one("bf16-stream", tiny_config(), resolved)
+        adding_one("bf16-gathers", tiny_config(), resolved)
         == "cannot run here, because fp16 cannot: It is odd."
     )
 

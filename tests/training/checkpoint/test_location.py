@@ -7,7 +7,7 @@ from stand_in import build
 
 from flatout.config.schema import RunConfig
 from flatout.errors import CheckpointError
-from flatout.training.checkpoint import catalog, read_write
+from flatout.training.checkpoint import catalog, savers
 from flatout.training.run_dir.layout import write_config
 from flatout.training.run_dir.resume import resume_from
 
@@ -16,7 +16,7 @@ def test_checkpoints_are_saved_in_checkpoint_dir(tmp_path):
     run = build(tmp_path / "run")
     run.folder.mkdir()
     (run.folder / "config.yaml").write_text(f"checkpoint:\n  dir: {tmp_path / 'big'}\n")
-    assert read_write.save(run) == tmp_path / "big" / "run" / "step-0"
+    assert savers.save(run) == tmp_path / "big" / "run" / "step-0"
     assert catalog.latest(run.folder) == tmp_path / "big" / "run" / "step-0"
 
 
@@ -27,7 +27,7 @@ def with_dir(folder, directory, **kwargs):
 
 
 def test_runs_of_the_same_name_cannot_share_checkpoint_dir(tmp_path):
-    path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
+    path = savers.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
     with pytest.raises(
         CheckpointError,
         match=r"big/run contains .* of another run, .*/a/run, not those of .*/b/run",
@@ -37,7 +37,7 @@ def test_runs_of_the_same_name_cannot_share_checkpoint_dir(tmp_path):
     run = build(tmp_path / "b" / "run", seed=1)
     (run.folder / "config.yaml").write_text(f"checkpoint:\n  dir: {tmp_path / 'big'}\n")
     with pytest.raises(CheckpointError, match="of another run"):
-        read_write.save(run)
+        savers.save(run)
     with pytest.raises(CheckpointError, match="of another run"):
         resume_from(run.folder)
     assert catalog.verify(path) == []
@@ -46,7 +46,7 @@ def test_runs_of_the_same_name_cannot_share_checkpoint_dir(tmp_path):
 def test_a_run_with_checkpoint_dir_can_be_moved_and_does_not_start_over_without_its_disk(
     tmp_path,
 ):
-    path = read_write.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
+    path = savers.save(with_dir(tmp_path / "a" / "run", tmp_path / "big"))
     shutil.move(tmp_path / "a", tmp_path / "c")
     assert resume_from(tmp_path / "c" / "run") == path
     (tmp_path / "big").rename(tmp_path / "unmounted")

@@ -11,7 +11,7 @@ from stand_in import Core, build, outcome, train
 
 from flatout import json_io
 from flatout.errors import CheckpointError, RunFailed
-from flatout.training.checkpoint import catalog, read_write, snapshot
+from flatout.training.checkpoint import catalog, read_write, savers, snapshot
 from flatout.training.checkpoint.catalog import checkpoint_path
 from flatout.training.checkpoint.retention import prune
 
@@ -19,7 +19,7 @@ from flatout.training.checkpoint.retention import prune
 def saved(tmp_path, *, steps=5, name="run", **kwargs):
     run = build(tmp_path / name, **kwargs)
     train(run, steps)
-    return run, read_write.save(run)
+    return run, savers.save(run)
 
 
 def test_a_loaded_run_continues_bit_for_bit(tmp_path):
@@ -99,7 +99,7 @@ def test_optimizer_state_is_matched_by_name_not_by_order(tmp_path):
 def test_a_compiled_model_keeps_its_parameter_names(tmp_path):
     run = build(tmp_path / "run")
     run.core.blocks[0] = torch.compile(run.core.blocks[0], backend="eager")
-    path = read_write.save(run)
+    path = savers.save(run)
     assert "blocks.0.matrix.weight" in read_write.read_weights(path)
 
 
@@ -125,10 +125,10 @@ def test_weights_sha256_depends_only_on_the_weights(tmp_path):
     run, path = saved(tmp_path)
     digest = read_write.weights_sha256(path)
     run.step += 1
-    assert read_write.weights_sha256(read_write.save(run)) == digest
+    assert read_write.weights_sha256(savers.save(run)) == digest
     with torch.no_grad():
         run.core.embedding.weight[0, 0] += 1e-6
-    assert read_write.weights_sha256(read_write.save(run)) != digest
+    assert read_write.weights_sha256(savers.save(run)) != digest
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_load_refuses_another_assignment_to_optimizers(tmp_path):
 
 def test_load_reports_differences_of_the_machine(tmp_path):
     run = build(tmp_path / "run")
-    path = read_write.save(run, environment={"torch": "2.11", "threads": 2})
+    path = savers.save(run, environment={"torch": "2.11", "threads": 2})
     assert (
         read_write.load(build(tmp_path / "run"), path, environment={"torch": "2.11", "threads": 2})
         == []
@@ -263,7 +263,7 @@ def test_tensor_hyperparameters_and_scalars_of_optimizers_are_restored(tmp_path)
     train(run, 2)
     run.optimizers[1].param_groups[0]["lr"].fill_(0.123)
     run.optimizers[1].state[run.core.embedding.weight]["note"] = 7
-    path = read_write.save(run)
+    path = savers.save(run)
     again = with_tensor_lr(tmp_path / "run")
     read_write.load(again, path)
     assert again.optimizers[1].param_groups[0]["lr"] == torch.tensor(0.123)
@@ -275,7 +275,7 @@ def test_save_refuses_state_that_a_checkpoint_cannot_hold(tmp_path):
     train(run, 1)
     run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
     with pytest.raises(CheckpointError, match=r"history of embedding\.weight as list"):
-        read_write.save(run)
+        savers.save(run)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
@@ -286,7 +286,7 @@ def test_every_dtype_is_restored(tmp_path, dtype):
     run = build(tmp_path / "run")
     values = torch.arange(-6, 6).reshape(3, 4).to(dtype)
     run.core.register_buffer("odd", values.clone())
-    path = read_write.save(run)
+    path = savers.save(run)
     assert torch.equal(read_write.read_weights(path)["odd"], values)
 
 
@@ -294,7 +294,7 @@ def test_empty_and_strided_tensors_are_restored(tmp_path):
     run = build(tmp_path / "run")
     run.core.register_buffer("none", torch.zeros(0, 3))
     run.core.register_buffer("turned", torch.arange(12.0).reshape(3, 4).T)
-    path = read_write.save(run)
+    path = savers.save(run)
     weights = read_write.read_weights(path)
     assert weights["none"].shape == (0, 3)
     assert torch.equal(weights["turned"], torch.arange(12.0).reshape(3, 4).T)
@@ -303,7 +303,7 @@ def test_empty_and_strided_tensors_are_restored(tmp_path):
 def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     run, path = saved(tmp_path)
     run.best_val_loss = -1.0
-    assert read_write.save(run) == path
+    assert savers.save(run) == path
     again = build(tmp_path / "run")
     read_write.load(again, path)
     assert again.best_val_loss == -1.0
@@ -313,11 +313,11 @@ def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
 def test_later_steps_of_an_abandoned_branch_are_set_aside(tmp_path):
     run, path = saved(tmp_path)
     train(run, 5)
-    read_write.save(run)
+    savers.save(run)
     again = build(tmp_path / "run")
     read_write.load(again, path)
     train(again, 1)
-    read_write.save(again)
+    savers.save(again)
     assert catalog.steps(tmp_path / "run") == [5, 6]
     assert len(list(path.parent.glob("step-10.aside-*"))) == 1
 
@@ -334,7 +334,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_untouched(tmp_path, monkeypatch,
         read_write.tensors, "write", full
     ) if kind == "tensors" else monkeypatch.setattr(snapshot, "_write", full)
     with pytest.raises(RunFailed, match="No space left"):
-        read_write.save(run)
+        savers.save(run)
     assert [p.name for p in path.parent.iterdir()] == ["step-5"]
     assert catalog.latest(tmp_path / "run") == path
 
@@ -352,7 +352,7 @@ def test_a_moved_checkpoint_is_complete(tmp_path):
 def test_float_values_are_restored_bit_for_bit(tmp_path):
     run = build(tmp_path / "run")
     run.elapsed_s, run.best_val_loss = 0.1 + 0.2, float(np.float32(1.1))
-    path = read_write.save(run)
+    path = savers.save(run)
     again = build(tmp_path / "run")
     read_write.load(again, path)
     assert (again.elapsed_s, again.best_val_loss) == (0.1 + 0.2, float(np.float32(1.1)))
@@ -362,7 +362,7 @@ def test_the_cached_gaussians_of_generators_are_restored(tmp_path):
     run = build(tmp_path / "run")
     random.gauss(0, 1)
     np.random.randn()
-    path = read_write.save(run)
+    path = savers.save(run)
     wanted = random.gauss(0, 1), np.random.randn()
     read_write.load(build(tmp_path / "run", seed=8), path)
     assert (random.gauss(0, 1), np.random.randn()) == wanted
@@ -383,7 +383,7 @@ def test_load_refuses_an_index_that_does_not_cover_a_tensor(tmp_path):
 def test_prune_keeps_the_newest_and_the_best(tmp_path):
     run = build(tmp_path / "run")
     for run.step in (1, 2, 3, 4, 5):
-        read_write.save(run)
+        savers.save(run)
     assert prune(tmp_path / "run", keep=2, best_step=2) == [1, 3]
     assert catalog.steps(tmp_path / "run") == [2, 4, 5]
     assert not checkpoint_path(tmp_path / "run", 1).exists()

@@ -15,6 +15,7 @@ from flatout.training.checkpoint import (
     catalog,
     optimizer_state,
     read_write,
+    savers,
     snapshot,
     state,
     weights,
@@ -70,7 +71,7 @@ def checkpoints(tmp_path_factory):
         train(donor, 9)
         run = build(folder / "run", **options)
         train(run, 5)
-        made[kind] = (read_write.save(run), outcome(run, 5), read_write.save(donor), options)
+        made[kind] = (savers.save(run), outcome(run, 5), savers.save(donor), options)
     return made
 
 
@@ -141,10 +142,10 @@ def test_every_item_changes_a_real_resumed_run(build_run, tiny_config, tmp_path)
     donor = fresh(1)
     real_train(donor, 7)
     donor.guard.judge(torch.tensor(torch.nan), torch.tensor(1.0))
-    donor_path = read_write.save(donor)
+    donor_path = savers.save(donor)
     run = fresh(0)
     real_train(run, 4)
-    path = read_write.save(run)
+    path = savers.save(run)
     unbroken = real_outcome(run, 2)
     applies = [part for part in STATE if part.used(run)]
     assert {part.name for part in STATE} - {part.name for part in applies} == {"scaler", "rng_cuda"}
@@ -219,14 +220,14 @@ def test_an_optimizer_of_other_tensors_is_refused(tmp_path):
     run = build(tmp_path)
     run.optimizers = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1),)
     with pytest.raises(CheckpointError, match="not a parameter of the model"):
-        read_write.save(run)
+        savers.save(run)
 
 
 def test_switches_of_an_optimizer_are_not_state(tmp_path):
     """A run saved with one implementation of AdamW may resume with another."""
     run = build(tmp_path)
     train(run, 1)
-    path = read_write.save(run)
+    path = savers.save(run)
     again = build(tmp_path)
     again.optimizers[0].param_groups[0]["fused"] = None
     read_write.load(again, path)
@@ -242,7 +243,7 @@ def test_optimizer_settings_in_the_configuration_are_not_state(
     stated = {"lr": 1e-4, "weight_decay": 0.3, "betas": (0.7, 0.8), "eps": 1e-5, "momentum": 0.5}
     run = build_run(tiny_config(optim__kind=kind), tmp_path / "first")
     real_train(run, 2)
-    path = read_write.save(run)
+    path = savers.save(run)
     again = build_run(
         tiny_config(optim__kind=kind, **{f"optim__{key}": value for key, value in stated.items()}),
         tmp_path / "second",
@@ -265,7 +266,7 @@ def test_other_numbers_of_a_group_are_restored(tmp_path):
     """An optimizer may keep counters in its groups."""
     run = build(tmp_path)
     run.optimizers[0].param_groups[0]["num_restarts"] = 3
-    path = read_write.save(run)
+    path = savers.save(run)
     again = build(tmp_path)
     read_write.load(again, path)
     assert again.optimizers[0].param_groups[0]["num_restarts"] == 3

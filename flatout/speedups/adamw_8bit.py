@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from flatout.assembly.recipe import (
     Off,
     Promise,
     Speedup,
     first_of,
     lazy,
+    load_package,
     needs_package,
     without_compiler,
 )
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
+
+if TYPE_CHECKING:
+    from flatout.optimizers.adamw_8bit import AdamW8bit
+    from flatout.optimizers.groups import AdamWSettings, ParameterGroup
+
+
+def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> AdamW8bit:
+    """Return AdamW with torchao's moments.
+
+    Raises: MissingPackage with the install line.
+    """
+    from flatout.optimizers.adamw_8bit import AdamW8bit
+
+    codec = load_package("torchao.optim.quant_utils", "adamw-8bit", extra="adamw-8bit")
+    return AdamW8bit(groups, keywords, codec)
 
 
 def _sharded(_machine: Machine, config: RunConfig) -> str | None:
@@ -26,8 +44,8 @@ def _sharded(_machine: Machine, config: RunConfig) -> str | None:
 SPEEDUP = Speedup(
     name="adamw-8bit",
     fills={
-        "optimizer": lazy("flatout.speedups.adamw_8bit.torchao:adamw_8bit"),
-        "moments": lazy("flatout.speedups.adamw_8bit.torchao:moment_bytes"),
+        "optimizer": adamw_8bit,
+        "moments": lazy("flatout.optimizers.adamw_8bit:moment_bytes"),
     },
     saves="memory: AdamW's moments take 2 bytes per weight instead of 8; those of small "
     "tensors stay in fp32",

@@ -1,12 +1,10 @@
 """Write checkpoints in a background thread, from a copy of the state in host memory."""
 
-from __future__ import annotations
-
 from flatout.assembly.recipe import Off, On, Promise, Speedup, lazy
 
 SPEEDUP = Speedup(
     name="async-checkpoints",
-    fills={"state_saver": lazy("flatout.speedups.async_checkpoints.saver:BackgroundSaver")},
+    fills={"state_saver": lazy("flatout.training.checkpoint.savers:in_background")},
     saves="time: training waits for a copy of the state, not for the disk; the copy takes as "
     "much host memory as the state",
     promise=Promise.exact(),

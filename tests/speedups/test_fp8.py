@@ -17,8 +17,7 @@ from flatout.errors import MissingPackage
 from flatout.hardware import Gpu, Machine
 from flatout.ops import linear
 from flatout.speedups import fp8
-from flatout.speedups.fp8 import product
-from flatout.training.checkpoint import read_write
+from flatout.training.checkpoint import read_write, savers
 from flatout.training.step import train_step
 
 LARGE = 4_096
@@ -33,8 +32,8 @@ def machine(capability):
 def low(monkeypatch):
     """Replace small products too, on a CPU."""
     pytest.importorskip("torchao")
-    monkeypatch.setattr(product, "FEWEST_WEIGHTS", LARGE)
-    return product.to_fp8
+    monkeypatch.setattr(fp8, "FEWEST_WEIGHTS", LARGE)
+    return fp8.to_fp8
 
 
 def losses(run, count=20):
@@ -61,7 +60,7 @@ def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
         for name, layer in fast.core.named_modules()
         if hasattr(layer, "weight") and hasattr(layer, "ops")
     }
-    taken = {name for name, layer in layers.items() if layer.ops.linear is product.fp8}
+    taken = {name for name, layer in layers.items() if layer.ops.linear is not fast.core.ops.linear}
     assert taken == {
         name
         for name, layer in layers.items()
@@ -73,7 +72,7 @@ def test_large_products_of_the_blocks_are_replaced_and_the_model_learns(
     assert after != before
     assert after[-1] < after[0] - 0.1
     assert after == pytest.approx(before, rel=2e-2)
-    read_write.load(plain, read_write.save(fast))
+    read_write.load(plain, savers.save(fast))
 
 
 def test_a_bad_step_leaves_no_trace(low, build_run, tiny_config, tmp_path):
@@ -142,8 +141,47 @@ def test_missing_torchao_is_reported_with_its_install_line(monkeypatch):
     assert 'pip install "flatout[fp8]"' in fp8.SPEEDUP.why_not(machine((9, 0)), config)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(MissingPackage, match="torchao") as raised:
-        product.load_fp8(emulate=True)
+        fp8.fp8_linear(emulate=True)
     assert 'pip install "flatout[fp8]"' in str(raised.value)
+
+
+def with_gradients(function, shape, width_in, width_out, dtype, *, bias):
+    generator = torch.Generator().manual_seed(width_out)
+    drawn = [
+        torch.randn(*size, generator=generator)
+        for size in ((*shape, width_in), (width_out, width_in), (width_out,))
+    ]
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in drawn[: 3 if bias else 2]]
+    out = function(*leaves)
+    out.backward(
+        torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape).to(dtype)
+    )
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+def test_fp8_is_close_to_bf16_forward_and_backward(bias):
+    """e4m3 has three bits of mantissa, e5m2 two: a few percent of a product of random numbers."""
+    pytest.importorskip("torchao")
+    case = ((4, 16), 64, 48)
+    wanted = with_gradients(linear.reference, *case, torch.bfloat16, bias=bias)
+    found = with_gradients(fp8.fp8_linear(emulate=True), *case, torch.bfloat16, bias=bias)
+    for got, want in zip(found[:3], wanted[:3], strict=True):
+        assert got.dtype == torch.bfloat16
+        assert 5e-3 * want.norm() < (got - want).norm() < 0.1 * want.norm()
+    for got, want in zip(found[3:], wanted[3:], strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_sizes_and_dtypes_that_the_hardware_cannot_multiply_fall_back(dtype):
+    pytest.importorskip("torchao")
+    for case in (((5,), 64, 48), ((16,), 60, 48), ((16,), 64, 40), ((0,), 64, 48)):
+        wanted, found = (
+            with_gradients(function, *case, dtype, bias=True)
+            for function in (linear.reference, fp8.fp8_linear(emulate=True))
+        )
+        assert all(torch.equal(got, want) for got, want in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu
@@ -153,11 +191,12 @@ def test_a_gpu_multiplies_as_emulated(compiled):
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs an NVIDIA GPU that multiplies fp8")
-    product.load_fp8(emulate=False)
-    function = torch.compile(product.fp8) if compiled else product.fp8
+    function, emulated = fp8.fp8_linear(emulate=False), fp8.fp8_linear(emulate=True)
+    if compiled:
+        function = torch.compile(function)
     generator = torch.Generator().manual_seed(1)
     results = []
-    for device, multiply in (("cuda", function), ("cuda", linear.reference), ("cpu", product.fp8)):
+    for device, multiply in (("cuda", function), ("cuda", linear.reference), ("cpu", emulated)):
         generator.manual_seed(1)
         hidden, weight, grad = (
             torch.randn(size, generator=generator).to(device, torch.bfloat16)

@@ -12,10 +12,9 @@ from concurrent.futures import Future
 import pytest
 
 from flatout.errors import DiskFull, Stopped
-from flatout.speedups.async_checkpoints import saver
-from flatout.speedups.async_checkpoints.saver import HostCopy
 from flatout.training import loop
-from flatout.training.checkpoint import catalog, job
+from flatout.training.checkpoint import catalog, savers
+from flatout.training.checkpoint.host_copy import HostCopy
 from flatout.training.checkpoint.info import INFO
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
@@ -29,7 +28,7 @@ BESIDE = "auto,-compile,+async-checkpoints"
 @pytest.fixture
 def slow_disk(monkeypatch):
     """Let a thread write only while the loop waits for it, to make saves as long as possible."""
-    waited_for, write_share = threading.Event(), job.write_share
+    waited_for, write_share = threading.Event(), savers.write_share
 
     def gated(*arguments):
         assert threading.current_thread().name != "checkpoint" or waited_for.wait(60)
@@ -43,8 +42,8 @@ def slow_disk(monkeypatch):
             finally:
                 waited_for.clear()
 
-    monkeypatch.setattr(job, "write_share", gated)
-    monkeypatch.setattr(saver, "Job", Waited)
+    monkeypatch.setattr(savers, "write_share", gated)
+    monkeypatch.setattr(savers, "Job", Waited)
 
 
 class StopAt(Quiet):
@@ -131,7 +130,7 @@ def test_memory_for_the_first_save_is_reserved_before_the_first_step(
         make_room_beside(copy, num_bytes)
 
     def recorded(copy, num_bytes, device):
-        copy.has_room(num_bytes, None, 1)  # waits for the memory
+        copy._await_room()  # waits for the memory
         made.append((num_bytes, num_bytes <= copy._block.numel()))
         make_room(copy, num_bytes, device)
 
@@ -233,7 +232,7 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time
         train__steps=12, checkpoint__every_steps=4, checkpoint__keep=1, speedups=BESIDE
     )
     whole = run_training(config, tmp_path / "whole")
-    write = job.write_share
+    write = savers.write_share
 
     def full(snapshot, temporary):
         if snapshot.step == 8:
@@ -241,7 +240,7 @@ def test_a_disk_that_is_full_for_a_while_costs_only_the_checkpoints_of_that_time
         write(snapshot, temporary)
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "write_share", full)
+        patch.setattr(savers, "write_share", full)
         result = run_training(config, tmp_path / "run")
     assert {event["step"] for event in saves(tmp_path / "run")} == {4, 12}
     (failed,) = (e for e in read_events(tmp_path / "run") if e["event"] == "save_failed")
@@ -254,7 +253,7 @@ def test_a_full_disk_at_the_end_fails_with_a_fix_and_the_next_start_completes_th
     tiny_config, tmp_path, monkeypatch
 ):
     config = tiny_config(train__steps=6, checkpoint__every_steps=4, speedups=BESIDE)
-    write = job.write_share
+    write = savers.write_share
 
     def full(snapshot, temporary):
         if snapshot.step > 4:
@@ -262,7 +261,7 @@ def test_a_full_disk_at_the_end_fails_with_a_fix_and_the_next_start_completes_th
         write(snapshot, temporary)
 
     with monkeypatch.context() as patch:
-        patch.setattr(job, "write_share", full)
+        patch.setattr(savers, "write_share", full)
         with pytest.raises(DiskFull, match=r"No space left.* It needs about .* are free") as failed:
             run_training(config, tmp_path / "run")
     assert failed.value.fix == "Free space on that disk, then run the same command again."

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch._dynamo.utils import disable_cache_limit
 from torch.optim import AdamW, Optimizer
 
-from flatout.assembly.recipe import load_package
 from flatout.optimizers.groups import AdamWSettings, ParameterGroup
 from flatout.optimizers.moments import FP32, TORCHAO, Moments
 from flatout.optimizers.step_guard import step_with_flag
@@ -27,16 +26,6 @@ SMALLEST = 4_096
 """Number of weights in the smallest tensor whose moments are quantised."""
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """torch's names of AdamW's moments, and whether they are signed."""
-
-
-def adamw_8bit(groups: list[ParameterGroup], keywords: AdamWSettings) -> Optimizer:
-    """Return AdamW with torchao's moments, with one compiled kernel per shape of a large parameter.
-
-    Cost:   seconds of compilation per shape, at the first step.
-    Raises: MissingPackage with the install line.
-    """
-    codec = load_package("torchao.optim.quant_utils", "adamw-8bit", extra="adamw-8bit")
-    return AdamW8bit(groups, keywords, codec)
 
 
 def moment_bytes(num_weights: int) -> int:
@@ -81,11 +70,12 @@ class AdamW8bit(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Update every parameter that has a gradient.
+
+        Cost: seconds of compilation per shape of a quantised parameter, at the first step.
+        """
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
         skip: Tensor | None = getattr(self, "found_inf", None)
         for group, own in zip(self.param_groups, self._fp32.param_groups, strict=True):
             own.update({key: group[key] for key in ("lr", "betas", "eps", "weight_decay")})
@@ -97,42 +87,32 @@ class AdamW8bit(Optimizer):
         with disable_cache_limit():
             for group in self.param_groups:
                 rate = torch.tensor(group["lr"])  # a tensor, so that a new rate does not recompile
+                settings = (rate, *group["betas"], group["weight_decay"], group["eps"])
                 for p in group["params"]:
-                    if p.grad is None or not _is_quantised(p.numel()):
-                        continue
-                    flag = torch.zeros((), device=p.device) if skip is None else skip
-                    state = self._state_of(p)
-                    state["step"] += 1
-                    self._update(
-                        p.detach(),
-                        p.grad,
-                        [state[key] for name in MOMENTS for key in (name, f"{name}_scale")],
-                        self._tables[p.device],
-                        state["step"],
-                        flag,
-                        rate,
-                        *group["betas"],
-                        group["weight_decay"],
-                        group["eps"],
-                    )
-                    state["step"] -= flag
+                    if p.grad is not None and _is_quantised(p.numel()):
+                        self._step_quantised(p, settings, skip)
         return loss
 
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return a parameter's state, with zeros before its first update."""
-        state: dict[str, Tensor] = self.state[parameter]
-        device, num_weights = parameter.device, parameter.numel()
-        if not state:
-            state["step"] = torch.zeros((), device=device)
-            for name in MOMENTS:
-                state[name] = torch.zeros(parameter.shape, dtype=torch.uint8, device=device)
-                state[f"{name}_scale"] = torch.zeros(num_weights // BLOCK, device=device)
+    def _step_quantised(self, p: Tensor, settings: tuple[Any, ...], skip: Tensor | None) -> None:
+        """Update one parameter; its moments are zeros before the first update."""
+        device = p.device
         if device not in self._tables:
             self._tables[device] = [
                 torch.tensor(self._codec.create_dynamic_map(signed=signed), device=device)
                 for signed in MOMENTS.values()
             ]
-        return state
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), device=device)
+            for name in MOMENTS:
+                state[name] = torch.zeros(p.shape, dtype=torch.uint8, device=device)
+                state[f"{name}_scale"] = torch.zeros(p.numel() // BLOCK, device=device)
+        flag = torch.zeros((), device=device) if skip is None else skip
+        state["step"] += 1
+        moments = [state[key] for name in MOMENTS for key in (name, f"{name}_scale")]
+        tables = self._tables[device]
+        self._update(p.detach(), p.grad, moments, tables, state["step"], flag, *settings)
+        state["step"] -= flag
 
 
 def _update_with(codec: ModuleType) -> Callable[..., None]:

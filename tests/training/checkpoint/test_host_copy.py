@@ -9,8 +9,8 @@ import pytest
 import torch
 from stand_in import build, train
 
-from flatout.speedups.async_checkpoints import saver
-from flatout.speedups.async_checkpoints.saver import HostCopy, bytes_of, free_bytes
+from flatout.training.checkpoint import host_copy
+from flatout.training.checkpoint.host_copy import HostCopy, bytes_of, free_bytes
 from flatout.training.checkpoint.snapshot import take
 
 CUDA = torch.device("cuda", 0)
@@ -45,7 +45,7 @@ def calls(monkeypatch):
         yield
         calls.append("off")
 
-    copy = saver._copy
+    copy = host_copy._copy
 
     def recorded(pairs):
         pairs = list(pairs)
@@ -55,8 +55,8 @@ def calls(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("beside", calls))
     monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(saver, "_pin", lambda block, device: False)
-    monkeypatch.setattr(saver, "_copy", recorded)
+    monkeypatch.setattr(host_copy, "_pin", lambda block, device: False)
+    monkeypatch.setattr(host_copy, "_copy", recorded)
     return calls
 
 
@@ -115,25 +115,29 @@ def test_a_copy_keeps_its_values_and_takes_no_more_than_the_state(tmp_path):
     )
     state_bytes = sum(tensor.numel() * tensor.element_size() for tensor in before.values())
     assert (
-        state_bytes <= bytes_of(snapshot.all_tensors) <= state_bytes + saver.ALIGNMENT * len(before)
+        state_bytes
+        <= bytes_of(snapshot.all_tensors)
+        <= state_bytes + host_copy.ALIGNMENT * len(before)
     )
 
 
 def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
     snapshot, machine = take(build(tmp_path / "run"), {}), SimpleNamespace(memory_gib=64)
+    run = SimpleNamespace(machine=machine, mesh=SimpleNamespace(local_world_size=2))
     resident = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=63 * 2**30))
-    monkeypatch.setattr(saver.psutil, "Process", lambda: resident)
+    monkeypatch.setattr(host_copy.psutil, "Process", lambda: resident)
     monkeypatch.setattr(
-        saver.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30)
+        host_copy.psutil, "virtual_memory", lambda: SimpleNamespace(available=900 * 2**30)
     )
     assert free_bytes(machine) == 2**30
     monkeypatch.setattr(
-        saver.psutil,
+        host_copy.psutil,
         "virtual_memory",
         lambda: SimpleNamespace(available=2 * bytes_of(snapshot.all_tensors)),
     )
-    assert HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=2)
-    assert not HostCopy().has_room(bytes_of(snapshot.all_tensors), machine, local_world_size=3)
+    assert HostCopy().has_room(bytes_of(snapshot.all_tensors), run)
+    run.mesh.local_world_size = 3
+    assert not HostCopy().has_room(bytes_of(snapshot.all_tensors), run)
 
 
 @pytest.mark.gpu
@@ -141,13 +145,13 @@ def test_room_is_what_the_system_and_the_container_leave(tmp_path, monkeypatch):
 @pytest.mark.parametrize("pinned", [True, False])
 def test_on_a_gpu_the_copy_is_of_the_values_before_the_update(pinned, monkeypatch):
     if not pinned:
-        monkeypatch.setattr(saver, "_pin", lambda block, device: False)
+        monkeypatch.setattr(host_copy, "_pin", lambda block, device: False)
     device = torch.device("cuda", torch.cuda.current_device())
     weight, buffer = torch.randn(4096, 4096, device=device), torch.randn(7, 3, device=device).T
     copy = HostCopy()
     for _ in range(3):
         wanted = weight.cpu(), buffer.cpu()
-        snapshot = saver.Snapshot(
+        snapshot = host_copy.Snapshot(
             None,
             0,
             0,

@@ -1,10 +1,11 @@
-"""Steps of documents, one per row, batched by length: for data that must not be packed.
+"""Read one document per row, with short documents in short rows of a few fixed lengths.
 
-A document longer than data.seq_len is split into rows of that many inputs. Rows are padded to one
-of a few lengths: seq_len and its halves. All rows of a step have the same length, and rows of half
-the length come twice as many to a step, so every step has the same number of positions. Rows left
-over at the end of an epoch join those of the next length; only the last step of the longest may
-contain empty rows. Every target of the split is read once per epoch.
+For data that must not be packed. A document longer than data.seq_len is split into rows of that
+many inputs. Rows are padded to one of a few lengths: seq_len and its halves. All rows of a step
+have the same length, and rows of half the length come twice as many to a step, so every step has
+the same number of positions. Rows left over at the end of an epoch join those of the next length;
+only the last step of the longest may contain empty rows. Every target of the split is read once
+per epoch.
 
 An epoch's batch plan (which rows form which step, in what order) is a function of (seed, epoch,
 lengths), evaluated on demand. A position is an index into the plans of all epochs.
@@ -14,18 +15,21 @@ Letters in names: N rows of a rank's step, T tokens of a row, W = T + 1.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from bisect import bisect_right
+from typing import NamedTuple
 
 import numpy as np
 
+from flatout.assembly.recipe import Promise, Speedup
+from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, Shape, StepRead
+from flatout.data.store.integrity import Array
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Split
 from flatout.errors import DataError
+from flatout.hardware import Machine
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 MOST_LENGTHS = 4
 SHORTEST = 16
@@ -35,7 +39,7 @@ SHORTEST = 16
 class _Bucket(NamedTuple):
     """The rows of one length."""
 
-    seq_len: int
+    shape: Shape
     first: int
     """Index of its first row among all rows, sorted by bucket."""
     own: int
@@ -46,6 +50,8 @@ class _Bucket(NamedTuple):
     """Rows per step over all ranks and micro-batches."""
     num_steps: int
     """Steps per epoch."""
+    first_step: int
+    """Index of its first step among all steps of an epoch, before they are shuffled."""
 
 
 class BucketedSteps:
@@ -74,22 +80,24 @@ class BucketedSteps:
         self.tokens_per_epoch = int(sizes.sum())
         """Number of targets in all documents."""
         self._buckets: list[_Bucket] = []
-        first, carried = 0, 0
+        first = carried = first_step = 0
         counts = np.bincount(of_bucket, minlength=len(lengths)).tolist()
         for seq_len, own in zip(lengths, counts, strict=True):
-            rows_per_step = plan.sequences_per_step * (plan.seq_len // seq_len)
+            factor = plan.seq_len // seq_len
+            shape = Shape(plan.rows_per_device * factor, seq_len)
+            per_step = plan.sequences_per_step * factor
             pool = own + carried
-            num_steps, carried = divmod(pool, rows_per_step)
+            num_steps, carried = divmod(pool, per_step)
             num_steps += seq_len == plan.seq_len and carried > 0
-            self._buckets.append(_Bucket(seq_len, first, own, pool, rows_per_step, num_steps))
+            self._buckets.append(_Bucket(shape, first, own, pool, per_step, num_steps, first_step))
             first += own
-        self._first_step = np.cumsum([0, *(bucket.num_steps for bucket in self._buckets)])
-        self.steps_per_epoch = self.num_steps = int(self._first_step[-1])
-        self.shapes = tuple(self._shape(bucket) for bucket in reversed(self._buckets))
+            first_step += num_steps
+        self.steps_per_epoch = self.num_steps = first_step
+        self.shapes = tuple(bucket.shape for bucket in reversed(self._buckets))
 
     def shape_at(self, position: int) -> Shape:
         """Return the shape of the step at `position`."""
-        return self._shape(self._buckets[self._step(position)[0]])
+        return self._buckets[self._step(position)[0]].shape
 
     def read(
         self, position: int, sequences_NW: Array, mask_NT: Array | None, doc_ids_NT: Array | None
@@ -100,8 +108,8 @@ class BucketedSteps:
 
         Shapes:  sequences_NW (N, T + 1); mask_NT (N, T); doc_ids_NT None.
         """
-        bucket, rows = self._buckets[self._step(position)[0]], self._step_rows(position)
-        indices = self.plan.row_indices(self._shape(bucket).rows)
+        shape, rows = self.shape_at(position), self._step_rows(position)
+        indices = self.plan.row_indices(shape.rows)
         is_row = indices < len(rows)
         starts, sizes = np.zeros((2, len(indices)), np.int64)
         own = rows[indices[is_row]]
@@ -111,7 +119,7 @@ class BucketedSteps:
         if self._split.has_mask:
             self._split.read_mask_spans(starts + 1, sizes, mask_NT)
         else:
-            mask_NT[:] = np.arange(bucket.seq_len) < sizes[:, np.newaxis]
+            mask_NT[:] = np.arange(shape.seq_len) < sizes[:, np.newaxis]
         return StepRead(position + 1, int(self._sizes[rows].sum()), len(rows), position)
 
     def data_at(self, position: int) -> list[JsonObject]:
@@ -123,16 +131,11 @@ class BucketedSteps:
     def prime(self, position: int, steps: int, progress: Progress = SILENT) -> None:
         """Return at once: rows are read from the shards."""
 
-    def _shape(self, bucket: _Bucket) -> Shape:
-        return Shape(
-            self.plan.rows_per_device * (self.plan.seq_len // bucket.seq_len), bucket.seq_len
-        )
-
     def _step(self, position: int) -> tuple[int, int]:
         """Return the bucket of the step at `position`, and the index of the step within it."""
         step = int(shuffled(np.array([position]), self.num_steps, seed=self._seed(0))[0])
-        number = int(np.searchsorted(self._first_step, step, side="right")) - 1
-        return number, step - int(self._first_step[number])
+        number = bisect_right(self._buckets, step, key=lambda bucket: bucket.first_step) - 1
+        return number, step - self._buckets[number].first_step
 
     def _step_rows(self, position: int) -> Array:
         """Return the rows of the step at `position` over all ranks, without empty ones.
@@ -189,3 +192,20 @@ def row_lengths(seq_len: int) -> list[int]:
     while len(lengths) < MOST_LENGTHS and lengths[0] % 2 == 0 and lengths[0] // 2 >= SHORTEST:
         lengths.insert(0, lengths[0] // 2)
     return lengths
+
+
+def _why_not(_machine: Machine, config: RunConfig) -> str | None:
+    if config.data.mix is None:
+        return None
+    return "A mix counts its shares in sequences of data.seq_len, not in documents."
+
+
+SPEEDUP = Speedup(
+    name="length-buckets",
+    fills={"batching": BucketedSteps},
+    saves="time where every row must be one document: short documents use short rows of a few "
+    "fixed lengths instead of being padded to the longest",
+    promise=Promise.statistical(),
+    needs=("pretokenised",),
+    why_not=_why_not,
+)

@@ -14,10 +14,8 @@ from stand_in import build, outcome, train
 
 from flatout.errors import CheckpointError, RunFailed
 from flatout.progress import SILENT
-from flatout.speedups.async_checkpoints import saver as saver_module
-from flatout.speedups.async_checkpoints.saver import BackgroundSaver
-from flatout.training.checkpoint import catalog, job, read_write, tensors
-from flatout.training.checkpoint.savers import InTheLoop
+from flatout.training.checkpoint import catalog, host_copy, read_write, savers, tensors
+from flatout.training.checkpoint.savers import Saver, in_background
 from flatout.training.checkpoint.snapshot import take
 from flatout.training.run_dir.resume import resume_from
 from flatout.training.saving import closing_saver
@@ -29,13 +27,13 @@ ENVIRONMENT = {"torch": "2.13"}
 @pytest.fixture
 def gate(monkeypatch):
     """Keep threads from writing until it is set."""
-    gate, write_share = threading.Event(), job.write_share
+    gate, write_share = threading.Event(), savers.write_share
 
     def gated(*arguments):
         assert threading.current_thread() is threading.main_thread() or gate.wait(60)
         write_share(*arguments)
 
-    monkeypatch.setattr(job, "write_share", gated)
+    monkeypatch.setattr(savers, "write_share", gated)
     yield gate
     gate.set()
 
@@ -67,7 +65,7 @@ def files(path):
 def saved_in_the_loop(run, folder):
     """Return the files that a save in the loop writes now, in another directory."""
     own, run.folder = run.folder, folder
-    path = read_write.save(run, environment=ENVIRONMENT)
+    path = savers.save(run, environment=ENVIRONMENT)
     run.folder = own
     return files(path)
 
@@ -77,7 +75,7 @@ def save(saver, run, keep=9):
 
 
 def test_a_background_save_writes_the_files_of_a_save_in_the_loop(tmp_path, gate):
-    run, saver = build(tmp_path / "beside"), BackgroundSaver()
+    run, saver = build(tmp_path / "beside"), in_background()
     train(run, 3)
     wanted = saved_in_the_loop(run, tmp_path / "loop")
     save(saver, run)
@@ -96,7 +94,7 @@ def test_saving_does_not_change_training(tmp_path):
     plain = build(tmp_path / "plain")
     train(plain, 6)
     unbroken = outcome(plain, 3)
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
+    run, saver = build(tmp_path / "run"), in_background()
     for _ in range(6):
         save(saver, run)
         train(run, 1)
@@ -108,7 +106,7 @@ def test_saving_does_not_change_training(tmp_path):
     assert outcome(again, 3) == unbroken
 
 
-@pytest.mark.parametrize("make", [InTheLoop, BackgroundSaver])
+@pytest.mark.parametrize("make", [Saver, in_background])
 def test_a_complete_save_is_reported_once_and_then_old_ones_are_deleted(tmp_path, make):
     run, saver = build(tmp_path / "run"), make()
     reported = []
@@ -124,7 +122,7 @@ def test_a_complete_save_is_reported_once_and_then_old_ones_are_deleted(tmp_path
     assert saver.finished() == []
 
 
-@pytest.mark.parametrize("make", [InTheLoop, BackgroundSaver])
+@pytest.mark.parametrize("make", [Saver, in_background])
 def test_failing_to_delete_an_old_checkpoint_is_an_error_and_keeps_the_new_one(
     tmp_path, monkeypatch, make
 ):
@@ -133,7 +131,7 @@ def test_failing_to_delete_an_old_checkpoint_is_an_error_and_keeps_the_new_one(
     def refused(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(f"{make.__module__}.prune", refused)
+    monkeypatch.setattr(savers, "prune", refused)
 
     def save_and_wait():
         save(saver, run)
@@ -145,7 +143,7 @@ def test_failing_to_delete_an_old_checkpoint_is_an_error_and_keeps_the_new_one(
 
 
 def test_a_second_save_waits_for_the_first(tmp_path, gate):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(gate)
+    run, saver, progress = build(tmp_path / "run"), in_background(), GateOpener(gate)
     train(run, 1)
     save(saver, run)
     train(run, 1)
@@ -158,9 +156,9 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate):
 
 
 def test_a_best_step_not_on_disk_yet_does_not_delete_the_previous_best(tmp_path, gate):
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
+    run, saver = build(tmp_path / "run"), in_background()
     for run.step in (1, 2):
-        read_write.save(run)
+        savers.save(run)
     run.step, run.best_step = 3, 1
     save(saver, run, keep=1)
     run.best_step = 4
@@ -188,8 +186,8 @@ def save_again(run, saver):
 def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoints(
     tmp_path, monkeypatch, detect
 ):
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
-    path = read_write.save(run)
+    run, saver = build(tmp_path / "run"), in_background()
+    path = savers.save(run)
     train(run, 1)
     monkeypatch.setattr(tensors, "write", full)
     save(saver, run, keep=1)
@@ -205,8 +203,8 @@ def test_a_failure_in_the_thread_is_raised_in_the_loop_and_keeps_older_checkpoin
 
 
 def test_a_missing_run_directory_is_the_same_error(tmp_path, gate):
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
-    path = read_write.save(run)
+    run, saver = build(tmp_path / "run"), in_background()
+    path = savers.save(run)
     train(run, 1)
     save(saver, run)
     (temporary,) = path.parent.glob("*.tmp-*")
@@ -218,7 +216,7 @@ def test_a_missing_run_directory_is_the_same_error(tmp_path, gate):
 
 
 def test_a_state_that_cannot_be_saved_is_refused_in_the_loop(tmp_path):
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
+    run, saver = build(tmp_path / "run"), in_background()
     train(run, 1)
     run.optimizers[1].state[run.core.embedding.weight]["history"] = [1, 2]
     with pytest.raises(CheckpointError, match="history"):
@@ -227,7 +225,7 @@ def test_a_state_that_cannot_be_saved_is_refused_in_the_loop(tmp_path):
 
 
 def test_a_run_that_fails_waits_for_the_checkpoint(tmp_path, gate):
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
+    run, saver = build(tmp_path / "run"), in_background()
     save(saver, run)
     gate.set()
     saver.close()
@@ -238,7 +236,7 @@ def test_a_run_that_fails_waits_for_the_checkpoint(tmp_path, gate):
 
 def test_a_second_ctrl_c_does_not_wait_for_the_checkpoint(tmp_path, gate):
     run = build(tmp_path / "run")
-    run.saver = BackgroundSaver()
+    run.saver = in_background()
     log = SimpleNamespace(progress=SILENT)
 
     def quit_during_a_save():
@@ -255,7 +253,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_checkpoint(tmp_path, gate):
 
 
 def test_a_failed_save_is_reported_when_another_error_ends_the_run(tmp_path, gate, monkeypatch):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(gate)
+    run, saver, progress = build(tmp_path / "run"), in_background(), GateOpener(gate)
     monkeypatch.setattr(tensors, "write", full)
     save(saver, run)
     gate.set()
@@ -265,7 +263,7 @@ def test_a_failed_save_is_reported_when_another_error_ends_the_run(tmp_path, gat
 
 
 def test_every_copy_uses_the_same_memory(tmp_path):
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
+    run, saver = build(tmp_path / "run"), in_background()
     train(run, 1)
     blocks = set()
     for _ in range(3):
@@ -292,7 +290,7 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     build_run, tiny_config, monkeypatch, changes, rank
 ):
     """Of two processes with the same weights, each copies only the part that it will write."""
-    run, saver = build_run(tiny_config(**changes)), BackgroundSaver()
+    run, saver = build_run(tiny_config(**changes)), in_background()
     alone, mesh = run.mesh, run.mesh if rank is None else replace(run.mesh, rank=rank, world_size=2)
     run.mesh = mesh
     reserved = saver.reserve(run)
@@ -302,7 +300,7 @@ def test_the_reserved_bytes_equal_those_of_a_save(
     train_step(run, next(run.feed))
     run.mesh = mesh
     snapshot = take(run, {})
-    assert saver_module.bytes_of(snapshot.all_tensors) == reserved
+    assert host_copy.bytes_of(snapshot.all_tensors) == reserved
     block = saver._copy._block.data_ptr()
     saver._copy.of(snapshot, run.mesh.device)
     assert saver._copy._block.data_ptr() == block
@@ -312,18 +310,16 @@ def test_the_reserved_bytes_equal_those_of_a_save(
 def test_nothing_is_reserved_without_known_sizes_or_memory(
     tmp_path, build_run, tiny_config, monkeypatch
 ):
-    assert BackgroundSaver().reserve(build(tmp_path / "run")) == 0, (
-        "nothing says what SGD will keep"
-    )
+    assert in_background().reserve(build(tmp_path / "run")) == 0, "nothing says what SGD will keep"
     run = build_run(tiny_config())
-    assert InTheLoop().reserve(run) == 0
-    monkeypatch.setattr(saver_module, "free_bytes", lambda machine: 1000)
-    assert BackgroundSaver().reserve(run) == 0
+    assert Saver().reserve(run) == 0
+    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
+    assert in_background().reserve(run) == 0
 
 
 def test_a_growing_state_gets_more_memory(tmp_path):
     """Before the first step an optimizer has no moments."""
-    run, saver = build(tmp_path / "run"), BackgroundSaver()
+    run, saver = build(tmp_path / "run"), in_background()
     save(saver, run)
     train(run, 2)
     save(saver, run)
@@ -335,8 +331,8 @@ def test_a_growing_state_gets_more_memory(tmp_path):
 
 
 def test_without_memory_for_a_copy_the_loop_writes_the_state(tmp_path, monkeypatch):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(threading.Event())
-    monkeypatch.setattr(saver_module, "free_bytes", lambda machine: 1000)
+    run, saver, progress = build(tmp_path / "run"), in_background(), GateOpener(threading.Event())
+    monkeypatch.setattr(host_copy, "free_bytes", lambda machine: 1000)
     train(run, 1)
     wanted = saved_in_the_loop(run, tmp_path / "wanted")
     saver.save(run, environment=ENVIRONMENT, keep=9, progress=progress)
@@ -349,7 +345,7 @@ def test_without_memory_for_a_copy_the_loop_writes_the_state(tmp_path, monkeypat
 
 
 def test_checkpoints_of_an_abandoned_branch_are_set_aside_and_reported(tmp_path, gate):
-    run, saver, progress = build(tmp_path / "run"), BackgroundSaver(), GateOpener(gate)
+    run, saver, progress = build(tmp_path / "run"), in_background(), GateOpener(gate)
     run.step = 7
     gate.set()
     save(saver, run)
@@ -374,7 +370,7 @@ def test_every_dtype_and_shape_is_copied(tmp_path):
         "single": torch.tensor(3.5),
     }
     paths = []
-    for name, saver in {"loop": InTheLoop(), "beside": BackgroundSaver()}.items():
+    for name, saver in {"loop": Saver(), "beside": in_background()}.items():
         run = build(tmp_path / name)
         for key, tensor in odd.items():
             run.core.register_buffer(key, tensor)
@@ -388,3 +384,21 @@ def test_every_dtype_and_shape_is_copied(tmp_path):
         0,
         3,
     ]
+
+
+@pytest.mark.parametrize("make", [Saver, in_background])
+def test_an_error_while_merging_leaves_no_partial_checkpoint(tmp_path, monkeypatch, make):
+    run, saver = build(tmp_path / "run"), make()
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    def save_and_wait():
+        save(saver, run)
+        saver.wait()
+
+    monkeypatch.setattr(savers, "complete", fail)
+    with pytest.raises(ZeroDivisionError):
+        save_and_wait()
+    assert list((run.folder / "checkpoints").iterdir()) == []
+    assert saver.newest_step is None
