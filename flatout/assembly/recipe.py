@@ -343,11 +343,6 @@ class Speedup:
         return self.why_not(machine, config)
 
 
-def baseline() -> Recipe:
-    """Return the unoptimised recipe: every slot plain, no transforms."""
-    return Recipe()
-
-
 def without_softcap(_machine: Machine, config: RunConfig) -> str | None:
     """Return why kernels for attention cannot compute this model, or None."""
     if config.model.own().get("attention_softcap") is None:

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from flatout.assembly.memory import memory_bytes
 from flatout.assembly.parts import Decision, Readback, zero_in_place
 from flatout.assembly.recipe import Recipe
-from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.resolve import known_peak, ops_of
+from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.load.leaving_out import LeavingOut
@@ -236,7 +237,7 @@ def build(
     `peak` finds the peak rate of the device. Without `draws` the weights are arbitrary, because a
     checkpoint replaces them.
     """
-    recipe = assemble(decisions)
+    recipe = recipe_of(config)
     recipe.allocator()
     _seed(config.train.seed)
     set_deterministic(config.train.deterministic)

@@ -12,13 +12,14 @@ from flatout.assembly.memory import (
     Workload,
     capacity_of,
     estimate,
+    memory_bytes,
     recompute_blocks,
     rows_advice,
     smaller_batch,
 )
-from flatout.assembly.parts import USED_MEMORY
+from flatout.assembly.parts import USED_MEMORY, divisors
 from flatout.assembly.prediction import MemoryEstimate
-from flatout.assembly.resolve import memory_bytes, workload_of
+from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
 from flatout.errors import OutOfMemory, RunFailed
 from flatout.progress import counted, readable_memory
@@ -96,7 +97,7 @@ def not_deterministic(run: Run, message: str) -> RunFailed:
 
 def out_of_memory(run: Run) -> OutOfMemory:
     """Return the error for a run out of memory: what needs how much, and what needs less."""
-    workload = workload_of(run.config, run.recipe)
+    workload = workload_of(run.config)
     rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
     free = available_bytes(run)
     device = "GPU" if run.mesh.device.type == "cuda" else "machine"
@@ -174,8 +175,7 @@ def _smaller(rows: int, accumulate: int) -> tuple[int, int] | None:
 
 def fewer_rows(rows: int, accumulate: int) -> int | None:
     """Return at most half the rows of a micro-batch, such that they divide the step; or None."""
-    share = rows * accumulate
-    return next((half for half in range(rows // 2, 0, -1) if share % half == 0), None)
+    return next(divisors(rows * accumulate, rows // 2), None)
 
 
 def _recomputed(workload: Workload, rows: int, accumulate: int) -> int:

@@ -17,7 +17,6 @@ from flatout.assembly.recipe import (
     Promise,
     Recipe,
     Speedup,
-    baseline,
     gpu_below,
     uses_gpu,
 )
@@ -63,15 +62,15 @@ def stored(recipe: Recipe) -> dict[str, object]:
 
 
 def test_baseline_fills_no_slot_and_has_no_transforms():
-    assert not baseline().filled_by
-    assert not baseline().transforms()
+    assert not Recipe().filled_by
+    assert not Recipe().transforms()
 
 
 @pytest.mark.parametrize(
-    "slot", [slot for slot, value in stored(baseline()).items() if isinstance(value, Lazy)]
+    "slot", [slot for slot, value in stored(Recipe()).items() if isinstance(value, Lazy)]
 )
 def test_every_lazy_part_of_the_baseline_exists(slot):
-    found = baseline()
+    found = Recipe()
     for name in slot.split("."):
         found = getattr(found, name)
     assert callable(found)
@@ -87,19 +86,19 @@ def test_every_slot_and_every_op_has_its_own_docstring():
 
 
 def test_a_speedup_replaces_its_slots_and_no_other():
-    recipe = baseline().with_speedup(speedup("a", "matmul", "ops.scan"))
-    plain = stored(baseline())
+    recipe = Recipe().with_speedup(speedup("a", "matmul", "ops.scan"))
+    plain = stored(Recipe())
     assert recipe.matmul == recipe.ops.scan == "a"
     assert {slot for slot, value in stored(recipe).items() if value != plain[slot]} == {
         "matmul",
         "ops.scan",
     }
-    assert baseline().matmul == "highest"
+    assert Recipe().matmul == "highest"
 
 
 def test_two_speedups_that_fill_one_slot_are_refused_by_name():
     with pytest.raises(ConfigError, match="'a' and 'b' both fill the slot 'matmul'"):
-        baseline().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
+        Recipe().with_speedup(speedup("a", "matmul")).with_speedup(speedup("b", "feed", "matmul"))
 
 
 def test_a_slot_that_does_not_exist_is_refused():
@@ -108,7 +107,7 @@ def test_a_slot_that_does_not_exist_is_refused():
 
 
 def test_transforms_have_one_order_however_they_were_added():
-    recipe = baseline()
+    recipe = Recipe()
     for slot in reversed(TRANSFORMS):
         recipe = recipe.with_speedup(speedup(slot, slot))
     assert recipe.transforms() == list(TRANSFORMS)

@@ -15,7 +15,7 @@ from flatout.assembly.memory import Workload, estimate, smaller_batch
 from flatout.assembly.prediction import GIB, gains_here
 from flatout.assembly.recipe import Speedup
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import adding, all_speedups, assemble
+from flatout.assembly.selection import adding, all_speedups
 from flatout.errors import FlatoutError
 from flatout.measure.plan.plan import Plan, resolve_for
 from flatout.ops import cross_entropy
@@ -145,8 +145,7 @@ def _with(plan: Plan, speedups: Sequence[Speedup], shards: int = 0) -> Workload 
                 "parallel.shard": shards or plan.config.parallel.shard,
             }
         )
-        config, decisions = resolve_for(plan.target, requested, plan.dataset, plan.cache)
-        return workload_of(config, assemble(decisions))
+        return workload_of(resolve_for(plan.target, requested, plan.dataset, plan.cache)[0])
     except FlatoutError:
         return None
 

@@ -16,12 +16,13 @@ from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
     TimePrediction,
-    gains_here,
+    past_run,
     predict_time,
     runs_here,
 )
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import known_peak, resolve, workload_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
@@ -96,30 +97,23 @@ def make_plan(
     runs = runs_here(target.machine, target.device, cache)
     with progress.task("Resolving the configuration"):
         config, decisions = resolve_for(target, requested, dataset, cache)
-    peak = peak_of(target, decisions)
+    peak = peak_of(target, recipe_of(config))
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     flops = model.flops_per_token(config.data.seq_len)
-    workload = workload_of(config, assemble(decisions))
+    this, workload = past_run(config, decisions, target.world_size), workload_of(config)
     notes = [note] if note else []
     with progress.task("Tracing the memory of a step"):
-        memory, problem = trace_memory(
-            config,
-            decisions,
-            workload,
-            runs=runs,
-            world_size=target.world_size,
-            context=psutil.Process().memory_info().rss,
-        )
+        context = psutil.Process().memory_info().rss
+        memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
     time = predict_time(
+        this,
         config,
-        decisions,
         flops_per_token=float(flops.causal_exact),
         peak=peak,
         runs=runs,
-        world_size=target.world_size,
         dataset=dataset,
         memory=memory,
     )
@@ -162,7 +156,7 @@ def resolve_for(
             machine=target.machine,
             dataset=dataset,
             world_size=target.world_size,
-            measured=gains_here(target.machine, target.device, cache),
+            cache=cache,
         )
 
     try:
@@ -173,11 +167,10 @@ def resolve_for(
         return resolved(requested.with_values({"batch.rows_per_device": 1}))
 
 
-def peak_of(target: Target, decisions: Sequence[Decision]) -> Peak | None:
+def peak_of(target: Target, recipe: Recipe) -> Peak | None:
     """Return the peak rate of the run's arithmetic on one device of the target."""
     if target.is_missing:
         return None
-    recipe = assemble(decisions)
     dtype: str = recipe.precision.name
     if dtype == "fp32" and recipe.matmul == "high" and target.device.startswith("cuda"):
         dtype = "tf32"

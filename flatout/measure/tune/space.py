@@ -334,7 +334,7 @@ def memory_obstacle(resolved: Resolved) -> Callable[[Setting], str | None]:
     @cache
     def obstacle(setting: Setting) -> str | None:
         try:
-            recipe = assemble(Decision(name, True, "") for name in setting.in_order())
+            recipe = assemble(setting.in_order())
         except ConfigError as error:
             return error.what
         workload = workload_of(config, recipe)
