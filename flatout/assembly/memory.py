@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from flatout.assembly.parts import USED_MEMORY, divisors
 from flatout.assembly.prediction import (
     CUDA_CONTEXT,
     CUDA_RESERVED,
@@ -39,6 +38,7 @@ from flatout.assembly.prediction import (
     PastRun,
     predict_memory,
 )
+from flatout.assembly.recipe import divisors
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.errors import FlatoutError, HardwareError
@@ -51,6 +51,8 @@ from flatout.parallel.mesh import Mesh
 from flatout.progress import readable_memory
 from flatout.registry import MACHINES, OPTIMIZERS
 
+USED_MEMORY = 0.8
+"""Share of the memory that a micro-batch may fill, by estimate."""
 PER_PARAMETER = 4
 """Assumed operations of the optimizer's step per trained tensor."""
 FIRST_STEP = 64
@@ -451,8 +453,8 @@ def require_fitting(
         return None
     limit = capacity.whole if impossible else capacity.free
     need = f"batch.rows_per_device={rows} needs about {readable_memory(memory.total)}"
-    batch = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * limit), rows - 1)
-    fix = f"Set {rows_advice(batch)}" if batch else ""
+    fewer = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * limit), rows - 1)
+    fix = f"Set {rows_advice(fewer, rows * accumulate)}" if fewer else ""
     if not fix and (impossible or memory.on_gpu):
         machine = smallest_machine(workload)
         larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
@@ -471,25 +473,22 @@ def require_fitting(
     return f"{need}, and {free} of this {capacity.name} are free: {risk}. {fix}".rstrip()
 
 
-def rows_advice(batch: tuple[int, int]) -> str:
-    """Return the settings of a micro-batch and its accumulation, as the end of a sentence."""
-    rows, accumulate = batch
+def rows_advice(rows: int, rows_per_rank: int) -> str:
+    """Return the settings for micro-batches of `rows`, as the end of a sentence."""
     return (
-        f"batch.rows_per_device={rows} batch.accumulate={accumulate}: "
+        f"batch.rows_per_device={rows} batch.accumulate={rows_per_rank // rows}: "
         "the tokens per step stay the same."
     )
 
 
 def smaller_batch(
     workload: Workload, rows_per_rank: int, available: int, at_most: int
-) -> tuple[int, int] | None:
-    """Return the most rows that fit and divide a rank's step, and how often they accumulate.
+) -> int | None:
+    """Return the most rows, up to `at_most`, that fit and divide a rank's step, or None.
 
-    Rows that divide the step keep its number of tokens. None if not even one row fits.
+    Rows that divide the step keep its number of tokens.
     """
-    fits = min(most_rows(workload, available), at_most)
-    found = next(divisors(rows_per_rank, fits), None)
-    return (found, rows_per_rank // found) if found else None
+    return next(divisors(rows_per_rank, min(most_rows(workload, available), at_most)), None)
 
 
 def most_rows(workload: Workload, available: int) -> int:

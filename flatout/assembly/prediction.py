@@ -21,8 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.parts import Decision, Gain
-from flatout.assembly.selection import speedup_named
+from flatout.assembly.selection import Decision, Gain, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.files import write_text

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from flatout.assembly.parts import divisors
+from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import parse_request
 from flatout.config.schema import RunConfig
 from flatout.config.sections import MIRROR_OFF, CheckpointConfig, LogConfig
@@ -195,20 +195,12 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     batch, seq_len = config.batch, config.data.seq_len
     tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
     row_tokens = seq_len * world_size
-    if tokens is None and rows != "auto":
-        tokens = rows * (accumulate or 1) * row_tokens
+    unit = row_tokens * (1 if rows == "auto" else rows) * (accumulate or 1)
     if tokens is None:
-        tokens = max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) * row_tokens * (accumulate or 1)
-    per_micro_batch = (
-        row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
-    )
+        tokens = unit * (max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) if rows == "auto" else 1)
     all_stated = accumulate and rows != "auto"
-    if tokens % per_micro_batch or (all_stated and tokens != per_micro_batch):
-        nearest = (
-            per_micro_batch
-            if all_stated
-            else max(round(tokens / per_micro_batch), 1) * per_micro_batch
-        )
+    if tokens % unit or (all_stated and tokens != unit):
+        nearest = unit * (1 if all_stated else max(round(tokens / unit), 1))
         parts = f"data.seq_len={seq_len}" + (f" x {world_size} processes" if world_size > 1 else "")
         parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
         parts += f" x batch.accumulate={accumulate}" if accumulate else ""
@@ -217,7 +209,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
             fix=f"Set batch.tokens_per_step={nearest}.",
         )
     if rows == "auto" and accumulate is not None:
-        rows = tokens // (row_tokens * accumulate)
+        rows = tokens // unit
     values: dict[str, Any] = {"batch.tokens_per_step": tokens, "batch.rows_per_device": rows}
     if rows != "auto":
         values["batch.accumulate"] = tokens // (row_tokens * rows)

@@ -9,12 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from flatout.architectures.source import find_model, is_foreign
-from flatout.assembly.memory import Workload, estimate, memory_bytes, most_rows
-from flatout.assembly.parts import USED_MEMORY, Decision, MicroBatchPlan
+from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import check_names, resolve_batch
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.selection import assemble, recipe_of, select
+from flatout.assembly.recipe import MicroBatchPlan, Recipe
+from flatout.assembly.selection import Decision, assemble, recipe_of, select
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
@@ -244,7 +243,7 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
         or config.parallel.replicate not in ("auto", 1),
         optim=config.optim,
         lora=config.lora,
-        newton_schulz=recipe.ops.newton_schulz,
+        newton_schulz=recipe.newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
         on_gpu=config.train.device.startswith("cuda"),
     )
@@ -252,7 +251,7 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
 
 def ops_of(recipe: Recipe) -> Ops:
     """Return the ops that a model is built with."""
-    return Ops(**{field.name: getattr(recipe.ops, field.name) for field in fields(Ops)})
+    return Ops(**{field.name: getattr(recipe, field.name) for field in fields(Ops)})
 
 
 def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from flatout.assembly.memory import memory_bytes
-from flatout.assembly.parts import Decision, Readback, zero_in_place
-from flatout.assembly.recipe import Recipe
+from flatout.assembly.recipe import Readback, Recipe, zero_in_place
 from flatout.assembly.resolve import known_peak, ops_of
-from flatout.assembly.selection import recipe_of
+from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.load.leaving_out import LeavingOut
@@ -201,13 +200,7 @@ class Run:
     @property
     def arithmetic(self) -> str:
         """Arithmetic of the matrix products: fp32, tf32, bf16 or fp16."""
-        if self.recipe.precision.name != "fp32":
-            return self.recipe.precision.name
-        return (
-            "tf32"
-            if torch.get_float32_matmul_precision() == "high" and self.mesh.device.type == "cuda"
-            else "fp32"
-        )
+        return self.recipe.arithmetic(self.mesh.device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for calling the model."""
@@ -243,7 +236,7 @@ def build(
     set_deterministic(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.matmul)
     core, model = _model(config, recipe, machine, mesh, draws=draws)
-    parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
+    parts = OptimizerParts(recipe.optimizer, recipe.newton_schulz)
     optimizers = optimizers_of(config, core, parts)
     reader = recipe.reader(dataset.tokenizer)
     feed = make_feed(config, recipe, mesh, dataset, reader, left_out or {})

@@ -10,12 +10,62 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.assembly.parts import Decision, Gain, Precision
-from flatout.assembly.recipe import Off, On, Recipe, Speedup, both_fill
+from flatout.assembly.recipe import Off, On, Precision, Recipe, Speedup, both_fill
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine
+from flatout.json_io import Stored
 from flatout.registry import SPEEDUPS, unknown_name
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a speedup is on, and why."""
+
+    name: str
+    on: bool
+    reason: str
+
+
+class Gain(Stored):
+    """What a speedup gained in the last ladder that measured it."""
+
+    gain: float
+    """How many times faster training is with it."""
+    low: float | None
+    """Lower end of its 94% interval; null: too few repeats to tell."""
+    high: float | None
+    """Upper end."""
+    where: str
+    """What it was added to or left out of."""
+    recipe: str
+    """Recipe of that ladder."""
+    date: str
+    """When the ladder started."""
+    commit: str | None
+    """Commit of flatout; null outside a checkout."""
+    torch: str
+    """Version of torch."""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the whole interval lies below 1."""
+        return self.high is not None and self.high < 1
+
+    def describe(self) -> str:
+        """Return one line for a person."""
+        spread = (
+            "too few repeats to be sure"
+            if self.low is None or self.high is None
+            else f"{self.low:.2f} to {self.high:.2f}"
+        )
+        at = f", commit {self.commit}" if self.commit else ""
+        return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import On, Promise, Speedup, first_of, lazy, needs_cpu
+from flatout.assembly.recipe import On, Precision, Promise, Speedup, first_of, lazy, needs_cpu
 
 SPEEDUP = Speedup(
     name="bf16-products",

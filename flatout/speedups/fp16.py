@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Precision, Promise, Speedup
 
 SPEEDUP = Speedup(
     name="fp16",

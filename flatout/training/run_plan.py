@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from flatout.assembly.parts import Decision
 from flatout.assembly.preflight import for_world_size, open_dataset
 from flatout.assembly.resolve import ops_of, resolve, with_evaluations_in_steps
-from flatout.assembly.selection import recipe_of, stored_decisions
+from flatout.assembly.selection import Decision, recipe_of, stored_decisions
 from flatout.config.schema import RunConfig, flat
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell

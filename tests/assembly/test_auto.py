@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.assembly.parts import Gain
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 from flatout.assembly.selection import (
+    Gain,
     all_speedups,
     assemble,
     decide,

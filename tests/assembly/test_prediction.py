@@ -9,7 +9,6 @@ import pytest
 
 from flatout.assembly import prediction
 from flatout.assembly.memory import estimate
-from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.prediction import (
     CPU_OVERHEAD,
     FORMAT_VERSION,
@@ -30,6 +29,7 @@ from flatout.assembly.prediction import (
     tokens_to_score,
 )
 from flatout.assembly.resolve import workload_of
+from flatout.assembly.selection import Decision, Gain
 from flatout.hardware import Gpu, Machine
 from flatout.roof import Peak
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flatout.assembly import resolve as resolving
-from flatout.assembly.parts import Gain
 from flatout.assembly.prediction import hardware_name, keep
 from flatout.assembly.resolve import resolve
+from flatout.assembly.selection import Gain
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, Stopped

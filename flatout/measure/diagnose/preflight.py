@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.assembly.memory import Workload, estimate, memory_bytes, most_rows
-from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import GIB
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
+from flatout.assembly.selection import Decision
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset

@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 
 from flatout.assembly.memory import Capacity, Workload, capacity_of, trace_memory
-from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
@@ -20,9 +19,8 @@ from flatout.assembly.prediction import (
     predict_time,
     runs_here,
 )
-from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import known_peak, resolve, workload_of
-from flatout.assembly.selection import recipe_of
+from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
@@ -97,7 +95,8 @@ def make_plan(
     runs = runs_here(target.machine, target.device, cache)
     with progress.task("Resolving the configuration"):
         config, decisions = resolve_for(target, requested, dataset, cache)
-    peak = peak_of(target, recipe_of(config))
+    dtype = recipe_of(config).arithmetic(target.device)
+    peak = None if target.is_missing else known_peak(target.machine, target.device, dtype)
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     flops = model.flops_per_token(config.data.seq_len)
@@ -165,16 +164,6 @@ def resolve_for(
         if requested.batch.rows_per_device != "auto":
             raise
         return resolved(requested.with_values({"batch.rows_per_device": 1}))
-
-
-def peak_of(target: Target, recipe: Recipe) -> Peak | None:
-    """Return the peak rate of the run's arithmetic on one device of the target."""
-    if target.is_missing:
-        return None
-    dtype: str = recipe.precision.name
-    if dtype == "fp32" and recipe.matmul == "high" and target.device.startswith("cuda"):
-        dtype = "tf32"
-    return known_peak(target.machine, target.device, dtype)
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Promise, Speedup
-from flatout.assembly.selection import all_speedups, parse_request
+from flatout.assembly.selection import Decision, all_speedups, parse_request
 from flatout.config.schema import RunConfig
 from flatout.registry import SPEEDUPS
 

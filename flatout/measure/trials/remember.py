@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.prediction import hardware_name, keep, past_run, speedups_on
+from flatout.assembly.selection import Decision, Gain
 from flatout.hardware import Machine
 from flatout.measure.trials.resolving import Resolved
 from flatout.measure.trials.results import Report, Row

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from flatout import errors
-from flatout.assembly.parts import Decision
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import adding, parse_request, speedup_named
+from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, RunFailed, UsageError

@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from flatout.assembly.parts import Gain
-from flatout.assembly.selection import assemble
+from flatout.assembly.selection import Gain, assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.files import write_text

@@ -12,11 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from flatout.assembly.memory import estimate
-from flatout.assembly.parts import USED_MEMORY, Decision
+from flatout.assembly.memory import USED_MEMORY, estimate
 from flatout.assembly.prediction import GIB
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import all_speedups, assemble, parse_request, speedup_named
+from flatout.assembly.selection import (
+    Decision,
+    all_speedups,
+    assemble,
+    parse_request,
+    speedup_named,
+)
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.measure.trials.ladder import reason_to_leave

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import past_run, predict_time, read, runs_here
+from flatout.assembly.selection import Decision
 from flatout.hardware import Gpu, Machine
 from flatout.measure.trials.remember import gains, remember, remember_rate
 
