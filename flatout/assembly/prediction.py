@@ -460,7 +460,7 @@ def predict_time(
     mfu, steps = rate / whole if rate and whole else None, config.train.steps
     if rate is None or steps is None:
         return TimePrediction(rate, None, mfu, source, None)
-    score_s = (tokens_to_score(config, dataset, first_step) or 0) / (EVALUATION_COST * rate)
+    score_s = tokens_to_score(config, dataset, first_step) / (EVALUATION_COST * rate)
     beside = [  # another run with as many rows finds in torch's cache what this one compiled
         run.beside_s - (run.cached_s if run.rows_per_device == this.rows_per_device else 0.0)
         for run in same
@@ -489,18 +489,14 @@ def assumed_rate(config: RunConfig, whole: float, operations: int) -> tuple[floa
     return ASSUMED_MFU * whole, computing
 
 
-def tokens_to_score(
-    config: RunConfig, dataset: AnyDataset | None, first_step: int = 0
-) -> int | None:
-    """Return the validation tokens that a run scores from `first_step` on; None without a dataset.
+def tokens_to_score(config: RunConfig, dataset: AnyDataset | None, first_step: int = 0) -> int:
+    """Return the validation tokens that a run scores from `first_step` on; 0 without a dataset.
 
     The last evaluation is on the whole split. If those during the run are on a part of it, that
     part is scored at the end, too.
     """
-    if dataset is None:
-        return None
-    train = config.train
-    whole = sum(member.dataset.split("val").num_tokens for member in members_of(dataset))
+    train, members = config.train, members_of(dataset) if dataset else ()
+    whole = sum(member.dataset.split("val").num_tokens for member in members)
     if not train.eval_every:
         return whole
     last = (train.steps or 0) - 1

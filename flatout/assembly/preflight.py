@@ -89,27 +89,23 @@ def check_mirror(config: CheckpointConfig) -> None:
     url = config.mirror
     if url is None or url == MIRROR_OFF:
         return
+    why_not = None
+    fix = "Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory."
     if not is_url(url):
-        raise ConfigError(
-            f"checkpoint.mirror={url} is not a URL.",
-            fix="Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory.",
+        why_not = "is not a URL"
+    elif without_secrets(url) != url:
+        why_not = "must not contain a user, a password or a query"
+        fix = (
+            "Give credentials as the store expects them: environment variables, a profile or a "
+            "login."
         )
-    if without_secrets(url) != url:
-        raise ConfigError(
-            f"checkpoint.mirror={url} must not contain a user, a password or a query.",
-            fix="Give credentials as the store expects them: environment variables, a profile or a "
-            "login.",
-        )
-    if protocol_of(url) == "memory":
-        raise ConfigError(
-            f"checkpoint.mirror={url} is in the memory of this process, and is lost with it.",
-            fix="Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory.",
-        )
-    if is_local(url) and not url.partition("://")[2].startswith("/"):
-        raise ConfigError(
-            f"checkpoint.mirror={url} depends on the current directory.",
-            fix="Write three slashes and the whole path: checkpoint.mirror=file:///PATH.",
-        )
+    elif protocol_of(url) == "memory":
+        why_not = "is in the memory of this process, and is lost with it"
+    elif is_local(url) and not url.partition("://")[2].startswith("/"):
+        why_not = "depends on the current directory"
+        fix = "Write three slashes and the whole path: checkpoint.mirror=file:///PATH."
+    if why_not:
+        raise ConfigError(f"checkpoint.mirror={url} {why_not}.", fix=fix)
     RemoteFolder(url)
     if config.compress and find_spec("zstandard") is None:
         raise MissingPackage(
@@ -161,30 +157,36 @@ def check_sampling(
 
     Raises: ConfigError that names the invalid setting.
     """
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(
+    problems = (
+        (
+            not 0 <= temperature < math.inf,
             f"--temperature {temperature} must be 0 or more.",
-            fix="Use 0 (always the most likely token) to about 1.5.",
-        )
-    if top_k is not None and top_k < 1:
-        raise ConfigError(
-            f"--top-k {top_k} leaves no token to sample.", fix="Use 1 or more, or leave it out."
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(
+            "Use 0 (always the most likely token) to about 1.5.",
+        ),
+        (
+            top_k is not None and top_k < 1,
+            f"--top-k {top_k} leaves no token to sample.",
+            "Use 1 or more, or leave it out.",
+        ),
+        (
+            top_p is not None and not 0 < top_p <= 1,
             f"--top-p {top_p} must be greater than 0 and at most 1.",
-            fix="Leave it out to sample from all tokens; 0.9 is a usual value.",
-        )
-    if max_tokens < 1:
-        raise ConfigError(
+            "Leave it out to sample from all tokens; 0.9 is a usual value.",
+        ),
+        (
+            max_tokens < 1,
             f"--max-tokens {max_tokens} must be 1 or more.",
-            fix="Leave it out for the default, 256.",
-        )
-    if not all(stop):
-        raise ConfigError(
+            "Leave it out for the default, 256.",
+        ),
+        (
+            not all(stop),
             "--stop must not be empty.",
-            fix="Give the text that ends a sample, or leave it out.",
-        )
+            "Give the text that ends a sample, or leave it out.",
+        ),
+    )
+    for is_wrong, what, fix in problems:
+        if is_wrong:
+            raise ConfigError(what, fix=fix)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:

@@ -56,8 +56,7 @@ class Precision:
         """Return the torch dtype of the products, or None."""
         import torch
 
-        found: torch.dtype | None = getattr(torch, self.autocast) if self.autocast else None
-        return found
+        return getattr(torch, self.autocast) if self.autocast else None
 
     def context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context for calling a model on `cpu` or `cuda`."""
@@ -402,7 +401,7 @@ class Speedup:
     """One line on what it saves."""
     promise: Promise
     """How far it may change the losses."""
-    fills: Mapping[str, object] = field(default_factory=dict)
+    fills: Mapping[str, Any] = field(default_factory=dict)
     """Maps each slot that it fills to its value."""
     needs: tuple[str, ...] = ()
     """Speedups without which it does not work."""

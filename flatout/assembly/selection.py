@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.assembly.recipe import Off, On, Precision, Recipe, Speedup, both_fill
+from flatout.assembly.recipe import Off, On, Recipe, Speedup, both_fill
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine
@@ -314,7 +314,7 @@ def _missing_need(
     leave_out = f"eave {name} out: {_without(name, config)}."
     if need.reason_against(machine, config):
         fix = f"L{leave_out}"
-    elif isinstance(precision, Precision) and stated not in ("auto", precision.name):
+    elif precision and stated not in ("auto", precision.name):
         fix = f"Set train.precision={precision.name}, or l{leave_out}"
     elif rival:
         reason = f"{rival}, which was named, takes its place"
@@ -359,8 +359,8 @@ def providers() -> dict[str, str]:
 
     If several can run, that one is preferred.
     """
-    found = {speedup.name: speedup.fills.get("precision") for speedup in reversed(all_speedups())}
-    return {name: one.name for name, one in found.items() if isinstance(one, Precision)}
+    found = [speedup for speedup in reversed(all_speedups()) if "precision" in speedup.fills]
+    return {speedup.name: speedup.fills["precision"].name for speedup in found}
 
 
 def _with_precision(

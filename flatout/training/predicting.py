@@ -110,7 +110,7 @@ def record(
         return
     on_cpu = run.mesh.device.type == "cpu"
     others = known.began.others_until(_cpu_times())
-    scored = tokens_to_score(run.config, run.dataset) or 0
+    scored = tokens_to_score(run.config, run.dataset)
     done = past_run(
         run.config,
         run.decisions,

@@ -18,12 +18,14 @@ from flatout import errors
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
+from flatout.assembly.run import Run, build
 from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import Stored
+from flatout.parallel.mesh import make_mesh
 from flatout.registry import SPEEDUPS
 
 PROGRAM = "from flatout.measure.trials.resolving import main; main()"
@@ -42,6 +44,17 @@ class Resolved:
     def speedups(self) -> list[str]:
         """The speedups that are on."""
         return [decision.name for decision in self.decisions if decision.on]
+
+    def build(self, config: RunConfig, folder: Path) -> Run:
+        """Return the run of this recipe with the settings of `config`."""
+        return build(
+            config,
+            machine=self.machine,
+            mesh=make_mesh(config.parallel, config.train.device),
+            dataset=self.dataset,
+            folder=folder,
+            decisions=self.decisions,
+        )
 
 
 class Choice(Stored):
