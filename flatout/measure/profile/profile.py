@@ -20,7 +20,7 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 
-from flatout.assembly.run import Run, build
+from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, RunFailed
 from flatout.files import CheckedFile, write_text, writing_run
@@ -36,7 +36,6 @@ from flatout.measure.trials.resolving import resolve_here
 from flatout.measure.trials.results import claim
 from flatout.measure.trials.rounds import require_one_process
 from flatout.measure.trials.workload import QUIET
-from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.progress import SILENT, Progress
 from flatout.roof import peak_bandwidth, peak_tflops
@@ -109,14 +108,7 @@ def run_profile(
         stack.enter_context(writing_run(out))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out, prefix=".steps-")))
         with progress.task("Building the model"):
-            run = build(
-                config,
-                machine=resolved.machine,
-                mesh=make_mesh(config.parallel, config.train.device),
-                dataset=resolved.dataset,
-                folder=scratch,
-                decisions=resolved.decisions,
-            )
+            run = resolved.build(config, scratch)
         stack.enter_context(closing(run.feed))
         raw = scratch / "raw.json"
         with explained(run):
