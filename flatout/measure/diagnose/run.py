@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.assembly.run import Run
-from flatout.errors import FlatoutError, kind_of
+from flatout.measure.child import Answer
 from flatout.measure.diagnose.failure import failure_of, hanging
 from flatout.measure.diagnose.preflight import Prepared, prepare
-from flatout.measure.diagnose.process import Refusal
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.diagnose.windows import RunWindows, evidence_of
 from flatout.measure.steps.evidence import Evidence
 from flatout.measure.steps.machine import gpu_facts
-from flatout.measure.trials.trial import end_with
 from flatout.measure.trials.workload import QUIET
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
@@ -29,50 +26,29 @@ from flatout.training.warmup import warm_up
 
 LONG_RUN_STEPS = 10_000_000
 """The measured run is extended to this length, so that it cannot end before its windows do."""
-Emit = Callable[[Evidence], object]
 
 
-def main() -> None:
-    """Read a spec from standard input, and print evidence: one line before the steps, one after.
+def collect(request: str, answer: Answer) -> None:
+    """Answer with what is known before the first step, and then with what the steps show.
 
-    All other output goes to standard error.
+    A failure is evidence too: whatever happens, there is a last answer that says so. A run that
+    hangs ends the process.
     """
-    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-
-    def emit(evidence: Evidence) -> None:
-        results.write(evidence.model_dump_json() + "\n")
-        results.flush()
-
-    try:
-        collect(MeasureSpec.model_validate_json(sys.stdin.read()), emit)
-    except FlatoutError as error:
-        refused = Refusal(refused=kind_of(error), what=error.what, fix=error.fix)
-        results.write(refused.model_dump_json() + "\n")
-        results.flush()
-
-
-def collect(spec: MeasureSpec, emit: Emit) -> None:
-    """Emit what is known before the first step, and then the same with what the steps show.
-
-    A failure is evidence too: whatever happens, there is a last line that says so. A run that hangs
-    ends the process.
-    """
+    spec = MeasureSpec.model_validate_json(request)
     prepared = prepare(spec)
-    emit(prepared.evidence)
+    answer(prepared.evidence)
     if prepared.resolved is None:
         return
     done = threading.Event()
     watchdog = threading.Thread(
-        target=_report_hang, args=(spec, prepared, emit, done, threading.get_ident()), daemon=True
+        target=_report_hang, args=(spec, prepared, answer, done, threading.get_ident()), daemon=True
     )
     watchdog.start()
     try:
         found = measured(spec, prepared)
     finally:
         done.set()
-    emit(found)
+    answer(found)
 
 
 def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer] = ()) -> Evidence:
@@ -129,7 +105,7 @@ def keep_figures(run: Run, kept: list[tuple[int, dict[str, float]]]) -> None:
 
 
 def _report_hang(
-    spec: MeasureSpec, prepared: Prepared, emit: Emit, done: threading.Event, thread: int
+    spec: MeasureSpec, prepared: Prepared, answer: Answer, done: threading.Event, thread: int
 ) -> None:
     """End the process with evidence of a hang, if the run is not done in time."""
     start_s = time.monotonic()
@@ -141,5 +117,5 @@ def _report_hang(
             "failure": hanging(thread, time.monotonic() - start_s),
         }
     )
-    emit(found)
+    answer(found)
     os._exit(0)

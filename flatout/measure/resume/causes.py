@@ -40,29 +40,25 @@ RANDOM = (
 )
 
 
-def causes_of(comparison: Comparison, config: RunConfig, device: str) -> list[str]:
-    """Return the usual causes of a difference, the most likely one first, each with its fix."""
-    if comparison.is_equal:
-        return []
+def causes_of(comparison: Comparison, config: RunConfig) -> list[str]:
+    """Return the usual causes of a difference, the most likely one first, each with its fix.
+
+    The last one names the code of the user's own, if there is any.
+    """
     names = {difference.name for difference in comparison.at_end.different_values}
-    is_deterministic = config.train.deterministic or device.startswith("cpu")
-    found = [] if is_deterministic else [KERNELS]
+    found = [] if is_deterministic(config) else [KERNELS]
     first = comparison.first_step or 0
     if not comparison.at_stop.are_equal or first <= comparison.stop:
-        return [*found, UNSEEDED, UNORDERED]  # the runs differ before the stop
-    if names & {"values.feed.position", "values.tokens"}:
-        found.append(DATA)
-    if any(".rng_" in name for name in names):
-        found.append(RANDOM)
-    found += [HIDDEN_STATE, OWN_GENERATOR]
-    if config.optim.kind.count(":"):
-        found.append(OPTIMIZER)
-    return found if DATA in found else [*found, DATA]
+        found += [UNSEEDED, UNORDERED]  # the runs differ before the stop
+    else:
+        is_data = bool(names & {"values.feed.position", "values.tokens"})
+        found += [DATA] * is_data + [RANDOM] * any(".rng_" in name for name in names)
+        found += [HIDDEN_STATE, OWN_GENERATOR]
+        found += [OPTIMIZER] * config.optim.kind.count(":") + [DATA] * (not is_data)
+    references = ", ".join(sorted(config.references()))
+    return [*found, f"Code of your own in this recipe: {references}."] if references else found
 
 
-def own_code(config: RunConfig) -> str | None:
-    """Return the sentence that names the code of the user's own; None when there is none."""
-    references = sorted(config.references())
-    if not references:
-        return None
-    return f"Code of your own in this recipe: {', '.join(references)}."
+def is_deterministic(config: RunConfig) -> bool:
+    """Return whether every kernel of a resolved configuration sums in a fixed order."""
+    return config.train.deterministic or config.train.device.startswith("cpu")

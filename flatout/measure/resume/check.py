@@ -10,23 +10,27 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from flatout import errors
 from flatout.config.schema import RunConfig
 from flatout.config.sections import CheckpointConfig, LogConfig
-from flatout.errors import ConfigError, FlatoutError, RunFailed, Stopped
+from flatout.errors import (
+    ConfigError,
+    FlatoutError,
+    HardwareError,
+    RunFailed,
+    Stopped,
+)
 from flatout.hardware import probe, usable_cores
 from flatout.json_io import read_model, write_json
 from flatout.launch import launch, num_processes
-from flatout.measure.resume.causes import causes_of, own_code
+from flatout.measure.child import Told, end_group, python
+from flatout.measure.resume.causes import causes_of, is_deterministic
 from flatout.measure.resume.compare import Comparison, compare_runs
-from flatout.measure.resume.proof import ResumeProof, Sizes
-from flatout.measure.resume.worker import PROGRAM, Job, Outcome
+from flatout.measure.resume.proof import ResumeProof
+from flatout.measure.resume.worker import PROGRAM, Job
 from flatout.measure.trials.rounds import require_one_process
-from flatout.measure.trials.trial import end_group
 from flatout.parallel.rendezvous import own_environment
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
@@ -34,15 +38,9 @@ from flatout.training.run_dir import layout
 from flatout.trust import forget
 
 DEFAULT_STEPS = (5, 5)
-WHOLE, PARTS, AGAIN = "whole", "parts", "again"
-"""Run directories: without a stop, with one, and without one a second time."""
+WHOLE, PARTS = "whole", "parts"
+"""Run directories: without a stop, and with one."""
 MOST_SHOWN = 5
-NOISE_FACTOR = 10.0
-"""On a device that sums in no fixed order, how many times the difference of two runs without a stop
-a resumed run may differ: it is a multiple of a single sample of that noise.
-"""
-EXACT = ("values.step", "values.tokens", "values.feed.position", "ranks.")
-"""Prefixes of the values that no order of sums changes; `ranks.` are the random states."""
 
 
 def steps_of(text: str | None, config: RunConfig) -> tuple[int, int]:
@@ -94,9 +92,7 @@ def prove_resume(
 ) -> ResumeProof:
     """Train a recipe with and without a stop, and return what differs.
 
-    Cost: twice the N + M steps, three starts, and four checkpoints of disk; on a GPU without
-    train.deterministic, when there is a difference, another N + M steps to measure how much two
-    runs without a stop differ.
+    Cost: twice the N + M steps, three starts, and four checkpoints of disk.
     Raises: UsageError, RunFailed as training does.
     """
     require_one_process("verify --resume")
@@ -105,7 +101,7 @@ def prove_resume(
         try:
             return _prove_in(work, config, steps, progress)
         finally:
-            for folder in (WHOLE, PARTS, AGAIN):
+            for folder in (WHOLE, PARTS):
                 forget(work / folder)
 
 
@@ -114,7 +110,7 @@ def _prove_in(
 ) -> ResumeProof:
     """Train in the directory `work`, and compare."""
     stop, end = steps[0], sum(steps)
-    whole, parts, again = work / WHOLE, work / PARTS, work / AGAIN
+    whole, parts = work / WHOLE, work / PARTS
     asked = to_compare(config, stop=stop, end=end)
     reached = _train(asked, whole, end, f"Training to step {end} without a stop", progress)
     if reached < end:
@@ -131,12 +127,7 @@ def _prove_in(
     _train(chosen, parts, end, f"Resuming at step {stopped}, to step {end}", progress)
     with progress.task("Comparing every bit"):
         found = compare_runs(whole, parts, saved=stop, stop=stopped, end=reached)
-    noise = None
-    if not found.is_equal and not is_deterministic(chosen):
-        what = f"Training to step {end} again, to see how much two runs differ"
-        _train(chosen, again, end, what, progress)
-        noise = compare_runs(whole, again, saved=stop, stop=stopped, end=reached)
-    return proof_of(found, noise, chosen)
+    return proof_of(found, chosen)
 
 
 def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
@@ -151,31 +142,10 @@ def to_compare(config: RunConfig, *, stop: int, end: int) -> RunConfig:
     return config.model_copy(update={"checkpoint": saves, "log": LogConfig(every=1, to=())})
 
 
-def is_deterministic(config: RunConfig) -> bool:
-    """Return whether every kernel of a resolved configuration sums in a fixed order."""
-    return config.train.deterministic or config.train.device.startswith("cpu")
-
-
-def proof_of(found: Comparison, noise: Comparison | None, config: RunConfig) -> ResumeProof:
-    """Return the proof of a comparison.
-
-    `noise` compares two runs without a stop, for a device that sums in no fixed order: a difference
-    of that size is excluded, as long as everything that is not a sum is equal.
-    """
-    largest, measured = sizes_of(found), sizes_of(noise) if noise else None
-    excluded = None
-    if measured is not None and _is_noise(found, largest, measured):
-        excluded = (
-            "Excluded: the order in which kernels of this device sum (train.deterministic=false). "
-            f"Weights and optimizer state differ by up to {largest.tensors:.3g} and recorded "
-            f"figures by up to {largest.figures:.3g}; two runs without a stop differ by up to "
-            f"{measured.tensors:.3g} and {measured.figures:.3g}. Random states, the position in "
-            "the data and counters are equal."
-        )
+def proof_of(found: Comparison, config: RunConfig) -> ResumeProof:
+    """Return the proof of a comparison."""
     states = [found.at_stop, found.at_end]
     tensors = [tensor for one in states for tensor in one.different_tensors]
-    causes = [] if excluded else causes_of(found, config, config.train.device)
-    code = own_code(config)
     return ResumeProof(
         steps_before=found.stop,
         steps_after=found.at_end.step - found.stop,
@@ -189,10 +159,7 @@ def proof_of(found: Comparison, noise: Comparison | None, config: RunConfig) -> 
         first_step=found.first_step,
         first_tensor=tensors[0].name if tensors else None,
         differences=sentences(found),
-        largest=None if found.is_equal else largest,
-        noise=measured,
-        excluded=excluded,
-        causes=[*causes, code] if causes and code else causes,
+        causes=[] if found.is_equal else causes_of(found, config),
     )
 
 
@@ -213,26 +180,6 @@ def sentences(found: Comparison) -> list[str]:
     return lines
 
 
-def sizes_of(found: Comparison) -> Sizes:
-    """Return the largest differences of a comparison."""
-    tensors, figures = found.largest()
-    return Sizes(tensors=tensors, figures=figures)
-
-
-def _is_noise(found: Comparison, largest: Sizes, noise: Sizes) -> bool:
-    """Return whether only sums differ, and no more than between runs without a stop."""
-    sums_only = not any(
-        one.name.startswith(EXACT)
-        for states in (found.at_stop, found.at_end)
-        for one in states.different_values
-    )
-    return (
-        sums_only
-        and largest.tensors <= NOISE_FACTOR * noise.tensors
-        and largest.figures <= NOISE_FACTOR * noise.figures
-    )
-
-
 def _train(config: RunConfig, folder: Path, stop_after: int, what: str, progress: Progress) -> int:
     """Train or resume a run in a fresh process for each rank, until it stops after a step.
 
@@ -244,8 +191,7 @@ def _train(config: RunConfig, folder: Path, stop_after: int, what: str, progress
         config=config.to_dict(), folder=str(folder), stop_after=stop_after, outcome=str(outcome)
     )
     write_json(job, document.model_dump())
-    program = f"import sys; sys.path[:] = {sys.path!r}; {PROGRAM}"
-    command = [sys.executable, "-c", program, str(job)]
+    command = python(PROGRAM, str(job))
     count = 1
     if config.train.devices:
         count = num_processes(config.train.devices, config.train.device, probe())
@@ -254,7 +200,7 @@ def _train(config: RunConfig, folder: Path, stop_after: int, what: str, progress
     if code in (0, Stopped.exit_code):
         return max(catalog.steps(folder), default=0)
     if outcome.exists():
-        raise error_of(read_model(outcome, Outcome), folder.parent)
+        raise error_of(read_model(outcome, Told), folder.parent)
     died = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     raise RunFailed(
         f"{what}: the process {died}: {last_words.rstrip('.')}.",
@@ -283,14 +229,10 @@ def _run(command: list[str], count: int) -> tuple[int, str]:
         return code, (complaints.read().strip().splitlines() or ["nothing"])[-1][:300]
 
 
-def error_of(outcome: Outcome, work: Path) -> FlatoutError:
+def error_of(told: Told, work: Path) -> FlatoutError:
     """Return the error that ended a process; about a full disk, with a fix for this command."""
-    kind = getattr(errors, outcome.kind, RunFailed)
-    if kind is errors.HardwareError and str(work) in outcome.what:
-        return errors.HardwareError(
-            outcome.what, fix="Free space there, or set TMPDIR to a directory on a larger disk."
-        )
-    if not issubclass(kind, errors.UsageError | RunFailed):
-        kind = RunFailed
-    error: FlatoutError = kind(outcome.what, fix=outcome.fix)
+    error = told.raised()
+    if isinstance(error, HardwareError) and str(work) in error.what:
+        fix = "Free space there, or set TMPDIR to a directory on a larger disk."
+        return HardwareError(error.what, fix=fix)
     return error

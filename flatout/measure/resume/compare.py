@@ -41,8 +41,6 @@ class Difference:
     """`model/NAME`, `optimizer/N/NAME/FIELD`, the key of a value, or the name of a figure."""
     text: str
     """What differs, to follow the name."""
-    size: float | None = None
-    """The largest difference of two numbers; None when they are not comparable."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,6 @@ class Comparison:
         steps = [step for step, _ in self.records.different[:1]]
         steps += [one.step for one in (self.at_stop, self.at_end) if not one.are_equal]
         return min(steps, default=None)
-
-    def largest(self) -> tuple[float, float]:
-        """Return the largest differences of a stored tensor's elements, and of a figure."""
-        tensors = [*self.at_stop.different_tensors, *self.at_end.different_tensors]
-        figures = [difference for _, difference in self.records.different]
-        return _largest(tensors), _largest(figures)
 
 
 def compare_runs(one: Path, other: Path, *, saved: int, stop: int, end: int) -> Comparison:
@@ -194,7 +186,7 @@ def _compare_tensor(
         return num_bytes, None
     whole = math.prod(left.shape)
     text = f"differs in {elements:,} of {whole:,} elements, by up to {largest:.3g}"
-    return num_bytes, Difference(name, text, largest)
+    return num_bytes, Difference(name, text)
 
 
 def _numbers(data: NDArray[np.uint8], dtype: str) -> NDArray[np.generic]:
@@ -240,9 +232,7 @@ def _value_difference(name: str, left: object, right: object) -> Difference:
     shown = [json.dumps(value, default=str) for value in (left, right)]
     if max(map(len, shown)) > 40:
         return Difference(name, "differs")
-    are_numbers = all(isinstance(value, int | float) for value in (left, right))
-    size = abs(float(left) - float(right)) if are_numbers else None  # type: ignore[arg-type]
-    return Difference(name, f"differs: {shown[0]} -> {shown[1]}", size)
+    return Difference(name, f"differs: {shown[0]} -> {shown[1]}")
 
 
 def _figures(run: Path) -> Mapping[tuple[int, str], float]:
@@ -252,10 +242,6 @@ def _figures(run: Path) -> Mapping[tuple[int, str], float]:
         for name, value in record.items()
         if name.startswith(RECORDED)
     }
-
-
-def _largest(differences: list[Difference]) -> float:
-    return max((difference.size or 0.0 for difference in differences), default=0.0)
 
 
 def _in_order(name: str) -> tuple[object, ...]:

@@ -5,30 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 from flatout.cache import default_cache
 from flatout.config.schema import RunConfig, validate
-from flatout.errors import FlatoutError, Stopped, kind_of
+from flatout.errors import FlatoutError, Stopped
 from flatout.json_io import JsonObject, Stored, read_json, write_json
-from flatout.measure.trials.trial import end_with
+from flatout.measure.child import Told, start_child
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.training.metrics.observers import Quiet
 from flatout.training.run import run_training
 
 PROGRAM = "from flatout.measure.resume.worker import main; main()"
-
-
-class Outcome(Stored):
-    """The error that ended a process; a process that did what it should writes none."""
-
-    kind: str
-    """Name of the error's class in flatout/errors.py."""
-    what: str
-    """What is wrong."""
-    fix: str
-    """What to do about it."""
 
 
 class Job(Stored):
@@ -41,7 +29,7 @@ class Job(Stored):
     stop_after: int
     """The step after which to stop, as Ctrl+C does."""
     outcome: str
-    """File for the `Outcome`."""
+    """File for the error that ended the process; one that did what it should writes none."""
 
 
 class StopAfter(Quiet):
@@ -58,8 +46,7 @@ class StopAfter(Quiet):
 
 def main() -> None:
     """Train as the file named on the command line says, and exit with the run's code."""
-    os.dup2(2, 1)  # standard output belongs to the process that started this one
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    start_child()
     job = Job.model_validate(read_json(Path(sys.argv[1])))
     raise SystemExit(train(validate(job.config), job))
 
@@ -71,15 +58,9 @@ def train(config: RunConfig, job: Job) -> int:
     """
     stopper = StopAfter(job.stop_after)  # type: ignore[abstract]  # Quiet's methods do nothing
     try:
-        run_training(
-            config,
-            Path(job.folder),
-            observers=[stopper],
-            cache=default_cache(),
-        )
+        run_training(config, Path(job.folder), observers=[stopper], cache=default_cache())
     except FlatoutError as error:
         if not isinstance(error, Stopped) and stated_ranks().rank == 0:
-            outcome = Outcome(kind=kind_of(error), what=error.what, fix=error.fix)
-            write_json(Path(job.outcome), outcome.model_dump())
+            write_json(Path(job.outcome), Told.of(error).model_dump())
         return error.exit_code
     return 0

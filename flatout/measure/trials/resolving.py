@@ -6,15 +6,11 @@ the trials therefore resolves the recipe in another process, which ends afterwar
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout import errors
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
@@ -22,13 +18,12 @@ from flatout.assembly.run import Run, build
 from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import FlatoutError, RunFailed, UsageError
+from flatout.errors import RunFailed, UsageError
 from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import Stored
+from flatout.measure.child import Answer, ask
 from flatout.parallel.mesh import make_mesh
 from flatout.registry import SPEEDUPS
-
-PROGRAM = "from flatout.measure.trials.resolving import main; main()"
 
 
 @dataclass(frozen=True)
@@ -55,6 +50,15 @@ class Resolved:
             folder=folder,
             decisions=self.decisions,
         )
+
+
+class Request(Stored):
+    """What another process resolves."""
+
+    config: dict[str, Any]
+    """The requested configuration."""
+    cache: str | None
+    """flatout's cache, with the gains measured here; None: no gains."""
 
 
 class Choice(Stored):
@@ -150,39 +154,28 @@ def resolve_apart(
 
 
 def choose_in_subprocess(
-    requested: RunConfig, cache: Path | None = None, *, command: Iterable[str] = ()
+    requested: RunConfig, cache: Path | None = None, *, command: Sequence[str] = ()
 ) -> Choice:
     """Call `choose` in another process. `command` replaces the program, for tests.
 
     Raises: whatever `choose` raises there; RunFailed when the process died.
     """
-    program = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {PROGRAM}"]
-    done = subprocess.run(
-        [*command] or program,
-        input=json.dumps({"config": requested.to_dict(), "cache": cache and str(cache)}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    answer = (done.stdout.strip().splitlines() or [""])[-1]
-    if done.returncode == 0:
-        return Choice.model_validate_json(answer)
-    if done.returncode == UsageError.exit_code and answer.startswith("{"):
-        error = json.loads(answer)
-        raise getattr(errors, error["kind"])(error["what"], fix=error["fix"])
-    last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
-    raise RunFailed(
-        f"The process that resolves the configuration died: {last_line}",
-        fix="Try the same recipe with `flatout train`.",
-    )
+    request, found = Request(config=requested.to_dict(), cache=cache and str(cache)), list[Choice]()
+
+    def on_answer(line: str) -> bool:
+        found.append(Choice.model_validate_json(line))
+        return True
+
+    ended = ask(f"{__name__}:answer", request, on_answer, command=command)
+    if not found:
+        raise RunFailed(
+            f"The process that resolves the configuration died: {ended.last_words}",
+            fix="Try the same recipe with `flatout train`.",
+        )
+    return found[0]
 
 
-def main() -> None:
-    """Read a configuration from standard input, and print the choice or the error."""
-    try:
-        request = json.load(sys.stdin)
-        cache = request["cache"] and Path(request["cache"])
-        print(choose(validate(request["config"]), cache).model_dump_json())
-    except FlatoutError as error:
-        print(json.dumps({"kind": errors.kind_of(error), "what": error.what, "fix": error.fix}))
-        raise SystemExit(error.exit_code) from None
+def answer(request: str, answer: Answer) -> None:
+    """Answer a request with the choice."""
+    asked = Request.model_validate_json(request)
+    answer(choose(validate(asked.config), Path(asked.cache) if asked.cache else None))

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 
-from flatout.errors import DataError, RunFailed, kind_of
+from flatout.errors import DataError, RunFailed
 from flatout.files import Unfinished
-from flatout.measure.diagnose import process
-from flatout.measure.diagnose.process import Refusal, measure_apart
+from flatout.measure import child
+from flatout.measure.child import Told
+from flatout.measure.diagnose.process import measure_apart
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.steps.evidence import Evidence
 
@@ -35,7 +36,7 @@ def measured(program):
     ],
 )
 def test_the_end_of_the_process_is_evidence(monkeypatch, program, kind, message):
-    monkeypatch.setattr(process, "KILL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(child, "KILL_TIMEOUT_S", 1.0)
     failure = measured(program).failure
     assert failure.kind == kind
     assert message in failure.message
@@ -48,6 +49,6 @@ def test_a_process_that_dies_at_once_has_measured_nothing():
 
 def test_a_refusal_by_an_error_of_another_file_is_raised_as_its_kind():
     error = Unfinished("It is not finished.", fix="Finish it.")
-    line = Refusal(refused=kind_of(error), what=error.what, fix=error.fix).model_dump_json()
+    line = Told.of(error).model_dump_json()
     with pytest.raises(DataError, match="not finished"):
         measure_apart(SPEC, command=[sys.executable, "-c", f"print({line!r})"])

@@ -63,7 +63,7 @@ def measured(tiny_config, tmp_path, monkeypatch, own_time):
             config=config.to_dict(), folder=str(tmp_path / "run"), seconds=0.5, warmup_s=0.5
         )
         found = []
-        diagnose_run.collect(spec, found.append)
+        diagnose_run.collect(spec.model_dump_json(), found.append)
         evidence = found[-1]
         names = {finding.name for finding in diagnosis_of(evidence).findings}
         return names - MACHINE, evidence
@@ -241,7 +241,7 @@ def test_a_hanging_run_is_named_with_its_line(tiny_config, tmp_path, monkeypatch
     monkeypatch.setattr(diagnose_run, "measured", lambda *_: time.sleep(1.0))
     found = []
     spec = MeasureSpec(config=tiny_config().to_dict(), folder=str(tmp_path), limit_s=0.3)
-    diagnose_run.collect(spec, found.append)
+    diagnose_run.collect(spec.model_dump_json(), found.append)
     assert left == [0]
     (finding,) = [f for f in diagnosis_of(found[1]).findings if f.name == "hang"]
     assert finding.harm == "fails"

@@ -44,7 +44,6 @@ def test_equal_runs_are_equal_except_for_their_times(two):
     found = compare_runs(*two, saved=2, stop=2, end=3)
     assert found.is_equal
     assert found.first_step is None
-    assert found.largest() == (0.0, 0.0)
     stored = sum(path.stat().st_size for path in at(two[0], 3).glob("*.safetensors"))
     assert 0.5 * stored < found.at_end.num_bytes < stored
     assert found.at_end.values > 10
@@ -62,7 +61,6 @@ def test_one_bit_of_one_weight_is_found(two):
     (difference,) = found.at_end.different_tensors
     assert difference.name == name
     assert "differs in 1 of" in difference.text
-    assert 0 < difference.size < 1e-6
 
 
 def test_zeros_of_both_signs_differ(two):
@@ -127,6 +125,5 @@ def test_the_first_recorded_figure_that_differs_is_named(two):
         (2, "val/loss"),
         (3, "val/loss"),
     ]
-    assert found.different[0][1].size == pytest.approx(0.5)
     lost = compare_records(two[0], two[0] / "none")
     assert len(lost.different) == lost.figures > 0

@@ -106,7 +106,7 @@ def test_on_a_gpu_another_process_resolves_and_this_one_does_not_touch_the_gpu(
 def test_an_error_in_the_other_process_is_raised_here(tiny_config, tmp_path):
     with pytest.raises(DataError, match="nowhere"):
         choose_in_subprocess(tiny_config(data__path=str(tmp_path / "nowhere")))
-    told = json.dumps({"kind": "ConfigError", "what": "It is wrong.", "fix": "Mend it."})
+    told = json.dumps({"error": "ConfigError", "what": "It is wrong.", "fix": "Mend it."})
     with pytest.raises(ConfigError, match="It is wrong"):
         choose_in_subprocess(
             tiny_config(), command=[sys.executable, "-c", f"print({told!r}); raise SystemExit(2)"]

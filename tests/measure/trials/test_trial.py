@@ -81,9 +81,7 @@ def test_a_process_that_hangs_is_killed_with_everything_it_started(tmp_path):
 def test_a_trial_ends_with_the_bench_that_started_it(tmp_path):
     """The trial has its own session, and ends shortly after the bench is killed."""
     mark = tmp_path / "pid"
-    trial = (
-        "import os, pathlib, threading, time; from flatout.measure.trials.trial import end_with; "
-    )
+    trial = "import os, pathlib, threading, time; from flatout.measure.child import end_with; "
     trial += "threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start(); "
     trial += f"pathlib.Path({str(mark)!r}).write_text(str(os.getpid())); time.sleep(60)"
     parent = (
