@@ -2,12 +2,13 @@ import math
 
 import pytest
 import torch
+from op_variants import variants
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.sections import OptimConfig
 from flatout.errors import ConfigError
-from flatout.ops import newton_schulz, variants
+from flatout.ops import newton_schulz
 from flatout.ops.newton_schulz import reference
 from flatout.optimizers import muon
 from flatout.optimizers.adamw import fused, per_parameter
