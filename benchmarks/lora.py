@@ -30,7 +30,6 @@ from flatout import Dataset, load_config
 from flatout.assembly.memory import estimate
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
-from flatout.assembly.selection import assemble
 from flatout.commands.prepare import prepare
 from flatout.files import folder_bytes
 from flatout.hardware import probe
@@ -120,7 +119,7 @@ def recorded(case: Case, data: Path) -> tuple[Run, dict]:
         run = built(config, Dataset.open(data))
         for _ in range(STEPS):
             timed_step(run)
-    found = estimate(workload_of(run.config, assemble(run.decisions)), run.rows_per_device)
+    found = estimate(workload_of(run.config), run.rows_per_device)
     return run, {
         "parameters": sum(parameter.numel() for parameter in run.core.parameters()),
         "trained": sum(parameter.numel() for parameter in run.trained()),

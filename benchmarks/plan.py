@@ -34,7 +34,6 @@ from flatout import Dataset, load_config
 from flatout.assembly.memory import estimate
 from flatout.assembly.prediction import MemoryEstimate
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import assemble
 from flatout.hardware import probe
 from flatout.training.step import train_step
 
@@ -172,7 +171,7 @@ def traced_and_measured(case: Case, data: Path, rows: int) -> tuple[MemoryEstima
             train_step(run, next(run.feed))
             run.step += 1
         run.feed.close()
-    found = estimate(workload_of(run.config, assemble(run.decisions)), run.rows_per_device)
+    found = estimate(workload_of(run.config), run.rows_per_device)
     return found, peak_bytes(recorded)
 
 

@@ -43,8 +43,9 @@ from flatout.streams import drop_output, open_streams, write_output
 from flatout.trust import BY_ARGUMENT
 
 if TYPE_CHECKING:
-    from flatout.commands import Command, Result
+    from flatout.commands import Command
     from flatout.hardware import CpuTimes
+    from flatout.json_io import Result
     from flatout.terminal import Terminal
 
 MAX_NAME_BYTES = 255
@@ -98,10 +99,16 @@ def execute(words: list[str]) -> int:
     if words[:1] == ["--json"] and len(words) > 1:  # it belongs to the command, if there is one
         words = [words[1], words[0], *words[2:]]
     try:
-        with _signals_interrupt():
+        with _handled(_terminate, "SIGTERM", "SIGUSR1"):  # a run installs its own handlers
             return call(words)
     except UntrustedCode as error:
-        return _fail(_with_flag(error, *words), as_json)
+        name, *rest = words
+        # A command without the flag takes recipes, and a copy of a recipe counts as the user's own.
+        has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
+        line = shlex.join(["flatout", name, "--trust-code", *rest])
+        copy = "copy the recipe out of the run directory, and name the copy"
+        fix = error.fix.replace(BY_ARGUMENT, f"run `{line}`" if has_flag else copy)
+        return _fail(UntrustedCode(error.what, fix=fix), as_json)
     except OutOfMemory as error:
         return _fail(_out_of_memory(error), as_json)
     except FlatoutError as error:
@@ -122,7 +129,11 @@ def call(words: list[str]) -> int:
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
     if not words or words[0] in {"--help", "-h", "help"}:
-        return 0 if write_output(lambda: print(_help(), end="")) else 1
+        names = COMMANDS.names()
+        width = max(map(len, names))
+        commands = (f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in names)
+        text = HELP.format(commands="\n".join(commands))
+        return 0 if write_output(lambda: print(text, end="")) else 1
     if words[0] == "--version":
         from flatout import __version__
 
@@ -213,32 +224,15 @@ def _out_of_memory(error: Exception) -> OutOfMemory:
     return error
 
 
-def _with_flag(error: UntrustedCode, name: str, *words: str) -> UntrustedCode:
-    """Return the error with the command line that allows the code.
-
-    A command without the flag takes recipes, and a copy of a recipe counts as the user's own.
-    """
-    has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
-    line = shlex.join(["flatout", name, "--trust-code", *words])
-    copy = "copy the recipe out of the run directory, and name the copy"
-    return UntrustedCode(
-        error.what, fix=error.fix.replace(BY_ARGUMENT, f"run `{line}`" if has_flag else copy)
-    )
-
-
 @contextlib.contextmanager
-def _signals_interrupt() -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 unwind the program as Ctrl+C does, so that partial files are removed.
-
-    A run installs its own handlers.
-    """
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        raise Terminated(number)
-
-    names = ("SIGTERM", "SIGUSR1")  # Windows, which `require_posix` refuses, lacks the second
+def _handled(stop: Callable[[int, FrameType | None], object], *names: str) -> Iterator[None]:
+    """Let `stop` handle signals, except those that are ignored."""
+    # Windows, which `require_posix` refuses, lacks SIGUSR1.
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
-    before = {number: signal.signal(number, stop) for number in numbers}
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    before = {number: one for number, one in handlers.items() if one is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
     try:
         yield
     finally:
@@ -246,8 +240,14 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _signals_exit(close: Callable[[], object], as_json: bool) -> Iterator[None]:
+def _terminate(number: int, _frame: FrameType | None) -> None:
+    """Unwind the program as Ctrl+C does, so that partial files are removed."""
+    raise Terminated(number)
+
+
+def _signals_exit(
+    close: Callable[[], object], as_json: bool
+) -> contextlib.AbstractContextManager[None]:
     """Let signals end the program at once, after `close`, while there is nothing to clean up.
 
     Native code that is imported may turn the exception of an interruption into another one.
@@ -258,24 +258,7 @@ def _signals_exit(close: Callable[[], object], as_json: bool) -> Iterator[None]:
         what = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
         os._exit(_fail(_interrupted(what), as_json))
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _help() -> str:
-    names = COMMANDS.names()
-    width = max(map(len, names))
-    return HELP.format(
-        commands="\n".join(f"  {name:<{width}}  {COMMANDS.describe(name)}" for name in names)
-    )
+    return _handled(stop, "SIGINT", "SIGTERM", "SIGUSR1")
 
 
 def refuse_undecodable(words: list[str]) -> None:
@@ -325,7 +308,8 @@ def _python_parameters(
     command: Command, terminal: Terminal, is_main: bool, as_json: bool, verbose: bool
 ) -> dict[str, Any]:
     """Return the values of a command's Python-only parameters; other ranks are silent."""
-    from flatout.terminal import RunReport, printable
+    from flatout.streams import printable
+    from flatout.terminal import RunReport
 
     stream = sys.stderr if as_json else sys.stdout
 
@@ -351,7 +335,8 @@ def _python_parameters(
 
 
 def _show(result: Result, as_json: bool) -> None:
-    from flatout.terminal import columns, printable, wrapped
+    from flatout.streams import printable
+    from flatout.terminal import columns, wrapped
 
     summary = printable(result.summary())  # it may quote files of a run from elsewhere
     stream = sys.stderr if as_json else sys.stdout

@@ -11,11 +11,10 @@ import platform
 import re
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import psutil
@@ -28,6 +27,7 @@ from flatout.registry import MACHINES, nearest
 GIB = 2**30
 ASSUMED_MFU = 0.3
 """Share of the peak that a run is assumed to reach when its length is estimated."""
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CUDA_TORCH = "pip install --force-reinstall torch"
 """On Linux, the default torch of the package index is a CUDA build."""
 
@@ -128,37 +128,31 @@ def machine_named(text: str) -> Machine:
     Its CPU and memory are unknown.
     Raises: ConfigError with the nearest name when no row has that name.
     """
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?(.*?)\s*", text)
-    count, wanted = (int(found.group(1) or 1), found.group(2)) if found else (0, "")
+    found = re.match(r"\s*(?:(\d+)\s*[x×*]\s*)?", text)
+    assert found is not None  # every part is optional
+    count, wanted = int(found[1] or 1), text[found.end() :].strip()
     if count < 1 or not wanted:
         raise ConfigError(f"--machine {text!r} has no GPU.", fix="Write for example '8x H100'.")
-    rows = {name: row_named(name) for name in MACHINES.names()}
-    by_word = {_word(alias): row for row in rows.values() for alias in _names(row)}
-    row = by_word.get(_word(wanted))
+    rows = [row_named(name) for name in MACHINES.names()]
+    names = {name: row for row in rows for name in (row.name, *row.gpu_names, *row.short_names)}
+    word = _word(wanted)
+    row = next((row for name, row in reversed(names.items()) if _word(name) == word), None)
     if row is None:
-        similar = [name for name in rows if _word(wanted) and _word(name).startswith(_word(wanted))]
+        similar = [row.name for row in rows if word and _word(row.name).startswith(word)]
         if similar:
             raise ConfigError(
                 f"--machine {wanted!r} matches several machines.",
                 fix=f"Write one of {', '.join(similar)}.",
             )
-        guess = nearest(wanted, [name for one in rows.values() for name in _names(one)])
+        guess = nearest(wanted, names)
         hint = f"Did you mean {guess!r}? " if guess else ""
         raise ConfigError(
             f"There is no machine named {wanted!r}.",
             fix=f"{hint}`flatout list machines` shows the known ones.",
         )
-    gpu = Gpu(
-        row.gpu_names[0],
-        row.memory_gb.value * 1e9 / GIB,
-        row.compute_capability or (0, 0),
-        driver="",
-    )
+    memory_gib, capability = row.memory_gb.value * 1e9 / GIB, row.compute_capability or (0, 0)
+    gpu = Gpu(row.gpu_names[0], memory_gib, capability, driver="")
     return Machine("unknown", 0, 0.0, (gpu,) * count, platform.python_version(), is_here=False)
-
-
-def _names(row: MachineRow) -> list[str]:
-    return [row.name, *row.gpu_names, *row.short_names]
 
 
 def _word(name: str) -> str:
@@ -169,12 +163,10 @@ def _word(name: str) -> str:
 def probe() -> Machine:
     """Return what this process may use, within its affinity and the limits of its container."""
     cgroup_cores, cgroup_bytes = cgroup_limits()
-    memory_bytes = min(psutil.virtual_memory().total, cgroup_bytes or 2**63)
-    cores = min(usable_cores(), cgroup_cores or 2**31)
     return Machine(
         _cpu_name(),
-        cores,
-        memory_bytes / GIB,
+        min(usable_cores(), cgroup_cores or 2**31),
+        min(psutil.virtual_memory().total, cgroup_bytes or 2**63) / GIB,
         _gpus(),
         platform.python_version(),
         _multiplies_bf16(),
@@ -189,52 +181,56 @@ def _multiplies_bf16() -> bool:
     return bool({"avx512_bf16", "amx_bf16"} & set(_read(Path("/proc/cpuinfo")).split()))
 
 
-def cgroup_limits(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> tuple[int | None, int | None]:
+def cgroup_limits() -> tuple[int | None, int | None]:
     """Return the (cores, bytes) that a container allows by cgroups v1 or v2; None is no limit."""
-    paths = _cgroup_paths(membership)
-    cores: list[float] = []
-    sizes: list[int] = []
-    for folder in _with_parents(root, paths[""]):
-        cores += _cores(_read(folder / "cpu.max"))
-        sizes += _number(folder / "memory.max")
-    for folder in _with_parents(root / "cpu", paths.get("cpu", "/")):
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        cores += _cores(f"{quota} {period}")
-    for folder in _with_parents(root / "memory", paths.get("memory", "/")):
-        # cgroups v1 writes "no limit" as about 2^63.
-        sizes += [size for size in _number(folder / "memory.limit_in_bytes") if size < 2**60]
-    return (max(1, int(min(cores))) if cores else None, min(sizes) if sizes else None)
+    cores = [limit for limit, _ in _cpu_limits()]
+    files = [folder / "memory.max" for folder in _cgroups()]
+    files += [folder / "memory.limit_in_bytes" for folder in _cgroups("memory")]
+    sizes = [int(size) for size in map(_read, files) if size.strip().isdigit()]
+    sizes = [size for size in sizes if size < 2**60]  # v1 writes "no limit" as about 2^63
+    return max(1, int(min(cores))) if cores else None, min(sizes, default=None)
 
 
-def _cgroup_paths(membership: Path) -> dict[str, str]:
-    """Return this process's cgroup by controller; that of cgroups v2 is under an empty name."""
-    paths = {"": "/"}
-    for line in _read(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        paths.update(dict.fromkeys(controllers.split(","), path))
-    return paths
-
-
-def limited_cpu_s(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> float | None:
+def limited_cpu_s() -> float | None:
     """Return the CPU seconds of all processes that share a container's limit of cores so far.
 
     None without a limit below the cores that this process may use anyway.
     """
-    paths, cores = _cgroup_paths(membership), usable_cores()
-    for folder in _with_parents(root, paths[""]):
-        if any(limit < cores for limit in _cores(_read(folder / "cpu.max"))):
-            used = re.search(r"usage_usec (\d+)", _read(folder / "cpu.stat"))
-            return int(used[1]) / 1e6 if used else None
-    for folder in _with_parents(root / "cpu", paths.get("cpu", "/")):
+    cores = usable_cores()
+    return next((used_s for limit, used_s in _cpu_limits() if limit < cores), None)
+
+
+def _cpu_limits() -> Iterator[tuple[float, float | None]]:
+    """Yield each limit of cores that applies, and the CPU seconds used under it so far."""
+    for folder in _cgroups():
+        used = re.search(r"usage_usec (\d+)", _read(folder / "cpu.stat"))
+        for limit in _cores(_read(folder / "cpu.max")):
+            yield limit, int(used[1]) / 1e6 if used else None
+    for folder in _cgroups("cpu"):
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
-        if any(limit < cores for limit in _cores(f"{quota} {period}")):
-            used_ns = _number(folder / "cpuacct.usage")
-            return used_ns[0] / 1e9 if used_ns else None
-    return None
+        used_ns = _read(folder / "cpuacct.usage").strip()
+        for limit in _cores(f"{quota} {period}"):
+            yield limit, int(used_ns) / 1e9 if used_ns.isdigit() else None
+
+
+def _cgroups(controller: str = "") -> list[Path]:
+    """Return this process's cgroup of a controller of v1, by default of v2, and its parents, since
+    limits apply at all levels. In a container, its own level may be mounted as the root.
+    """
+    root, path = CGROUPS / controller, "/"
+    for line in _read(MEMBERSHIP).splitlines():
+        _, controllers, named = line.split(":", 2)
+        if controller in controllers.split(","):
+            path = named
+    leaf = root / path.lstrip("/")
+    return [folder for folder in (leaf, *leaf.parents) if folder == root or root in folder.parents]
+
+
+def _cores(quota: str) -> list[float]:
+    """Return the cores that `QUOTA PERIOD` allows as a list; "max" and -1 mean no limit."""
+    words = quota.split()
+    is_limit = len(words) == 2 and all(map(str.isdigit, words))
+    return [int(words[0]) / int(words[1])] if is_limit else []
 
 
 BUSY_CORES = 0.4
@@ -280,41 +276,34 @@ def pick_device(wanted: str, machine: Machine) -> tuple[str, str]:
     if wanted == "cpu":
         return "cpu", "requested"
     check_device_name(wanted)
+    import torch
+
     if wanted == "mps":
-        return _pick_mps()
+        if not torch.backends.mps.is_available():
+            raise HardwareError(
+                "train.device=mps cannot be used: it is the GPU of a Mac with macOS 14 or newer, "
+                "and torch finds none.",
+                fix="Leave train.device out.",
+            )
+        return "mps", "requested: the GPU of a Mac, on which flatout has never been run"
     obstacle = _cuda_obstacle(machine)
-    on_cpu = f"train.device=auto would run on the CPU ({machine.cpu_name}, "
-    on_cpu += f"{counted(machine.cores, 'core')})"
     if obstacle is not None:
         if wanted == "auto":
             return "cpu", obstacle
         raise HardwareError(
             f"train.device={wanted} cannot be used: {obstacle}.",
-            fix=f"Fix that, or remove train.device: {on_cpu}.",
+            fix="Fix that, or remove train.device: train.device=auto would run on the CPU "
+            f"({machine.cpu_name}, {counted(machine.cores, 'core')}).",
         )
-    import torch
-
     count = torch.cuda.device_count()
     index = int(wanted.partition(":")[2] or 0)
     if index >= count:
         raise HardwareError(
-            f"There is no {wanted}: torch sees {count} GPU{'s' if count > 1 else ''}.",
+            f"There is no {wanted}: torch sees {counted(count, 'GPU')}.",
             fix=f"Use cuda:0 to cuda:{count - 1}.",
         )
     name = torch.cuda.get_device_name(index)
     return ("cuda", f"torch can use {name}") if wanted == "auto" else (wanted, f"requested: {name}")
-
-
-def _pick_mps() -> tuple[str, str]:
-    import torch
-
-    if not torch.backends.mps.is_available():
-        raise HardwareError(
-            "train.device=mps cannot be used: it is the GPU of a Mac with macOS 14 or newer, and "
-            "torch finds none.",
-            fix="Leave train.device out.",
-        )
-    return "mps", "requested: the GPU of a Mac, on which flatout has never been run"
 
 
 def check_device_name(wanted: str) -> None:
@@ -375,30 +364,23 @@ def _gpus() -> tuple[Gpu, ...]:
         import pynvml
     except ImportError:
         return ()
-    try:
+    with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        return tuple(_gpu(pynvml, index, driver) for index in range(pynvml.nvmlDeviceGetCount()))
-    except pynvml.NVMLError:
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _gpu(pynvml: ModuleType, index: int, driver: str) -> Gpu:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
-    memory_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB
-    return Gpu(
-        pynvml.nvmlDeviceGetName(handle),
-        memory_gib,
-        (int(major), int(minor)),
-        driver,
-        pynvml.nvmlDeviceGetUUID(handle),
-    )
+        try:
+            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            return tuple(
+                Gpu(
+                    pynvml.nvmlDeviceGetName(handle),
+                    pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
+                    tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                    pynvml.nvmlSystemGetDriverVersion(),
+                    pynvml.nvmlDeviceGetUUID(handle),
+                )
+                for handle in handles
+            )
+        finally:
+            pynvml.nvmlShutdown()
+    return ()
 
 
 def _cpu_name() -> str:
@@ -411,30 +393,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _with_parents(root: Path, path: str) -> list[Path]:
-    """Return a cgroup's directory and its parents, since limits apply at all levels.
-
-    In a container, its own level may be mounted as the root.
-    """
-    leaf = root / path.lstrip("/")
-    return [folder for folder in (leaf, *leaf.parents) if folder == root or root in folder.parents]
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
         return ""
-
-
-def _cores(quota: str) -> list[float]:
-    """Return the cores that `QUOTA PERIOD` allows as a list; "max" and -1 mean no limit."""
-    words = quota.split()
-    is_limit = len(words) == 2 and all(map(str.isdigit, words))
-    return [int(words[0]) / int(words[1])] if is_limit else []
-
-
-def _number(path: Path) -> list[int]:
-    """Return the number in a file as a list; no file, "max" and -1 mean no limit, an empty list."""
-    text = _read(path).strip()
-    return [int(text)] if text.isdigit() else []

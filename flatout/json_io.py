@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flatout.errors import CheckpointError
 from flatout.files import open_own, write_text
 from flatout.recognised import open_regular, read_regular
+from flatout.streams import printable
 
 Document = TypeVar("Document", bound=BaseModel)
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -36,7 +37,28 @@ def is_finite(value: object) -> TypeGuard[int | float]:
 class Stored(BaseModel):
     """Base class of frozen values that are written as JSON; unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class Result(Stored):
+    """The result of a command: `--json` prints its fields; its `summary` is for people."""
+
+    def summary(self) -> str:
+        """Return the closing lines as plain text: one line per field, unless overridden."""
+        fields = self.model_dump(mode="json")
+        width = max((len(name) for name in fields), default=0)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the summary in IPython and notebooks."""
+        printer.text(printable(self.summary()) or repr(self))
+
+    @property
+    def exit_code(self) -> int:
+        """The program's exit code after the result is printed."""
+        return 0
 
 
 def write_json(path: Path, document: Json) -> None:

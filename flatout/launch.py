@@ -57,7 +57,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
     Raises: ConfigError when `device` is a single GPU; HardwareError when there are not so many, or
             far fewer cores, or as `pick_device`.
     """
-    if devices in (None, 1):
+    if devices is None or devices == 1:
         return 1
     if ":" in device:
         raise ConfigError(
@@ -66,7 +66,7 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
         )
     chosen, _ = pick_device(device, machine)
     if chosen == "cpu":
-        count = 1 if devices == "all" else int(devices or 1)
+        count = 1 if devices == "all" else int(devices)
         if count > MOST_PER_CORE * machine.cores:
             raise HardwareError(
                 f"train.devices={count} starts as many processes, and this machine has "
@@ -76,15 +76,14 @@ def num_processes(devices: int | str | None, device: str, machine: Machine) -> i
         return count
     import torch
 
-    count = torch.cuda.device_count() if chosen != "mps" else 1
-    if devices == "all":
-        return count
-    if int(devices or 1) > count:
+    there = torch.cuda.device_count() if chosen != "mps" else 1
+    count = there if devices == "all" else int(devices)
+    if count > there:
         raise HardwareError(
-            f"train.devices={devices} needs as many GPUs, and torch sees {count}.",
+            f"train.devices={devices} needs as many GPUs, and torch sees {there}.",
             fix="Set train.devices=all, or train.device=cpu.",
         )
-    return int(devices or 1)
+    return count
 
 
 def replicas(config: ParallelConfig, world_size: int) -> int:
@@ -143,32 +142,21 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
     with _signals_passed_on(ranks) as received:
         for start in range(1, MAX_STARTS + 1):
             shared["MASTER_PORT"] = str(_free_port())
-            code = _run_once(command, count, shared, ranks, received)
+            try:
+                for rank in range(count):
+                    if received.numbers:
+                        raise _interrupted(received.numbers[0])
+                    own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    ranks.append(_start(command, {**shared, **own}, is_main=rank == 0))
+                code = _wait(ranks, received)
+            finally:
+                for process in ranks:
+                    _kill(process)
+                    process.wait()
             if code != SmallerBatch.exit_code or received.numbers or start == MAX_STARTS:
                 break
             ranks.clear()
         return code
-
-
-def _run_once(
-    command: Sequence[str],
-    count: int,
-    shared: Mapping[str, str],
-    ranks: list[subprocess.Popen[bytes]],
-    received: _Received,
-) -> int:
-    """Start all processes, which are added to `ranks`, and wait for their end; raises: `launch`."""
-    try:
-        for rank in range(count):
-            if received.numbers:
-                raise _interrupted(received.numbers[0])
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(_start(command, {**shared, **own}, is_main=rank == 0))
-        return _wait(ranks, received)
-    finally:
-        for process in ranks:
-            _kill(process)
-            process.wait()
 
 
 def _start(
@@ -248,10 +236,9 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: _Received) -> int:
                     "had stopped, and was killed.",
                     fix="Run the same command again to continue.",
                 )
+    ended = [process.returncode for process in ranks]
     failed = _first_failed(ranks) if failed is None else failed
-    if failed is None:
-        return max(process.returncode for process in ranks)
-    return _exit_code([process.returncode for process in ranks], failed, received)
+    return max(ended) if failed is None else _exit_code(ended, failed, received)
 
 
 def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
@@ -261,17 +248,30 @@ def _exit_code(codes: Sequence[int], failed: int, received: _Received) -> int:
     """
     if SmallerBatch.exit_code in codes and not received.numbers:
         return SmallerBatch.exit_code
-    main_code = codes[0]
+    main_code, code = codes[0], codes[failed]
     if received.ended(main_code):
         if main_code > 0:  # it has said so
             return main_code
         raise _interrupted(received.numbers[-1] if main_code == -signal.SIGKILL else -main_code)
-    if _is_orderly(main_code) and received.ended(codes[failed]):
+    if _is_orderly(main_code) and received.ended(code):
         return main_code  # the run was saved, and another rank was ended after that
-    code = codes[failed]
-    if code > 0 and (failed == 0 or received.numbers):
-        return code
-    raise _failure(failed, code)
+    if code > 0:
+        if failed == 0 or received.numbers:
+            return code
+        error = RunFailed(
+            f"Rank {failed} failed with exit code {code}, and the others were ended.",
+            fix=f"See its message above; it starts with [rank {failed}].",
+        )
+        error.exit_code = code
+        raise error
+    name = signal.Signals(-code).name
+    raise RunFailed(
+        f"Rank {failed} was killed by {name}, and the others were ended.",
+        fix="The usual cause is too little memory (see `dmesg`): lower batch.rows_per_device. The "
+        "same command resumes."
+        if name == "SIGKILL"
+        else "See its messages above. The same command resumes.",
+    )
 
 
 def _interrupted(number: int) -> Interrupted:
@@ -291,24 +291,6 @@ def _first_failed(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
 def _is_orderly(code: int | None) -> bool:
     """Return whether a process is running, done, or stopped and saved."""
     return code in (None, 0, Stopped.exit_code)
-
-
-def _failure(rank: int, code: int) -> RunFailed:
-    if code > 0:
-        error = RunFailed(
-            f"Rank {rank} failed with exit code {code}, and the others were ended.",
-            fix=f"See its message above; it starts with [rank {rank}].",
-        )
-        error.exit_code = code
-        return error
-    name = signal.Signals(-code).name
-    return RunFailed(
-        f"Rank {rank} was killed by {name}, and the others were ended.",
-        fix="The usual cause is too little memory (see `dmesg`): lower batch.rows_per_device. The "
-        "same command resumes."
-        if name == "SIGKILL"
-        else "See its messages above. The same command resumes.",
-    )
 
 
 def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:

@@ -20,7 +20,7 @@ from flatout.commands import Argument, Command, Option
 from flatout.config.messages import all_keys, same_key
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
-from flatout.registry import COMMANDS, nearest, unknown_name
+from flatout.registry import COMMANDS, nearest
 from flatout.words import prepare_word_for, word_for
 
 JSON = Option("Print the result as one JSON object, the last line of standard output.")
@@ -51,8 +51,6 @@ def build(name: str) -> click.Command:
 
     Raises: ConfigError with the nearest name when there is no such command.
     """
-    if name not in COMMANDS.names():
-        raise unknown_name("command", name, COMMANDS.names())
     command: Command = COMMANDS.get(name)
     signature = inspect.signature(command.call, eval_str=True)
     params = [
@@ -77,18 +75,18 @@ def _click_parameter(
     name: str, annotation: Any, default: Any, metadata: Argument | Option
 ) -> click.Parameter:
     """Return the click parameter of one annotated parameter."""
-    kind = _first_type(annotation)
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]
+    kind = next(one for one in kinds if one is not NoneType)
     words = [word for word in getattr(metadata, "names", ()) if word.startswith("--")]
     is_list = get_origin(kind) is list
     # an option with several names is collected, to notice that they are given different values
     multiple = is_list or len(words) > 1
     if is_list:
         (kind,) = get_args(kind)
-    required = default is inspect.Parameter.empty
-    shared: dict[str, Any] = {"required": required, "type": kind}
-    if Path in (annotation, *get_args(annotation)):
+    shared: dict[str, Any] = {"required": default is inspect.Parameter.empty, "type": kind}
+    if Path in kinds:
         shared["type"] = _NameOrPath(kind)
-    if not required and not multiple:
+    if not shared["required"] and not multiple:
         shared["default"] = default
     if get_origin(kind) is Literal:
         shared["type"] = click.Choice(get_args(kind))
@@ -105,13 +103,6 @@ def _click_parameter(
         show_default=default not in (None, False, ""),
         **shared,
     )
-
-
-def _first_type(kind: Any) -> Any:
-    """Return the first type of a union that is not None."""
-    if get_origin(kind) not in (Union, UnionType):
-        return kind
-    return next(one for one in get_args(kind) if one is not NoneType)
 
 
 def help_text(command: Command) -> str:
@@ -133,26 +124,20 @@ def parse(name: str, words: Sequence[str]) -> dict[str, Any] | None:
     except click.ClickException as error:
         raise _explained(error, name, parser) from error
     for param in parser.params:
-        if len(param.opts) > 1 and isinstance(values[str(param.name)], tuple):
-            values[str(param.name)] = _only(param, values[str(param.name)])
+        name = str(param.name)
+        if len(param.opts) > 1 and isinstance(values[name], tuple):  # one option, several names
+            given = [*dict.fromkeys(values[name])]
+            if len(given) > 1:
+                raise ConfigError(
+                    f"{' and '.join(param.opts)} are one option, and it is given as "
+                    f"{' and as '.join(map(str, given))}.",
+                    fix=f"Give {param.opts[0]} once.",
+                )
+            values[name] = given[0] if given else None
     return {
         key: (list(value) or None) if isinstance(value, tuple) else value
         for key, value in values.items()
     }
-
-
-def _only(param: click.Parameter, given: tuple[Any, ...]) -> Any:
-    """Return the value of an option with several names.
-
-    Raises: ConfigError when they are given different values.
-    """
-    if len(set(given)) > 1:
-        raise ConfigError(
-            f"{' and '.join(param.opts)} are one option, and it is given as "
-            f"{' and as '.join(map(str, dict.fromkeys(given)))}.",
-            fix=f"Give {param.opts[0]} once.",
-        )
-    return given[0] if given else None
 
 
 def _explained(error: click.ClickException, name: str, parser: click.Command) -> ConfigError:
@@ -191,12 +176,11 @@ def _meant_elsewhere(option: str, command: str, parser: click.Command) -> str | 
     if command == "prepare" and (word := prepare_word_for(name)):
         is_option = word.option.startswith("--")
         return f"Did you mean {word.option!r}? {word.note}".rstrip() if is_option else word.advice
-    takes_keys = "overrides" in {parameter.name for parameter in parser.params}
     known, other = all_keys(RunConfig), word_for(name)
     if command == "prepare" and other:
         training = f"It is a key of training: `flatout train RECIPE {other.key}=VALUE`."
         return training if other.key else other.advice
-    if not takes_keys:
+    if "overrides" not in {parameter.name for parameter in parser.params}:
         return None
     key, note = name, ""
     if name not in known and other:

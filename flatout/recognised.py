@@ -8,7 +8,6 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,17 +158,26 @@ def read_regular(path: Path, *, errors: str = "strict") -> str:
         return file.read()
 
 
+def _has(folder: Path, *names: str) -> bool:
+    """Return whether a directory has files of all these names."""
+    return all((folder / name).is_file() for name in names)
+
+
+def _parent(path: Path) -> Path:
+    return path.absolute().parent if path.parent == Path() else path.parent
+
+
 def _to_convert(folder: Path) -> Recognised | None:
     for file, (name, steps) in _TO_CONVERT.items():
-        if (folder / file).is_file():
+        if _has(folder, file):
             return Recognised(folder, name, steps.format(str(folder), in_shell(folder)))
     return None
 
 
 def _folder(path: Path) -> Recognised | None:
     shown = in_shell(path)
-    if (path / "config.yaml").is_file() and (
-        (path / "checkpoints").is_dir() or (path / "events.jsonl").is_file()
+    if _has(path, "config.yaml") and (
+        (path / "checkpoints").is_dir() or _has(path, "events.jsonl")
     ):
         return Recognised(
             path,
@@ -177,34 +185,41 @@ def _folder(path: Path) -> Recognised | None:
             f"Use it with `flatout generate {shown}`, or start from its weights: "
             f"train.init_from={shown}.",
         )
-    if (path / "manifest.json").is_file() and (path / "index.json").is_file():
+    if _has(path, "manifest.json", "index.json"):
         return Recognised(
             path,
             "a checkpoint",
             f"Start from its weights, train.init_from={shown}, or resume from it, --resume "
             f"{shown}.",
         )
-    if (path / "manifest.json").is_file() and (path / "tokenizer.json").is_file():
+    if _has(path, "manifest.json", "tokenizer.json"):
         return Recognised(path, "a prepared dataset", _train_on_it(path))
     if (found := _to_convert(path) or token_shards(path)) is not None:
         return found
-    files = list(_files_in(path))
+    with os.scandir(path) as entries:  # the first ones, and all chunks
+        files = [
+            path / entry.name
+            for number, entry in enumerate(entries)
+            if (number < MOST_ENTRIES or CHUNK_NAME.fullmatch(entry.name))
+            and not entry.name.startswith(".")
+            and entry.is_file()
+        ]
     if any(CHUNK_NAME.fullmatch(file.name) for file in files):
         return Recognised(path, "a directory of token chunks", _import_it(path))
     if any(_SHARD_NAME.fullmatch(file.name) for file in files):
         return None  # an incomplete dataset
-    has_gguf = any(file.suffix == ".gguf" for file in files)
-    if (path / "flatout.json").is_file() and not has_gguf:
+    suffixes = {file: file.suffix.lower() for file in files}
+    if _has(path, "flatout.json") and not any(file.suffix == ".gguf" for file in files):
         return Recognised(
             path,
             "an export",
             f"Start a run from its weights: train.init_from={shown}; or score one for transformers "
             f"on tasks: `flatout eval {shown} --tasks hellaswag`.",
         )
-    if any(file.suffix.lower() not in _LOOKED_INTO | _BESIDE for file in files):
+    if not {*suffixes.values()} <= _LOOKED_INTO | _BESIDE:
         return None
-    telling = (recognise(file) for file in files if file.suffix.lower() in _LOOKED_INTO)
-    first = next((found for found in telling if found), None)
+    telling = (recognise(file) for file, suffix in suffixes.items() if suffix in _LOOKED_INTO)
+    first = next(filter(None, telling), None)
     return first and Recognised(
         path, f"a directory with {first.path.name}, which is {first.name}", first.fix
     )
@@ -223,18 +238,6 @@ def token_shards(folder: Path) -> Recognised | None:
     return None
 
 
-def _files_in(folder: Path) -> Iterator[Path]:
-    """Yield the first MOST_ENTRIES files of a directory and all chunks, without hidden files."""
-    with os.scandir(folder) as entries:
-        for number, entry in enumerate(entries):
-            if (
-                (number < MOST_ENTRIES or CHUNK_NAME.fullmatch(entry.name))
-                and not entry.name.startswith(".")
-                and entry.is_file()
-            ):
-                yield folder / entry.name
-
-
 def _file(path: Path) -> Recognised | None:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
@@ -242,25 +245,17 @@ def _file(path: Path) -> Recognised | None:
     if suffix in _TORCH_SUFFIXES | _WEIGHT_SUFFIXES and (found := _to_convert(path.parent)):
         return found
     if CHUNK_NAME.fullmatch(path.name):
-        return Recognised(
-            path,
-            "a chunk of tokens",
-            _import_it(path.absolute().parent if path.parent == Path() else path.parent),
-        )
-    if _SHARD_NAME.fullmatch(path.name) and (path.parent / "manifest.json").is_file():
-        return Recognised(
-            path, f"a file of the prepared dataset {path.parent}", _train_on_it(path.parent)
-        )
+        return Recognised(path, "a chunk of tokens", _import_it(_parent(path)))
+    if _SHARD_NAME.fullmatch(path.name) and _has(path.parent, "manifest.json"):
+        name = f"a file of the prepared dataset {path.parent}"
+        return Recognised(path, name, _train_on_it(path.parent))
     if head.startswith(b"PK\x03\x04"):
         return _archive(path)
     if head.startswith(LEGACY_TORCH) or (suffix in _TORCH_SUFFIXES and b"\0" in head):
         return _torch_file(path)
-    if all((path.parent / name).is_file() for name in ("manifest.json", "index.json")):
-        return Recognised(
-            path,
-            f"a file of the checkpoint {path.parent}",
-            f"Name the checkpoint: train.init_from={in_shell(path.parent)}.",
-        )
+    if _has(path.parent, "manifest.json", "index.json"):
+        fix = f"Name the checkpoint: train.init_from={in_shell(path.parent)}."
+        return Recognised(path, f"a file of the checkpoint {path.parent}", fix)
     if head.startswith(b"GGUF"):
         return Recognised(path, "a GGUF file", _GGUF)
     if head[8:10] == b'{"' and suffix == ".safetensors":
@@ -311,13 +306,8 @@ def _torch_file(path: Path) -> Recognised:
 
 def _start_from(path: Path) -> str:
     """Return how to use a file of weights; a config.json beside it means the whole directory."""
-    model = path.parent if (path.parent / "config.json").is_file() else path
+    model = path.parent if _has(path.parent, "config.json") else path
     return f"If it contains weights, start a run from them: train.init_from={in_shell(model)}."
-
-
-def _dataset(name: str) -> str:
-    """Return the path of the dataset made from `name`, quoted for a command."""
-    return in_shell(f"data/{name}")
 
 
 def _train_on_it(folder: Path) -> str:
@@ -332,19 +322,17 @@ def _import_it(path: Path) -> str:
 
 def _if_tokens(path: Path, options: str = "") -> str:
     """Return how to import a file, if it contains tokens; nanoGPT's two files as a directory."""
-    both = {"train.bin", "val.bin"}
-    folder = path.absolute().parent if path.parent == Path() else path.parent
-    if path.name in both and all((folder / name).is_file() for name in both):
-        path = folder
+    both, folder = ("train.bin", "val.bin"), _parent(path)
+    command = _import_command(folder if path.name in both and _has(folder, *both) else path)
     return (
-        f"If it contains tokens, import it: `{_import_command(path)}{options}`, where FILE is the "
-        "tokenizer that made them."
+        f"If it contains tokens, import it: `{command}{options}`, where FILE is the tokenizer that "
+        "made them."
     )
 
 
 def _import_command(path: Path) -> str:
     known = path.absolute()
-    out = _dataset(known.name if known.is_dir() else known.stem)
+    out = in_shell(f"data/{known.name if known.is_dir() else known.stem}")
     return f"flatout import {in_shell(path)} --out {out} --tokenizer FILE"
 
 

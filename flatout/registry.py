@@ -84,16 +84,11 @@ def _word(name: str) -> str:
 
 def _one_slip(word: str, other: str) -> bool:
     """Return whether the words differ by one inserted, deleted, changed or swapped letter."""
-    start = _shared(word, other)
-    word, other = word[start:], other[start:]
-    end = _shared(word[::-1], other[::-1])
-    word, other = word[: len(word) - end], other[: len(other) - end]
+    while word and word[0] == other[:1]:
+        word, other = word[1:], other[1:]
+    while word and word[-1] == other[-1:]:
+        word, other = word[:-1], other[:-1]
     return max(len(word), len(other)) <= 1 or (len(word) == 2 and word == other[::-1])
-
-
-def _shared(word: str, other: str) -> int:
-    pairs = enumerate(zip(word, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(word), len(other)))
 
 
 def unknown_name(noun: str, name: str, known: Iterable[str]) -> ConfigError:
@@ -170,10 +165,7 @@ class Folder:
 
     def describe(self, name: str) -> str:
         """Return the first line of the entry's module docstring, without importing it."""
-        docstring = (
-            ast.get_docstring(ast.parse(self._files[name].read_text(encoding="utf-8"))) or ""
-        )
-        return docstring.split("\n", 1)[0]
+        return (ast.get_docstring(_parsed(self._files[name])) or "").split("\n", 1)[0]
 
     def stated(self, name: str, constant: str) -> Any:
         """Return the literal that the entry's file assigns to `constant`, without importing it.
@@ -183,8 +175,7 @@ class Folder:
         if ":" in name:
             found = load_reference(name)
             return getattr(found, constant, getattr(sys.modules[found.__module__], constant, None))
-        self.require(name)
-        value = _assigned(self._files[name.replace("_", "-")]).get(constant)
+        value = _assigned(self._file(name)).get(constant)
         return value and ast.literal_eval(value)
 
     def unstated(self, name: str, fields: Iterable[str]) -> set[str]:
@@ -193,16 +184,22 @@ class Folder:
         A class elsewhere may declare them; of a `package.module:attribute`, nothing is known.
         """
         path = self._files.get(name.replace("_", "-"))
-        tree = ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path else ()
-        return set(fields) - {ast.unparse(n.target) for n in tree if isinstance(n, ast.AnnAssign)}
+        nodes = ast.walk(_parsed(path)) if path else ()
+        return set(fields) - {ast.unparse(n.target) for n in nodes if isinstance(n, ast.AnnAssign)}
 
     def require(self, name: str) -> None:
         """Check that the entry exists; a `package.module:attribute` is checked when it is imported.
 
         Raises: ConfigError with the nearest name.
         """
-        if ":" not in name and name.replace("_", "-") not in self._files:
+        if ":" not in name:
+            self._file(name)
+
+    def _file(self, name: str) -> Path:
+        file = self._files.get(name.replace("_", "-"))
+        if file is None:
             raise unknown_name(self.noun, name, self._files)
+        return file
 
     def get(self, name: str) -> Any:
         """Import and return the entry `name`, or the object `package.module:attribute`.
@@ -219,10 +216,8 @@ class Folder:
                     fix=f"docs/extend.md shows how to write a {self.noun}{self.otherwise}.",
                 )
             return found
-        self.require(name)
-        module = _module(self._files[name.replace("_", "-")])
-        package = "flatout." + self.folder.replace("/", ".")
-        return getattr(importlib.import_module(f"{package}.{module}"), self.attribute)
+        module = f"flatout.{self.folder.replace('/', '.')}.{_module(self._file(name))}"
+        return getattr(importlib.import_module(module), self.attribute)
 
 
 @dataclass(frozen=True)
@@ -265,14 +260,20 @@ def _module(path: Path) -> str:
 
 
 @cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def _assigned(path: Path) -> dict[str, ast.expr | None]:
     """Return what a file assigns to each name at its top level."""
-    found: dict[str, ast.expr | None] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
-    return found
+    return {
+        target.id: node.value
+        for node in _parsed(path).body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if isinstance(target, ast.Name)
+    }
 
 
 COMMANDS = Folder("commands", "COMMAND", "command")
@@ -304,65 +305,55 @@ SUFFIXES = {".yaml", ".yml"}
 _SETTING = re.compile(r"[a-z_]\w*(\.\w+)*=")
 
 
-def _require_no_dataset(name: str) -> None:
-    """Check that a recipe's name is not that of a dataset.
-
-    Raises: ConfigError with the commands that prepare and use it.
-    """
-    known = DATASETS.names()
-    dataset = name if name in known else name_for("dataset", name, known)
-    if dataset is None or name_for("recipe", name, RECIPES.names()):
-        return
-    here = f"data/{dataset}"
-    what = "a dataset" if name == dataset else f"the dataset {dataset}"
-    raise ConfigError(
-        f"There is no recipe named {name!r}: it is {what}.",
-        fix=f"Prepare it with `flatout prepare {dataset} --out {here}`, then train a recipe on it: "
-        f"`flatout train RECIPE data.path={here}`; `flatout list recipes` shows the recipes.",
-    )
-
-
 def recipe_path(recipe: str | Path) -> Path:
     """Return the path of a recipe: a YAML file, or the name of a built-in recipe.
 
-    Raises: ConfigError with the nearest file or name.
+    Raises: ConfigError with the nearest file or name, or with the commands that prepare and use the
+            dataset of that name.
     """
     require_local(recipe, error=ConfigError)
-    if _SETTING.match(str(recipe)) and not Path(recipe).exists():
+    name, path = str(recipe), Path(recipe)
+    if name in RECIPES.names():
+        return RECIPES.path(name)
+    if _SETTING.match(name) and not path.exists():
         raise ConfigError(
-            f"{recipe} is a setting, and there is no recipe before it.",
-            fix=f"Name a recipe first, as in `demo {recipe}`: a YAML file, or one of `flatout list "
+            f"{name} is a setting, and there is no recipe before it.",
+            fix=f"Name a recipe first, as in `demo {name}`: a YAML file, or one of `flatout list "
             "recipes`.",
         )
-    path = Path(recipe)
-    is_file = path.suffix.lower() in SUFFIXES
-    if path.is_dir() and (is_file or str(recipe) not in RECIPES.names()):
+    if path.is_dir():
         raise ConfigError(
             f"{path} is a directory, not a recipe.",
             fix="Name a YAML file, or one of `flatout list recipes`.",
         )
-    if not is_file:
-        files = [
-            file
-            for file in (path.with_name(path.name + suffix) for suffix in sorted(SUFFIXES))
-            if path.name and file.is_file()
-        ]
-        if files and str(recipe) not in RECIPES.names():
+    if path.suffix.lower() not in SUFFIXES:
+        files = [path.with_name(path.name + suffix) for suffix in sorted(SUFFIXES)]
+        if file := next(filter(Path.is_file, files), None):
             raise ConfigError(
-                f"There is no recipe named {str(recipe)!r}, but there is a file {files[0]}.",
-                fix=f"Name the file: {str(files[0])!r}.",
+                f"There is no recipe named {name!r}, but there is a file {file}.",
+                fix=f"Name the file: {str(file)!r}.",
             )
-        if str(recipe) not in RECIPES.names():
-            _require_no_dataset(str(recipe))
-        return RECIPES.path(str(recipe))
+        known = DATASETS.names()
+        dataset = name if name in known else name_for("dataset", name, known)
+        if dataset is None or name_for("recipe", name, RECIPES.names()):
+            return RECIPES.path(name)
+        here = f"data/{dataset}"
+        what = "a dataset" if name == dataset else f"the dataset {dataset}"
+        raise ConfigError(
+            f"There is no recipe named {name!r}: it is {what}.",
+            fix=f"Prepare it with `flatout prepare {dataset} --out {here}`, then train a recipe on "
+            f"it: `flatout train RECIPE data.path={here}`; `flatout list recipes` shows the "
+            "recipes.",
+        )
     if not path.exists():
-        here = path.parent.iterdir() if path.parent.is_dir() else ()
-        guess = nearest(path.name, [file.name for file in here if file.suffix.lower() in SUFFIXES])
-        built_in = "`flatout list recipes` shows the built-in recipes."
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        guess = nearest(
+            path.name, [file.name for file in beside if file.suffix.lower() in SUFFIXES]
+        )
         raise ConfigError(
             f"There is no file {path}.",
             fix=f"Did you mean {str(path.with_name(guess))!r}?"
             if guess
-            else f"Check the path; {built_in}",
+            else "Check the path; `flatout list recipes` shows the built-in recipes.",
         )
     return path

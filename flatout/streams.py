@@ -20,6 +20,11 @@ class _LossyStream(io.FileIO):
             return memoryview(data).nbytes
 
 
+def printable(text: str) -> str:
+    """Return text without the control characters that move the cursor or change the terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def can_show(text: str, encoding: str) -> bool:
     """Return whether an encoding can represent a text."""
     try:

@@ -1,10 +1,10 @@
 """Decide which run directories may import code: only those that the user trusts.
 
 A run's config.yaml can name objects to import, `package.module:attribute`, and a run directory can
-come from anywhere. A user trusts a run by naming the same references when training it, or with
---trust-code. Trust is stored outside the run directory, in `memory()`, one file per run directory:
-its real path, the digest of its config.yaml, the references, and the digest of the code in the
-directory. A copied, replaced or edited run directory is not trusted.
+come from anywhere. They are imported when the user names the same references in the command or its
+recipe, allows the code of this one command with --trust-code, or has named them when training this
+run here. The last is stored outside the run directory, in `memory()`, one file per run directory,
+with its references. A copied or moved run directory is not trusted, nor is another reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from importlib.machinery import all_suffixes
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ them imports the user's own code.
 BY_ARGUMENT = "pass trust_code=True (on the command line: --trust-code)"
 """How to trust code in Python; the command line replaces it with the full command."""
 CONFIG = "config.yaml"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MOST_BYTES = 1 << 20
 """`remember` writes no file longer than this."""
 
@@ -72,46 +72,37 @@ def require_trusted(
 ) -> None:
     """Check that every reference of a run may be imported.
 
-    A reference may be imported if it is `named` on this command line or in a recipe, or if the user
-    trusts the run. `trust_code` makes the run trusted from now on.
+    A reference may be imported if it is `named` on this command line or in a recipe, if the user
+    named it when training this run here, or with `trust_code`.
     Raises: UntrustedCode naming the references and the files they would be imported from; nothing
             is imported.
     """
-    if references <= named:
+    if trust_code or references <= named or not (unknown := references - named - _read(run_folder)):
         return
-    if trust_code:
-        remember(run_folder, references)
-        return
-    entry = _read(run_folder)
-    if entry is not None and _matches(entry, run_folder, references - named):
-        return
-    changed = (
-        " It was trusted before, but its configuration or the code in it has changed since."
-        if entry is not None
-        else ""
-    )
-    unknown = sorted(references - named)
+    files = {reference: source_of(reference) for reference in sorted(unknown)}
+    shown = (f"{one!r} ({file if file else 'not found here'})" for one, file in files.items())
     stale = (
         " Delete the __pycache__ beside it, which may contain other code."
-        if any(_has_compiled(reference) for reference in unknown)
+        if any(
+            f and any((f.parent / "__pycache__").glob(f"{f.stem}.*.pyc")) for f in files.values()
+        )
         else ""
     )
     raise UntrustedCode(
-        f"{run_folder / CONFIG} names code that opening the run would execute: "
-        f"{', '.join(map(_with_file, unknown))}.{changed}",
+        f"{run_folder / CONFIG} names code that opening the run would execute: {', '.join(shown)}.",
         fix=f"Read that code.{stale} If you trust it, {BY_ARGUMENT}.",
     )
 
 
-def remember(run_folder: Path, references: Iterable[str]) -> bool:
-    """Trust a run directory in its present state; return whether that could be stored.
+def remember(run_folder: Path, references: Set[str]) -> bool:
+    """Store that the user named these references for a run; return whether that was possible.
 
-    If several processes do this at once, the last one wins. If the trust cannot be stored, the user
-    is asked again next time.
+    Others that are stored stay. If several processes do this at once, the last one wins. If it
+    cannot be stored, the user is asked next time.
     """
     from flatout.files import write_text  # the command line imports this module at its start
 
-    if not (wanted := sorted(references)):
+    if not references:
         return True
     try:
         path = _path(run_folder)
@@ -121,8 +112,7 @@ def remember(run_folder: Path, references: Iterable[str]) -> bool:
         document = {
             "format_version": FORMAT_VERSION,
             "run": os.path.realpath(run_folder),
-            "references": wanted,
-            **_state_of(run_folder),
+            "references": sorted(references | _read(run_folder)),
         }
         write_text(path, json.dumps(document, indent=1) + "\n", mode=0o600)
     except (OSError, RuntimeError):  # the home directory is unknown or cannot be written
@@ -160,84 +150,29 @@ def source_of(reference: str) -> Path | None:
     return None
 
 
-def _with_file(reference: str) -> str:
-    file = source_of(reference)
-    return f"{reference!r} ({file if file else 'not found here'})"
-
-
-def _has_compiled(reference: str) -> bool:
-    file = source_of(reference)
-    return file is not None and any((file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"))
-
-
-def _matches(entry: dict[str, Any], run_folder: Path, references: Set[str]) -> bool:
-    try:
-        state = _state_of(run_folder)
-    except OSError:
-        return False
-    state["run"] = os.path.realpath(run_folder)
-    same = all(entry.get(key) == value for key, value in state.items())
-    return same and references <= set(entry["references"])
-
-
-def _state_of(run_folder: Path) -> dict[str, str]:
-    """Return digests of the configuration and of the code in a run directory."""
-    config = (run_folder / CONFIG).read_bytes()
-    return {
-        "config_sha256": hashlib.sha256(config).hexdigest(),
-        "code_sha256": _digest_of_code(run_folder),
-    }
-
-
-def _digest_of_code(run_folder: Path) -> str:
-    """Return a digest of every file that Python could import, and of every link to a directory.
-
-    __pycache__ is left out, as importing the code creates it.
-    """
-    suffixes = tuple(all_suffixes())
-    digest = hashlib.sha256()
-    for parent, folders, files in os.walk(run_folder):
-        folders[:] = sorted(name for name in folders if name != "__pycache__")
-        for name in folders:
-            path = Path(parent, name)
-            if path.is_symlink():
-                digest.update(
-                    json.dumps([str(path.relative_to(run_folder)), os.readlink(path)]).encode()
-                )
-        for name in sorted(files):
-            path = Path(parent, name)
-            if name.endswith(suffixes) and path.is_file():
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-                digest.update(json.dumps([str(path.relative_to(run_folder)), content]).encode())
-    return digest.hexdigest()
-
-
 def _path(run_folder: Path) -> Path:
     name = hashlib.sha256(os.fsencode(os.path.realpath(run_folder))).hexdigest()[:32]
     return memory() / f"{name}.json"
 
 
-def _read(run_folder: Path) -> dict[str, Any] | None:
-    """Return the content of a run directory's trust file, or None when it has none.
+def _read(run_folder: Path) -> Set[str]:
+    """Return the references that are stored for a run directory.
 
-    Also None when the file is damaged, or another user could have written it.
+    None when its file is damaged, or another user could have written it.
     """
     try:
         path = _path(run_folder)
         if not _is_private(path.parent.lstat(), stat.S_ISDIR):
-            return None
+            return frozenset()
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8") as file:
             if not _is_private(os.fstat(descriptor), stat.S_ISREG):
-                return None
+                return frozenset()
             entry = json.loads(file.read(MOST_BYTES))
-    except (OSError, RuntimeError, ValueError, RecursionError):
-        return None
-    if not isinstance(entry, dict) or entry.get("format_version") != FORMAT_VERSION:
-        return None
-    references = entry.get("references")
-    are_texts = isinstance(references, list) and all(isinstance(r, str) for r in references)
-    return entry if are_texts else None
+        references = entry["references"] if entry["format_version"] == FORMAT_VERSION else ()
+        return frozenset(references) if isinstance(references, list) else frozenset()
+    except (OSError, RuntimeError, ValueError, LookupError, TypeError):
+        return frozenset()
 
 
 def _is_private(facts: os.stat_result, is_kind: Callable[[int], bool]) -> bool:

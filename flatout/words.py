@@ -30,7 +30,7 @@ class Word:
     cases: Mapping[str, Any] = field(default_factory=dict)
     """What values become, by what they are; `config/units.py` reads it."""
     unit: str = ""
-    """The function of `config/units.py` that converts the other values, and its arguments."""
+    """The case of `config/units.py` that converts the other values, and its arguments."""
     turn: int = 0
     """1 after the other keys, whose values it needs, and -1 before them."""
     note: str = ""

@@ -5,7 +5,8 @@ import signal
 from typing import Annotated
 
 from flatout import errors
-from flatout.commands import Argument, Command, Option, Result
+from flatout.commands import Argument, Command, Option
+from flatout.json_io import Result
 from flatout.progress import SILENT
 
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from flatout import cli, parser
-from flatout.commands import Command, Result
+from flatout.commands import Command
+from flatout.json_io import Result
 from flatout.registry import COMMANDS
 
 LOST = "The result could not be written to standard output: No space left on device."

@@ -166,9 +166,9 @@ def test_the_new_kernel_matches_the_reference(folder):
     program = """
 import torch
 from flatout.ops.cross_entropy import reference
-from flatout.assembly.recipe import baseline
+from flatout.assembly.recipe import Recipe
 from flatout.registry import SPEEDUPS
-kernel = baseline().with_speedup(SPEEDUPS.get("row-by-row-loss")).ops.cross_entropy
+kernel = Recipe().with_speedup(SPEEDUPS.get("row-by-row-loss")).cross_entropy
 results = []
 for function in (reference, kernel):
     torch.manual_seed(0)
@@ -209,6 +209,9 @@ weights = ForeignWeights(find_model("theirs"), model.config)
 weights.require_fit({name: tuple(p.shape) for name, p in model.named_parameters()})
 assert all(torch.equal(weights.read(name), p) for name, p in model.named_parameters())
 assert tiny_gpt2.keys(tiny_gpt2.document(model.config)) == keys
+assert tiny_gpt2.why_not(model.config) is None
+wider = Transformer.check(own | {"d_ff": 9}, seq_len=4)
+assert tiny_gpt2.why_not(wider).startswith("model.d_ff is 9, and TinyGPT2LMHeadModel would have")
 """
     python(folder, program)
 

@@ -154,27 +154,32 @@ def write(folder: Path, **files):
         (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
-def test_cgroup_v2_limits_apply_at_every_level(tmp_path):
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/pod/box\n")
-    write(tmp_path / "fs", memory__max="max")
-    write(tmp_path / "fs/pod", cpu__max="350000 100000", memory__max=str(2**33))
-    write(tmp_path / "fs/pod/box", cpu__max="max 100000", memory__max=str(2**34))
-    assert hardware.cgroup_limits(tmp_path / "fs", membership) == (3, 2**33)
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(hardware, "MEMBERSHIP", tmp_path / "cgroup")
+    return tmp_path
 
 
-def test_cgroup_v1_limits_are_read(tmp_path):
-    membership = tmp_path / "cgroup"
-    membership.write_text("4:memory:/box\n2:cpu,cpuacct:/box\n1:name=systemd:/\n")
-    write(tmp_path / "fs/cpu/box", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
-    write(tmp_path / "fs/memory/box", memory__limit_in_bytes="9223372036854771712")
-    write(tmp_path / "fs/memory", memory__limit_in_bytes=str(2**31))
-    assert hardware.cgroup_limits(tmp_path / "fs", membership) == (1, 2**31)
+def test_cgroup_v2_limits_apply_at_every_level(cgroups):
+    (cgroups / "cgroup").write_text("0::/pod/box\n")
+    write(cgroups / "fs", memory__max="max")
+    write(cgroups / "fs/pod", cpu__max="350000 100000", memory__max=str(2**33))
+    write(cgroups / "fs/pod/box", cpu__max="max 100000", memory__max=str(2**34))
+    assert hardware.cgroup_limits() == (3, 2**33)
 
 
-def test_without_a_container_there_is_no_limit(tmp_path):
-    write(tmp_path / "fs/cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
-    assert hardware.cgroup_limits(tmp_path / "fs", tmp_path / "absent") == (None, None)
+def test_cgroup_v1_limits_are_read(cgroups):
+    (cgroups / "cgroup").write_text("4:memory:/box\n2:cpu,cpuacct:/box\n1:name=systemd:/\n")
+    write(cgroups / "fs/cpu/box", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    write(cgroups / "fs/memory/box", memory__limit_in_bytes="9223372036854771712")
+    write(cgroups / "fs/memory", memory__limit_in_bytes=str(2**31))
+    assert hardware.cgroup_limits() == (1, 2**31)
+
+
+def test_without_a_container_there_is_no_limit(cgroups):
+    write(cgroups / "fs/cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert hardware.cgroup_limits() == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -186,22 +191,20 @@ def test_without_a_container_there_is_no_limit(tmp_path):
     ],
 )
 def test_a_container_with_fewer_cores_counts_its_own_processes(
-    tmp_path, monkeypatch, group, files, used_s
+    cgroups, monkeypatch, group, files, used_s
 ):
     monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: set(range(8)))
-    membership = tmp_path / "cgroup"
-    membership.write_text(group)
-    write(tmp_path / "fs/box", **files)
-    assert hardware.limited_cpu_s(tmp_path / "fs", membership) == used_s
+    (cgroups / "cgroup").write_text(group)
+    write(cgroups / "fs/box", **files)
+    assert hardware.limited_cpu_s() == used_s
 
 
-def test_a_container_of_cgroups_v1_counts_its_own_processes(tmp_path, monkeypatch):
+def test_a_container_of_cgroups_v1_counts_its_own_processes(cgroups, monkeypatch):
     monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda pid: set(range(8)))
-    membership = tmp_path / "cgroup"
-    membership.write_text("2:cpu,cpuacct:/box\n")
+    (cgroups / "cgroup").write_text("2:cpu,cpuacct:/box\n")
     limit = {"cpu__cfs_quota_us": "200000", "cpu__cfs_period_us": "100000"}
-    write(tmp_path / "fs/cpu/box", **limit, cpuacct__usage="2500000000")
-    assert hardware.limited_cpu_s(tmp_path / "fs", membership) == 2.5
+    write(cgroups / "fs/cpu/box", **limit, cpuacct__usage="2500000000")
+    assert hardware.limited_cpu_s() == 2.5
 
 
 def test_only_the_cores_of_this_process_count(monkeypatch):
@@ -336,11 +339,11 @@ def test_an_unknown_machine_is_an_error_with_the_nearest(text, fix):
 
 def test_each_short_name_belongs_to_one_row_and_each_capability_is_known():
     rows = [hardware.row_named(name) for name in MACHINES.names()]
-    names = [hardware._word(name) for row in rows for name in hardware._names(row)]
-    assert len(names) - len(set(names)) == sum(
-        len(hardware._names(row)) - len({hardware._word(n) for n in hardware._names(row)})
+    words = [
+        {hardware._word(name) for name in (row.name, *row.gpu_names, *row.short_names)}
         for row in rows
-    )
+    ]
+    assert sum(map(len, words)) == len(set().union(*words))
     assert all(row.compute_capability for row in rows)
 
 

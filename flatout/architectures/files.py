@@ -94,32 +94,30 @@ def weight_files(path: Path) -> list[Path]:
         return [path]
     for name in (*INDEXES, *SINGLE):
         if (path / name).is_file():
-            return _indexed(path / name) if name in INDEXES else [path / name]
-    for suffixes in ((SAFETENSORS,), TORCH):
-        found = sorted(file for file in path.iterdir() if file.suffix in suffixes)
-        if len(found) == 1:
-            return found
-    raise CheckpointError(
-        f"{path} has no weights: there is neither {' nor '.join(SINGLE)} nor an index of several "
-        "files.",
-        fix="Download the whole repository, or name the file with the weights.",
-    )
-
-
-def _indexed(index: Path) -> list[Path]:
-    """Return the files that an index names."""
-    document = read_json(index)
-    names = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} lists no files.", fix=GET_AGAIN)
-    files = sorted({str(name) for name in names.values()})
-    for name in files:
-        if Path(name).name != name or not (index.parent / name).is_file():
+            break
+    else:
+        for suffixes in ((SAFETENSORS,), TORCH):
+            found = sorted(file for file in path.iterdir() if file.suffix in suffixes)
+            if len(found) == 1:
+                return found
+        raise CheckpointError(
+            f"{path} has no weights: there is neither {' nor '.join(SINGLE)} nor an index of "
+            "several files.",
+            fix="Download the whole repository, or name the file with the weights.",
+        )
+    if name in SINGLE:
+        return [path / name]
+    document = read_json(path / name)
+    listed = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path / name} lists no files.", fix=GET_AGAIN)
+    files = sorted({str(file) for file in listed.values()})
+    for file in files:
+        if Path(file).name != file or not (path / file).is_file():
             raise CheckpointError(
-                f"{index.parent} has no {name}, which {index.name} lists.",
-                fix="Download the missing file.",
+                f"{path} has no {file}, which {name} lists.", fix="Download the missing file."
             )
-    return [index.parent / name for name in files]
+    return [path / file for file in files]
 
 
 def _open_torch(file: Path, found: TensorFiles) -> None:

@@ -6,7 +6,6 @@ import math
 
 from flatout.architectures import llama
 from flatout.architectures.table import (
-    PLUS_ONE,
     Architecture,
     Field,
     entry,
@@ -28,43 +27,13 @@ FIELDS = (
     Field(lambda _, keys: {"embedding_scale": math.sqrt(keys["d_model"])}),
 )
 STATES = {"norm": "rmsnorm", "positions": "rotary", "activation": "geglu"}
-LACKED = {
-    "parallel_residual": False,
-    "rotary_dims": None,
-    "bias": False,
-    "qk_norm": False,
-    "logit_scale": 1.0,
-}
-"""What neither version has."""
-LIMITS = (
-    (
-        lambda c: not math.isclose(c.embedding_scale, math.sqrt(c.d_model)),
-        "model.embedding_scale is not the square root of model.d_model.",
-    ),
-    (lambda c: c.has_qkv_bias, "Queries, keys and values have biases."),
-)
-MODEL, BLOCK = (
-    {
-        ours: (PLUS_ONE, theirs) if ours.endswith("norm.weight") else theirs
-        for ours, theirs in table.items()
-    }
-    for table in (llama.MODEL, llama.BLOCK)
-)
+TENSORS = llama.TENSORS.replace("norm.weight model", "norm.weight plus_one model")
 
 ARCHITECTURE = Architecture(
     classes={"gemma": "GemmaForCausalLM"},
     fields=(*FIELDS, only("hidden_activation", *TANH, written=False)),
     states=STATES,
-    lacks=LACKED
-    | {
-        "post_norm": False,
-        "full_attention_every": None,
-        "window": None,
-        "logit_softcap": None,
-        "attention_softcap": None,
-    },
-    limits=LIMITS,
-    tensors=tensors_of(MODEL, BLOCK),
+    tensors=tensors_of(TENSORS, **llama.STACKED),
     prefix="model.",
     ignored=llama.ARCHITECTURE.ignored,
 )

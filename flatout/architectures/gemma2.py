@@ -5,7 +5,6 @@ from __future__ import annotations
 from flatout.architectures import gemma, llama
 from flatout.architectures.table import (
     OTHER_MODEL,
-    PLUS_ONE,
     Architecture,
     Field,
     only,
@@ -34,10 +33,7 @@ DEFAULTS = {
 
 def layer_types(count: int) -> list[str]:
     """Return transformers' word for each layer."""
-    return [
-        "sliding_attention" if layer % FULL_EVERY else "full_attention"
-        for layer in range(1, count + 1)
-    ]
+    return (["sliding_attention", "full_attention"] * count)[:count]
 
 
 def read(document: JsonObject, keys: JsonObject) -> JsonObject:
@@ -75,24 +71,17 @@ def write(config: TransformerConfig) -> JsonObject:
     }
 
 
+TENSORS = gemma.TENSORS.replace("post_attention_layernorm", "pre_feedforward_layernorm")
+TENSORS += """
+blocks.{}.attention.post_norm.weight plus_one model.layers.{}.post_attention_layernorm.weight
+blocks.{}.mlp.post_norm.weight plus_one model.layers.{}.post_feedforward_layernorm.weight
+"""
+
 ARCHITECTURE = Architecture(
     classes={"gemma2": "Gemma2ForCausalLM"},
     fields=(*gemma.FIELDS, only("hidden_activation", *gemma.TANH), Field(read, write)),
     states=gemma.STATES | {"post_norm": True, "full_attention_every": FULL_EVERY},
-    lacks=gemma.LACKED,
-    limits=gemma.LIMITS,
-    tensors=tensors_of(
-        gemma.MODEL,
-        {ours: row for ours, row in gemma.BLOCK.items() if not ours.endswith("mlp_norm.weight")},
-        {
-            f"blocks.{{}}.{ours}.weight": (PLUS_ONE, f"model.layers.{{}}.{theirs}.weight")
-            for ours, theirs in {
-                "mlp_norm": "pre_feedforward_layernorm",
-                "attention.post_norm": "post_attention_layernorm",
-                "mlp.post_norm": "post_feedforward_layernorm",
-            }.items()
-        },
-    ),
+    tensors=tensors_of(TENSORS, **llama.STACKED),
     prefix="model.",
     ignored=llama.ARCHITECTURE.ignored,
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from flatout.architectures.table import (
-    LACKS,
-    TRANSPOSED,
     Architecture,
     entry,
     only,
@@ -15,24 +13,11 @@ from flatout.architectures.table import (
 
 ACTIVATIONS = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
 """Values of `model.activation` by those of config.json."""
-LIMITS = (
-    (lambda c: c.kv_heads != c.num_heads, "Query heads share key and value heads."),
-    (
-        lambda c: c.head_size * c.num_heads != c.d_model,
-        "The heads together are not as wide as the hidden states.",
-    ),
-    (lambda c: c.bias != c.has_qkv_bias, "Only some linear layers have biases."),
-    (
-        lambda c: c.activation not in ACTIVATIONS.values(),
-        "model.activation is {0.activation}, and this family has gelu or gelu_exact.",
-    ),
-)
-"""What the class cannot be; a model without biases has the shape with biases of 0."""
 
 ARCHITECTURE = Architecture(
     classes={"gpt2": "GPT2LMHeadModel"},
     fields=[
-        *sizes(vocab_size="vocab_size", n_layer="num_layers", n_embd="d_model", n_head="num_heads"),
+        *sizes("vocab_size n_layer=num_layers n_embd=d_model n_head=num_heads"),
         entry("n_inner", "d_ff", lambda _, keys: 4 * keys["d_model"]),
         entry("n_positions", "max_seq_len", lambda document, _: required(document, "n_ctx")),
         entry("activation_function", "activation", "gelu_new", ACTIVATIONS),
@@ -43,23 +28,20 @@ ARCHITECTURE = Architecture(
         only("add_cross_attention", False, written=False),
     ],
     states={"norm": "layernorm", "positions": "learned"},
-    lacks=LACKS | {"parallel_residual": False, "qk_norm": False, "window": None},
-    limits=LIMITS,
+    pads_biases=True,
     tensors=tensors_of(
-        {
-            "token_embedding.weight": "transformer.wte.weight",
-            "position_embedding.weight": "transformer.wpe.weight",
-            "final_norm.*": "transformer.ln_f.*",
-            "unembedding.weight": "lm_head.weight",
-        },
-        {
-            "blocks.{}.attention_norm.*": "transformer.h.{}.ln_1.*",
-            "blocks.{}.attention.qkv.*": (TRANSPOSED, "transformer.h.{}.attn.c_attn.*"),
-            "blocks.{}.attention.output.*": (TRANSPOSED, "transformer.h.{}.attn.c_proj.*"),
-            "blocks.{}.mlp_norm.*": "transformer.h.{}.ln_2.*",
-            "blocks.{}.mlp.up.*": (TRANSPOSED, "transformer.h.{}.mlp.c_fc.*"),
-            "blocks.{}.mlp.down.*": (TRANSPOSED, "transformer.h.{}.mlp.c_proj.*"),
-        },
+        """
+token_embedding.weight transformer.wte.weight
+position_embedding.weight transformer.wpe.weight
+final_norm.* transformer.ln_f.*
+unembedding.weight lm_head.weight
+blocks.{}.attention_norm.* transformer.h.{}.ln_1.*
+blocks.{}.attention.qkv.* transposed transformer.h.{}.attn.c_attn.*
+blocks.{}.attention.output.* transposed transformer.h.{}.attn.c_proj.*
+blocks.{}.mlp_norm.* transformer.h.{}.ln_2.*
+blocks.{}.mlp.up.* transposed transformer.h.{}.mlp.c_fc.*
+blocks.{}.mlp.down.* transposed transformer.h.{}.mlp.c_proj.*
+"""
     ),
     prefix="transformer.",
     ignored=(r".*attn\.(masked_)?bias",),

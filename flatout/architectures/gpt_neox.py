@@ -8,11 +8,11 @@ import torch
 
 from flatout.architectures import gpt2
 from flatout.architectures.table import (
-    LACKS,
     Architecture,
     Field,
     entry,
     only,
+    resolved,
     rotary,
     sizes,
     tensors_of,
@@ -29,11 +29,6 @@ def read_rotated(document: JsonObject, keys: JsonObject) -> JsonObject:
     parameters = document.get("rope_parameters") or {}
     share = parameters.get("partial_rotary_factor", document.get("rotary_pct", DEFAULT_SHARE))
     return {"rotary_dims": int(keys["d_model"] // keys["num_heads"] * share)}
-
-
-def share_of(config: TransformerConfig) -> float:
-    """Return the rotated share of a head."""
-    return (config.rotary_dims or config.head_size) / config.head_size
 
 
 def interleaved(config: TransformerConfig) -> tuple[Any, Any]:
@@ -62,47 +57,36 @@ ARCHITECTURE = Architecture(
     classes={"gpt_neox": "GPTNeoXForCausalLM"},
     fields=(
         *sizes(
-            vocab_size="vocab_size",
-            num_hidden_layers="num_layers",
-            hidden_size="d_model",
-            num_attention_heads="num_heads",
-            intermediate_size="d_ff",
-            max_position_embeddings="max_seq_len",
+            "vocab_size num_hidden_layers=num_layers hidden_size=d_model "
+            "num_attention_heads=num_heads intermediate_size=d_ff "
+            "max_position_embeddings=max_seq_len"
         ),
         entry("hidden_act", "activation", "gelu", gpt2.ACTIVATIONS),
         entry("layer_norm_eps", "layer_norm_eps", 1e-5),
         entry("use_parallel_residual", "parallel_residual", True),
         only("attention_bias", True, bias=True),
-        Field(read_rotated, lambda config: {"rotary_pct": share_of(config)}),
+        Field(
+            read_rotated,
+            lambda c: {"rotary_pct": resolved(c, "rotary_dims") / c.head_size},
+        ),
         rotary("rotary_emb_base"),
         entry("tie_word_embeddings", "tied_head", False),
     ),
     states={"norm": "layernorm", "positions": "rotary"},
-    lacks=LACKS | {"qk_norm": False, "window": None},
-    limits=(
-        (
-            lambda c: c.rotary_dims and int(c.head_size * share_of(c)) != c.rotary_dims,
-            "config.json cannot state that {0.rotary_dims} components of a head are rotated.",
-        ),
-        *gpt2.LIMITS,
-    ),
+    pads_biases=True,
     tensors=tensors_of(
-        {
-            "token_embedding.weight": "gpt_neox.embed_in.weight",
-            "final_norm.*": "gpt_neox.final_layer_norm.*",
-            "unembedding.weight": "embed_out.weight",
-        },
-        {
-            "blocks.{}.attention_norm.*": "gpt_neox.layers.{}.input_layernorm.*",
-            "blocks.{}.attention.qkv.*": (
-                interleaved,
-                "gpt_neox.layers.{}.attention.query_key_value.*",
-            ),
-            "blocks.{}.attention.output.*": "gpt_neox.layers.{}.attention.dense.*",
-            "blocks.{}.mlp_norm.*": "gpt_neox.layers.{}.post_attention_layernorm.*",
-            "blocks.{}.mlp.up.*": "gpt_neox.layers.{}.mlp.dense_h_to_4h.*",
-            "blocks.{}.mlp.down.*": "gpt_neox.layers.{}.mlp.dense_4h_to_h.*",
-        },
+        """
+token_embedding.weight gpt_neox.embed_in.weight
+final_norm.* gpt_neox.final_layer_norm.*
+unembedding.weight embed_out.weight
+blocks.{}.attention_norm.* gpt_neox.layers.{}.input_layernorm.*
+blocks.{}.attention.qkv.* interleaved gpt_neox.layers.{}.attention.query_key_value.*
+blocks.{}.attention.output.* gpt_neox.layers.{}.attention.dense.*
+blocks.{}.mlp_norm.* gpt_neox.layers.{}.post_attention_layernorm.*
+blocks.{}.mlp.up.* gpt_neox.layers.{}.mlp.dense_h_to_4h.*
+blocks.{}.mlp.down.* gpt_neox.layers.{}.mlp.dense_4h_to_h.*
+""",
+        interleaved=interleaved,
     ),
     prefix="gpt_neox.",
     ignored=(r".*attention\.(masked_)?bias", r".*rotary_emb\.inv_freq"),

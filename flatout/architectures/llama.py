@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from flatout.architectures.table import (
-    LACKS,
-    SAME,
     Architecture,
     Field,
     entry,
@@ -35,11 +33,8 @@ FULL_LAYERS = 28
 """The layers without a window of a windowed Qwen config.json that states none."""
 SIZES = (
     *sizes(
-        vocab_size="vocab_size",
-        hidden_size="d_model",
-        intermediate_size="d_ff",
-        num_hidden_layers="num_layers",
-        num_attention_heads="num_heads",
+        "vocab_size hidden_size=d_model intermediate_size=d_ff num_hidden_layers=num_layers "
+        "num_attention_heads=num_heads"
     ),
     entry(
         "num_key_value_heads",
@@ -59,43 +54,35 @@ SIZES = (
 )
 """The first fields of Llama and Gemma; between these and the next is the activation."""
 MORE_SIZES = (
-    *sizes(max_position_embeddings="max_seq_len"),
+    *sizes("max_position_embeddings=max_seq_len"),
     entry("rms_norm_eps", "rms_norm_eps", 1e-6),
 )
 
-
-MODEL = {
-    "token_embedding.weight": "model.embed_tokens.weight",
-    "final_norm.weight": "model.norm.weight",
-    "unembedding.weight": "lm_head.weight",
+TENSORS = """
+token_embedding.weight model.embed_tokens.weight
+final_norm.weight model.norm.weight
+unembedding.weight lm_head.weight
+blocks.{}.attention_norm.weight model.layers.{}.input_layernorm.weight
+blocks.{}.mlp_norm.weight model.layers.{}.post_attention_layernorm.weight
+blocks.{}.attention.query_norm.weight model.layers.{}.self_attn.q_norm.weight
+blocks.{}.attention.key_norm.weight model.layers.{}.self_attn.k_norm.weight
+blocks.{}.attention.qkv.weight qkv model.layers.{}.self_attn.q_proj.weight \
+    model.layers.{}.self_attn.k_proj.weight model.layers.{}.self_attn.v_proj.weight
+blocks.{}.attention.output.weight model.layers.{}.self_attn.o_proj.weight
+blocks.{}.mlp.gate_up.weight gate_up model.layers.{}.mlp.gate_proj.weight \
+    model.layers.{}.mlp.up_proj.weight
+blocks.{}.mlp.down.weight model.layers.{}.mlp.down_proj.weight
+blocks.{}.attention.qkv.bias qkv model.layers.{}.self_attn.q_proj.bias \
+    model.layers.{}.self_attn.k_proj.bias model.layers.{}.self_attn.v_proj.bias
+blocks.{}.attention.output.bias model.layers.{}.self_attn.o_proj.bias
+blocks.{}.mlp.gate_up.bias gate_up model.layers.{}.mlp.gate_proj.bias \
+    model.layers.{}.mlp.up_proj.bias
+blocks.{}.mlp.down.bias model.layers.{}.mlp.down_proj.bias
+"""
+STACKED = {
+    "qkv": lambda c: stacked(c.num_heads * c.head_size, *[c.kv_heads * c.head_size] * 2),
+    "gate_up": lambda c: stacked(c.mlp_width, c.mlp_width),
 }
-BLOCK = {
-    "blocks.{}.attention_norm.weight": "model.layers.{}.input_layernorm.weight",
-    "blocks.{}.mlp_norm.weight": "model.layers.{}.post_attention_layernorm.weight",
-    "blocks.{}.attention.query_norm.weight": "model.layers.{}.self_attn.q_norm.weight",
-    "blocks.{}.attention.key_norm.weight": "model.layers.{}.self_attn.k_norm.weight",
-} | {
-    f"blocks.{{}}.{ours}.{part}": (
-        transform,
-        *(f"model.layers.{{}}.{name}_proj.{part}" for name in theirs.split()),
-    )
-    for layers in (
-        {
-            "attention.qkv": (
-                lambda c: stacked(c.num_heads * c.head_size, *[c.kv_heads * c.head_size] * 2),
-                "self_attn.q self_attn.k self_attn.v",
-            )
-        },
-        {
-            "attention.output": (SAME, "self_attn.o"),
-            "mlp.gate_up": (lambda c: stacked(c.mlp_width, c.mlp_width), "mlp.gate mlp.up"),
-            "mlp.down": (SAME, "mlp.down"),
-        },
-    )
-    for part in ("weight", "bias")
-    for ours, (transform, theirs) in layers.items()
-}
-"""Of the last three linear layers, weights come before biases."""
 
 
 def read_variant(document: JsonObject, keys: JsonObject) -> JsonObject:
@@ -169,23 +156,8 @@ ARCHITECTURE = Architecture(
         rotary(),
     ),
     states={"norm": "rmsnorm", "positions": "rotary", "activation": "swiglu"},
-    lacks=LACKS | {"parallel_residual": False, "rotary_dims": None, "full_attention_every": None},
-    limits=(
-        (
-            lambda c: c.bias and (c.qk_norm or c.window),
-            "Biases go with neither model.qk_norm nor model.window.",
-        ),
-        (
-            lambda c: c.qk_norm and c.has_qkv_bias,
-            "Biases of queries and keys do not go with model.qk_norm.",
-        ),
-        (
-            lambda c: c.bias and not c.has_qkv_bias,
-            "Every linear layer has a bias, except queries, keys and values.",
-        ),
-    ),
     kind_of=kind_of,
-    tensors=tensors_of(MODEL, BLOCK),
+    tensors=tensors_of(TENSORS, **STACKED),
     prefix="model.",
     ignored=(r".*rotary_emb\.inv_freq",),
 )

@@ -38,11 +38,7 @@ def recognise(shapes: Shapes, others: JsonObject) -> JsonObject | None:
 
 ARCHITECTURE = Architecture(
     fields=sizes(
-        vocab_size="vocab_size",
-        n_layer="num_layers",
-        n_embd="d_model",
-        n_head="num_heads",
-        block_size="max_seq_len",
+        "vocab_size n_layer=num_layers n_embd=d_model n_head=num_heads block_size=max_seq_len"
     ),
     states={  # GELU is exact, as in nanoGPT since 2023
         "norm": "layernorm",

@@ -69,24 +69,20 @@ def find_model(init_from: str, *, whole: bool = True, progress: Progress = SILEN
     known = recognise(path)
     if known is not None and known.name in (ADAPTER, LITGPT):
         raise CheckpointError(known.instead_of("a model that flatout reads"), fix=known.fix)
-    folder = path if path.is_dir() else path.parent
-    if (folder / CONFIG).is_file() and (path.is_dir() or path.suffix in CONFIGURED):
-        return _configured(path, folder / CONFIG)
-    files = open_tensors(path)
-    for architecture in map(ARCHITECTURES.get, ARCHITECTURES.names()):
-        keys = architecture.recognise(files.shapes, files.others)
-        if keys is not None:
-            return ForeignModel(path, architecture, keys)
-    first = ", ".join(sorted(files.shapes)[:MOST_NAMED])
-    raise CheckpointError(
-        f"{path} has no config.json, and its tensors ({first}, ...) do not tell its architecture.",
-        fix="Put the model's config.json beside the weights, as model.safetensors or "
-        f"pytorch_model.bin. {OTHER_MODEL}",
-    )
-
-
-def _configured(path: Path, config: Path) -> ForeignModel:
-    """Return the model that a config.json describes."""
+    config = (path if path.is_dir() else path.parent) / CONFIG
+    families = [ARCHITECTURES.get(name) for name in ARCHITECTURES.names()]
+    if not config.is_file() or not (path.is_dir() or path.suffix in CONFIGURED):
+        files = open_tensors(path)
+        for family in families:
+            if (keys := family.recognise(files.shapes, files.others)) is not None:
+                return ForeignModel(path, family, keys)
+        first = ", ".join(sorted(files.shapes)[:MOST_NAMED])
+        raise CheckpointError(
+            f"{path} has no config.json, and its tensors ({first}, ...) do not tell its "
+            "architecture.",
+            fix="Put the model's config.json beside the weights, as model.safetensors or "
+            f"pytorch_model.bin. {OTHER_MODEL}",
+        )
     document = read_json(config)
     if not isinstance(document, dict):
         raise CheckpointError(f"{config} is not a mapping.", fix="Restore it from the repository.")
@@ -103,7 +99,6 @@ def _configured(path: Path, config: Path) -> ForeignModel:
             f"The weights of {path} are quantised (quantization_config in config.json).",
             fix="Start from the weights before quantisation.",
         )
-    families = map(ARCHITECTURES.get, ARCHITECTURES.names())
     family = next((family for family in families if kind in family.classes), None)
     if family is None:
         named = f"is of the architecture {kind!r}, " if kind else f"has no model_type in {CONFIG}"

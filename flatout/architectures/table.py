@@ -7,6 +7,7 @@ their values if they differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ RESOLVED = {
     "head_dim": "head_size",
     "max_seq_len": "num_positions",
     "num_kv_heads": "kv_heads",
+    "qkv_bias": "has_qkv_bias",
 }
 """Keys that may be None, and the properties of a `TransformerConfig` with their values."""
 LINEAR = {"rotary_factor": "factor"}
@@ -40,14 +42,25 @@ SCALINGS = {
     },
 }
 """The scalings of rotary positions: their keys under `model.` and in config.json."""
-LACKS = {
-    "post_norm": False,
-    "embedding_scale": 1.0,
-    "logit_scale": 1.0,
-    "logit_softcap": None,
-    "attention_softcap": None,
-}
-"""Keys under `model.` that most families lack, with the only value that they can express."""
+OPTIONAL = (
+    "d_ff",
+    "tied_head",
+    "bias",
+    "qkv_bias",
+    "head_dim",
+    "num_kv_heads",
+    "parallel_residual",
+    "rotary_dims",
+    "qk_norm",
+    "window",
+    "full_attention_every",
+    "post_norm",
+    "embedding_scale",
+    "logit_scale",
+    "logit_softcap",
+    "attention_softcap",
+)
+"""Keys of a shape that some families have no entry for: their models have the defaults."""
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -92,10 +105,8 @@ class Architecture:
     """The entries of config.json and the keys under `model.`, in the order of a written file."""
     states: JsonObject = field(default_factory=dict)
     """Keys under `model.` that every model of the family has, with their values."""
-    lacks: JsonObject = field(default_factory=dict)
-    """Keys that the family has no entry for, with the only values that it can express."""
-    limits: Sequence[tuple[Callable[[Any], object], str]] = ()
-    """Other shapes that no class has, and the reasons; {0} in a reason is the configuration."""
+    pads_biases: bool = False
+    """Whether a model without biases is exported with biases of 0."""
     kind_of: Callable[[Any], str] | None = None
     """Returns the `model_type` of the class that has a shape, if there are several."""
     not_exported: str = ""
@@ -128,10 +139,24 @@ class Architecture:
             return self.not_exported
         if not isinstance(config, TransformerConfig):
             return "It is not a transformer."
-        for key, value in (self.states | self.lacks).items():
+        for key, value in self.states.items():
             if (stated := getattr(config, key)) != value:
                 return f"model.{key} is {stated}, and this family has {value}."
-        return next((why.format(config) for finds, why in self.limits if finds(config)), None)
+        document = self.document(config)
+        name = document["architectures"][0]
+        try:
+            keys = self.keys(document)
+            del keys["kind"]
+            back = TransformerConfig.model_validate(keys)
+        except ConfigError as error:
+            return f"{name} cannot have this shape: {error.what}"
+        if self.pads_biases and not (config.bias or config.has_qkv_bias):
+            back = back.model_copy(update={"bias": False})
+        for key in (*keys, *OPTIONAL):
+            stated, value = resolved(config, key), resolved(back, key)
+            if stated != value and not (key == "embedding_scale" and math.isclose(stated, value)):
+                return f"model.{key} is {stated}, and {name} would have {value}."
+        return None
 
     def document(self, config: Any) -> JsonObject:
         """Return the config.json of a model's configuration, for which `why_not` is None."""
@@ -140,6 +165,13 @@ class Architecture:
         for each in self.fields:
             entries |= each.write(config)
         return entries
+
+
+def resolved(config: TransformerConfig, key: str) -> Any:
+    """Return the value of a key, or the one that None stands for."""
+    if key == "rotary_dims":
+        return config.positions == "rotary" and (config.rotary_dims or config.head_size)
+    return getattr(config, RESOLVED.get(key, key))
 
 
 def required(document: JsonObject, key: str, kind: type = int) -> Any:
@@ -191,17 +223,18 @@ def entry(theirs: str, ours: str, default: Any = None, names: JsonObject | None 
         return {ours: float(value) if isinstance(default, float) else value}
 
     def write(config: Any) -> JsonObject:
-        value = getattr(config, RESOLVED.get(ours, ours))
-        return {
-            theirs: next(name for name, own in names.items() if own == value) if names else value
-        }
+        value = resolved(config, ours)
+        if names:
+            value = next((name for name, own in names.items() if own == value), None)
+        return {theirs: value}
 
     return Field(read, write)
 
 
-def sizes(**names: str) -> list[Field]:
-    """Return the fields of integers that a config.json must have: its names, and the keys."""
-    return [entry(theirs, ours) for theirs, ours in names.items()]
+def sizes(names: str) -> list[Field]:
+    """Return the fields of integers that a config.json must have: `THEIRS=OURS`, or one name."""
+    pairs = (name.partition("=") for name in names.split())
+    return [entry(theirs, ours or theirs) for theirs, _, ours in pairs]
 
 
 def only(theirs: str, *values: Any, written: bool = True, **ours: Any) -> Field:
@@ -252,10 +285,11 @@ def rotary(base: str = "rope_theta") -> Field:
 
 
 SAME = (lambda parts: parts[0], lambda whole: [whole])
-TRANSPOSED = (lambda parts: parts[0].t(), lambda whole: [whole.t()])
-"""The family stores the axes of a matrix in the opposite order."""
-PLUS_ONE = (lambda parts: parts[0] + 1, lambda whole: [whole - 1])
-"""The family stores a gain as its difference from 1."""
+TRANSFORMS = {
+    "transposed": (lambda parts: parts[0].t(), lambda whole: [whole.t()]),
+    "plus_one": (lambda parts: parts[0] + 1, lambda whole: [whole - 1]),
+}
+"""The family stores the axes of a matrix in the opposite order; a gain as its difference from 1."""
 
 
 def stacked(*rows: int) -> tuple[Any, Any]:
@@ -263,38 +297,39 @@ def stacked(*rows: int) -> tuple[Any, Any]:
     return lambda parts: torch.cat(list(parts)), lambda whole: torch.split(whole, [*rows])
 
 
-def tensors_of(*tables: JsonObject) -> Callable[[Any], list[TensorMap]]:
-    """Return a function from a configuration to the tensors of its model, from tables of rows.
+def tensors_of(rows: str, **transforms: Any) -> Callable[[Any], list[TensorMap]]:
+    """Return a function from a configuration to the tensors of its model, from a table.
 
-    `{}` in a name is the number of a block; the rows of a table with it are repeated for each.
-    Rows of tensors that the model lacks are left out. A transform is the two functions of a
-    TensorMap, or returns them for a configuration. `*` stands for the weight and the bias of a
-    layer: if the model has no bias, the family's is 0, with a number per row of the weight.
+    A row has a name in flatout's model, a transform if the values differ, and the family's names.
+    `{}` is the number of a block: the row is repeated for each. Rows of tensors that the model
+    lacks are left out. A transform is the two functions of a TensorMap, or returns them for a
+    configuration. `*` stands for the weight and the bias of a layer: if the model has no bias, the
+    family's is 0, with a number per row of the weight.
     """
+    table = [line.split() for line in rows.splitlines() if line]
 
     def tensors(config: Any) -> list[TensorMap]:
-        there = names_of(config)
-        return [
-            one
-            for table in tables
-            for block in range(config.num_layers if "{}" in str([*table]) else 1)
-            for ours, row in table.items()
-            for one in _maps(ours, row, block, config, there)
-        ]
+        there, found = names_of(config), []
+        for block in (None, *range(config.num_layers)):
+            for ours, *theirs in table:
+                if ("{}" in ours) == (block is not None):
+                    transform = (TRANSFORMS | transforms).get(theirs[0])
+                    names = [
+                        name.format(block) for name in (ours, *theirs[transform is not None :])
+                    ]
+                    found += _maps(names, transform or SAME, config, there)
+        return found
 
     return tensors
 
 
-def _maps(ours: str, row: Any, block: int, config: Any, there: Collection[str]) -> list[TensorMap]:
-    transform, *theirs = row if isinstance(row, tuple) else (SAME, row)
+def _maps(names: list[str], transform: Any, config: Any, there: Collection[str]) -> list[TensorMap]:
+    """Return the tensors of one row; the first name is flatout's."""
     join, split = transform(config) if callable(transform) else transform
-    weight, bias = (
-        [name.replace("*", part).format(block) for name in (ours, *theirs)]
-        for part in ("weight", "bias")
-    )
-    if "*" not in ours or bias[0] in there:
-        both = [weight] if "*" not in ours else [weight, bias]
-        return [TensorMap(name, (*names,), join, split) for name, *names in both if name in there]
+    weight, bias = ([name.replace("*", part) for name in names] for part in ("weight", "bias"))
+    if weight == bias or bias[0] in there:
+        both = [weight] if weight == bias else [weight, bias]
+        return [TensorMap(name, (*theirs,), join, split) for name, *theirs in both if name in there]
 
     def split_both(whole: Tensor) -> list[Tensor]:
         return [*split(whole), whole.new_zeros(len(whole))]

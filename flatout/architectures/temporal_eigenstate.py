@@ -77,45 +77,42 @@ def _coupling(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([(block.double() - identity) / RESONANCE for block in parts])
 
 
-def tensors(config: EigenstateConfig) -> list[TensorMap]:
-    """Return the tensors of a model.
-
-    flatout multiplies the drive by a gain and states the coupling as a difference from the
-    identity, so both are divided out here; biases that the FFT layer lacks are 0.
-    """
-    drive, decay, output = "in_proj.weight", "log_decay", "out_proj.weight"
-    heads = (f"coupling_blocks.{head}" for head in range(config.num_heads))
-    rows = {
-        "recurrence.drive.weight": (_drive, drive, decay),
-        "recurrence.drive.bias": (_no_bias, drive),
-        "recurrence.output.bias": (_no_bias, output),
-        "recurrence.coupling": (_coupling, *heads),
-        "recurrence.memories.0.log_rate": (lambda parts: _log_rate(parts[0]), decay),
-        "recurrence.memories.0.detuning": (_detuning, decay, "frequency"),
-    }
-    return tensors_of(
-        {
-            "token_embedding.weight": "token_emb.weight",
-            "position_embedding.weight": "pos_emb.weight",
-            "final_norm.*": "norm_f.*",
-        },
-        {
-            "blocks.{}.recurrence_norm.*": "layers.{}.norm1.*",
-            "blocks.{}.mlp_norm.*": "layers.{}.norm2.*",
-            "blocks.{}.recurrence.gate.*": "layers.{}.gate_proj.*",
-            "blocks.{}.mlp.up.*": "layers.{}.mlp.0.*",
-            "blocks.{}.mlp.down.*": "layers.{}.mlp.2.*",
-            "blocks.{}.recurrence.output.weight": "layers.{}.out_proj.weight",
-        },
-        {
-            f"blocks.{{}}.{ours}": ((join, None), *(f"layers.{{}}.{name}" for name in theirs))
-            for ours, (join, *theirs) in rows.items()
-        },
-    )(config)
-
-
 def _no_bias(parts: Sequence[Tensor]) -> Tensor:
     return parts[0].new_zeros(len(parts[0]))
+
+
+TENSORS = """
+token_embedding.weight token_emb.weight
+position_embedding.weight pos_emb.weight
+final_norm.* norm_f.*
+blocks.{}.recurrence_norm.* layers.{}.norm1.*
+blocks.{}.mlp_norm.* layers.{}.norm2.*
+blocks.{}.recurrence.gate.* layers.{}.gate_proj.*
+blocks.{}.mlp.up.* layers.{}.mlp.0.*
+blocks.{}.mlp.down.* layers.{}.mlp.2.*
+blocks.{}.recurrence.output.weight layers.{}.out_proj.weight
+blocks.{}.recurrence.drive.weight drive layers.{}.in_proj.weight layers.{}.log_decay
+blocks.{}.recurrence.drive.bias no_bias layers.{}.in_proj.weight
+blocks.{}.recurrence.output.bias no_bias layers.{}.out_proj.weight
+blocks.{}.recurrence.memories.0.log_rate log_rate layers.{}.log_decay
+blocks.{}.recurrence.memories.0.detuning detuning layers.{}.log_decay layers.{}.frequency
+blocks.{}.recurrence.coupling coupling"""
+"""flatout multiplies the drive by a gain and states the coupling as a difference from the identity,
+so both are divided out here; biases that the FFT layer lacks are 0.
+"""
+
+
+def tensors(config: EigenstateConfig) -> list[TensorMap]:
+    """Return the tensors of a model; the last row has a block for each head."""
+    heads = (f" layers.{{}}.coupling_blocks.{head}" for head in range(config.num_heads))
+    return tensors_of(
+        TENSORS + "".join(heads),
+        drive=(_drive, None),
+        no_bias=(_no_bias, None),
+        coupling=(_coupling, None),
+        log_rate=(lambda parts: _log_rate(parts[0]), None),
+        detuning=(_detuning, None),
+    )(config)
 
 
 ARCHITECTURE = Architecture(

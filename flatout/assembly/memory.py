@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from operator import attrgetter
@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from flatout.assembly.parts import USED_MEMORY, Decision, divisors
 from flatout.assembly.prediction import (
     CUDA_CONTEXT,
     CUDA_RESERVED,
@@ -37,14 +36,14 @@ from flatout.assembly.prediction import (
     MemoryPrediction,
     Moment,
     PastRun,
-    past_run,
     predict_memory,
 )
+from flatout.assembly.recipe import divisors
 from flatout.config.schema import RunConfig
 from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.errors import FlatoutError, HardwareError
 from flatout.hardware import Machine, row_named
-from flatout.models.language_model import LanguageModel, LanguageModelConfig, ParameterKind
+from flatout.models.language_model import LanguageModel, LanguageModelConfig
 from flatout.models.lora import with_adapters
 from flatout.ops import Ops
 from flatout.optimizers.groups import AdamWSettings, OptimizerParts, ParameterGroup
@@ -52,6 +51,8 @@ from flatout.parallel.mesh import Mesh
 from flatout.progress import readable_memory
 from flatout.registry import MACHINES, OPTIMIZERS
 
+USED_MEMORY = 0.8
+"""Share of the memory that a micro-batch may fill, by estimate."""
 PER_PARAMETER = 4
 """Assumed operations of the optimizer's step per trained tensor."""
 FIRST_STEP = 64
@@ -79,8 +80,6 @@ class Workload:
     """Dtype of the matrix products if it differs from the weights'."""
     moments: Callable[[int], int] = two_in_fp32
     """Number of weights of a tensor -> bytes that AdamW keeps for it."""
-    with_momentum: frozenset[ParameterKind] = frozenset()
-    """Kinds of parameters with one fp32 momentum instead of AdamW's moments."""
     num_shards: int = 1
     """Processes over which weights, gradients and optimizer state are sharded."""
     whole_gradients: bool = False
@@ -108,24 +107,29 @@ class Workload:
 def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstimate:
     """Return the memory of a training step of `accumulate` micro-batches of `rows` sequences."""
     shards, exist = workload.num_shards, workload.gradients_stay or accumulate > 1
-    whole = replace(workload, num_shards=1, whole_gradients=False)
-    traced = _trace(replace(whole, gathers=None), rows, exist)
-    gathered = _trace(whole, rows, exist) if shards > 1 else traced
+    whole = replace(workload, num_shards=1, whole_gradients=False, gathers=None)
+    traced = gathered = _trace(whole, rows, exist)
     model, embedding, head = traced.model, traced.embedding, traced.head
 
-    def own(parameter: nn.Parameter) -> int:
-        """Return the bytes of the largest shard, split along the first dimension."""
-        slice_rows = math.ceil(parameter.shape[0] / shards)
-        return slice_rows * math.prod(parameter.shape[1:]) * parameter.element_size()
+    def own(parameter: Tensor) -> int:
+        """Return the weights of the largest shard, split along the first dimension."""
+        return math.ceil(parameter.shape[0] / shards) * math.prod(parameter.shape[1:])
 
-    trained = _trained(model)
-    kinds, optimizer = model.parameter_kinds(), 0
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            count = own(parameter) // parameter.element_size()
-            has_one = kinds[name] in workload.with_momentum
-            optimizer += 4 * count if has_one else workload.moments(count)
-    gradients = bytes_of(trained) if workload.whole_gradients else sum(map(own, trained))
+    def own_bytes(parameters: Iterable[Tensor]) -> int:
+        return sum(own(parameter) * parameter.element_size() for parameter in parameters)
+
+    trained, kinds = _trained(model), model.parameter_kinds()
+    optimizer = sum(
+        # Muon has one momentum in fp32 for these.
+        4 * own(parameter)
+        if workload.optim.kind == "muon" and kinds[name] == "hidden"
+        else workload.moments(own(parameter))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    )
+    gradients = bytes_of(trained) if workload.whole_gradients else own_bytes(trained)
+    if shards > 1:
+        gathered = _trace(replace(whole, gathers=workload.gathers), rows, exist)
     logits = max(head.forward, head.backward)
     in_block = max((part.backward - part.kept for part in gathered.blocks), default=0)
     workspace = max(in_block - logits, 0)
@@ -134,8 +138,8 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
         # Gathered: the weights outside the blocks, two blocks (one prefetched), and the gradients
         # of one block.
         blocks = [bytes_of(block.parameters()) for block in gathered.model.blocks]
-        all_weights = bytes_of(gathered.model.parameters())
-        workspace += all_weights - sum(blocks) + 3 * max(blocks, default=0)
+        workspace += bytes_of(gathered.model.parameters()) - sum(blocks)
+        workspace += 3 * max(blocks, default=0)
         moments = [Moment("a sharded step", gradients, activations, logits + workspace)]
     else:
         moments = [
@@ -145,13 +149,13 @@ def estimate(workload: Workload, rows: int, accumulate: int = 1) -> MemoryEstima
     parts = (embedding, *traced.blocks, head)
     in_micro_batch = sum(part.operations for part in parts)
     return MemoryEstimate(
-        weights=sum(map(own, model.parameters())) + bytes_of(model.buffers()),
+        weights=own_bytes(model.parameters()) + bytes_of(model.buffers()),
         gradients=gradients,
         optimizer=optimizer,
         activations=activations,
         logits=logits,
         workspace=workspace,
-        peak=max(moments, key=lambda moment: moment.total),
+        peak=max(moments, key=attrgetter("total")),
         largest=max(part.largest for part in parts),
         operations=accumulate * in_micro_batch + PER_PARAMETER * len(trained),
     )
@@ -211,32 +215,24 @@ def _micro_batch(traced: _Traced, gradients: int) -> Iterator[Moment]:
 @lru_cache(maxsize=64)
 def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
     """Trace each kind of block once, and the parts around them."""
-    step = _optimizer_peak(workload)
-    autocast = workload.autocast
+    step, dtype = _optimizer_peak(workload), workload.autocast
+    precision = torch.autocast("cpu", dtype=dtype, enabled=dtype is not None)
     with _without_values(workload) as model:
         shape = (rows, workload.seq_len)
         tokens_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         doc_ids_BT = torch.zeros(shape, dtype=torch.int32) if workload.document_mask else None
-        inputs = [tokens_BT, targets_BT, *([] if doc_ids_BT is None else [doc_ids_BT])]
+        with torch.no_grad(), precision:
+            entered_BTD = model.embed(tokens_BT)
+            _, head_VD = model.head(entered_BTD)
+        kinds, parameters = model.parameter_kinds(), dict(model.named_parameters())
 
-        def precision() -> Any:
-            return nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
-
-        with torch.no_grad(), precision():
-            hidden_BTD = model.embed(tokens_BT)
-            _, weight_VD = model.head(hidden_BTD)
-        kinds, entered = model.parameter_kinds(), (hidden_BTD.shape, hidden_BTD.dtype)
-        tied = {
-            n for n, p in model.named_parameters() if kinds[n] == "embedding" and p is weight_VD
-        }
-        del hidden_BTD
-
-        def traced(call: Callable[[Any], Tensor], *, is_first: bool = False) -> Part:
-            for name, parameter in model.named_parameters():
+        def traced(call: Callable[[Any], Tensor], entered_BTD: Tensor | None = entered_BTD) -> Part:
+            for name, parameter in parameters.items():
                 # Autograd adds both gradients of a tied weight before it touches an existing one.
-                exists = gradients_exist and parameter.requires_grad and name not in tied
+                is_tied = parameter is head_VD and kinds[name] == "embedding"
+                exists = gradients_exist and parameter.requires_grad and not is_tied
                 parameter.grad = torch.empty_like(parameter) if exists else None
-            return _trace_part(call, None if is_first else entered, precision)
+            return _trace_part(call, entered_BTD, precision)
 
         def loss(hidden_BTD: Tensor) -> Tensor:
             config, (normed_BTD, weight_VD) = model.config, model.head(hidden_BTD)
@@ -250,8 +246,8 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
         part_of = {name: traced(partial(through, block)) for name, block in block_of.items()}
         return _Traced(
             model,
-            bytes_of(inputs),
-            traced(lambda _: model.embed(tokens_BT), is_first=True),
+            bytes_of(each for each in (tokens_BT, targets_BT, doc_ids_BT) if each is not None),
+            traced(lambda _: model.embed(tokens_BT), None),
             [part_of[repr(block)] for block in model.blocks],
             traced(loss),
             step,
@@ -276,21 +272,19 @@ def _without_values(workload: Workload) -> Iterator[LanguageModel]:
 
 
 def _trace_part(
-    call: Callable[[Tensor | None], Tensor],
-    entered: tuple[torch.Size, torch.dtype] | None,
-    precision: Callable[[], Any],
+    call: Callable[[Tensor | None], Tensor], entered_BTD: Tensor | None, precision: torch.autocast
 ) -> Part:
     """Run a part forward and backward, and return its bytes.
 
-    The part is called with a tensor of the shape and dtype `entered`, or None. What it returns is
-    the input of the next part, which counts it.
+    The part is called with a tensor like `entered_BTD`, or None. What it returns is the input of
+    the next part, which counts it.
     """
-    shape, dtype = entered or ((), torch.float32)
-    leaf = torch.zeros((), dtype=dtype, requires_grad=True)
+    leaf = None
+    if entered_BTD is not None:
+        leaf = entered_BTD.new_zeros((), requires_grad=True).expand(entered_BTD.shape)
     with Live() as live:
-        # A copy, which nothing but the part holds.
-        given = leaf.expand(shape).clone() if entered else None
-        with precision():
+        given = None if leaf is None else leaf.clone()  # which nothing but the part holds
+        with precision:
             left = call(given)
         del given
         if left.requires_grad:  # not after an embedding that is frozen
@@ -313,10 +307,9 @@ def _optimizer_peak(workload: Workload) -> int:
     AdamW's need is stated; other optimizers take two steps, of which the first creates the state.
     An optimizer that reads values, as `.item()` does, counts as one that needs nothing.
     """
-    with _without_values(workload) as model:
+    with _without_values(workload) as model, Live() as live:
         parameters = _trained(model)
-        largest = max((parameter.numel() for parameter in parameters), default=0)
-        adamw = 4 * workload.adamw_copies * largest
+        adamw = 4 * workload.adamw_copies * max((each.numel() for each in parameters), default=0)
         if workload.optim.kind == "adamw" or workload.newton_schulz is None:
             return adamw
         for parameter in parameters:
@@ -324,12 +317,11 @@ def _optimizer_peak(workload: Workload) -> int:
         parts = OptimizerParts(_Nothing, workload.newton_schulz)
         try:
             optimizers = OPTIMIZERS.get(workload.optim.kind)(model, workload.optim, parts)
-            with Live() as live:
-                for _ in range(2):
-                    state = live.now
-                    live.restart_peak()
-                    for optimizer in optimizers:
-                        optimizer.step()
+            for _ in range(2):
+                state = live.now
+                live.restart_peak()
+                for optimizer in optimizers:
+                    optimizer.step()
         except RuntimeError:
             return adamw
     return max(adamw, int(live.peak - state))
@@ -357,12 +349,11 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage_id(part) for part in parts_of(tree_leaves((args, kwargs)))}
-        made = [part for part in parts_of(tree_leaves(result)) if storage_id(part) not in given]
+        given = {storage_id(part) for part in parts_of((args, kwargs))}
+        made = [part for part in parts_of(result) if storage_id(part) not in given]
         self.operations += bool(made) or func._schema.is_mutable
         for part in made:
-            if storage_id(part) not in self._seen:
-                self._add(part.untyped_storage())
+            self._add(part.untyped_storage())
         return result
 
     def restart_peak(self) -> None:
@@ -371,6 +362,8 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
 
         def on_free(_: object) -> None:
             self._seen.pop(key, None)
@@ -384,13 +377,12 @@ class Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages; each storage counts once."""
-    sizes = {storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(sizes.values())
+    return sum({storage_id(each): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-def parts_of(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among `values`; for a wrapper subclass, the tensors inside it."""
-    for value in values:
+def parts_of(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested `values`; for a wrapper subclass, the tensors inside it."""
+    for value in tree_leaves(values):
         if is_traceable_wrapper_subclass(value):
             yield from (getattr(value, name) for name in value.__tensor_flatten__()[0])
         elif isinstance(value, Tensor):
@@ -435,6 +427,17 @@ def capacity_of(machine: Machine, device: str, local_world_size: int) -> Capacit
     return Capacity(whole // local_world_size, free // local_world_size, "machine")
 
 
+def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
+    """Return the memory that one rank may use.
+
+    This is the free memory of a GPU, or on a CPU the machine's memory divided by its processes.
+    """
+    capacity = capacity_of(machine, device, local_world_size)
+    if capacity is None or capacity.name != "GPU":
+        return int(machine.memory_gib / local_world_size * GIB)
+    return capacity.free
+
+
 def require_fitting(
     config: RunConfig, workload: Workload, memory: MemoryPrediction, capacity: Capacity
 ) -> str | None:
@@ -450,8 +453,8 @@ def require_fitting(
         return None
     limit = capacity.whole if impossible else capacity.free
     need = f"batch.rows_per_device={rows} needs about {readable_memory(memory.total)}"
-    batch = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * limit), rows - 1)
-    fix = f"Set {rows_advice(batch)}" if batch else ""
+    fewer = smaller_batch(workload, rows * accumulate, int(USED_MEMORY * limit), rows - 1)
+    fix = f"Set {rows_advice(fewer, rows * accumulate)}" if fewer else ""
     if not fix and (impossible or memory.on_gpu):
         machine = smallest_machine(workload)
         larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
@@ -470,25 +473,22 @@ def require_fitting(
     return f"{need}, and {free} of this {capacity.name} are free: {risk}. {fix}".rstrip()
 
 
-def rows_advice(batch: tuple[int, int]) -> str:
-    """Return the settings of a micro-batch and its accumulation, as the end of a sentence."""
-    rows, accumulate = batch
+def rows_advice(rows: int, rows_per_rank: int) -> str:
+    """Return the settings for micro-batches of `rows`, as the end of a sentence."""
     return (
-        f"batch.rows_per_device={rows} batch.accumulate={accumulate}: "
+        f"batch.rows_per_device={rows} batch.accumulate={rows_per_rank // rows}: "
         "the tokens per step stay the same."
     )
 
 
 def smaller_batch(
     workload: Workload, rows_per_rank: int, available: int, at_most: int
-) -> tuple[int, int] | None:
-    """Return the most rows that fit and divide a rank's step, and how often they accumulate.
+) -> int | None:
+    """Return the most rows, up to `at_most`, that fit and divide a rank's step, or None.
 
-    Rows that divide the step keep its number of tokens. None if not even one row fits.
+    Rows that divide the step keep its number of tokens.
     """
-    fits = min(most_rows(workload, available), at_most)
-    found = next(divisors(rows_per_rank, fits), None)
-    return (found, rows_per_rank // found) if found else None
+    return next(divisors(rows_per_rank, min(most_rows(workload, available), at_most)), None)
 
 
 def most_rows(workload: Workload, available: int) -> int:
@@ -532,35 +532,32 @@ def smallest_machine(workload: Workload) -> str | None:
 
 
 def trace_memory(
+    this: PastRun,
     config: RunConfig,
-    decisions: Sequence[Decision],
     workload: Workload,
     *,
     runs: Sequence[PastRun] = (),
-    world_size: int = 1,
     context: int = 0,
 ) -> tuple[MemoryPrediction | None, str | None]:
-    """Return the peak memory of one rank of a resolved run, or why it cannot be predicted.
+    """Return the peak memory of one rank of `this`, or why it cannot be predicted.
 
     The estimate of an earlier run that needed the same saves the trace, a quarter of a second.
     Custom code is traced again: it may have changed.
     """
-    this = past_run(config, decisions, world_size, by="train")
     is_custom = any(":" in name for name in (this.kind, config.optim.kind, *this.speedups))
     needs = attrgetter("digest", "versions", "rows_per_device", "accumulate")
-    known = (run.estimate for run in reversed(runs) if run.estimate and needs(run) == needs(this))
-    found = None if is_custom or world_size > 1 else next(known, None)
-    if found is None:
+    known = [run.estimate for run in runs if run.estimate and needs(run) == needs(this)]
+    if known and this.world_size == 1 and not is_custom:
+        found = known[-1]
+    else:
         try:
             found = estimate(workload, this.rows_per_device, this.accumulate)
         except FlatoutError:
             raise
         except Exception as error:  # a custom model may need values, which the trace does not have
             return None, f"{type(error).__name__}: {error}"
-    memory = predict_memory(
-        config, decisions, found, runs=runs, world_size=world_size, context=context
-    )
-    return memory, None
+    on_gpu = workload.on_gpu
+    return predict_memory(this, found, on_gpu=on_gpu, runs=runs, context=context), None
 
 
 def recompute_blocks(

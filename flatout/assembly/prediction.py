@@ -21,8 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from flatout.assembly.parts import Decision, Gain
-from flatout.assembly.selection import assemble, speedup_named
+from flatout.assembly.selection import Decision, Gain, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.files import write_text
@@ -177,20 +176,21 @@ def hardware_name(machine: Machine, device: str) -> str | None:
     """Return the GPU of a run on `device`, or the CPU with its cores; None for an absent GPU."""
     kind, _, index = device.partition(":")
     if kind == "cuda":
-        number = int(index or 0)
-        return machine.gpus[number].name if number < len(machine.gpus) else None
+        return next((gpu.name for gpu in machine.gpus[int(index or 0) :]), None)
     return f"{machine.cpu_name}, {machine.cores} cores" + (", MPS" if device == "mps" else "")
 
 
-def read(hardware: str | None, cache: Path | None) -> MeasuredHere | None:
-    """Return what was measured on this hardware; None without a file that this version reads."""
+def read(hardware: str | None, cache: Path | None) -> MeasuredHere:
+    """Return what was measured on this hardware: nothing without a file that this version reads."""
+    nothing = MeasuredHere(hardware=hardware or "")
     if hardware is None or cache is None:
-        return None
+        return nothing
     try:
         found = MeasuredHere.model_validate_json(_path(hardware, cache).read_text("utf-8"))
     except (OSError, ValueError):
-        return None
-    return found if found.hardware == hardware and found.format_version == FORMAT_VERSION else None
+        return nothing
+    is_own = found.hardware == hardware and found.format_version == FORMAT_VERSION
+    return found if is_own else nothing
 
 
 def keep(
@@ -200,12 +200,11 @@ def keep(
 
     Raises: OSError when the cache cannot be written.
     """
-    path, before = _path(hardware, cache), read(hardware, cache) or MeasuredHere(hardware=hardware)
-    found = MeasuredHere(
-        hardware=hardware,
-        speedups=before.speedups if gains is None else {**(before.speedups or {}), **gains},
-        runs=(*before.runs, *([run] if run else []))[-MOST_RUNS:],
-    )
+    path, found = _path(hardware, cache), read(hardware, cache)
+    if gains is not None:
+        found = found.model_copy(update={"speedups": {**(found.speedups or {}), **gains}})
+    if run is not None:
+        found = found.model_copy(update={"runs": (*found.runs, run)[-MOST_RUNS:]})
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, found.model_dump_json(indent=1) + "\n")
     return path
@@ -221,22 +220,19 @@ def gains_here(machine: Machine, device: str, cache: Path | None) -> dict[str, G
 
     Without a `cache` there are none.
     """
-    found = read(hardware_name(machine, device), cache)
-    gains = (found and found.speedups) or {}
+    gains = read(hardware_name(machine, device), cache).speedups or {}
     here = version("torch").partition("+")[0]  # 2.13.0+cu130 and 2.13.0+cpu are the same release
     return {name: gain for name, gain in gains.items() if gain.torch.partition("+")[0] == here}
 
 
 def runs_here(machine: Machine, device: str, cache: Path | None) -> Sequence[PastRun]:
     """Return the runs recorded on the hardware of `device`, oldest first."""
-    found = read(hardware_name(machine, device), cache)
-    return found.runs if found else ()
+    return read(hardware_name(machine, device), cache).runs
 
 
 def advice(gpu: str, recipe: str, cache: Path) -> str | None:
     """Return the hint for the first run on a GPU without measurements; None from the second on."""
-    found = read(gpu, cache)
-    if found is not None and found.speedups is not None:
+    if read(gpu, cache).speedups is not None:
         return None
     with suppress(OSError):  # the hint is then repeated at the next run
         keep(gpu, cache, {})
@@ -248,15 +244,17 @@ def advice(gpu: str, recipe: str, cache: Path) -> str | None:
 
 def speedups_on(decisions: Iterable[Decision]) -> list[str]:
     """Return the speedups that are on, apart from one that only chose the micro-batch."""
-    return [
-        decision.name
-        for decision in decisions
-        if decision.on and "micro_batch" not in speedup_named(decision.name).fills
-    ]
+    on = [decision.name for decision in decisions if decision.on]
+    return [name for name in on if "micro_batch" not in speedup_named(name).fills]
 
 
 def past_run(
-    config: RunConfig, decisions: Sequence[Decision], world_size: int, **measured: Any
+    config: RunConfig,
+    decisions: Iterable[Decision],
+    world_size: int = 1,
+    *,
+    by: Literal["train", "bench"] = "train",
+    **measured: Any,
 ) -> PastRun:
     """Return the record of a resolved run with what was measured."""
     speedups = sorted(speedups_on(decisions))
@@ -271,6 +269,7 @@ def past_run(
         config.lora.model_dump(mode="json"),
     ]
     return PastRun(
+        by=by,
         digest=hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16],
         versions=f"torch {version('torch')}, flatout {import_module('flatout').__version__}",
         kind=config.model.kind,
@@ -278,7 +277,7 @@ def past_run(
         rows_per_device=int(config.batch.rows_per_device),
         accumulate=config.batch.accumulate or 1,
         world_size=world_size,
-        is_compiled="compilation" in assemble(decisions).filled_by,
+        is_compiled=any("compilation" in speedup_named(name).fills for name in speedups),
         **measured,
     )
 
@@ -331,28 +330,27 @@ class TimePrediction:
 
 
 def predict_memory(
-    config: RunConfig,
-    decisions: Sequence[Decision],
+    this: PastRun,
     estimate: MemoryEstimate,
     *,
+    on_gpu: bool = False,
     runs: Sequence[PastRun] = (),
-    world_size: int = 1,
     context: int = 0,
 ) -> MemoryPrediction:
-    """Return the peak memory of one rank.
+    """Return the peak memory of one rank of `this`, a run without measurements.
 
     `runs` are those recorded on this hardware, `context` the memory of this process so far (CPU).
     """
-    on_gpu = config.train.device.startswith("cuda")
-    this = past_run(config, decisions, world_size, by="train", estimate=estimate)
     measured = [run for run in runs if run.by == "train" and run.estimate and run.peak_gib]
-    shape = attrgetter("digest", "rows_per_device")
-    same = [run for run in measured if shape(run) == shape(this)][-LAST_RUNS:]
-    likeness = attrgetter("kind", "is_compiled")
-    used = same or [run for run in measured if likeness(run) == likeness(this)][-LAST_RUNS:]
 
-    holes = 0 if on_gpu else _heap_holes(estimate, this.speedups)
-    allocated, reserved = estimate.total, estimate.total + holes
+    def like(*fields: str) -> list[PastRun]:
+        of = attrgetter(*fields)
+        return [run for run in measured if of(run) == of(this)][-LAST_RUNS:]
+
+    same = like("digest", "rows_per_device")
+    used = same or like("kind", "is_compiled")
+    allocated, holes = estimate.total, 0 if on_gpu else _heap_holes(estimate, this.speedups)
+    reserved = allocated + holes
 
     def as_here(run: PastRun) -> float:
         """Return the peak of this run if it exceeds its estimate as an earlier one did.
@@ -369,31 +367,35 @@ def predict_memory(
         )
         return ours + max(peak - theirs, 0) / found.peak.total * estimate.peak.total
 
-    assumed = allocated if on_gpu else context + reserved + CPU_OVERHEAD
-    peak = statistics.median([as_here(run) for run in used] or [assumed])
-    error = None if this.is_compiled and not used else max(EAGER_ERROR, holes / reserved)
-    if on_gpu:
-        ratios = [run.reserved_gib / run.peak_gib for run in used if run.reserved_gib]
-        allocated = int(peak)
-        reserved = int(allocated * (statistics.median(ratios) if ratios else CUDA_RESERVED))
-        extra = CUDA_CONTEXT
-    else:
-        extra = max(int(peak) - reserved, 0)
+    source, error = "traced in eager mode", max(EAGER_ERROR, holes / reserved)
+    peak: float = allocated if on_gpu else context + reserved + CPU_OVERHEAD
     if used:
+        peak = statistics.median(map(as_here, used))
         misses = [abs(as_here(run) - peak) / (GIB * run.peak_gib) for run in used]
         spread = EAGER_ERROR if len(used) == 1 else max(misses)
         error = max(LEAST_ERROR if same else EAGER_ERROR, spread)
-    least = min(allocated, estimate.total)
-    if this.is_compiled and not (on_gpu and same):
-        least = estimate.fixed + int(LEAST_COMPILED * estimate.peak.total)
-    source = "traced in eager mode"
-    if used:
         whose = "of this recipe's shape" if same else "of other shapes"
         source = f"traced, corrected by {counted(len(used), 'earlier run')} {whose} here"
     elif this.is_compiled:
         source += "; a compiled model usually needs less, by an unknown amount"
-    least = int(least * (1 - EAGER_ERROR))
-    return MemoryPrediction(estimate, allocated, reserved, extra, least, error, source, on_gpu)
+    extra = max(int(peak) - reserved, 0)
+    if on_gpu:
+        ratios = [run.reserved_gib / run.peak_gib for run in used if run.reserved_gib]
+        allocated, extra = int(peak), CUDA_CONTEXT
+        reserved = int(allocated * statistics.median(ratios or [CUDA_RESERVED]))
+    least = min(allocated, estimate.total)
+    if this.is_compiled and not (on_gpu and same):
+        least = estimate.fixed + int(LEAST_COMPILED * estimate.peak.total)
+    return MemoryPrediction(
+        estimate,
+        allocated,
+        reserved,
+        extra,
+        int(least * (1 - EAGER_ERROR)),
+        error if used or not this.is_compiled else None,
+        source,
+        on_gpu,
+    )
 
 
 def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> int:
@@ -408,43 +410,41 @@ def _heap_holes(estimate: MemoryEstimate, speedups: Sequence[str]) -> int:
 
 
 def predict_time(
+    this: PastRun,
     config: RunConfig,
-    decisions: Sequence[Decision],
     *,
     flops_per_token: float,
     peak: Peak | None,
     runs: Sequence[PastRun] = (),
-    world_size: int = 1,
     dataset: AnyDataset | None = None,
     first_step: int = 0,
     memory: MemoryPrediction | None = None,
 ) -> TimePrediction:
-    """Return the rate and the duration of a resolved run on `world_size` devices.
+    """Return the rate and the duration of `this`, a run of `config` without measurements.
 
     A run of the same shape with the same speedups decides; otherwise figures of bench for it, the
     rate of FLOPs that models of similar size reached here, or an assumed share of the peak. A run
     whose micro-batch also is the same is preferred, and one that had the cores to itself. With the
     `memory` of an eager run, the assumption counts what it takes to start its operations.
     """
-    this, tokens = past_run(config, decisions, world_size, by="train"), config.batch.tokens_per_step
+    tokens, world_size = config.batch.tokens_per_step or 0, this.world_size
     timed = [run for run in runs if run.tokens_per_s]
-    same = [run for run in timed if run.digest == this.digest]
 
     def preference(run: PastRun) -> tuple[bool, bool, bool]:
         return run.by == "train", run.rows_per_device == this.rows_per_device, not run.is_busy
 
-    best = max(map(preference, same), default=None)
+    same = [run for run in timed if run.digest == this.digest]
+    best = max(map(preference, same), default=(False, False, False))
     same = [run for run in same if preference(run) == best][-LAST_RUNS:]
     whole = peak and peak.tflops * 1e12 * world_size / flops_per_token
     others = [
         run.tokens_per_s * run.flops_per_token / run.world_size
         for run in timed
-        if run.kind == this.kind
-        and run.speedups == this.speedups
+        if (run.kind, run.speedups) == (this.kind, this.speedups)
         and 1 / SIMILAR < run.flops_per_token / flops_per_token < SIMILAR
     ][-LAST_RUNS:]
     rate, source = None, "unknown: no peak rate is known for this device"
-    if same and best:
+    if same:
         # Whatever disturbs a run makes it slower, so of two the faster one counts.
         rate = statistics.median_high(run.tokens_per_s for run in same)
         earlier = f"{counted(len(same), 'earlier run')} of"
@@ -457,21 +457,19 @@ def predict_time(
     elif whole:
         operations = memory.estimate.operations if memory and not this.is_compiled else 0
         rate, source = assumed_rate(config, whole, operations)
-    mfu = rate / whole if rate and whole else None
-    steps = config.train.steps
+    mfu, steps = rate / whole if rate and whole else None, config.train.steps
     if rate is None or steps is None:
         return TimePrediction(rate, None, mfu, source, None)
-    train_s = (steps - first_step) * (tokens or 0) / rate
-    score_s = (tokens_to_score(config, dataset, first_step) or 0) / (EVALUATION_COST * rate)
+    score_s = tokens_to_score(config, dataset, first_step) / (EVALUATION_COST * rate)
     beside = [  # another run with as many rows finds in torch's cache what this one compiled
         run.beside_s - (run.cached_s if run.rows_per_device == this.rows_per_device else 0.0)
         for run in same
         if run.beside_s is not None
     ]
-    wall_s = train_s + score_s + max(statistics.median_low(beside or [0.0]), 0.0)
+    wall_s = (steps - first_step) * tokens / rate + score_s
+    wall_s += max(statistics.median_low(beside or [0.0]), 0.0)
     misses = [abs(rate / run.tokens_per_s - 1) for run in same]
-    error = max(misses) if len(misses) > 1 else None
-    return TimePrediction(rate, wall_s, mfu, source, error)
+    return TimePrediction(rate, wall_s, mfu, source, max(misses) if len(misses) > 1 else None)
 
 
 def assumed_rate(config: RunConfig, whole: float, operations: int) -> tuple[float, str]:
@@ -480,35 +478,29 @@ def assumed_rate(config: RunConfig, whole: float, operations: int) -> tuple[floa
     `whole` is the rate at the peak of matrix products. With the `operations` of an eager step,
     small ones count: a CPU computes after it has started an operation, a GPU meanwhile.
     """
-    tokens = config.batch.tokens_per_step or 0
     computing = f"an assumed {ASSUMED_MFU:.0%} of the peak"
-    if not operations or not tokens:
-        return ASSUMED_MFU * whole, computing
+    tokens = config.batch.tokens_per_step or 0
     computing_s, starting_s = tokens / (ASSUMED_MFU * whole), operations * STARTING_S
     starting = f"an assumed {1e6 * STARTING_S:.0f} us to start each of {operations:,} operations"
-    if not config.train.device.startswith("cuda"):
+    if operations and not config.train.device.startswith("cuda"):
         return tokens / (computing_s + starting_s), f"{computing}, and {starting} per step"
     if starting_s > computing_s:
         return tokens / starting_s, f"{starting} per step"
-    return tokens / computing_s, computing
+    return ASSUMED_MFU * whole, computing
 
 
-def tokens_to_score(
-    config: RunConfig, dataset: AnyDataset | None, first_step: int = 0
-) -> int | None:
-    """Return the validation tokens that a run scores from `first_step` on; None without a dataset.
+def tokens_to_score(config: RunConfig, dataset: AnyDataset | None, first_step: int = 0) -> int:
+    """Return the validation tokens that a run scores from `first_step` on; 0 without a dataset.
 
     The last evaluation is on the whole split. If those during the run are on a part of it, that
     part is scored at the end, too.
     """
-    if dataset is None:
-        return None
-    train = config.train
-    whole = sum(member.dataset.split("val").num_tokens for member in members_of(dataset))
+    train, members = config.train, members_of(dataset) if dataset else ()
+    whole = sum(member.dataset.split("val").num_tokens for member in members)
     if not train.eval_every:
         return whole
-    steps = train.steps or 0
-    during = max((steps - 1) // train.eval_every - first_step // train.eval_every, 0)
+    last = (train.steps or 0) - 1
+    scored = 1 + max(last // train.eval_every - first_step // train.eval_every, 0)
     if train.eval_tokens == "all":
-        return whole * (during + 1)
-    return min(train.eval_tokens, whole) * (during + 1) + whole
+        return whole * scored
+    return min(train.eval_tokens, whole) * scored + whole

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from flatout.assembly.parts import divisors
+from flatout.assembly.recipe import divisors
 from flatout.assembly.selection import parse_request
 from flatout.config.schema import RunConfig
 from flatout.config.sections import MIRROR_OFF, CheckpointConfig, LogConfig
@@ -89,27 +89,23 @@ def check_mirror(config: CheckpointConfig) -> None:
     url = config.mirror
     if url is None or url == MIRROR_OFF:
         return
+    why_not = None
+    fix = "Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory."
     if not is_url(url):
-        raise ConfigError(
-            f"checkpoint.mirror={url} is not a URL.",
-            fix="Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory.",
+        why_not = "is not a URL"
+    elif without_secrets(url) != url:
+        why_not = "must not contain a user, a password or a query"
+        fix = (
+            "Give credentials as the store expects them: environment variables, a profile or a "
+            "login."
         )
-    if without_secrets(url) != url:
-        raise ConfigError(
-            f"checkpoint.mirror={url} must not contain a user, a password or a query.",
-            fix="Give credentials as the store expects them: environment variables, a profile or a "
-            "login.",
-        )
-    if protocol_of(url) == "memory":
-        raise ConfigError(
-            f"checkpoint.mirror={url} is in the memory of this process, and is lost with it.",
-            fix="Write checkpoint.mirror=s3://BUCKET/FOLDER, or file:///PATH for a directory.",
-        )
-    if is_local(url) and not url.partition("://")[2].startswith("/"):
-        raise ConfigError(
-            f"checkpoint.mirror={url} depends on the current directory.",
-            fix="Write three slashes and the whole path: checkpoint.mirror=file:///PATH.",
-        )
+    elif protocol_of(url) == "memory":
+        why_not = "is in the memory of this process, and is lost with it"
+    elif is_local(url) and not url.partition("://")[2].startswith("/"):
+        why_not = "depends on the current directory"
+        fix = "Write three slashes and the whole path: checkpoint.mirror=file:///PATH."
+    if why_not:
+        raise ConfigError(f"checkpoint.mirror={url} {why_not}.", fix=fix)
     RemoteFolder(url)
     if config.compress and find_spec("zstandard") is None:
         raise MissingPackage(
@@ -161,30 +157,36 @@ def check_sampling(
 
     Raises: ConfigError that names the invalid setting.
     """
-    if not 0 <= temperature < math.inf:
-        raise ConfigError(
+    problems = (
+        (
+            not 0 <= temperature < math.inf,
             f"--temperature {temperature} must be 0 or more.",
-            fix="Use 0 (always the most likely token) to about 1.5.",
-        )
-    if top_k is not None and top_k < 1:
-        raise ConfigError(
-            f"--top-k {top_k} leaves no token to sample.", fix="Use 1 or more, or leave it out."
-        )
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(
+            "Use 0 (always the most likely token) to about 1.5.",
+        ),
+        (
+            top_k is not None and top_k < 1,
+            f"--top-k {top_k} leaves no token to sample.",
+            "Use 1 or more, or leave it out.",
+        ),
+        (
+            top_p is not None and not 0 < top_p <= 1,
             f"--top-p {top_p} must be greater than 0 and at most 1.",
-            fix="Leave it out to sample from all tokens; 0.9 is a usual value.",
-        )
-    if max_tokens < 1:
-        raise ConfigError(
+            "Leave it out to sample from all tokens; 0.9 is a usual value.",
+        ),
+        (
+            max_tokens < 1,
             f"--max-tokens {max_tokens} must be 1 or more.",
-            fix="Leave it out for the default, 256.",
-        )
-    if not all(stop):
-        raise ConfigError(
+            "Leave it out for the default, 256.",
+        ),
+        (
+            not all(stop),
             "--stop must not be empty.",
-            fix="Give the text that ends a sample, or leave it out.",
-        )
+            "Give the text that ends a sample, or leave it out.",
+        ),
+    )
+    for is_wrong, what, fix in problems:
+        if is_wrong:
+            raise ConfigError(what, fix=fix)
 
 
 def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
@@ -195,20 +197,12 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
     batch, seq_len = config.batch, config.data.seq_len
     tokens, rows, accumulate = batch.tokens_per_step, batch.rows_per_device, batch.accumulate
     row_tokens = seq_len * world_size
-    if tokens is None and rows != "auto":
-        tokens = rows * (accumulate or 1) * row_tokens
+    unit = row_tokens * (1 if rows == "auto" else rows) * (accumulate or 1)
     if tokens is None:
-        tokens = max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) * row_tokens * (accumulate or 1)
-    per_micro_batch = (
-        row_tokens * (1 if rows == "auto" else rows) * (1 if accumulate is None else accumulate)
-    )
+        tokens = unit * (max(DEFAULT_TOKENS_PER_STEP // row_tokens, 1) if rows == "auto" else 1)
     all_stated = accumulate and rows != "auto"
-    if tokens % per_micro_batch or (all_stated and tokens != per_micro_batch):
-        nearest = (
-            per_micro_batch
-            if all_stated
-            else max(round(tokens / per_micro_batch), 1) * per_micro_batch
-        )
+    if tokens % unit or (all_stated and tokens != unit):
+        nearest = unit * (1 if all_stated else max(round(tokens / unit), 1))
         parts = f"data.seq_len={seq_len}" + (f" x {world_size} processes" if world_size > 1 else "")
         parts += f" x batch.rows_per_device={rows}" if rows != "auto" else ""
         parts += f" x batch.accumulate={accumulate}" if accumulate else ""
@@ -217,7 +211,7 @@ def resolve_batch(config: RunConfig, world_size: int) -> RunConfig:
             fix=f"Set batch.tokens_per_step={nearest}.",
         )
     if rows == "auto" and accumulate is not None:
-        rows = tokens // (row_tokens * accumulate)
+        rows = tokens // unit
     values: dict[str, Any] = {"batch.tokens_per_step": tokens, "batch.rows_per_device": rows}
     if rows != "auto":
         values["batch.accumulate"] = tokens // (row_tokens * rows)

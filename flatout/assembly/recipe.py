@@ -14,23 +14,10 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from flatout.assembly.parts import (
-    FP32,
-    ImmediateReadback,
-    MicroBatchPlan,
-    Precision,
-    Readback,
-    automatic_gc,
-    default_allocator,
-    drop_gradients,
-    rows_people_write,
-    sync_every_micro_batch,
-)
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, MissingPackage
 from flatout.hardware import Machine
@@ -50,6 +37,139 @@ if TYPE_CHECKING:
     from flatout.parallel.mesh import Mesh
 
 
+PLAIN_ROWS, PLAIN_TOKENS = 12, 131_072
+"""The usual hand-written micro-batch: nanoGPT's 12 rows, at most the tokens of 4 x 32,768."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Arithmetic of matrix products. Weights, gradients and optimizer state stay in fp32."""
+
+    name: Literal["fp32", "bf16", "fp16"]
+    """The value of train.precision in the resolved config."""
+    autocast: str | None = None
+    """torch dtype of the products; None leaves them in fp32."""
+    loss_scale: float | None = None
+    """Initial loss scale; None where gradients cannot underflow."""
+
+    def dtype(self) -> torch.dtype | None:
+        """Return the torch dtype of the products, or None."""
+        import torch
+
+        return getattr(torch, self.autocast) if self.autocast else None
+
+    def context(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return the context for calling a model on `cpu` or `cuda`."""
+        import torch
+
+        return torch.autocast(device_type, dtype=self.dtype()) if self.autocast else nullcontext()
+
+
+FP32 = Precision("fp32")
+
+
+class Readback(Protocol):
+    """Brings metrics from the device to the host."""
+
+    def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
+        """Take the metrics of a step (name to 0-D tensor); only those that are `due` are kept.
+
+        Shapes: each value is 0-D.
+        """
+
+    def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
+        """Return the metrics that have reached the host; with `flush`, wait for all of them."""
+
+
+@dataclass(frozen=True)
+class MicroBatchPlan:
+    """The inputs to the choice of a micro-batch."""
+
+    seq_len: int
+    rows_per_rank: int
+    """Sequences per optimizer step on one rank, a multiple of the chosen rows."""
+    device: str
+    fits: Callable[[int], bool]
+    """Whether a micro-batch of so many rows fits into memory, by estimate."""
+    most_rows: Callable[[], int]
+    """The most rows that fit. Raises HardwareError when a single one does not."""
+
+
+def divisors(number: int, at_most: int) -> Iterator[int]:
+    """Yield the divisors of a number up to `at_most`, largest first."""
+    yield from (one for one in range(min(number, at_most), 0, -1) if number % one == 0)
+
+
+def rows_people_write(plan: MicroBatchPlan) -> int:
+    """Return the largest row count, up to 12 and 131,072 tokens, that divides the step and fits."""
+    at_most = max(min(PLAIN_ROWS, PLAIN_TOKENS // plan.seq_len), 1)
+    found = divisors(plan.rows_per_rank, at_most)
+    return next(rows for rows in found if rows == 1 or plan.fits(rows))
+
+
+class ImmediateReadback:
+    """Reads the metrics from the device at every step, which makes the device wait for the host."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[int, dict[str, float]]] = []
+
+    def push(self, step: int, values: Mapping[str, Tensor], *, due: bool) -> None:
+        """Read the `values` (name to 0-D tensor) of `step`, and keep them only when `due`.
+
+        Shapes: each value is 0-D.
+        """
+        metrics = {name: float(value) for name, value in values.items()}
+        if due:
+            self._read.append((step, metrics))
+
+    def ready(self, *, flush: bool = False) -> list[tuple[int, dict[str, float]]]:
+        """Return the metrics since the last call; `flush` has no effect, as nothing is pending."""
+        read, self._read = self._read, []
+        return read
+
+
+def default_allocator() -> None:
+    """Leave the allocator unchanged."""
+
+
+def sync_every_micro_batch(_model: nn.Module, _is_last: bool) -> AbstractContextManager[None]:
+    """Synchronise gradients between processes in every micro-batch."""
+    return nullcontext()
+
+
+def drop_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Set every gradient to None; the next backward pass allocates new ones."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def zero_in_place(parameters: Iterable[nn.Parameter]) -> None:
+    """Set the gradients to zero in place, and allocate missing ones.
+
+    With DDP, gradients stay views of its buckets: it copies a gradient that backward allocated.
+    With CUDA graphs, autograd takes the first gradient it finds as the parameter's own, and one
+    that a graph wrote would be overwritten by the next micro-batch.
+    """
+    import torch
+
+    gradients = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.empty(
+                    parameter.shape, dtype=parameter.dtype, device=parameter.device
+                )
+            gradients.append(parameter.grad)
+    if gradients:
+        torch._foreach_zero_(gradients)
+
+
+@contextmanager
+def automatic_gc() -> Iterator[Callable[[int], None]]:
+    """Leave Python's garbage collector on; the callback for each step does nothing."""
+    yield lambda _step: None
+
+
 @dataclass(frozen=True)
 class Lazy:
     """A part of a recipe by name, `package.module:attribute`, imported at first access."""
@@ -60,16 +180,6 @@ class Lazy:
 def lazy(reference: str) -> Any:
     """Reference a part that needs torch; typed as the part that the attribute returns."""
     return Lazy(reference)
-
-
-class _LoadsLazily:
-    """Imports a `Lazy` attribute when it is read; `vars()` shows the stored reference."""
-
-    if not TYPE_CHECKING:
-
-        def __getattribute__(self, name):
-            value = super().__getattribute__(name)
-            return load_reference(value.reference) if isinstance(value, Lazy) else value
 
 
 Transform = Callable[[Any, "Mesh | None"], Any]
@@ -90,25 +200,7 @@ MODEL_OPS = frozenset({"ops.attention", "ops.heads", "ops.linear", "ops.scan"})
 
 
 @dataclass(frozen=True)
-class OpSlots(_LoadsLazily):
-    """The slots `ops.*`: the functions that a model, its loss and Muon are built from."""
-
-    attention: Callable[..., Tensor] = lazy("flatout.ops.attention:reference")
-    """Attention inside the blocks."""
-    linear: Callable[..., Tensor] = lazy("flatout.ops.linear:reference")
-    """Matrix products inside the blocks."""
-    heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = lazy("flatout.ops.heads:reference")
-    """Splits a projection into query, key and value heads, normalised and rotated."""
-    scan: Callable[..., Tensor] = lazy("flatout.ops.scan:reference")
-    """The linear recurrence of an eigenstate network."""
-    cross_entropy: Callable[..., tuple[Tensor, Tensor]] = lazy("flatout.ops.cross_entropy:fused")
-    """The loss. Its plain value is torch's cross-entropy on whole logits, as people write it."""
-    newton_schulz: Callable[[Tensor], Tensor] = lazy("flatout.ops.newton_schulz:reference")
-    """Muon's orthogonalisation of a gradient."""
-
-
-@dataclass(frozen=True)
-class Recipe(_LoadsLazily):
+class Recipe:
     """A value for every slot, plain unless a speedup filled it."""
 
     reader: Callable[[Tokenizer], SequenceReader] = lazy(
@@ -129,8 +221,18 @@ class Recipe(_LoadsLazily):
     """torch's float32 matmul precision."""
     precision: Precision = FP32
     """Arithmetic of the matrix products."""
-    ops: OpSlots = OpSlots()
-    """The functions that a model, its loss and Muon are built from."""
+    attention: Callable[..., Tensor] = lazy("flatout.ops.attention:reference")
+    """Attention inside the blocks."""
+    linear: Callable[..., Tensor] = lazy("flatout.ops.linear:reference")
+    """Matrix products inside the blocks."""
+    heads: Callable[..., tuple[Tensor, Tensor, Tensor]] = lazy("flatout.ops.heads:reference")
+    """Splits a projection into query, key and value heads, normalised and rotated."""
+    scan: Callable[..., Tensor] = lazy("flatout.ops.scan:reference")
+    """The linear recurrence of an eigenstate network."""
+    cross_entropy: Callable[..., tuple[Tensor, Tensor]] = lazy("flatout.ops.cross_entropy:fused")
+    """The loss. Its plain value is torch's cross-entropy on whole logits, as people write it."""
+    newton_schulz: Callable[[Tensor], Tensor] = lazy("flatout.ops.newton_schulz:reference")
+    """Muon's orthogonalisation of a gradient."""
     optimizer: AdamWFactory = lazy("flatout.optimizers.adamw:per_parameter")
     """Makes AdamW: the whole optimizer, or the part that Muon leaves to AdamW."""
     moments: Callable[[int], int] = lazy("flatout.assembly.memory:two_in_fp32")
@@ -164,23 +266,33 @@ class Recipe(_LoadsLazily):
     filled_by: Mapping[str, str] = field(default_factory=dict)
     """Maps each filled slot to its speedup; a slot is filled at most once."""
 
+    if not TYPE_CHECKING:
+
+        def __getattribute__(self, name):
+            """Import a `Lazy` part when it is read; `vars()` shows the stored reference."""
+            value = super().__getattribute__(name)
+            return load_reference(value.reference) if isinstance(value, Lazy) else value
+
     def with_speedup(self, speedup: Speedup) -> Recipe:
         """Return this recipe with a speedup applied.
 
         Raises: ConfigError when another speedup already filled one of its slots.
         """
-        parts, ops = dict[str, Any](), dict(vars(self.ops))
-        for slot, value in speedup.fills.items():
+        for slot in speedup.fills:
             if slot in self.filled_by:
                 raise both_fill(self.filled_by[slot], speedup.name, slot)
-            op = slot.removeprefix("ops.")
-            (parts if op == slot else ops)[op] = value
+        parts = {slot.removeprefix("ops."): value for slot, value in speedup.fills.items()}
         filled_by = {**self.filled_by, **dict.fromkeys(speedup.fills, speedup.name)}
-        return self.with_parts(**parts, ops=OpSlots(**ops), filled_by=filled_by)
+        return self.with_parts(**parts, filled_by=filled_by)
 
     def with_parts(self, **parts: Any) -> Recipe:
         """Return this recipe with other values for some slots; parts are not imported for it."""
         return Recipe(**vars(self) | parts)
+
+    def arithmetic(self, device: str) -> str:
+        """Return the arithmetic of the matrix products on `device`: fp32, tf32, bf16 or fp16."""
+        is_tf32 = self.matmul == "high" and device.startswith("cuda")
+        return "tf32" if is_tf32 and self.precision.name == "fp32" else self.precision.name
 
     def transforms(self) -> list[Transform]:
         """Return the changes to the model in the order in which they must wrap it."""
@@ -191,9 +303,12 @@ class Recipe(_LoadsLazily):
 TRANSFORMS = ("low_precision", "activations", "compilation", "cuda_graphs")
 """The slots that change the model, in order. Sharding, which config.parallel decides, comes last.
 """
-SLOTS = (
-    *(f.name for f in fields(Recipe) if f.name not in ("ops", "filled_by")),
-    *(f"ops.{f.name}" for f in fields(OpSlots)),
+OPS = ("attention", "linear", "heads", "scan", "cross_entropy", "newton_schulz")
+"""The slots that are called `ops.NAME`: the functions that a model, its loss and Muon use."""
+SLOTS = tuple(
+    f"ops.{each.name}" if each.name in OPS else each.name
+    for each in fields(Recipe)
+    if each.name != "filled_by"
 )
 """Names of the slots that a speedup may fill."""
 
@@ -284,7 +399,7 @@ class Speedup:
     """One line on what it saves."""
     promise: Promise
     """How far it may change the losses."""
-    fills: Mapping[str, object] = field(default_factory=dict)
+    fills: Mapping[str, Any] = field(default_factory=dict)
     """Maps each slot that it fills to its value."""
     needs: tuple[str, ...] = ()
     """Speedups without which it does not work."""
@@ -339,11 +454,6 @@ class Speedup:
         ):
             return f"The model {config.model.kind!r} makes no use of {' and '.join(self.fills)}."
         return self.why_not(machine, config)
-
-
-def baseline() -> Recipe:
-    """Return the unoptimised recipe: every slot plain, no transforms."""
-    return Recipe()
 
 
 def without_softcap(_machine: Machine, config: RunConfig) -> str | None:
@@ -440,17 +550,17 @@ def load_package(module: str, speedup: str, extra: str) -> ModuleType:
 def without_noise() -> Iterator[None]:
     """Return a context that hides the log lines in `NOISE` and shows all others."""
 
-    def shows(start: str, record: logging.LogRecord) -> bool:
-        return re.match(start, record.getMessage()) is None
+    def shows(record: logging.LogRecord) -> bool:
+        return re.match(NOISE[record.name], record.getMessage()) is None
 
-    filters = {logging.getLogger(name): partial(shows, start) for name, start in NOISE.items()}
-    for logger, wanted in filters.items():
-        logger.addFilter(wanted)
+    loggers = [logging.getLogger(name) for name in NOISE]
+    for logger in loggers:
+        logger.addFilter(shows)
     try:
         yield
     finally:
-        for logger, wanted in filters.items():
-            logger.removeFilter(wanted)
+        for logger in loggers:
+            logger.removeFilter(shows)
 
 
 def compile_blocks(model: LanguageModel, _mesh: Mesh | None) -> LanguageModel:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Mapping
 from dataclasses import fields, replace
-
-import torch
+from pathlib import Path
 
 from flatout.architectures.source import find_model, is_foreign
-from flatout.assembly.memory import Workload, estimate, most_rows
-from flatout.assembly.parts import USED_MEMORY, Decision, Gain, MicroBatchPlan
+from flatout.assembly.memory import USED_MEMORY, Workload, estimate, memory_bytes, most_rows
+from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import check_names, resolve_batch
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.selection import assemble, select
+from flatout.assembly.recipe import MicroBatchPlan, Recipe
+from flatout.assembly.selection import Decision, assemble, recipe_of, select
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.load.batches import BatchPlan
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine
-from flatout.json_io import JsonObject
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
 from flatout.ops import Ops, scan
@@ -56,14 +54,14 @@ def resolve(
     dataset: AnyDataset | None,
     world_size: int,
     local_world_size: int | None = None,
-    measured: Mapping[str, Gain] | None = None,
+    cache: Path | None = None,
 ) -> tuple[RunConfig, list[Decision]]:
     """Return the fully resolved configuration, and a decision for every speedup.
 
     `config.train.device` must be resolved already. Without a dataset, which only planning allows,
     a length in epochs stays open. `local_world_size` is the number of processes on
-    this machine; None means all of them. `measured` contains the gains that `bench` measured on
-    this hardware.
+    this machine; None means all of them. `cache` has the gains that `bench` measured on this
+    hardware; None for no gains.
     Raises: ConfigError when sizes contradict each other.
     """
     config = resolve_batch(_resolve_model(config, dataset), world_size)
@@ -78,29 +76,35 @@ def resolve(
     dtype = "fp32" if device == "cpu" else "bf16"
     peak = known_peak(machine, device, dtype) if device == "cpu" or machine.gpus else None
     minutes = expected_minutes(config, world_size * peak.tflops * ASSUMED_MFU) if peak else None
-    decisions = select(config, machine, device=device, minutes=minutes, measured=measured)
-    recipe = assemble(decisions)
+    gains = gains_here(machine, device, cache)
+    decisions = select(config, machine, device=device, minutes=minutes, measured=gains)
+    on = [decision.name for decision in decisions if decision.on]
+    recipe = assemble(on)
     if config.lora.base_dtype == "bf16" and recipe.precision.autocast != "bfloat16":
         raise ConfigError(
             "lora.base_dtype=bf16 needs matmuls in bf16 by autocast, and this run has "
             f"{recipe.precision.name} products of fp32 weights.",
             fix="Set lora.base_dtype=fp32; a GPU has such matmuls, with the speedup bf16.",
         )
-    on = [decision.name for decision in decisions if decision.on]
-    values: JsonObject = {
-        "train.steps": steps_stated(config, requested, dataset, recipe),
-        "train.precision": recipe.precision.name,
-    }
+    chooser = recipe.filled_by.get("micro_batch")
     if config.batch.rows_per_device == "auto":
         rows_per_rank = (config.batch.tokens_per_step or 0) // (config.data.seq_len * world_size)
         available = int(USED_MEMORY * memory_bytes(machine, device, local_world_size or world_size))
         plan = micro_batch_plan(workload_of(config, recipe), rows_per_rank, device, available)
         rows = recipe.micro_batch(plan)
-        values |= {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
+        config = config.with_values(
+            {"batch.rows_per_device": rows, "batch.accumulate": rows_per_rank // rows}
+        )
         # The config now states the rows: the speedup that chose them has no further effect.
-        on = [name for name in on if name != recipe.filled_by.get("micro_batch")]
-    config = config.with_values(values | {"speedups": on or "none"})
-    return with_evaluations_in_steps(config, dataset, recipe), decisions
+        on = [name for name in on if name != chooser]
+    config = config.with_values(
+        {
+            "train.steps": steps_stated(config, requested, dataset, recipe),
+            "train.precision": recipe.precision.name,
+            "speedups": on or "none",
+        }
+    )
+    return with_evaluations_in_steps(config, dataset), decisions
 
 
 def micro_batch_plan(
@@ -174,17 +178,15 @@ def steps_stated(
     return max(math.ceil(epochs * steps.steps_per_epoch), 1)
 
 
-def with_evaluations_in_steps(
-    config: RunConfig, dataset: AnyDataset | None, recipe: Recipe | None = None
-) -> RunConfig:
-    """Return the configuration with `train.eval_every` in place of `train.eval_every_epochs`.
+def with_evaluations_in_steps(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
+    """Return a resolved configuration with `train.eval_every` in place of `eval_every_epochs`.
 
     Without a dataset, which says how long an epoch is, it stays as it is.
     """
     epochs = config.train.eval_every_epochs
     if epochs is None or dataset is None:
         return config
-    every = steps_stated(config, TrainConfig(epochs=epochs), dataset, recipe)
+    every = steps_stated(config, TrainConfig(epochs=epochs), dataset, recipe_of(config))
     return config.with_values({"train.eval_every": every})
 
 
@@ -214,9 +216,13 @@ def _count_flops(
     return model_class.count_flops(model_config, seq_len)
 
 
-def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
-    """Return the workload of a resolved configuration, from which its memory is estimated."""
+def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
+    """Return the workload of a resolved configuration, from which its memory is estimated.
+
+    `recipe` replaces its speedups.
+    """
     model_class, model_config = model_of(config)
+    recipe = recipe or recipe_of(config)
     ops = ops_of(recipe)
     if ops.scan is scan.reference:
         # Stepping through 16,384 tokens takes minutes; the chunked scan keeps only 2% less memory.
@@ -228,7 +234,6 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         ops,
         recipe.precision.dtype(),
         moments=recipe.moments,
-        with_momentum=frozenset({"hidden"} if config.optim.kind == "muon" else ()),
         num_shards=config.parallel.shard,
         whole_gradients="grad_sync" in recipe.filled_by,
         gathers=recipe.gather_dtype,
@@ -238,30 +243,15 @@ def workload_of(config: RunConfig, recipe: Recipe) -> Workload:
         or config.parallel.replicate not in ("auto", 1),
         optim=config.optim,
         lora=config.lora,
-        newton_schulz=recipe.ops.newton_schulz,
+        newton_schulz=recipe.newton_schulz,
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
         on_gpu=config.train.device.startswith("cuda"),
     )
 
 
-def memory_bytes(machine: Machine, device: str, local_world_size: int) -> int:
-    """Return the memory that one rank may use.
-
-    This is the free memory of a GPU, or on a CPU the machine's memory divided by its processes.
-    """
-    if device.startswith("cuda") and machine.is_here and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info(device)[0])
-    gib = (
-        machine.gpus[0].memory_gib
-        if device.startswith("cuda") and machine.gpus
-        else machine.memory_gib / local_world_size
-    )
-    return int(gib * 2**30)
-
-
 def ops_of(recipe: Recipe) -> Ops:
     """Return the ops that a model is built with."""
-    return Ops(**{field.name: getattr(recipe.ops, field.name) for field in fields(Ops)})
+    return Ops(**{field.name: getattr(recipe, field.name) for field in fields(Ops)})
 
 
 def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:
@@ -305,14 +295,13 @@ def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunCon
     init_from = config.train.init_from
     if init_from is None or not is_foreign(init_from):
         return config
-    keys = find_model(init_from, whole=False).keys
     stated = {key: value for key, value in config.model.own().items() if value is not None}
     if config.model.vocab_size is not None:
         stated["vocab_size"] = config.model.vocab_size
-    kind = config.model.kind if stated else keys["kind"]
-    if config.model.kind not in (kind, "transformer") or kind != keys["kind"]:
-        raise _different({"kind": (config.model.kind, keys["kind"])}, init_from)
-    imported = keys["vocab_size"]
+    own = dict(find_model(init_from, whole=False).keys)
+    kind, imported = own.pop("kind"), own["vocab_size"]
+    if config.model.kind != kind and (stated or config.model.kind != "transformer"):
+        raise _different({"kind": (config.model.kind, kind)}, init_from)
     if dataset is not None and imported != dataset.vocab_size:
         known, origin = dataset.vocab_size, members_of(dataset)[0].dataset.origin
         sizes = f"The imported model {init_from} has a vocabulary of {imported}, and the tokenizer"
@@ -329,18 +318,17 @@ def with_imported_shape(config: RunConfig, dataset: AnyDataset | None) -> RunCon
                 fix="Prepare the data with the model's own tokenizer. If it is that tokenizer, and "
                 f"the embedding is only padded, say so: model.vocab_size={imported}.",
             )
-    own = {key: value for key, value in keys.items() if key != "kind"}
     model_class = MODELS.get(kind)
     theirs = model_class.check(own, seq_len=1).model_dump(mode="json")
-    differing = {
+    if differing := {
         key: (value, theirs[key])
         for key, value in stated.items()
         if key in theirs and value != theirs[key] and key not in FREE_OF_IMPORTED
-    }
-    if differing:
+    }:
         raise _different(differing, init_from)
-    model_class.check(own | stated, seq_len=config.data.seq_len)  # refuses unknown keys
-    values: JsonObject = {"kind": kind} | own | stated
+    own |= stated
+    model_class.check(own, seq_len=config.data.seq_len)  # refuses unknown keys
+    values = own | {"kind": kind}
     return config.with_values({f"model.{key}": value for key, value in values.items()})
 
 
@@ -348,16 +336,9 @@ def _different(keys: dict[str, tuple[object, object]], init_from: str) -> Config
     listed = "; ".join(
         f"model.{key} is {mine} here and {theirs} there" for key, (mine, theirs) in keys.items()
     )
+    words = (f"model.{key}={json.dumps(theirs)}" for key, (_, theirs) in keys.items())
     return ConfigError(
         f"The configuration does not fit the imported model {init_from}: {listed}.",
         fix="Leave the model's shape out of the recipe: it comes from the imported model. Or set "
-        + " ".join(f"model.{key}={_word(theirs)}" for key, (_, theirs) in keys.items())
-        + ".",
-    )
-
-
-def _word(value: object) -> str:
-    """Return a value as it is written on the command line."""
-    return (
-        str(value).lower() if isinstance(value, bool) else "null" if value is None else f"{value}"
+        f"{' '.join(words)}.".replace('"', ""),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from flatout.assembly.parts import Decision, Readback, zero_in_place
-from flatout.assembly.recipe import Recipe
-from flatout.assembly.resolve import known_peak, memory_bytes, ops_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.memory import memory_bytes
+from flatout.assembly.recipe import Readback, Recipe, zero_in_place
+from flatout.assembly.resolve import known_peak, ops_of
+from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
 from flatout.data.load.leaving_out import LeavingOut
@@ -140,10 +140,10 @@ class Run:
     """The core, compiled and wrapped: the module that training calls."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     reader: SequenceReader
-    feed: DirectFeed | PrefetchFeed
+    feed: DirectFeed | PrefetchFeed = field(init=False)
     readback: Readback
     saver: StateSaver
-    peak: Peak | None
+    peak: Peak | None = None
     scaler: LossScaler | None = None
     guard: StepGuard = field(default_factory=StepGuard)
     """Skips the updates of bad steps."""
@@ -200,21 +200,11 @@ class Run:
     @property
     def arithmetic(self) -> str:
         """Arithmetic of the matrix products: fp32, tf32, bf16 or fp16."""
-        if self.recipe.precision.name != "fp32":
-            return self.recipe.precision.name
-        return (
-            "tf32"
-            if torch.get_float32_matmul_precision() == "high" and self.mesh.device.type == "cuda"
-            else "fp32"
-        )
+        return self.recipe.arithmetic(self.mesh.device.type)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context for calling the model."""
         return self.recipe.precision.context(self.mesh.device.type)
-
-
-PeakOf = Callable[[Machine, str, str], Peak | None]
-"""(machine, device, dtype) -> the peak rate of a device."""
 
 
 def build(
@@ -226,27 +216,23 @@ def build(
     folder: Path,
     decisions: Sequence[Decision],
     left_out: Mapping[int, int] | None = None,
-    peak: PeakOf = known_peak,
+    peak: Peak | None = None,
     draws: bool = True,
 ) -> Run:
     """Return the run that a resolved configuration describes, at step 0.
 
     Weights are initialised with train.seed, identically on every rank; then each rank's generators
     get a different seed. `left_out` maps positions in the data to those to continue at instead.
-    `peak` finds the peak rate of the device. Without `draws` the weights are arbitrary, because a
-    checkpoint replaces them.
+    `peak` is the peak rate of the device if it is known. Without `draws` the weights are arbitrary,
+    because a checkpoint replaces them.
     """
-    recipe = assemble(decisions)
+    recipe = recipe_of(config)
     recipe.allocator()
     _seed(config.train.seed)
     set_deterministic(config.train.deterministic)
     torch.set_float32_matmul_precision(recipe.matmul)
     core, model = _model(config, recipe, machine, mesh, draws=draws)
-    parts = OptimizerParts(recipe.optimizer, recipe.ops.newton_schulz)
-    optimizers = optimizers_of(config, core, parts)
-    reader = recipe.reader(dataset.tokenizer)
-    feed = make_feed(config, recipe, mesh, dataset, reader, left_out or {})
-    _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
+    parts = OptimizerParts(recipe.optimizer, recipe.newton_schulz)
     run = Run(
         config=config,
         machine=machine,
@@ -257,12 +243,10 @@ def build(
         recipe=recipe if model is core else recipe.with_parts(zero_grad=zero_in_place),
         core=core,
         model=model,
-        optimizers=optimizers,
-        reader=reader,
-        feed=feed,
+        optimizers=optimizers_of(config, core, parts),
+        reader=recipe.reader(dataset.tokenizer),
         readback=recipe.readback(),
         saver=recipe.state_saver(),
-        peak=None,
         scaler=LossScaler(recipe.precision.loss_scale) if recipe.precision.loss_scale else None,
         guard=StepGuard(
             most=config.train.max_bad_steps,
@@ -272,8 +256,10 @@ def build(
         ),
         left_out=left_out or {},
     )
+    run.feed = make_feed(run)
+    _seed(config.train.seed + 1_000_003 * (mesh.rank + 1))
     run.recipe.zero_grad(run.trained())
-    run.peak = peak(machine, str(mesh.device), run.arithmetic)
+    run.peak = peak or known_peak(machine, str(mesh.device), run.arithmetic)
     return run
 
 
@@ -316,21 +302,12 @@ def _model(
     return core, model
 
 
-def make_feed(
-    config: RunConfig,
-    recipe: Recipe,
-    mesh: Mesh,
-    dataset: AnyDataset,
-    reader: SequenceReader,
-    left_out: Mapping[int, int],
-) -> DirectFeed | PrefetchFeed:
-    """Return a feed of the steps of a resolved configuration, at position 0.
-
-    `left_out` maps positions in the data to those to continue at instead.
-    """
+def make_feed(run: Run) -> DirectFeed | PrefetchFeed:
+    """Return a feed of the steps of a run, at position 0."""
+    config, mesh = run.config, run.mesh
     plan = BatchPlan(
         seq_len=config.data.seq_len,
-        rows_per_device=int(config.batch.rows_per_device),
+        rows_per_device=run.rows_per_device,
         accumulate=config.batch.accumulate or 1,
         rank=mesh.rank,
         world_size=mesh.world_size,
@@ -339,8 +316,8 @@ def make_feed(
         prefetch=config.data.prefetch,
         device=str(mesh.device),
     )
-    steps = recipe.batching(dataset.split("train"), plan, reader)
-    return recipe.feed(LeavingOut(steps, left_out) if left_out else steps)
+    steps = run.recipe.batching(run.dataset.split("train"), plan, run.reader)
+    return run.recipe.feed(LeavingOut(steps, run.left_out) if run.left_out else steps)
 
 
 def _seed(seed: int) -> None:

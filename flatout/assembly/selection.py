@@ -10,12 +10,62 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flatout.assembly.parts import Decision, Gain, Precision
-from flatout.assembly.recipe import Off, On, Recipe, Speedup, baseline, both_fill
+from flatout.assembly.recipe import Off, On, Recipe, Speedup, both_fill
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine
+from flatout.json_io import Stored
 from flatout.registry import SPEEDUPS, unknown_name
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a speedup is on, and why."""
+
+    name: str
+    on: bool
+    reason: str
+
+
+class Gain(Stored):
+    """What a speedup gained in the last ladder that measured it."""
+
+    gain: float
+    """How many times faster training is with it."""
+    low: float | None
+    """Lower end of its 94% interval; null: too few repeats to tell."""
+    high: float | None
+    """Upper end."""
+    where: str
+    """What it was added to or left out of."""
+    recipe: str
+    """Recipe of that ladder."""
+    date: str
+    """When the ladder started."""
+    commit: str | None
+    """Commit of flatout; null outside a checkout."""
+    torch: str
+    """Version of torch."""
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low is not None and self.low > 1
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether the whole interval lies below 1."""
+        return self.high is not None and self.high < 1
+
+    def describe(self) -> str:
+        """Return one line for a person."""
+        spread = (
+            "too few repeats to be sure"
+            if self.low is None or self.high is None
+            else f"{self.low:.2f} to {self.high:.2f}"
+        )
+        at = f", commit {self.commit}" if self.commit else ""
+        return f"x{self.gain:.2f} ({spread}), {self.where} of {self.recipe}, {self.date[:10]}{at}"
 
 
 @dataclass(frozen=True)
@@ -34,6 +84,7 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
     Raises: ConfigError for an unknown name, with the nearest one, or for a contradiction.
     """
     words = _words(speedups)
+    asked = f"speedups={','.join(words)} asks for"
     named: list[str] = []
     dropped: list[str] = []
     auto = "auto" in words or any(word[0] in "+-" for word in words)
@@ -49,16 +100,13 @@ def parse_request(speedups: str | Sequence[str]) -> Request:
             raise unknown_name("speedup", name, [*SPEEDUPS.names(), "auto", "none"])
         (dropped if word.startswith("-") else named).append(name)
     if "none" in words and (auto or named):
-        raise ConfigError(
-            f"speedups={','.join(words)} asks for none and for others.",
-            fix="Write none alone, or leave it out.",
-        )
-    both = next((name for name in named if name in dropped), None)
-    if both:
-        raise ConfigError(
-            f"speedups={','.join(words)} asks for {both!r} and leaves it out.",
-            fix=f"Write {both} once, with + or with -.",
-        )
+        raise ConfigError(f"{asked} none and for others.", fix="Write none alone, or leave it out.")
+    for name in named:
+        if name in dropped:
+            raise ConfigError(
+                f"{asked} {name!r} and leaves it out.",
+                fix=f"Write {name} once, with + or with -.",
+            )
     return Request(auto, tuple(named), tuple(dropped))
 
 
@@ -66,9 +114,7 @@ def adding(speedups: str | Sequence[str], names: Iterable[str]) -> str:
     """Return the request with `names` added and no longer left out."""
     added = list(names)
     sign = "+" if parse_request(speedups).auto else ""
-    kept = [
-        word for word in _words(speedups) if not (word.startswith("-") and _name(word) in added)
-    ]
+    kept = [word for word in _words(speedups) if word[0] != "-" or _name(word) not in added]
     return ",".join([*kept, *(sign + name for name in added)])
 
 
@@ -98,10 +144,11 @@ def speedup_named(name: str) -> Speedup:
     return replace(found, name=name) if ":" in name else found
 
 
-def all_speedups() -> list[Speedup]:
-    """Return all built-in speedups in ladder order: by rank, then by name."""
-    found = [SPEEDUPS.get(name) for name in SPEEDUPS.names()]
-    return sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
+def all_speedups(named: Iterable[str] = ()) -> list[Speedup]:
+    """Return the built-in speedups in ladder order, by rank, and the custom ones among `named`."""
+    found = map(speedup_named, SPEEDUPS.names())
+    ladder = sorted(found, key=lambda speedup: (speedup.rank, speedup.name))
+    return ladder + [speedup_named(name) for name in named if ":" in name]
 
 
 def default_of(speedup: Speedup, device: str) -> On | Off | None:
@@ -152,22 +199,20 @@ def is_measured(speedup: Speedup, config: RunConfig, machine: Machine, device: s
     return default is not None and default.measured
 
 
-def longest_wait() -> float:
-    """Return the longest `from_minutes` of the speedups that are on by default."""
-    defaults = [default for speedup in all_speedups() for default in speedup.auto.values()]
-    return max(default.from_minutes for default in defaults if isinstance(default, On))
-
-
-def assemble(decisions: Iterable[Decision]) -> Recipe:
-    """Return the baseline recipe with all speedups that are on.
+def assemble(names: Iterable[str]) -> Recipe:
+    """Return the baseline recipe with the speedups of these names.
 
     Raises: ConfigError when two of them fill the same slot.
     """
-    recipe = baseline()
-    for decision in decisions:
-        if decision.on:
-            recipe = recipe.with_speedup(speedup_named(decision.name))
+    recipe = Recipe()
+    for name in names:
+        recipe = recipe.with_speedup(speedup_named(name))
     return recipe
+
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """Return the recipe of a resolved configuration, which names every speedup that is on."""
+    return assemble(parse_request(config.speedups).named)
 
 
 def select(
@@ -184,65 +229,64 @@ def select(
     Raises: ConfigError when the request contradicts itself; HardwareError when a speedup that was
             named cannot run here.
     """
-    stated = parse_request(config.speedups)
-    request = with_precision(stated, config, machine)
-    named, gains = request.named, measured or {}
-    ladder = {speedup.name: speedup for speedup in known_speedups(named)}
-
-    def decide_alone(speedup: Speedup) -> Decision:
-        name = speedup.name
-        if name not in named and name in request.dropped:
-            if name in stated.dropped:
-                return Decision(name, False, "left out by speedups")
-            return Decision(name, False, f"train.precision={config.train.precision}")
-        if name not in named and not request.auto:
-            return Decision(name, False, "not among speedups")
-        against = speedup.reason_against(machine, config)
-        if not against and name not in named:
-            return decide(speedup, device, minutes, gains.get(name))
-        if against and name in named:
-            raise HardwareError(
-                f"The speedup {name!r} cannot be used: {against}",
-                fix=f"Leave it out: {_without(name, config)}.",
-            )
-        return Decision(name, not against, against or "requested")
-
-    found = {name: decide_alone(speedup) for name, speedup in ladder.items()}
-    by_gain = [
+    request, precision, gains = (
+        parse_request(config.speedups),
+        config.train.precision,
+        measured or {},
+    )
+    named, excluded = _with_precision(request, config, machine)
+    ladder = {speedup.name: speedup for speedup in all_speedups(named)}
+    found: dict[str, Decision] = {}
+    for name, speedup in ladder.items():
+        if name in named:
+            if against := speedup.reason_against(machine, config):
+                raise HardwareError(
+                    f"The speedup {name!r} cannot be used: {against}",
+                    fix=f"Leave it out: {_without(name, config)}.",
+                )
+            found[name] = Decision(name, True, "requested")
+        elif name in request.dropped:
+            found[name] = Decision(name, False, "left out by speedups")
+        elif name in excluded:
+            found[name] = Decision(name, False, f"train.precision={precision}")
+        elif not request.auto:
+            found[name] = Decision(name, False, "not among speedups")
+        elif against := speedup.reason_against(machine, config):
+            found[name] = Decision(name, False, against)
+        else:
+            found[name] = decide(speedup, device, minutes, gains.get(name))
+    faster = [
         name
-        for name in sorted(gains, key=lambda name: (-gains[name].gain, name))
-        if name in found and found[name].on and not isinstance(default_of(ladder[name], device), On)
+        for name in sorted(found.keys() & gains, key=lambda name: (-gains[name].gain, name))
+        if found[name].on and not isinstance(default_of(ladder[name], device), On)
     ]
     taken: dict[str, str] = {}
-    for name in dict.fromkeys([*named, *by_gain, *ladder]):
-        fills = ladder[name].fills
+    for name in dict.fromkeys([*named, *faster, *ladder]):
+        fills = ladder[name].fills if found[name].on else {}
         slot = next((slot for slot in fills if slot in taken), None)
-        if not found[name].on:
-            continue
         if slot is None:
             taken |= dict.fromkeys(fills, name)
-        elif name in named:
-            ways = f": {_without(name, config)} or {_without(taken[slot], config)}"
-            raise both_fill(taken[slot], name, slot, ways)
-        else:
-            found[name] = Decision(name, False, _taken_by(taken[slot], named, by_gain))
+            continue
+        rival = taken[slot]
+        if name in named:
+            ways = f": {_without(name, config)} or {_without(rival, config)}"
+            raise both_fill(rival, name, slot, ways)
+        reason = f"{rival} is on and replaces it"
+        if rival in named:
+            reason = f"{rival}, which was named, takes its place"
+        elif rival in faster:
+            reason = f"{rival}, which measured faster here, takes its place"
+        found[name] = Decision(name, False, reason)
     on = {name for name, decision in found.items() if decision.on}
-    missing = {name: need for name in on for need in reversed(ladder[name].needs) if need not in on}
-    for name in ladder:
-        if name in missing and name in named:
-            off = speedup_named(missing[name])
-            raise _missing_need(name, off, ladder, found, named, config, machine)
-    for name, need in missing.items():
-        found[name] = Decision(name, False, f"needs {need}, which is off")
+    for name, speedup in ladder.items():
+        missing = next((need for need in speedup.needs if need not in on), None)
+        if name in on and missing:
+            if name in named:
+                reason = found[missing].reason if missing in found else "not among speedups"
+                rivals = [ladder[other] for other in named if other != name]
+                raise _missing_need(name, missing, reason, rivals, config, machine)
+            found[name] = Decision(name, False, f"needs {missing}, which is off")
     return [*found.values()]
-
-
-def _taken_by(rival: str, named: Sequence[str], by_gain: Sequence[str] = ()) -> str:
-    if rival in named:
-        return f"{rival}, which was named, takes its place"
-    if rival in by_gain:
-        return f"{rival}, which measured faster here, takes its place"
-    return f"{rival} is on and replaces it"
 
 
 def _without(name: str, config: RunConfig) -> str:
@@ -254,34 +298,32 @@ def _without(name: str, config: RunConfig) -> str:
 
 def _missing_need(
     name: str,
-    need: Speedup,
-    ladder: Mapping[str, Speedup],
-    found: Mapping[str, Decision],
-    named: Sequence[str],
+    missing: str,
+    reason: str,
+    others: Iterable[Speedup],
     config: RunConfig,
     machine: Machine,
 ) -> ConfigError:
-    """Return the error for a named speedup that needs one that is off, with the fix."""
-    reason = found[need.name].reason if need.name in found else "not among speedups"
-    rivals = (other for other in named if ladder[other].fills.keys() & need.fills.keys())
-    rival = next((other for other in rivals if other != name), None)
+    """Return the error for a named speedup that needs one that is off for `reason`, with a fix.
+
+    `others` are the other named ones, of which one may fill the slot of the missing one.
+    """
+    need, stated = speedup_named(missing), config.train.precision
     precision = need.fills.get("precision")
-    brings = precision.name if isinstance(precision, Precision) else None
-    leave_out = f"leave {name} out: {_without(name, config)}"
+    rival = next((other.name for other in others if other.fills.keys() & need.fills.keys()), None)
+    leave_out = f"eave {name} out: {_without(name, config)}."
     if need.reason_against(machine, config):
-        fix = f"{leave_out[0].upper()}{leave_out[1:]}."
-    elif brings and config.train.precision not in ("auto", brings):
-        fix = f"Set train.precision={brings}, or {leave_out}."
+        fix = f"L{leave_out}"
+    elif precision and stated not in ("auto", precision.name):
+        fix = f"Set train.precision={precision.name}, or l{leave_out}"
     elif rival:
-        reason = _taken_by(rival, named)
-        instead = adding(removing(rival, config.speedups), [need.name])
-        fix = f"Replace {rival} with {need.name}: speedups={instead}, or {leave_out}."
+        reason = f"{rival}, which was named, takes its place"
+        instead = adding(removing(rival, config.speedups), [missing])
+        fix = f"Replace {rival} with {missing}: speedups={instead}, or l{leave_out}"
     else:
-        added = adding(config.speedups, [need.name])
-        fix = f"Add {need.name}: speedups={added}, or {leave_out}."
+        fix = f"Add {missing}: speedups={adding(config.speedups, [missing])}, or l{leave_out}"
     return ConfigError(
-        f"The speedup {name!r} needs {need.name!r}, which is off: {reason.rstrip('.')}.",
-        fix=fix,
+        f"The speedup {name!r} needs {missing!r}, which is off: {reason.rstrip('.')}.", fix=fix
     )
 
 
@@ -294,15 +336,14 @@ def stored_decisions(
     was stated or chosen, and what chose it: the resolved one has only the rows.
     """
     on = parse_request(config.speedups).named
-    before = "as when the run started"
-    chooser = None
-    if requested is not None and requested.batch.chooses_rows:
-        chooser = parse_request(requested.speedups)
+    chooses = requested is not None and requested.batch.chooses_rows
+    chooser = parse_request(requested.speedups) if requested and chooses else None
     decisions = []
-    for speedup in known_speedups(on):
+    for speedup in all_speedups(on):
         name, against = speedup.name, speedup.reason_against(machine, config)
-        is_on = name in on
-        reason = f"{before}; but now: {against}" if is_on and against else against or before
+        is_on, reason = name in on, against or "as when the run started"
+        if is_on and against:
+            reason = f"as when the run started; but now: {against}"
         if chooser and "micro_batch" in speedup.fills:
             is_on |= name in chooser.named or (chooser.auto and name not in chooser.dropped)
             rows = config.batch.rows_per_device
@@ -313,46 +354,41 @@ def stored_decisions(
     return decisions
 
 
-def known_speedups(named: Sequence[str]) -> list[Speedup]:
-    """Return the built-in speedups in ladder order, then the custom ones that are named."""
-    return all_speedups() + [speedup_named(name) for name in named if ":" in name]
-
-
 def providers() -> dict[str, str]:
     """Return the train.precision that each speedup for it provides; the last on the ladder first.
 
     If several can run, that one is preferred.
     """
-    found = {speedup.name: speedup.fills.get("precision") for speedup in reversed(all_speedups())}
-    return {name: one.name for name, one in found.items() if isinstance(one, Precision)}
+    found = [speedup for speedup in reversed(all_speedups()) if "precision" in speedup.fills]
+    return {speedup.name: speedup.fills["precision"].name for speedup in found}
 
 
-def with_precision(request: Request, config: RunConfig, machine: Machine) -> Request:
-    """Return the request with train.precision's speedup named and its rivals dropped.
+def _with_precision(
+    request: Request, config: RunConfig, machine: Machine
+) -> tuple[Sequence[str], Iterable[str]]:
+    """Return the named speedups with train.precision's, and those that it excludes.
 
     Of several that provide it, one that a named speedup needs is preferred, then the last one on
     the ladder that can run.
     Raises: ConfigError when train.precision and `speedups` contradict each other.
     """
-    wanted = config.train.precision
+    wanted, provides, named = config.train.precision, providers(), request.named
     if wanted == "auto":
-        return request
-    provides = providers()
+        return named, ()
     able = [name for name, precision in provides.items() if precision == wanted]
     if wanted != "fp32" and not able:
         raise ConfigError(
             f"No speedup provides train.precision={wanted}.", fix="Set train.precision=auto."
         )
-    contrary = next((name for name in request.named if provides.get(name, wanted) != wanted), None)
-    if contrary:
+    if contrary := next((name for name in named if provides.get(name, wanted) != wanted), None):
         raise ConfigError(
             f"train.precision={wanted} and speedups={contrary} contradict each other.",
             fix=f"Set train.precision={provides[contrary]}, or leave {contrary!r} out of speedups.",
         )
-    named = [name for name in able if name in request.named]
-    if able and not named:
+    chosen = [name for name in able if name in named]
+    if able and not chosen:
         runs = [n for n in able if speedup_named(n).reason_against(machine, config) is None]
-        needed = {need for name in request.named for need in speedup_named(name).needs}
+        needed = {need for name in named for need in speedup_named(name).needs}
         allowed = [name for name in able if name not in request.dropped]
         best = min(allowed, key=lambda name: (name not in needed, name not in runs), default="")
         if best not in runs and (not best or {*runs} - {*allowed}):
@@ -362,9 +398,5 @@ def with_precision(request: Request, config: RunConfig, machine: Machine) -> Req
                 "out.",
                 fix=f"Set train.precision=auto, or speedups={removing(left_out, config.speedups)}.",
             )
-        named = [best]
-    return Request(
-        request.auto,
-        tuple(dict.fromkeys([*request.named, *named])),
-        request.dropped + tuple(name for name in provides if name not in named),
-    )
+        chosen = [best]
+    return [*dict.fromkeys([*named, *chosen])], provides.keys() - chosen

@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
-
-from flatout.terminal.figures import printable
+from flatout.json_io import Result
 
 __all__ = [
     "Argument",
@@ -26,7 +24,6 @@ __all__ = [
     "Overrides",
     "Pattern",
     "RecipeName",
-    "Result",
     "RunName",
     "TrustCode",
 ]
@@ -78,29 +75,6 @@ Pattern = Annotated[
 EndOfText = Annotated[
     str | None, Option("End-of-text token of a tokenizer.json, if it is an unusual one.")
 ]
-
-
-class Result(BaseModel):
-    """The result of a command: `--json` prints its fields; its `summary` is for people."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
-
-    def summary(self) -> str:
-        """Return the closing lines as plain text: one line per field, unless overridden."""
-        fields = self.model_dump(mode="json")
-        width = max((len(name) for name in fields), default=0)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in fields.items())
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the summary in IPython and notebooks."""
-        printer.text(printable(self.summary()) or repr(self))
-
-    @property
-    def exit_code(self) -> int:
-        """The program's exit code after the result is printed."""
-        return 0
 
 
 @dataclass(frozen=True)

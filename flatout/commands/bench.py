@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
+from flatout.commands import Command, Option, Overrides, RecipeName, train
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, ModelName, Option, Result, RunName, TrustCode
+from flatout.commands import CheckpointName, Command, ModelName, Option, RunName, TrustCode
 from flatout.commands.generate import MAX_SEED, Temperature, TopK, TopP
 from flatout.conversation.templates import (
     CHAT_TEMPLATE,
@@ -24,7 +24,7 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import ConfigError, DataError, Interrupted
 from flatout.inference.exported import is_run
-from flatout.json_io import Stored
+from flatout.json_io import Result, Stored
 from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest

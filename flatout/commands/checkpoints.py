@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from flatout.commands import Command, Option, Result, RunName
+from flatout.commands import Command, Option, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.files import folder_bytes, writing_run
-from flatout.json_io import Stored
+from flatout.json_io import Result, Stored
 from flatout.progress import SILENT, Progress, counted
 from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, retention

@@ -8,13 +8,13 @@ from typing import Annotated
 import yaml
 from pydantic import Field
 
-from flatout.commands import Argument, Command, Option, Result
+from flatout.commands import Argument, Command, Option
 from flatout.config.convert import Conversion, Item, convert, read_settings
 from flatout.config.schema import nested
 from flatout.config.units import HUB, SOURCE
 from flatout.errors import ConfigError, in_shell
 from flatout.files import expanded, write_text, writing
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.recognised import require_local
 from flatout.registry import SUFFIXES
 

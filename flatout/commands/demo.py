@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from flatout.commands import Argument, Command, Option, Result
+from flatout.commands import Argument, Command, Option
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import (
     CheckpointError,
@@ -24,6 +24,7 @@ from flatout.errors import (
     UntrustedCode,
     in_shell,
 )
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.recommended import MAX_EPOCHS

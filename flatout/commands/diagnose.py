@@ -9,10 +9,10 @@ from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import default_cache
-from flatout.commands import Argument, Command, Option, Overrides, Result
+from flatout.commands import Argument, Command, Option, Overrides
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, in_shell
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.measure.diagnose.diagnose import (
     DEFAULT_SECONDS,
     Measured,

@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Annotated, Literal
 
-from flatout.commands import CheckpointName, Command, Option, Result, RunName, TrustCode
+from flatout.commands import CheckpointName, Command, Option, RunName, TrustCode
 from flatout.files import expanded, writing
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress, readable_size
 from flatout.recognised import require_local
 from flatout.training.run_dir.layout import trusted_config

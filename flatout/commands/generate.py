@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from typing import Annotated
 
 from flatout.assembly.preflight import check_sampling
-from flatout.commands import CheckpointName, Command, ModelName, Option, Result, RunName, TrustCode
+from flatout.commands import CheckpointName, Command, ModelName, Option, RunName, TrustCode
 from flatout.errors import ConfigError, Interrupted
 from flatout.inference.exported import is_run
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from flatout.commands import Argument, Command, EndOfText, Option, Pattern, Result
+from flatout.commands import Argument, Command, EndOfText, Option, Pattern
 from flatout.data.prepare.import_tokens import ImportOptions, import_tokens
 from flatout.files import expanded
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
 from flatout.token_formats import Documents

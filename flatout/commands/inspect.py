@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from flatout.commands import Argument, Command, Option, Result
+from flatout.commands import Argument, Command, Option
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
@@ -18,10 +18,10 @@ from flatout.data.tokenizers import Tokenizer, kind_named
 from flatout.data.tokenizers.hub import is_repository
 from flatout.files import sha256
 from flatout.hardware import probe
-from flatout.json_io import JsonObject, Stored
+from flatout.json_io import JsonObject, Result, Stored
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
-from flatout.terminal import printable
+from flatout.streams import printable
 from flatout.training.run_dir.layout import list_runs
 from flatout.training.run_dir.lookup import RUNS
 from flatout.transfer.urls import is_url

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.assembly.prediction import gains_here
-from flatout.assembly.selection import all_speedups, is_measured, longest_wait, select
+from flatout.assembly.recipe import On
+from flatout.assembly.selection import all_speedups, is_measured, select
 from flatout.cache import default_cache
-from flatout.commands import Argument, Command, Option, Result
+from flatout.commands import Argument, Command, Option
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import ASSUMED_MFU, Machine, probe
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.registry import (
     ARCHITECTURES,
@@ -195,7 +196,9 @@ def _expected_length(
         for row in [MACHINES.get(name)]
     )
     least = expected_minutes(config, tflops)
-    if least is None or least < longest_wait():
+    defaults = [default for speedup in all_speedups() for default in speedup.auto.values()]
+    longest = max(default.from_minutes for default in defaults if isinstance(default, On))
+    if least is None or least < longest:
         return None, None
     return (
         least,

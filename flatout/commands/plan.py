@@ -6,9 +6,9 @@ from typing import Annotated
 
 from flatout.assembly import preflight
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, Result
+from flatout.commands import Command, Option, Overrides, RecipeName
 from flatout.config.schema import load_config
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 
 

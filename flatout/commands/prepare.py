@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flatout.commands import Argument, Command, EndOfText, Option, Pattern, Result
+from flatout.commands import Argument, Command, EndOfText, Option, Pattern
 from flatout.data.prepare.pipeline import (
     Options,
     Prepared,
@@ -24,7 +24,7 @@ from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
 from flatout.data.store.manifest import Manifest
 from flatout.errors import DataError, UsageError
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.transfer.urls import is_url, protocol_of

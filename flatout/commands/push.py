@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
-from flatout.commands import Argument, CheckpointName, Command, Option, Result, TrustCode
+from flatout.commands import Argument, CheckpointName, Command, Option, TrustCode
 from flatout.commands.export import DEFAULT_SHARD_MIB, Dtype, Format, ShardSize
 from flatout.errors import ConfigError, RunFailed
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress, readable_size
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_run

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from flatout.commands import Argument, Command, Option, Result
+from flatout.commands import Argument, Command, Option
 from flatout.errors import CheckpointError, ConfigError, DataError, OutputInUse, in_shell
 from flatout.files import write_whole
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
 from flatout.training.run_dir import layout

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from flatout.commands import Argument, Command, Result
+from flatout.commands import Argument, Command
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.files import folder_bytes
-from flatout.json_io import JsonObject, Stored
+from flatout.json_io import JsonObject, Result, Stored
 from flatout.recognised import require_local
 from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, location

@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from flatout.assembly import preflight
 from flatout.assembly.preflight import for_world_size, resolve_batch
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, Result, TrustCode
+from flatout.commands import Command, Option, Overrides, RecipeName, TrustCode
 from flatout.commands.eval import DatasetScore, score_table
 from flatout.config.schema import RunConfig, load_config
 from flatout.conversation.templates import stored_template
 from flatout.errors import ConfigError
 from flatout.hardware import probe
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.launch import num_processes, replicas
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.cache import default_cache
-from flatout.commands import Command, Option, Overrides, RecipeName, Result, train
+from flatout.commands import Command, Option, Overrides, RecipeName, train
 from flatout.config.schema import load_config
 from flatout.errors import in_shell
-from flatout.json_io import JsonObject
+from flatout.json_io import JsonObject, Result
 from flatout.measure.tune.parts import LEAST_MINUTES, parse_only
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from flatout.assembly import preflight
-from flatout.commands import Argument, Command, Option, Overrides, Result, TrustCode
+from flatout.commands import Argument, Command, Option, Overrides, TrustCode
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import Verified, verify_dataset, verify_remote
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.files import folder_bytes, sha256
-from flatout.json_io import Stored
+from flatout.json_io import Result, Stored
 from flatout.measure.resume.proof import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.registry import RECIPES

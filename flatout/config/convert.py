@@ -14,14 +14,15 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from flatout.config.messages import field_at
+from flatout.config.messages import fields_of
 from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, nested, validate
-from flatout.config.units import SOURCE, THEIRS, Refused, Unneeded, converted, is_off
+from flatout.config.units import SOURCE, THEIRS, Reason, Refused, Unneeded, converted, is_off
 from flatout.documents import parse_yaml, read_text
 from flatout.errors import ConfigError
 from flatout.json_io import JsonObject, Stored
@@ -39,7 +40,10 @@ PREFERRED = (
     "train.eval_every_epochs",
     "checkpoint.every_epochs",
     "checkpoint.every_minutes",
+    "train.eval_every",
+    "checkpoint.every_steps",
     "data.path",
+    "data.mix",
 )
 """Of alternative keys, the one that other tools let win comes first."""
 SECRETS = ("hub_token", "api_key", "password", "secret")
@@ -97,21 +101,17 @@ def read_settings(path: Path) -> tuple[JsonObject, list[str]]:
     Raises: ConfigError when the file cannot be read or is not a mapping.
     """
     text, kind = read_text(path, "a config"), path.suffix.lower()
+    parsers: dict[str, Any] = {".py": ast.parse, ".json": json.loads, ".toml": tomllib.loads}
+    parse = parsers.get(kind, partial(parse_yaml, name=str(path)))
     try:
-        if kind == ".py":
-            return _python_values(text)
-        document = (
-            json.loads(text)
-            if kind == ".json"
-            else tomllib.loads(text)
-            if kind == ".toml"
-            else parse_yaml(text, name=str(path))
-        )
+        document = parse(text)
     except (ValueError, SyntaxError, RecursionError) as error:
+        name = "Python" if kind == ".py" else kind[1:].upper()
         raise ConfigError(
-            f"{path} is not valid {kind[1:].upper() if kind != '.py' else 'Python'}: {error}.",
-            fix="Correct it there.",
+            f"{path} is not valid {name}: {error}.", fix="Correct it there."
         ) from error
+    if isinstance(document, ast.Module):
+        return _python_values(document)
     if not isinstance(document, dict) or not document:
         raise ConfigError(
             f"{path} is not a mapping of keys to values.",
@@ -121,10 +121,10 @@ def read_settings(path: Path) -> tuple[JsonObject, list[str]]:
     return document, []
 
 
-def _python_values(text: str) -> tuple[JsonObject, list[str]]:
+def _python_values(tree: ast.Module) -> tuple[JsonObject, list[str]]:
     values: JsonObject = {}
     computed = []
-    for node in ast.parse(text).body:
+    for node in tree.body:
         if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
             continue
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -153,7 +153,12 @@ def _literal(node: ast.expr) -> Any:
 def convert(document: JsonObject, computed: list[str]) -> Conversion:
     """Convert the values of a config; `computed` names keys whose values are unknown."""
     flat = dict(_flat(document))
-    tool = _tool_of({*flat})
+    # The tool that most keys belong to; of two with as many, the one with a default for more.
+    tool = max(
+        tools(), key=lambda tool: (len(tool.keys & flat.keys()), len(flat.keys() & tool.defaults))
+    )
+    if len(tool.keys & flat.keys()) < 2:
+        tool = NO_TOOL
     entries = [
         _Entry(key, value, word_for(tool.renames.get(key, key)) or UNKNOWN)
         for key, value in flat.items()
@@ -163,22 +168,18 @@ def convert(document: JsonObject, computed: list[str]) -> Conversion:
     for entry in sorted(entries, key=lambda one: one.word.turn):
         reading.read(entry)
     values, options = reading.finish()
-    items = [(entry, reading.item(entry)) for entry in entries]
+    items, defaults = [], {}
+    for entry in entries:
+        item = reading.item(entry)
+        if not entry.is_default or item.outcome == "missing":
+            items.append(item)
+        elif item.outcome == "mapped":
+            defaults[entry.key] = entry.value
     for key in computed:
         word = word_for(key)
         why = f"{COMPUTED} Set {word.key}." if word and word.key else COMPUTED
-        items.append((_Entry(key, None), Item(key=key, value=None, outcome="unknown", why=why)))
-    return Conversion(
-        tool if tool.name else None,
-        [item for entry, item in items if not entry.is_default or item.outcome == "missing"],
-        {
-            entry.key: entry.value
-            for entry, item in items
-            if entry.is_default and item.outcome == "mapped"
-        },
-        values,
-        options,
-    )
+        items.append(Item(key=key, value=None, outcome="unknown", why=why))
+    return Conversion(tool if tool.name else None, items, defaults, values, options)
 
 
 def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -198,22 +199,13 @@ def _flat(document: JsonObject, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _tool_of(keys: set[str]) -> Tool:
-    """Return the tool that most keys belong to; one key alone says nothing.
-
-    Of two with as many, the one that has a default for more of the keys: LoRA's, for example.
-    """
-    best = max(tools(), key=lambda tool: (len(tool.keys & keys), len(keys & tool.defaults.keys())))
-    return best if len(best.keys & keys) > 1 else NO_TOOL
-
-
-@dataclass(eq=False)
+@dataclass
 class _Entry:
     """One key of the file, or one of the tool's defaults."""
 
     key: str
     value: Any
-    word: Word = UNKNOWN
+    word: Word
     is_default: bool = False
     wrote: JsonObject = field(default_factory=dict)
     """The values of flatout that it asked for."""
@@ -225,33 +217,20 @@ def _defaults(tool: Tool, entries: list[_Entry], computed: list[str]) -> Iterato
     words = [one.word for one in entries if one.value is not None and one.value != -1]
     stated = {word.key for word in words} - {""}
     sections = {one.key.rpartition(".")[0] for one in entries}
-    on = {one.key for one in entries if not is_off(one.value)}
+    has_adapters = not tool.adapters or any(
+        one.key == tool.adapters and not is_off(one.value) for one in entries
+    )
     for key, value in tool.defaults.items():
         word, section = word_for(key) or UNKNOWN, key.rpartition(".")[0]
         rivals = _alternatives(word.key) - {"optim.betas"}  # half of it may be stated
         is_free = key not in computed and word not in words and not stated & rivals
         is_free &= section != tool.optional or section in sections
-        if is_free and (not tool.adapters or tool.adapters in on or "lora." not in word.key):
+        if is_free and (has_adapters or "lora." not in word.key):
             yield _Entry(key, value, word, is_default=True)
 
 
 def _alternatives(key: str) -> set[str]:
     return next((group for group in ALTERNATIVES if key in group), {key})
-
-
-def _preferred(keys: Iterable[str]) -> list[str]:
-    return sorted(
-        keys, key=lambda key: PREFERRED.index(key) if key in PREFERRED else len(PREFERRED)
-    )
-
-
-def _unquoted(value: Any, key: str) -> Any:
-    """Return quoted numbers as numbers, unless the key of flatout is text."""
-    known = field_at(RunConfig, key)
-    is_text = known is not None and not re.search(r"\b(int|float)\b", str(known.annotation))
-    if is_text or not isinstance(value, str) or not NUMBER.fullmatch(value):
-        return value
-    return float(value) if re.search(r"[.eE]", value) else int(value)
 
 
 class _Reading:
@@ -269,14 +248,17 @@ class _Reading:
         word, value, values = entry.word, entry.value, self._values
         if value is None or not (word.key or word.cases or word.unit):
             return
-        value = _unquoted(value, word.key)
+        known = fields_of(RunConfig).get(word.key)
+        is_text = known is not None and not re.search(r"\b(int|float)\b", str(known.annotation))
+        if not is_text and isinstance(value, str) and NUMBER.fullmatch(value):  # a quoted number
+            value = float(value) if re.search(r"[.eE]", value) else int(value)
         result = converted(value, word, self._theirs | self._implied | values)
         if isinstance(result, Refused):
             raise ConfigError(
                 f"{entry.key}={entry.value!r} {result}.",
                 fix="Convert the config of a training on text or conversations.",
             )
-        if isinstance(result, str):
+        if isinstance(result, Reason):
             entry.why = result
             return
         for key, one in result.items():
@@ -305,21 +287,35 @@ class _Reading:
         self._drop_without_effect()
         if {"model.num_eigenstates", "model.scales", "model.chunk_size"} & values.keys():
             values.setdefault("model.kind", "eigenstate")
-        sizes = ("batch.rows_per_device", "batch.accumulate", "data.seq_len")
-        factors = [size for key in sizes if isinstance(size := values.get(key), int)]
-        if tool.accumulate_over_devices and len(factors) == len(sizes):
+        sizes = [
+            values.get(key) for key in ("batch.rows_per_device", "batch.accumulate", "data.seq_len")
+        ]
+        factors = [size for size in sizes if isinstance(size, int)]
+        if tool.accumulate_over_devices and factors == sizes:
             values.setdefault("batch.tokens_per_step", math.prod(factors))
-        if "batch.tokens_per_step" in values and values.get(sizes[0]) is not None:
+        if "batch.tokens_per_step" in values and sizes[0] is not None:
             self._drop(["batch.accumulate"], FOLLOWS)
         for group in ALTERNATIVES:
-            first, *others = _preferred(group & values.keys()) or [""]
+            first, *others = sorted(group & values.keys(), key=PREFERRED.index) or [""]
             self._drop(others, f"{first} is set.")
         model = values.get("model.kind", "transformer")
         own = {key.removeprefix("model.") for key in self._keys_of("model") - EVERY_MODEL}
         unknown = (f"model.{name}" for name in MODELS.unstated(model, own))
         self._drop(unknown, f"The model {model} has no such key.")
         options = {key: values[key] for key in values if key.startswith(("--", SOURCE))}
-        return self._valid(options), options
+        kept: JsonObject = {}
+        keys = [key for key in values if key not in options]
+        for key in sorted(keys, key=lambda key: key in DEPENDENT):
+            try:
+                validate(nested({**kept, key: values[key]}))
+                kept[key] = values[key]
+            except ConfigError as error:
+                self._dropped[key] = error.what
+        order = [*RunConfig.model_fields]
+        return {
+            key: kept[key]
+            for key in sorted(kept, key=lambda key: order.index(key.partition(".")[0]))
+        }, options
 
     def _keys_of(self, section: str) -> set[str]:
         return {key for key in self._values if key.startswith(f"{section}.")}
@@ -347,19 +343,6 @@ class _Reading:
             if self._values.pop(key, None) is not None:
                 self._dropped[key] = why
 
-    def _valid(self, options: JsonObject) -> JsonObject:
-        """Return the values that are valid, alone and together."""
-        kept: JsonObject = {}
-        keys = [key for key in self._values if key not in options]
-        for key in sorted(keys, key=lambda key: key in DEPENDENT):
-            try:
-                validate(nested({**kept, key: self._values[key]}))
-                kept[key] = self._values[key]
-            except ConfigError as error:
-                self._dropped[key] = error.what
-        order = [*RunConfig.model_fields]
-        return dict(sorted(kept.items(), key=lambda item: order.index(item[0].partition(".")[0])))
-
     def item(self, entry: _Entry) -> Item:
         """Return what became of an entry."""
         word, values, value = entry.word, self._values, entry.value
@@ -384,10 +367,10 @@ class _Reading:
             why = word.note
         elif is_off(value) or (value == nothing and value is not True):
             why = "It is off."
-        elif word.group == "missing" or word.option:
-            outcome, why = "missing", word.note if word.group == "missing" else word.advice
+        elif word.group == "missing":
+            outcome, why = "missing", word.note
         elif word.group == "prepare":
-            why = word.advice
+            outcome, why = "missing" if word.option else "unnecessary", word.advice
         else:
             why = "Another key states it." if entry.wrote else "flatout does this by default."
         if entry.is_default:

@@ -25,29 +25,36 @@ _KINDS = {
     "dict": "a mapping",
     "finite": "a finite number",
 }
+_SPELT = {"[]": "none", "True": "true", "False": "false"}
+"""How an override has a value that Python writes in another way."""
 
 
 def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") -> ConfigError:
     """Return a ConfigError for the first wrong key that pydantic reports."""
-    problems = error.errors()
-    first = problems[0]
-    key = _key_of(first, prefix)
-    if first["type"] == "extra_forbidden":
-        return unknown_key(*_whole(key, first["input"]), all_keys(section, prefix))
-    field = field_at(section, key.removeprefix(prefix))
-    if first["type"] == "model_type" or (field is not None and _is_section(field.annotation)):
-        inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
+    problems, fields = error.errors(), fields_of(section, prefix)
+    key, kind, value = _key_of(problems[0], prefix), problems[0]["type"], problems[0]["input"]
+    if kind == "extra_forbidden":
+        while isinstance(value, dict) and len(value) == 1 and word_for(key):
+            ((inner, value),) = value.items()  # the whole of another tool's key: wandb.enabled
+            key = f"{key}.{inner}"
+        return unknown_key(key, value, all_keys(section, prefix))
+    text = repr(value)
+    shown = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+    field = fields.get(key)
+    inside = [name for name in all_keys(section, prefix) if name.startswith(f"{key}.")]
+    if kind == "model_type" or inside:
         return ConfigError(
-            f"{key}={_shown(first['input'])} is not valid: {key} is a section.",
+            f"{key}={shown} is not valid: {key} is a section.",
             fix=f"Set one of its keys: {', '.join(inside)}.",
         )
     expected = dict.fromkeys(
         _expectation(problem) for problem in problems if _key_of(problem, prefix) == key
     )
     described = " ".join((field.description or "").split()) if field else ""
-    help_text = f" {key}: {described}" if described else ""
-    default = _default(field)
-    meant = value_for(key, first["input"])
+    default = field.default if field and not field.is_required() else None
+    if isinstance(default, tuple):
+        default = [*default]
+    meant = value_for(key, value)
     change = (
         f"Did you mean {key}={meant}?"
         if meant is not None
@@ -56,23 +63,9 @@ def explain(error: ValidationError, section: type[BaseModel], prefix: str = "") 
         else "Change it, or leave it out."
     )
     return ConfigError(
-        f"{key}={_shown(first['input'])} is not valid: it must be {' or '.join(expected)}.",
-        fix=f"{change}{help_text}",
+        f"{key}={shown} is not valid: it must be {' or '.join(expected)}.",
+        fix=f"{change} {key}: {described}" if described else change,
     )
-
-
-def _shown(value: object) -> str:
-    """Return a wrong value as Python writes it, cut after the part that identifies it."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
-
-
-def _whole(key: str, value: object) -> tuple[str, object]:
-    """Return the whole of another tool's dotted key and its value: wandb.enabled, of wandb."""
-    while isinstance(value, dict) and len(value) == 1 and word_for(key):
-        ((inner, value),) = value.items()
-        key = f"{key}.{inner}"
-    return key, value
 
 
 def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
@@ -84,7 +77,7 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     siblings = {
         name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section
     }
-    tops = {top: top for top in (name.partition(".")[0] for name in known)} if not section else {}
+    tops = {} if section else {top: top for top in (name.partition(".")[0] for name in known)}
     dotted = key.lower().replace("_", ".", 1)  # train_steps for train.steps
     word = None if dotted in known else word_for(key)
     if word is not None:
@@ -94,9 +87,9 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     near = [names[close] for names in known_as if (close := misspelt(last, names))]
     theirs = None if guess or near else misspelt(last, known_words())
     if theirs:
-        advice = _advice(known_words()[theirs], value)
         return ConfigError(
-            f"There is no config key {key!r}; other tools have {theirs!r}.", fix=advice
+            f"There is no config key {key!r}; other tools have {theirs!r}.",
+            fix=_advice(known_words()[theirs], value),
         )
     near += [names[close] for names in known_as if (close := nearest(last, names))]
     guess = guess or next(iter(near), None)
@@ -115,15 +108,11 @@ def _advice(word: Word, value: object) -> str:
         return word.advice
     if not found:
         return f"Leave it out: it is off unless {word.key} asks for it."
-    written = " ".join(f"{key.lstrip('~')}={_written(key, one)}" for key, one in found.items())
-    return f"Did you mean {next(iter(found)).lstrip('~')!r}? Write {written}."
-
-
-def _written(key: str, value: object) -> str:
-    """Return a value as an override has it."""
-    if key == "speedups":
-        return f"auto,{value}"
-    return "none" if value == [] else str(value).lower() if isinstance(value, bool) else f"{value}"
+    written = (
+        f"{key.lstrip('~')}={'auto,' if key == 'speedups' else ''}{_SPELT.get(str(one), one)}"
+        for key, one in found.items()
+    )
+    return f"Did you mean {next(iter(found)).lstrip('~')!r}? Write {' '.join(written)}."
 
 
 def same_key(name: str, known: list[str]) -> str | None:
@@ -135,37 +124,24 @@ def _by_last(known: list[str]) -> dict[str, str]:
     return {name.rpartition(".")[2]: name for name in reversed(known)}
 
 
+def fields_of(section: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    """Return the fields of a section and its subsections by dotted key, with the subsections."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in section.model_fields.items():
+        found[f"{prefix}{name}"] = field
+        if _is_section(field.annotation):
+            found |= fields_of(field.annotation, f"{prefix}{name}.")
+    return found
+
+
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
     """Return every dotted key of a section and its subsections."""
-    keys: list[str] = []
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if _is_section(kind):
-            keys.extend(all_keys(kind, f"{prefix}{name}."))
-        else:
-            keys.append(f"{prefix}{name}")
-    return keys
-
-
-def field_at(section: type[BaseModel], key: str) -> FieldInfo | None:
-    """Return the field at a dotted key, or None."""
-    top, _, rest = key.partition(".")
-    field = section.model_fields.get(top)
-    kind = field.annotation if field else None
-    if rest and _is_section(kind):
-        return field_at(kind, rest)
-    return None if rest else field
+    fields = fields_of(section, prefix).items()
+    return [key for key, field in fields if not _is_section(field.annotation)]
 
 
 def _is_section(kind: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _default(field: FieldInfo | None) -> object:
-    """Return a field's default as a user writes it, or None."""
-    if field is None or field.is_required() or isinstance(field.default, BaseModel):
-        return None
-    return list(field.default) if isinstance(field.default, tuple) else field.default
 
 
 def _key_of(problem: ErrorDetails, prefix: str) -> str:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from flatout import trust
 from flatout.config.messages import explain as explain
-from flatout.config.messages import field_at
+from flatout.config.messages import fields_of
 from flatout.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -166,10 +166,9 @@ def load_config(
 
     Raises: ConfigError for an unknown recipe, key or value, with the nearest name; UntrustedCode.
     """
-    document: JsonObject = {}
     path = recipe_path(recipe) if recipe is not None else None
+    document = read_document(path) if path else {}
     if path is not None:
-        document = read_document(path)
         document.setdefault("name", path.stem)
     layer = nested(parse_overrides(overrides, RunConfig))
     stated = BATCH_SIZES & (layer.get("batch") or {}).keys()
@@ -179,7 +178,12 @@ def load_config(
     try:
         config = validate(document)
     except ConfigError as error:
-        raise _with_path(error, path) from error
+        try:
+            validate(read_document(path) if path else {}, file=path)
+        except ConfigError as own:  # with the path of the recipe, unless an override causes it
+            if own.what == f"{path}: {error.what}":
+                raise own from error
+        raise
     if path is not None and not trust_code:
         for folder in filter(trust.is_run_folder, {path.parent, path.resolve().parent}):
             trust.require_trusted(folder, config.references(), named=trust.references_in(layer))
@@ -189,38 +193,36 @@ def load_config(
 def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonObject:
     """Return the values of overrides by dotted key, without checking the keys.
 
+    A value is parsed as YAML, or is text for a text key.
     Raises: ConfigError when an item is not an override.
     """
     values: JsonObject = {}
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not all(key.strip().split(".")):
+        key, stripped = key.strip(), text.strip()
+        if not equals or not all(key.split(".")):
             raise ConfigError(
                 f"{override!r} is not an override.",
                 fix="Write section.key=value, for example optim.lr=3e-4.",
             )
-        values[key.strip()] = _value(section, key.strip(), text, override)
+        kind = getattr(fields_of(section).get(key), "annotation", None)
+        is_text = kind in (str, str | None)
+        if not stripped or (is_text and stripped in {"null", "~"}):
+            values[key] = text if kind is str else None
+            continue
+        try:
+            value = parse_yaml(text, name=override)
+        except ConfigError as error:
+            if not is_text and not isinstance(error.__cause__, yaml.YAMLError):
+                raise  # valid YAML with its own message, such as a repeated key
+            if not is_text:
+                raise ConfigError(
+                    f"{override!r} is not YAML.",
+                    fix="Correct the value, and quote the whole override: 'section.key=value'.",
+                ) from error
+            value = text
+        values[key] = text if is_text and not isinstance(value, str) else value
     return values
-
-
-def _value(section: type[BaseModel], key: str, text: str, name: str) -> Any:
-    """Return an override's value: parsed as YAML, or as text for a text key."""
-    kind = getattr(field_at(section, key), "annotation", None)
-    is_text, stripped = kind in (str, str | None), text.strip()
-    if not stripped or (is_text and stripped in {"null", "~"}):
-        return text if kind is str else None
-    try:
-        value = parse_yaml(text, name=name)
-    except ConfigError as error:
-        if is_text:
-            return text
-        if not isinstance(error.__cause__, yaml.YAMLError):
-            raise  # valid YAML with its own message, such as a repeated key
-        raise ConfigError(
-            f"{name!r} is not YAML.",
-            fix="Correct the value, and quote the whole override: 'section.key=value'.",
-        ) from error
-    return text if is_text and not isinstance(value, str) else value
 
 
 def nested(values: JsonObject) -> JsonObject:
@@ -238,15 +240,6 @@ def nested(values: JsonObject) -> JsonObject:
                 )
         inner[last] = value
     return document
-
-
-def _with_path(error: ConfigError, path: Path | None) -> ConfigError:
-    """Return the error with the recipe's path, unless an override causes it."""
-    try:
-        validate(read_document(path) if path else {}, file=path)
-    except ConfigError as own:
-        return own if own.what == f"{path}: {error.what}" else error
-    return error
 
 
 def merge(document: JsonObject, layer: JsonObject, prefix: str = "") -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 from flatout.architectures.exported import OWN_TOKENIZER
 from flatout.architectures.source import ForeignWeights, find_model, is_foreign
-from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Recipe, Speedup
 from flatout.assembly.resolve import ops_of
 from flatout.assembly.selection import assemble
@@ -155,7 +154,7 @@ def load_model(
         }
     )
     device, _ = pick_device("auto", probe())
-    recipe = assemble(())
+    recipe = Recipe()
     built = new_model(config, ops_of(recipe))
     allocate(built, "cpu", draws=False)
     weights = ForeignWeights(found, built.config)
@@ -173,7 +172,7 @@ def load_model(
     return LoadedRun(built, load_tokenizer(path), config, recipe, folder, found.path, progress)
 
 
-def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decision]:
+def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[str]:
     """Yield the run's speedups that work here: a laptop can load a model trained on a GPU."""
     machine = probe()
     names = () if isinstance(config.speedups, str) else config.speedups
@@ -184,7 +183,7 @@ def _usable_speedups(config: RunConfig, precision: Arithmetic) -> Iterator[Decis
         if precision == "fp32" and _lowers_precision(speedup):
             continue
         if speedup.reason_against(machine, config) is None:
-            yield Decision(name, True, "as trained")
+            yield name
 
 
 def _lowers_precision(speedup: Speedup) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import Off, On, Promise, Speedup, gpu_below, uses_gpu
+from flatout.assembly.recipe import Off, On, Precision, Promise, Speedup, gpu_below, uses_gpu
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

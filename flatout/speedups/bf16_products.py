@@ -1,7 +1,6 @@
 """Matmuls in bfloat16 on a CPU with instructions for it; everything else stays fp32."""
 
-from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import On, Promise, Speedup, first_of, lazy, needs_cpu
+from flatout.assembly.recipe import On, Precision, Promise, Speedup, first_of, lazy, needs_cpu
 
 SPEEDUP = Speedup(
     name="bf16-products",

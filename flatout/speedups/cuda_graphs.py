@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flatout.assembly.parts import zero_in_place
-from flatout.assembly.recipe import Off, Promise, Speedup, first_of, needs_gpu
+from flatout.assembly.recipe import Off, Promise, Speedup, first_of, needs_gpu, zero_in_place
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

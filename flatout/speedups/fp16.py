@@ -1,7 +1,6 @@
 """Matmuls in float16 (autocast) with dynamic loss scaling, for GPUs without bfloat16."""
 
-from flatout.assembly.parts import Precision
-from flatout.assembly.recipe import Off, On, Promise, Speedup
+from flatout.assembly.recipe import Off, On, Precision, Promise, Speedup
 
 SPEEDUP = Speedup(
     name="fp16",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.assembly.parts import MicroBatchPlan, divisors
-from flatout.assembly.recipe import On, Promise, Speedup
+from flatout.assembly.recipe import MicroBatchPlan, On, Promise, Speedup, divisors
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
 

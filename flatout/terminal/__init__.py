@@ -7,7 +7,7 @@ seconds.
 
 from __future__ import annotations
 
-from flatout.terminal.figures import amount, columns, duration, printable, wrapped
+from flatout.terminal.figures import amount, columns, duration, wrapped
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
 from flatout.terminal.report import RunReport, closing
@@ -20,6 +20,5 @@ __all__ = [
     "columns",
     "curve",
     "duration",
-    "printable",
     "wrapped",
 ]

@@ -49,11 +49,6 @@ def age(seconds: float) -> str:
     )
 
 
-def printable(text: str) -> str:
-    """Return text without the control characters that move the cursor or change the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
-
-
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Return one line per row, with aligned columns: the first `left` to the left, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

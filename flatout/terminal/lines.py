@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import without_secrets
+from flatout.streams import printable
 from flatout.terminal.cell import CELL_COLUMNS, CellBlock
-from flatout.terminal.figures import amount, duration, printable, wrapped
+from flatout.terminal.figures import amount, duration, wrapped
 
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0

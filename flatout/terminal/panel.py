@@ -8,7 +8,8 @@ from typing import NamedTuple
 from rich.text import Text
 
 from flatout.json_io import JsonObject
-from flatout.terminal.figures import amount, duration, printable
+from flatout.streams import printable
+from flatout.terminal.figures import amount, duration
 from flatout.terminal.picture import sparkline
 
 NAMES = 10

@@ -12,8 +12,9 @@ from typing import Any
 from flatout.errors import CheckpointError
 from flatout.json_io import JsonObject, read_lines
 from flatout.progress import counted
+from flatout.streams import printable
 from flatout.terminal.epochs import Epochs
-from flatout.terminal.figures import amount, columns, duration, printable, rows, wrapped
+from flatout.terminal.figures import amount, columns, duration, rows, wrapped
 from flatout.terminal.lines import OpenTask, Terminal
 from flatout.terminal.mirror import mirror_line
 from flatout.terminal.pace import Pace

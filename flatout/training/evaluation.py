@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from flatout.assembly.parts import Precision
+from flatout.assembly.recipe import Precision
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import SequenceReader
 from flatout.data.load.feed import evaluation_batches

@@ -121,7 +121,7 @@ def _use_rows(session: Session, rows: int) -> None:
         stored = _with_rows(stored, run, rows)
     run.feed.close()
     run.config = _with_rows(run.config, run, rows)
-    run.feed = make_feed(run.config, run.recipe, run.mesh, run.dataset, run.reader, run.left_out)
+    run.feed = make_feed(run)
     run.feed.seek(position)
     gc.collect()
     if run.mesh.device.type == "cuda":

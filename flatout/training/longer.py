@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.assembly.resolve import steps_stated
-from flatout.assembly.selection import assemble, stored_decisions
+from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, in_shell
 from flatout.optimizers.schedule import factor, warmup_steps
@@ -63,9 +63,8 @@ def lengthen(
     length = _length(request.config)
     if not any(length.values()) or length == _length(requested):
         return None
-    recipe = assemble(stored_decisions(stored, request.machine))
     before = stored.train.steps or 0
-    steps = steps_stated(stored, request.config.train, request.dataset, recipe)
+    steps = steps_stated(stored, request.config.train, request.dataset, recipe_of(stored))
     if steps is None or steps == before:
         return None
     if steps < before:

@@ -9,16 +9,18 @@ from dataclasses import replace
 import torch
 
 from flatout.assembly.memory import (
+    USED_MEMORY,
+    Capacity,
     Workload,
     capacity_of,
     estimate,
+    memory_bytes,
     recompute_blocks,
     rows_advice,
     smaller_batch,
 )
-from flatout.assembly.parts import USED_MEMORY
-from flatout.assembly.prediction import MemoryEstimate
-from flatout.assembly.resolve import memory_bytes, workload_of
+from flatout.assembly.recipe import divisors
+from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
 from flatout.errors import OutOfMemory, RunFailed
 from flatout.progress import counted, readable_memory
@@ -96,30 +98,19 @@ def not_deterministic(run: Run, message: str) -> RunFailed:
 
 def out_of_memory(run: Run) -> OutOfMemory:
     """Return the error for a run out of memory: what needs how much, and what needs less."""
-    workload = workload_of(run.config, run.recipe)
+    workload, capacity = workload_of(run.config), _capacity(run)
     rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
-    free = available_bytes(run)
-    device = "GPU" if run.mesh.device.type == "cuda" else "machine"
     where = "in the optimizer's step " if run.is_updating else ""
     what = f"Out of memory {where}at step {run.step}: this run "
+    has = f"the {capacity.name} has {readable_memory(capacity.free)} for it"
     try:
         need = estimate(workload, rows, accumulate)
     except Exception:  # a custom model may need values, and the error at hand matters more
-        half = _smaller(rows, accumulate)
+        half = fewer_rows(rows, accumulate)
         return OutOfMemory(
-            f"{what}has {counted(rows, 'row')} per device, and the {device} has "
-            f"{readable_memory(free)} for it.",
-            fix=f"Set {rows_advice(half)}" if half else OTHERWISE,
+            f"{what}has {counted(rows, 'row')} per device, and {has}.",
+            fix=f"Set {rows_advice(half, rows * accumulate)}" if half else OTHERWISE,
         )
-    return OutOfMemory(
-        f"{what}needs about {readable_memory(need.total)} with {counted(rows, 'row')} per device "
-        f"({parts_of(need)}), and the {device} has {readable_memory(free)} for it.",
-        fix=_fix(run, workload, need, free, recomputes="activations" in run.recipe.filled_by),
-    )
-
-
-def parts_of(need: MemoryEstimate) -> str:
-    """Return the parts of an estimate, and the moment at which most of them exist."""
     sizes = {
         "weights": need.weights,
         "optimizer state": need.optimizer,
@@ -127,72 +118,56 @@ def parts_of(need: MemoryEstimate) -> str:
         "activations": need.activations,
         "logits": need.logits,
     }
-    listed = ", ".join(f"{name} {readable_memory(size)}" for name, size in sizes.items())
-    return f"{listed}; most in {need.peak.name}"
+    parts = ", ".join(f"{name} {readable_memory(size)}" for name, size in sizes.items())
+    return OutOfMemory(
+        f"{what}needs about {readable_memory(need.total)} with {counted(rows, 'row')} per device "
+        f"({parts}; most in {need.peak.name}), and {has}.",
+        fix=_fix(run, workload, need.total, capacity.free),
+    )
 
 
-def available_bytes(run: Run) -> int:
-    """Return the memory that this process could have: what it has already, and what is free."""
-    device = run.config.train.device
-    capacity = capacity_of(run.machine, device, run.mesh.local_world_size)
-    if capacity is None:
-        return memory_bytes(run.machine, device, run.mesh.local_world_size)
+def _capacity(run: Run) -> Capacity:
+    """Return the memory of this process; what it has already counts as free."""
+    device, ranks = run.config.train.device, run.mesh.local_world_size
     on_gpu = run.mesh.device.type == "cuda"
-    return capacity.free + (torch.cuda.memory_reserved(run.mesh.device) if on_gpu else 0)
+    reserved = torch.cuda.memory_reserved(run.mesh.device) if on_gpu else 0
+    found = capacity_of(run.machine, device, ranks)
+    if found is None:
+        free = memory_bytes(run.machine, device, ranks)
+        return Capacity(free, free, "GPU" if on_gpu else "machine")
+    return replace(found, free=found.free + reserved)
 
 
-def _fix(run: Run, workload: Workload, need: MemoryEstimate, free: int, *, recomputes: bool) -> str:
-    rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
+def _fix(run: Run, workload: Workload, need: int, free: int) -> str:
     if run.is_updating:  # a smaller micro-batch does not help there
         return (
             "Use an optimizer with less state (+adamw-8bit in speedups), shard it over several "
             "devices with parallel.shard, or choose a smaller model. The run continues from its "
             "last checkpoint."
         )
-    if leaner := _leaner_keys(workload, rows):
-        return leaner
-    fixes = []
-    fitting = int(USED_MEMORY * free)
-    half = smaller_batch(workload, rows * accumulate, fitting, rows // 2)
-    half = half or _smaller(rows, accumulate)
-    if half is not None:
-        fixes.append(f"Set {rows_advice(half)}")
-    saved = 0 if recomputes else need.total - _recomputed(workload, rows, accumulate)
-    if saved > (1 - MAX_SHARE_LEFT) * need.total:
-        fixes.append(
-            f"{'Or add' if fixes else 'Add'} activation checkpointing (+checkpointing in "
-            f"speedups): about {readable_memory(saved)} less, for a third more compute."
-        )
+    rows, accumulate = run.rows_per_device, run.config.batch.accumulate or 1
+    if leanest := dict(workload.model_class.leanest(workload.model_config)):
+        leaner = replace(workload, model_config=workload.model_config.model_copy(update=leanest))
+        before, after = estimate(workload, rows).total, estimate(leaner, rows).total
+        if after <= MAX_SHARE_LEFT * before:
+            words = " ".join(f"model.{key}={value}" for key, value in leanest.items())
+            saved = readable_memory(before - after)
+            return f"Set {words}: it changes no result and saves about {saved}."
+    fixes, share = [], rows * accumulate
+    fewer = smaller_batch(workload, share, int(USED_MEMORY * free), rows // 2)
+    if fewer := fewer or fewer_rows(rows, accumulate):
+        fixes.append(f"Set {rows_advice(fewer, share)}")
+    if "activations" not in run.recipe.filled_by:
+        recomputing = replace(workload, transforms=(*workload.transforms, recompute_blocks))
+        less = need - estimate(recomputing, rows, accumulate).total
+        if less > (1 - MAX_SHARE_LEFT) * need:
+            fixes.append(
+                f"{'Or add' if fixes else 'Add'} activation checkpointing (+checkpointing in "
+                f"speedups): about {readable_memory(less)} less, for a third more compute."
+            )
     return " ".join(fixes) or OTHERWISE
-
-
-def _smaller(rows: int, accumulate: int) -> tuple[int, int] | None:
-    """Return at most half the rows, and how often they accumulate; None for a single row."""
-    half = fewer_rows(rows, accumulate)
-    return (half, rows * accumulate // half) if half else None
 
 
 def fewer_rows(rows: int, accumulate: int) -> int | None:
     """Return at most half the rows of a micro-batch, such that they divide the step; or None."""
-    share = rows * accumulate
-    return next((half for half in range(rows // 2, 0, -1) if share % half == 0), None)
-
-
-def _recomputed(workload: Workload, rows: int, accumulate: int) -> int:
-    """Return the bytes of a step that recomputes the blocks' activations."""
-    transforms = (*workload.transforms, recompute_blocks)
-    return estimate(replace(workload, transforms=transforms), rows, accumulate).total
-
-
-def _leaner_keys(workload: Workload, rows: int) -> str:
-    """Return advice to use the model's leanest settings; "" when they save little memory."""
-    settings = workload.model_class.leanest(workload.model_config)
-    if not settings:
-        return ""
-    leaner = replace(workload, model_config=workload.model_config.model_copy(update=dict(settings)))
-    before, after = estimate(workload, rows).total, estimate(leaner, rows).total
-    if after > MAX_SHARE_LEFT * before:
-        return ""
-    words = " ".join(f"model.{key}={value}" for key, value in settings.items())
-    saved = readable_memory(before - after)
-    return f"Set {words}: it changes no result and saves about {saved}."
+    return next(divisors(rows * accumulate, rows // 2), None)

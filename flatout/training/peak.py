@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from flatout.assembly.resolve import known_peak
-from flatout.assembly.run import PeakOf
 from flatout.hardware import Machine
 from flatout.roof import MEASURED, Peak
 from flatout.training.run_dir import layout
 
 
-def peak_of_run(folder: Path, *, is_resumed: bool) -> PeakOf:
-    """Return what finds the peak rate of a run, without measuring it again on the same machine.
+def measured_peak(folder: Path, machine: Machine, device: str, dtype: str) -> Peak | None:
+    """Return the peak rate that a run measured at its last start; None where it may differ now.
 
     Measuring takes half a second. The end of a run compares with a second measurement.
     """
-    return partial(_peak, folder) if is_resumed else known_peak
-
-
-def _peak(folder: Path, machine: Machine, device: str, dtype: str) -> Peak | None:
     starts = [one for one in layout.read_events(folder) if one["event"] in ("start", "resume")]
     last = starts[-1] if starts else {}
     found = last.get("environment")
@@ -32,6 +25,4 @@ def _peak(folder: Path, machine: Machine, device: str, dtype: str) -> Peak | Non
     there += [environment.get("threads"), environment.get("torch")]
     tflops, source = last.get("peak_tflops"), str(last.get("peak_source"))
     is_same = source.startswith(MEASURED) and source.endswith(f", {dtype}") and here == there
-    if is_same and isinstance(tflops, float) and tflops > 0:
-        return Peak(tflops, source)
-    return known_peak(machine, device, dtype)
+    return Peak(tflops, source) if is_same and isinstance(tflops, float) and tflops > 0 else None

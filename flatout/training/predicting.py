@@ -19,12 +19,10 @@ from flatout.assembly.prediction import (
     past_run,
     predict_time,
     runs_here,
-    speedups_on,
     tokens_to_score,
 )
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.run import Run
-from flatout.assembly.selection import assemble
 from flatout.hardware import BUSY_CORES, CpuTimes
 from flatout.json_io import JsonObject
 from flatout.training.metrics.device import reserved_gib
@@ -53,15 +51,13 @@ def forecast(request: RunRequest, plan: RunPlan) -> Forecast:
     runs = runs_here(request.machine, request.device, request.cache)
     began, context = _cpu_times(), psutil.Process().memory_info().rss
     config, decisions, ranks = plan.config, plan.decisions, request.ranks
-    workload = workload_of(config, assemble(decisions))
-    memory, problem = trace_memory(
-        config, decisions, workload, runs=runs, world_size=ranks.world_size, context=context
-    )
+    this, workload = past_run(config, decisions, ranks.world_size), workload_of(config)
+    memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
     if memory is None:
         request.progress.say(f"Its memory cannot be predicted: {problem}")
         return Forecast(runs, context, None, began)
     capacity = capacity_of(request.machine, request.device, ranks.local_world_size)
-    is_ours = not any(":" in name for name in speedups_on(decisions))
+    is_ours = not any(":" in name for name in this.speedups)
     if capacity is not None and plan.requested is not None and is_ours:
         warning = require_fitting(config, workload, memory, capacity)
         if warning and ranks.rank == 0:
@@ -80,12 +76,11 @@ def predict(run: Run, known: Forecast) -> JsonObject:
     """
     memory = known.memory
     time = predict_time(
+        past_run(run.config, run.decisions, run.mesh.world_size),
         run.config,
-        run.decisions,
         flops_per_token=_flops_per_token(run),
         peak=run.peak,
         runs=known.runs,
-        world_size=run.mesh.world_size,
         dataset=run.dataset,
         first_step=run.step,
         memory=memory,
@@ -115,12 +110,11 @@ def record(
         return
     on_cpu = run.mesh.device.type == "cpu"
     others = known.began.others_until(_cpu_times())
-    scored = tokens_to_score(run.config, run.dataset) or 0
+    scored = tokens_to_score(run.config, run.dataset)
     done = past_run(
         run.config,
         run.decisions,
         run.mesh.world_size,
-        by="train",
         is_busy=on_cpu and run.mesh.world_size == 1 and others > BUSY_CORES,
         estimate=known.memory.estimate if known.memory else None,
         context_gib=known.context / GIB if on_cpu else 0.0,

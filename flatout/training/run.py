@@ -16,6 +16,7 @@ from flatout.assembly.prediction import advice, hardware_name
 from flatout.assembly.preflight import check_paths, open_dataset
 from flatout.assembly.resolve import epoch_tokens
 from flatout.assembly.run import Run, build, set_deterministic
+from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
 from flatout.config.sections import TrainConfig
 from flatout.data.store.mix import MixedDataset, members_of
@@ -51,7 +52,7 @@ from flatout.training.metrics.observers import Observer
 from flatout.training.metrics.records import forget_events
 from flatout.training.mirror.session import claimed, sending
 from flatout.training.out_of_memory import explained
-from flatout.training.peak import peak_of_run
+from flatout.training.peak import measured_peak
 from flatout.training.predicting import forecast, predict, record
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.data_location import keep_text_format
@@ -306,7 +307,11 @@ def recorded_exit_code(folder: Path) -> Iterator[None]:
 def build_run(request: RunRequest, plan: RunPlan) -> Run:
     """Build the planned run, at step 0, without the random weights that a checkpoint replaces."""
     require_loggers(plan.config.log)
-    mesh = make_mesh(plan.config.parallel, request.device)
+    mesh, peak = make_mesh(plan.config.parallel, request.device), None
+    if plan.checkpoint is not None:
+        device = str(mesh.device)
+        arithmetic = recipe_of(plan.config).arithmetic(device)
+        peak = measured_peak(request.folder, request.machine, device, arithmetic)
     with request.progress.task("Building the model"):
         return build(
             plan.config,
@@ -316,7 +321,7 @@ def build_run(request: RunRequest, plan: RunPlan) -> Run:
             folder=request.folder,
             decisions=plan.decisions,
             left_out=read_left_out(request.folder).positions(),
-            peak=peak_of_run(request.folder, is_resumed=plan.checkpoint is not None),
+            peak=peak,
             draws=plan.checkpoint is None,
         )
 

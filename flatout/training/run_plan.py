@@ -8,15 +8,9 @@ from pathlib import Path
 
 import torch
 
-from flatout.assembly.parts import Decision
-from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import for_world_size, open_dataset
-from flatout.assembly.resolve import (
-    ops_of,
-    resolve,
-    with_evaluations_in_steps,
-)
-from flatout.assembly.selection import assemble, stored_decisions
+from flatout.assembly.resolve import ops_of, resolve, with_evaluations_in_steps
+from flatout.assembly.selection import Decision, recipe_of, stored_decisions
 from flatout.config.schema import RunConfig, flat
 from flatout.data.store.mix import AnyDataset, members_of
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError, in_shell
@@ -151,7 +145,7 @@ def _plan_here(request: RunRequest) -> RunPlan:
     if request.resume != "never":
         stored = config_to_resume(folder, request.config, trust_code=request.trust_code)
     if stored is not None:
-        remember(folder, stored.references())
+        remember(folder, request.config.references())
     resume = resume_path(request.resume)
     with writing_run(folder):
         checkpoint = resume_from(folder, resume, progress=request.progress)
@@ -173,7 +167,7 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
             dataset=dataset,
             world_size=ranks.world_size,
             local_world_size=ranks.local_world_size,
-            measured=gains_here(request.machine, request.device, request.cache),
+            cache=request.cache,
         )
     if config.train.patience and not with_validation(members_of(dataset)):
         raise DataError(
@@ -189,7 +183,7 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
     if checkpoint is None:
         require_weights(config.lora, config.train.init_from)
     require_steps_left(request.folder, config, checkpoint)
-    ops = ops_of(assemble(decisions))
+    ops = ops_of(recipe_of(config))
     config = resolve_init_from(config, dataset, ops, progress=request.progress)
     return RunPlan(
         with_absolute_paths(_with_fewer_rows(request, config)),
@@ -226,8 +220,7 @@ def _plan_stored(
     """
     folder, progress = request.folder, request.progress
     summary, requested = layout.read_summary(folder), layout.read_requested(folder)
-    recipe = assemble(stored_decisions(config, request.machine))
-    config = with_evaluations_in_steps(config, request.dataset, recipe)
+    config = with_evaluations_in_steps(config, request.dataset)
     longer = lengthen(request, config, resume, checkpoint)
     if longer is not None:
         config, checkpoint = longer.config, longer.checkpoint

@@ -12,9 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flatout.assembly.parts import Decision
 from flatout.assembly.run import Run
-from flatout.assembly.selection import speedup_named
+from flatout.assembly.selection import Decision, speedup_named
 from flatout.training.metrics.log import Log
 from flatout.training.signals import StopRequests, WorkInterrupted
 

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.assembly.parts import Gain
 from flatout.assembly.recipe import Off, On, Promise, Speedup
 from flatout.assembly.selection import (
+    Gain,
     all_speedups,
     assemble,
     decide,
     default_of,
     is_measured,
-    longest_wait,
     select,
 )
 from flatout.config.schema import load_config
@@ -44,7 +43,7 @@ FASTER, SLOWER, UNCLEAR, UNSURE = gain(1.1, 1.2), gain(0.8, 0.9), gain(0.9, 1.1)
 def chosen(measured: dict[str, Gain], *more: str, machine=HOPPER, device="cuda", minutes=60.0):
     config = load_config(None, [*more])
     decisions = select(config, machine, device=device, minutes=minutes, measured=measured)
-    assemble(decisions)
+    assemble(decision.name for decision in decisions if decision.on)
     return {decision.name: decision for decision in decisions}
 
 
@@ -81,10 +80,6 @@ def test_no_default_for_gpus_is_measured():
     assert found["bf16-products"] is None
     assert is_measured(SPEEDUPS.get("kept-memory"), load_config(), CPU, "cpu") is True
     assert is_measured(SPEEDUPS.get("async-checkpoints"), load_config(), CPU, "cpu") is False
-
-
-def test_the_longest_wait_ignores_speedups_that_are_off_by_default():
-    assert longest_wait() == 2
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,10 @@ from flatout.assembly.memory import (
     require_fitting,
     smallest_machine,
 )
-from flatout.assembly.prediction import predict_memory
-from flatout.assembly.recipe import baseline
+from flatout.assembly.prediction import past_run, predict_memory
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import micro_batch_plan, workload_of
-from flatout.assembly.selection import assemble
-from flatout.config.sections import LoraConfig
+from flatout.config.sections import LoraConfig, OptimConfig
 from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine, machine_named, probe
 from flatout.models.lora import with_adapters
@@ -109,7 +108,7 @@ def test_activations_equal_what_autograd_keeps(shape, ops, autocast, document_ma
 @pytest.mark.parametrize("name", ["checkpointing", "selective-checkpointing"])
 def test_recomputed_activations_are_not_counted(name):
     """Full checkpointing keeps a block's input only; selective less than all, as estimated."""
-    transform = baseline().with_speedup(SPEEDUPS.get(name)).activations
+    transform = Recipe().with_speedup(SPEEDUPS.get(name)).activations
     whole = workload(seq_len=64)
     work = replace(whole, transforms=(transform,))
     model, tokens_BT, _ = real(work, 4)
@@ -187,7 +186,7 @@ def test_the_peak_of_the_optimizers_step_is_that_of_a_real_one(kind, build_run, 
     with Live() as live:
         for optimizer in run.optimizers:
             optimizer.step()
-    found = estimate(workload_of(run.config, assemble(run.decisions)), 1)
+    found = estimate(workload_of(run.config), 1)
     assert found.peak.name == "the optimizer's step"
     assert found.peak.transient == pytest.approx(live.peak, rel=0.02)
 
@@ -245,7 +244,7 @@ def test_weights_gradients_and_optimizer_are_exact(shape):
         parameter.nbytes for name, parameter in model.named_parameters() if kinds[name] == "hidden"
     )
     assert (
-        estimate(replace(work, with_momentum=frozenset({"hidden"})), 2).optimizer
+        estimate(replace(work, optim=OptimConfig(kind="muon")), 2).optimizer
         == found.optimizer - hidden
     )
 
@@ -386,8 +385,9 @@ def test_the_operations_of_a_step_are_those_of_its_micro_batches_and_the_optimiz
 def asked(build_run, tiny_config):
     """Return the arguments of `require_fitting` for 8 rows, without the capacity."""
     run = build_run(tiny_config(batch__rows_per_device=8))
-    workload = workload_of(run.config, assemble(run.decisions))
-    return run.config, workload, predict_memory(run.config, run.decisions, estimate(workload, 8))
+    workload = workload_of(run.config)
+    this = past_run(run.config, run.decisions)
+    return run.config, workload, predict_memory(this, estimate(workload, 8))
 
 
 def test_a_micro_batch_that_fits_is_not_mentioned(asked):

@@ -9,7 +9,6 @@ import pytest
 
 from flatout.assembly import prediction
 from flatout.assembly.memory import estimate
-from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.prediction import (
     CPU_OVERHEAD,
     FORMAT_VERSION,
@@ -30,7 +29,7 @@ from flatout.assembly.prediction import (
     tokens_to_score,
 )
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.selection import Decision, Gain
 from flatout.hardware import Gpu, Machine
 from flatout.roof import Peak
 
@@ -47,7 +46,7 @@ def past(run):
     """Return a record of a run like `run`, with other fields laid over it."""
 
     def make(**fields):
-        return past_run(run.config, run.decisions, 1, by="train").model_copy(update=fields)
+        return past_run(run.config, run.decisions).model_copy(update=fields)
 
     return make
 
@@ -55,11 +54,12 @@ def past(run):
 @pytest.fixture
 def memory(run):
     """Return the predicted memory of `run`, given earlier runs."""
-    found = estimate(workload_of(run.config, assemble(run.decisions)), 4, 2)
+    found = estimate(workload_of(run.config), 4, 2)
 
     def predict(*runs, config=run.config, decisions=run.decisions, largest=0):
         made = replace(found, largest=largest)
-        return predict_memory(config, decisions, made, runs=runs, context=GIB)
+        this, on_gpu = past_run(config, decisions), config.train.device == "cuda"
+        return predict_memory(this, made, on_gpu=on_gpu, runs=runs, context=GIB)
 
     return predict
 
@@ -68,8 +68,8 @@ def memory(run):
 def time(run):
     def predict(*runs, peak=PEAK, **more):
         return predict_time(
+            past_run(run.config, run.decisions),
             run.config,
-            run.decisions,
             flops_per_token=FLOPS,
             peak=peak,
             runs=runs,
@@ -220,7 +220,7 @@ def test_every_evaluation_is_counted(run):
     assert scored() == whole
     assert scored(eval_every=25) == 4 * whole
     assert scored(eval_every=25, eval_tokens=100) == 4 * 100 + whole
-    assert tokens_to_score(run.config, None) is None
+    assert tokens_to_score(run.config, None) == 0
 
 
 def test_what_chose_the_micro_batch_is_no_speedup_of_the_run():
@@ -260,7 +260,11 @@ def test_only_an_eager_model_starts_its_operations_one_by_one(time, memory, run)
     assert eager.tokens_per_s < time().tokens_per_s
     compiled = [*run.decisions, Decision("compile", True, "")]
     found = predict_time(
-        run.config, compiled, flops_per_token=FLOPS, peak=PEAK, memory=memory(decisions=compiled)
+        past_run(run.config, compiled),
+        run.config,
+        flops_per_token=FLOPS,
+        peak=PEAK,
+        memory=memory(decisions=compiled),
     )
     assert found.source == "an assumed 30% of the peak"
 
@@ -307,7 +311,7 @@ def test_runs_and_gains_are_kept_per_hardware(tmp_path, past):
     assert list(runs_here(MACHINE, "cuda", tmp_path)) == [past()]
     found = read(CPU, tmp_path).speedups
     assert {name: gain.gain for name, gain in found.items()} == {"bf16": 1.5, "compile": 1.125}
-    assert read("NVIDIA H200 NVL", tmp_path) is None
+    assert read("NVIDIA H200 NVL", tmp_path).speedups is None
 
 
 def test_only_the_latest_runs_are_kept(tmp_path, monkeypatch, past):
@@ -331,20 +335,20 @@ def test_only_the_latest_runs_are_kept(tmp_path, monkeypatch, past):
 )
 def test_an_unreadable_file_counts_as_absent(tmp_path, text):
     keep(H200, tmp_path, {"bf16": GAIN}).write_text(text)
-    assert read(H200, tmp_path) is None
+    assert read(H200, tmp_path).speedups is None
     assert not runs_here(MACHINE, "cuda", tmp_path)
     assert gains_here(MACHINE, "cuda", tmp_path) == {}
 
 
 def test_two_names_that_share_a_file_do_not_share_runs(tmp_path, past):
     keep("A GPU", tmp_path, run=past())
-    assert read("A-GPU", tmp_path) is None
+    assert not read("A-GPU", tmp_path).runs
 
 
 def test_the_digest_covers_what_decides_the_arithmetic(run):
     def digest(decisions=run.decisions, world_size=1, **values):
         config = run.config.with_values({k.replace("__", "."): v for k, v in values.items()})
-        return past_run(config, decisions, world_size, by="train").digest
+        return past_run(config, decisions, world_size).digest
 
     changed = [
         digest(decisions=[d for d in run.decisions if d.name != "prefetch"]),

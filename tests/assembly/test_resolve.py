@@ -7,12 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from flatout.assembly.memory import estimate
+from flatout.assembly.memory import estimate, memory_bytes
 from flatout.assembly.preflight import for_world_size
-from flatout.assembly.recipe import baseline
 from flatout.assembly.resolve import (
     epoch_tokens,
-    memory_bytes,
     resolve,
     workload_of,
 )
@@ -176,7 +174,7 @@ def test_little_memory_gives_a_smaller_micro_batch(resolved):
 
 
 def test_a_recurrence_is_estimated_in_chunks(resolved):
-    workload = workload_of(resolved(model__kind="eigenstate", speedups="none"), baseline())
+    workload = workload_of(resolved(model__kind="eigenstate", speedups="none"))
     assert workload.ops.scan is scan.chunked
     in_chunks, by_token = (
         estimate(replace(workload, ops=replace(workload.ops, scan=way)), 8).total

@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from flatout.assembly.parts import Decision
 from flatout.assembly.resolve import resolve
 from flatout.assembly.selection import all_speedups, assemble, select, stored_decisions
 from flatout.config.schema import load_config
@@ -237,7 +236,8 @@ def test_a_needed_speedup_that_is_off_is_reported_with_a_working_fix(
             else "train.precision=auto"
         )
         config = load_config(None, [f"speedups={way}", shard, other])
-        assemble(select(config, machine, device=device))
+        decisions = select(config, machine, device=device)
+        assemble(d.name for d in decisions if d.on)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES.names() if name.startswith("demo")])
@@ -249,7 +249,7 @@ def test_a_demo_compiles_nothing(recipe):
 
 def test_two_stored_speedups_for_one_slot_are_refused():
     with pytest.raises(ConfigError, match="both fill the slot 'precision'"):
-        assemble([Decision("bf16", True, ""), Decision("fp16", True, "")])
+        assemble(["bf16", "fp16"])
 
 
 def test_a_stated_micro_batch_is_not_chosen_by_auto():
@@ -297,7 +297,7 @@ def test_a_users_speedup_is_named_by_its_reference(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert on("my_own:FAST") == {"my_own:FAST"}
     decisions = select(load_config(None, ["speedups=auto,+my_own:FAST"]), CPU)
-    assert assemble(decisions).matmul == "high"
+    assert assemble(d.name for d in decisions if d.on).matmul == "high"
     assert {
         d.name for d in stored_decisions(load_config(None, ["speedups=[my_own:FAST]"]), CPU) if d.on
     } == {"my_own:FAST"}

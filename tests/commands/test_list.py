@@ -5,9 +5,8 @@ from importlib.metadata import version
 
 import pytest
 
-from flatout.assembly.parts import Gain
 from flatout.assembly.prediction import keep
-from flatout.assembly.selection import all_speedups
+from flatout.assembly.selection import Gain, all_speedups
 from flatout.commands import list as list_command
 from flatout.commands.list import FOLDERS, list_entries
 from flatout.errors import ConfigError

@@ -9,13 +9,12 @@ import pytest
 
 from flatout import cli
 from flatout.measure.profile import profile as profiles
-from flatout.measure.profile import run as profile_run
 
 pytestmark = pytest.mark.slow
 
 
 def test_it_prints_the_profile_and_its_fields(tiny_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile_run, "MAX_WARM_S", 0.0)
+    monkeypatch.setattr(profiles, "MAX_WARM_S", 0.0)
     monkeypatch.setattr(profiles, "warn_of_busy_cores", lambda *_: None)
     config, out = tiny_run / "config.yaml", tmp_path / "out"
     words = ["profile", str(config), "--steps", "1", "--out", str(out), "--json"]

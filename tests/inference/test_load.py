@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flatout.assembly.parts import FP32
+from flatout.assembly.recipe import FP32
 from flatout.commands.eval import evaluate
 from flatout.commands.generate import generate
 from flatout.config.schema import RunConfig

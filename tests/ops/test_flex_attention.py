@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn.attention import flex_attention as torch_flex
 
-from flatout.assembly.recipe import baseline
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import speedup_named
 from flatout.models import transformer
 from flatout.models.transformer import Transformer
@@ -134,7 +134,7 @@ def test_a_micro_batch_builds_each_mask_once(built, monkeypatch, way):
     plain = Transformer(config, Ops.plain())
     plain.load_state_dict(model.state_dict())
     for name in way:
-        (transform,) = baseline().with_speedup(speedup_named(name)).transforms()
+        (transform,) = Recipe().with_speedup(speedup_named(name)).transforms()
         transform(model, None)
     tokens_BT = torch.randint(64, (2, 256), dtype=torch.int64)
     doc_ids_BT = (torch.arange(256) >= 100).int().expand(2, -1)

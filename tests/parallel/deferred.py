@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 warnings.simplefilter("error")
 
-from flatout.assembly.parts import sync_every_micro_batch  # noqa: E402
+from flatout.assembly.recipe import sync_every_micro_batch  # noqa: E402
 from flatout.config.sections import ParallelConfig  # noqa: E402
 from flatout.parallel.mesh import make_mesh, wrap  # noqa: E402
 from flatout.parallel.rendezvous import connect, disconnect  # noqa: E402

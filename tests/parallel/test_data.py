@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatout.assembly.recipe import baseline
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import speedup_named
 from flatout.config.sections import ParallelConfig
 from flatout.models.transformer import Transformer
@@ -138,7 +138,7 @@ def test_blocks_that_are_recomputed_are_compiled(group_of_one, traced, layout, k
     if layout != "plain":
         mesh = replace(mesh, world_size=2, device_mesh=sharded if layout != "ddp" else None)
     for name in filter(None, [kept, "compile-blocks"]):
-        for transform in baseline().with_speedup(speedup_named(name)).transforms():
+        for transform in Recipe().with_speedup(speedup_named(name)).transforms():
             transform(core, mesh)
     before = traced()
     tokens_BT = torch.zeros(2, 8, dtype=torch.int64)

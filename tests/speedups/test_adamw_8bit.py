@@ -11,7 +11,7 @@ import torch
 
 from flatout.assembly import recipe
 from flatout.assembly.memory import estimate
-from flatout.assembly.recipe import baseline
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import speedup_named
 from flatout.errors import CheckpointError, MissingPackage
@@ -175,7 +175,7 @@ def test_the_memory_estimate_equals_the_optimizer_state(build_run, tiny_config):
         for name, value in state.items()
         if name != "step"
     ]
-    recipe = baseline().with_speedup(speedup_named(NAME))
+    recipe = Recipe().with_speedup(speedup_named(NAME))
     assert estimate(workload_of(run.config, recipe), 1).optimizer == sum(kept)
     assert sum(kept) < 0.5 * sum(8 * p.numel() for p in run.core.parameters())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatout.assembly.parts import zero_in_place
+from flatout.assembly.recipe import zero_in_place
 from flatout.assembly.selection import select, speedup_named
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine

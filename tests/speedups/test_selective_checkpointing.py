@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.assembly.recipe import baseline
+from flatout.assembly.recipe import Recipe
 from flatout.assembly.selection import speedup_named
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops, attention, linear, scan_passes  # noqa: F401
@@ -30,7 +30,7 @@ def calls(*speedups, ops):
     shape = {"vocab_size": 64, "num_layers": 2, "d_model": 16, "num_heads": 2}
     model = Transformer(Transformer.check(shape, seq_len=8), ops)
     for name in speedups:
-        (transform,) = baseline().with_speedup(speedup_named(name)).transforms()
+        (transform,) = Recipe().with_speedup(speedup_named(name)).transforms()
         transform(model, None)
     tokens_BT = torch.zeros(2, 8, dtype=torch.int64)
     with Count() as counted:

@@ -7,7 +7,8 @@ import termios
 
 import pytest
 
-from flatout.terminal import amount, columns, duration, printable, wrapped
+from flatout.streams import printable
+from flatout.terminal import amount, columns, duration, wrapped
 
 
 @pytest.mark.parametrize(

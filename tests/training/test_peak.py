@@ -2,26 +2,13 @@
 
 import pytest
 
+from flatout.assembly import run as assembling
+from flatout.errors import Stopped
 from flatout.hardware import probe
 from flatout.roof import Peak
-from flatout.training import peak
+from flatout.training.peak import measured_peak
 from flatout.training.run import run_training
 from flatout.training.run_dir import layout
-
-MEASURED = Peak(7.0, "measured here, matmul 8³, fp32")
-
-
-@pytest.fixture
-def measurements(monkeypatch):
-    """The dtypes of the measurements, which take no time."""
-    found = []
-
-    def measure(machine, device, dtype):
-        found.append(dtype)
-        return MEASURED
-
-    monkeypatch.setattr(peak, "known_peak", measure)
-    return found
 
 
 @pytest.fixture
@@ -31,20 +18,19 @@ def started(tiny_config, tmp_path):
 
 
 def find(folder, dtype="fp32"):
-    return peak.peak_of_run(folder, is_resumed=True)(probe(), "cpu", dtype)
+    return measured_peak(folder, probe(), "cpu", dtype)
 
 
-def test_the_peak_of_a_start_is_that_of_the_resume(started, measurements):
+def test_the_peak_of_a_start_is_that_of_the_resume(started):
     (start,) = (one for one in layout.read_events(started) if one["event"] == "start")
     assert start["peak_source"].endswith(", fp32")
     assert find(started) == Peak(start["peak_tflops"], start["peak_source"])
-    assert not measurements
 
 
 @pytest.mark.parametrize(
     "change", ["dtype", "threads", "torch", "machine", "data sheet", "nothing"]
 )
-def test_it_is_measured_when_anything_differs(started, measurements, change):
+def test_it_is_measured_when_anything_differs(started, change):
     (start,) = (one for one in layout.read_events(started) if one["event"] == "start")
     changed = {
         "threads": {"environment": start["environment"] | {"threads": 99}},
@@ -57,9 +43,12 @@ def test_it_is_measured_when_anything_differs(started, measurements, change):
         key: value for key, value in (start | changed).items() if key not in ("event", "time")
     }
     layout.append_event(started, "resume", **fields)
-    assert find(started, "bf16" if change == "dtype" else "fp32") == MEASURED
-    assert len(measurements) == 1
+    assert find(started, "bf16" if change == "dtype" else "fp32") is None
 
 
-def test_a_new_run_measures(tmp_path, measurements):
-    assert peak.peak_of_run(tmp_path, is_resumed=False) is peak.known_peak
+def test_a_resumed_run_does_not_measure(tiny_config, tmp_path, stop_at, monkeypatch):
+    config = tiny_config(train__steps=4)
+    with pytest.raises(Stopped):
+        run_training(config, tmp_path / "run", observers=[stop_at(2)])
+    monkeypatch.setattr(assembling, "known_peak", None)  # any call would fail
+    assert run_training(config, tmp_path / "run")["steps"] == 4

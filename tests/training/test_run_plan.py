@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flatout.assembly import resolve as resolving
-from flatout.assembly.parts import Gain
-from flatout.assembly.prediction import gains_here, hardware_name, keep
+from flatout.assembly.prediction import hardware_name, keep
 from flatout.assembly.resolve import resolve
+from flatout.assembly.selection import Gain
 from flatout.data.store.manifest import read_manifest
 from flatout.data.store.mix import open_data
 from flatout.errors import CheckpointError, ConfigError, Stopped
@@ -192,7 +192,7 @@ def test_what_auto_chose_is_not_chosen_again(tiny_config, tmp_path, stop_at, eve
         machine=machine,
         dataset=open_data(config.data),
         world_size=1,
-        measured=gains_here(machine, "cpu", cache),
+        cache=cache,
     )
     assert "compile" in again.speedups
     assert (again.batch.rows_per_device, stored.batch.rows_per_device) == (12, 24)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 
-from flatout.assembly.parts import Decision
+from flatout.assembly.selection import Decision
 from flatout.progress import SILENT
 from flatout.training import evaluation
 from flatout.training.evaluation import batch_shapes, score

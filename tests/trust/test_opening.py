@@ -121,7 +121,8 @@ def test_the_flag_lets_a_run_resume(gift):
         train_config(gift.asked, run=gift.folder)
     assert train_config(gift.asked, run=gift.folder, trust_code=True).steps == 3
     assert gift.ran
-    train_config(gift.asked, run=gift.folder)
+    with pytest.raises(UntrustedCode):
+        train_config(gift.asked, run=gift.folder)
 
 
 def test_a_users_own_recipe_may_name_code(tmp_path):

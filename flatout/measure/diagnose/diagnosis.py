@@ -14,9 +14,10 @@ from functools import cache
 from pathlib import Path
 
 from flatout.files import write_text
+from flatout.json_io import Stored
 from flatout.measure import rules as package
 from flatout.measure.diagnose.finding import Finding, Fix, Rule
-from flatout.measure.steps.evidence import Evidence, Fact, Roof
+from flatout.measure.steps.evidence import Evidence, Roof
 
 FORMAT_VERSION = 1
 FILE = "findings.json"
@@ -27,7 +28,7 @@ ORDER = ("fails", "spoils", "slows", "warns")
 """Kinds of harm, the worst first."""
 
 
-class Diagnosis(Fact):
+class Diagnosis(Stored):
     """A verdict and its evidence, as written to findings.json."""
 
     format_version: int = FORMAT_VERSION

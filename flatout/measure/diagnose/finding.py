@@ -17,14 +17,15 @@ from typing import Any, Literal
 
 from flatout.assembly.selection import all_speedups
 from flatout.config.schema import RunConfig
-from flatout.measure.steps.evidence import CallSite, Evidence, Fact
+from flatout.json_io import Stored
+from flatout.measure.steps.evidence import CallSite, Evidence
 
 Harm = Literal["fails", "spoils", "slows", "warns"]
 """What a finding does to the run: it cannot run, its result will be wrong or worse, it loses time,
 or it may do one of these later."""
 
 
-class Fix(Fact):
+class Fix(Stored):
     """Something that the user can do."""
 
     text: str
@@ -47,7 +48,7 @@ class Fix(Fact):
         return self.gain * remaining_s - self.cost_s
 
 
-class Finding(Fact):
+class Finding(Stored):
     """A cause, as shown to the user and written to findings.json."""
 
     name: str = ""

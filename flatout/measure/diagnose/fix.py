@@ -17,9 +17,10 @@ from flatout.assembly.selection import adding, parse_request, removing
 from flatout.config.schema import RunConfig, flat, nested
 from flatout.errors import ConfigError
 from flatout.files import write_text
+from flatout.json_io import Stored
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.diagnose.finding import Finding, Fix
-from flatout.measure.steps.evidence import Evidence, Fact
+from flatout.measure.steps.evidence import Evidence
 from flatout.measure.trials.statistics import mean_of
 from flatout.progress import SILENT, Progress, Task
 
@@ -32,7 +33,7 @@ MOST_TRIED = 3
 Measure = Callable[[RunConfig], Evidence]
 
 
-class FixOutcome(Fact):
+class FixOutcome(Stored):
     """A fix that was tried."""
 
     finding: str

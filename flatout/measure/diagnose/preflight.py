@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.assembly.memory import Workload, estimate, most_rows
-from flatout.assembly.parts import Decision
-from flatout.assembly.prediction import GIB, gains_here
+from flatout.assembly.memory import Workload, estimate, memory_bytes, most_rows
+from flatout.assembly.prediction import GIB
 from flatout.assembly.preflight import open_dataset
-from flatout.assembly.resolve import epoch_tokens, known_peak, memory_bytes, resolve, workload_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
+from flatout.assembly.selection import Decision
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset
@@ -68,7 +67,7 @@ def prepare(spec: MeasureSpec) -> Prepared:
             machine=machine,
             dataset=dataset,
             world_size=1,
-            measured=gains_here(machine, device, cache),
+            cache=cache,
         )
     except DataError as error:
         missing = DataFacts(missing=error.what, missing_fix=error.fix)
@@ -91,8 +90,7 @@ def prepare(spec: MeasureSpec) -> Prepared:
 def _known(known: Evidence, resolved: Resolved) -> Evidence:
     """Return the evidence with what the resolved run adds."""
     config, dataset, machine = resolved.config, resolved.dataset, resolved.machine
-    recipe = assemble(resolved.decisions)
-    workload = workload_of(config, recipe)
+    workload = workload_of(config)
     model_class, model_config = model_of(config)
     parameters = model_class.num_parameters(model_config)
     tokens_per_step = config.batch.tokens_per_step or 0

@@ -15,10 +15,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from flatout import errors
 from flatout.errors import RunFailed
+from flatout.json_io import Stored
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.steps.evidence import Evidence, Failure
 
@@ -28,10 +29,8 @@ GRACE_S = 120.0
 KILL_TIMEOUT_S = 5.0
 
 
-class Refusal(BaseModel):
+class Refusal(Stored):
     """The line with which the process reports a configuration that cannot be resolved."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     refused: str
     """Name of the error's class in flatout/errors.py."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flatout.assembly.run import Run, build
+from flatout.assembly.run import Run
 from flatout.errors import FlatoutError, kind_of
 from flatout.measure.diagnose.failure import failure_of, hanging
 from flatout.measure.diagnose.preflight import Prepared, prepare
@@ -20,7 +20,6 @@ from flatout.measure.steps.evidence import Evidence
 from flatout.measure.steps.machine import gpu_facts
 from flatout.measure.trials.trial import end_with
 from flatout.measure.trials.workload import QUIET
-from flatout.parallel.mesh import make_mesh
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.observers import Observer
@@ -88,14 +87,7 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
     losses: list[tuple[int, dict[str, float]]] = []
     before = prepared.evidence.model_copy(update={"source": "measured run"})
     try:
-        run = build(
-            config,
-            machine=resolved.machine,
-            mesh=make_mesh(config.parallel, config.train.device),
-            dataset=resolved.dataset,
-            folder=Path(spec.folder),
-            decisions=resolved.decisions,
-        )
+        run = resolved.build(config, Path(spec.folder))
         keep_figures(run, losses)
         with explained(run), Log(run, callbacks) as log:
             log.start()

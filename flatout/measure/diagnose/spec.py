@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from flatout.json_io import Stored
 
 
-class MeasureSpec(BaseModel):
+class MeasureSpec(Stored):
     """What to measure, and for how long."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     config: dict[str, Any]
     """The requested configuration."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.assembly.memory import Workload, estimate, smaller_batch
-from flatout.assembly.prediction import GIB, gains_here
-from flatout.assembly.recipe import Speedup
+from flatout.assembly.prediction import GIB, gains_here, speedups_on
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import adding, all_speedups, assemble
+from flatout.assembly.selection import adding, all_speedups, speedup_named
 from flatout.errors import FlatoutError
 from flatout.measure.plan.plan import Plan, resolve_for
 from flatout.ops import cross_entropy
@@ -28,10 +27,11 @@ TOUCH_MEMORY = {
     "gather_dtype",
     "low_precision",
     "moments",
+    "ops",
     "optimizer",
     "precision",
 }
-"""Slots of speedups that may need less memory, besides the ops."""
+"""Slots of speedups that may need less memory."""
 
 
 @dataclass(frozen=True)
@@ -58,122 +58,118 @@ def changes(plan: Plan) -> list[Change]:
     """
     if plan.available is None:
         return []
-    leaner = sorted(_leaner_speedups(plan), key=lambda one: _need(plan, one[1]))
+    on, leaner = speedups_on(plan.decisions), dict[str, Workload]()
+    for speedup in all_speedups():
+        if speedup.name not in on and TOUCH_MEMORY & {
+            "ops" if slot.startswith("ops.") else slot for slot in speedup.fills
+        }:
+            workload = _with(plan, [speedup.name])
+            if workload is not None and _saves(plan, workload, plan.workload):
+                leaner[speedup.name] = workload
+    leaner = dict(sorted(leaner.items(), key=lambda one: _need(plan, one[1])))
     found = [change for change in _single(plan, leaner) if change.saves_gib > 0]
     found.sort(key=lambda change: (not change.fits, change.need_gib))
     if not any(change.fits for change in found):
-        found = [*_together(plan, [speedup for speedup, _ in leaner]), *found]
+        found = [*_together(plan, leaner), *found]
     return found
 
 
-def _single(plan: Plan, leaner: Sequence[tuple[Speedup, Workload]]) -> Iterator[Change]:
+def _single(plan: Plan, leaner: Mapping[str, Workload]) -> Iterator[Change]:
     """Yield changes by fewer rows, one of the speedups, the model's settings, or sharding."""
     workload = plan.workload
-    batch = _fewer_rows(plan, workload)
-    if batch:
-        yield _change(plan, workload, batch=batch)
-    for speedup, leaner_workload in leaner:
-        yield _change(plan, leaner_workload, [speedup])
-    leanest = dict(workload.model_class.leanest(workload.model_config))
-    if leanest:
+    if rows := _fewer_rows(plan, workload):
+        yield _change(plan, workload, rows=rows)
+    for name, with_speedup in leaner.items():
+        yield _change(plan, with_speedup, [name])
+    if leanest := dict(workload.model_class.leanest(workload.model_config)):
         config = workload.model_config.model_copy(update=leanest)
         overrides = [f"model.{key}={value}" for key, value in leanest.items()]
         yield _change(plan, replace(workload, model_config=config), overrides=overrides)
-    if _can_shard(plan):
-        world = plan.target.world_size
-        yield _change(plan, _sharded(workload, world), overrides=[f"parallel.shard={world}"])
+    if shards := _more_shards(plan):
+        yield _change(plan, _sharded(workload, shards), overrides=[f"parallel.shard={shards}"])
 
 
-def _together(plan: Plan, leaner: Sequence[Speedup]) -> Iterator[Change]:
+def _together(plan: Plan, leaner: Iterable[str]) -> Iterator[Change]:
     """Yield a set of changes that fits: sharding, speedups, and if necessary fewer rows."""
-    chosen: list[Speedup] = []
-    workload, available = plan.workload, plan.available or 0
-    shards = plan.target.world_size if _can_shard(plan) else 0
+    chosen: list[str] = []
+    shards = _more_shards(plan)
     overrides = [f"parallel.shard={shards}"] if shards else []
-    workload = _sharded(workload, shards) if shards else workload
-    for speedup in leaner:
-        more = _with(plan, [*chosen, speedup], shards)
+    workload = _sharded(plan.workload, shards) if shards else plan.workload
+    for name in leaner:
+        more = _with(plan, [*chosen, name], shards)
         if more is not None and _saves(plan, more, workload):
-            chosen, workload = [*chosen, speedup], more
-        if chosen and _need(plan, workload) <= available:
+            chosen, workload = [*chosen, name], more
+        if chosen and _need(plan, workload) <= (plan.available or 0):
             yield _change(plan, workload, chosen, overrides=overrides)
             return
-    batch = _fewer_rows(plan, workload)
-    if (chosen or shards) and batch:
-        yield _change(plan, workload, chosen, overrides=overrides, batch=batch)
+    rows = _fewer_rows(plan, workload)
+    if (chosen or shards) and rows:
+        yield _change(plan, workload, chosen, overrides=overrides, rows=rows)
 
 
-def _can_shard(plan: Plan) -> bool:
-    return plan.target.world_size > 1 and plan.workload.num_shards == 1
+def _more_shards(plan: Plan) -> int:
+    """Return over how many GPUs the model could be sharded; 0 if it is, or there is one."""
+    world_size = plan.target.world_size
+    return world_size if world_size > 1 and plan.workload.num_shards == 1 else 0
 
 
 def _sharded(workload: Workload, count: int) -> Workload:
     return replace(workload, num_shards=count, gradients_stay=False)
 
 
-def _fewer_rows(plan: Plan, workload: Workload) -> tuple[int, int] | None:
-    """Return fewer rows that fit, and the accumulation for the same step."""
+def _fewer_rows(plan: Plan, workload: Workload) -> int | None:
+    """Return fewer rows that fit and divide the step."""
     rows, accumulate = plan.batch
     return smaller_batch(workload, rows * accumulate, plan.available or 0, rows - 1)
 
 
-def _leaner_speedups(plan: Plan) -> Iterator[tuple[Speedup, Workload]]:
-    """Yield the speedups that are off, can run, and need less memory."""
-    on = {decision.name for decision in plan.decisions if decision.on}
-    for speedup in all_speedups():
-        if speedup.name not in on and _touches_memory(speedup):
-            leaner = _with(plan, [speedup])
-            if leaner is not None and _saves(plan, leaner, plan.workload):
-                yield speedup, leaner
-
-
-def _touches_memory(speedup: Speedup) -> bool:
-    return any(slot in TOUCH_MEMORY or slot.startswith("ops.") for slot in speedup.fills)
-
-
-def _with(plan: Plan, speedups: Sequence[Speedup], shards: int = 0) -> Workload | None:
+def _with(plan: Plan, names: Sequence[str], shards: int = 0) -> Workload | None:
     """Return the workload with more speedups, and perhaps sharded; None when that cannot run."""
     rows, accumulate = plan.batch
     try:
         requested = plan.requested.with_values(
             {
-                "speedups": _adding(plan, speedups),
+                "speedups": adding(plan.requested.speedups, names),
                 "batch.tokens_per_step": plan.config.batch.tokens_per_step,
                 "batch.rows_per_device": rows,
                 "batch.accumulate": accumulate,
                 "parallel.shard": shards or plan.config.parallel.shard,
             }
         )
-        config, decisions = resolve_for(plan.target, requested, plan.dataset, plan.cache)
-        return workload_of(config, assemble(decisions))
+        return workload_of(resolve_for(plan.target, requested, plan.dataset, plan.cache)[0])
     except FlatoutError:
         return None
-
-
-def _adding(plan: Plan, speedups: Sequence[Speedup]) -> str:
-    return adding(plan.requested.speedups, [speedup.name for speedup in speedups])
 
 
 def _change(
     plan: Plan,
     workload: Workload,
-    speedups: Sequence[Speedup] = (),
+    names: Sequence[str] = (),
     *,
     overrides: Sequence[str] = (),
-    batch: tuple[int, int] | None = None,
+    rows: int | None = None,
 ) -> Change:
     """Return the change to more speedups, other settings or another batch."""
-    words = [f"speedups={_adding(plan, speedups)}"] if speedups else []
-    if batch:
-        words += [f"batch.rows_per_device={batch[0]}", f"batch.accumulate={batch[1]}"]
+    words = [f"speedups={adding(plan.requested.speedups, names)}"] if names else []
+    batch = plan.batch
+    if rows:
+        batch = rows, batch[0] * batch[1] // rows
+        words += [f"batch.rows_per_device={rows}", f"batch.accumulate={batch[1]}"]
+    speedups = [speedup_named(name) for name in names]
     weak = ", ".join(s.name for s in speedups if s.promise.kind == "statistical")
-    need = estimate(workload, *(batch or plan.batch)).total
+    need = estimate(workload, *batch).total
+    gains, speed = gains_here(plan.target.machine, plan.target.device, plan.cache), NOT_MEASURED
+    if names and all(name in gains for name in names):
+        speed = "measured: " + "; ".join(f"{name}: {gains[name].describe()}" for name in names)
+    elif any("activations" in speedup.fills for speedup in speedups):
+        more = training_flops(workload) / training_flops(plan.workload) - 1
+        speed = f"{more:.0%} more FLOPs, from recomputing; the time is {NOT_MEASURED}"
     return Change(
         (*words, *overrides),
         (_need(plan, plan.workload) - need) / GIB,
         need / GIB,
         need <= (plan.available or 0),
-        _speed(plan, speedups, workload),
+        speed,
         f"{weak}: other losses, equal in the mean" if weak else None,
     )
 
@@ -184,18 +180,6 @@ def _need(plan: Plan, workload: Workload) -> int:
 
 def _saves(plan: Plan, leaner: Workload, workload: Workload) -> bool:
     return _need(plan, leaner) < (1 - LEAST_SAVING) * _need(plan, workload)
-
-
-def _speed(plan: Plan, speedups: Sequence[Speedup], workload: Workload) -> str:
-    """Return the measured gains of speedups, or the work that they repeat."""
-    gains = gains_here(plan.target.machine, plan.target.device, plan.cache)
-    if speedups and all(speedup.name in gains for speedup in speedups):
-        each = (f"{speedup.name}: {gains[speedup.name].describe()}" for speedup in speedups)
-        return "measured: " + "; ".join(each)
-    if any("activations" in speedup.fills for speedup in speedups):
-        more = training_flops(workload) / training_flops(plan.workload) - 1
-        return f"{more:.0%} more FLOPs, from recomputing; the time is {NOT_MEASURED}"
-    return NOT_MEASURED
 
 
 @lru_cache(maxsize=16)

@@ -11,17 +11,16 @@ from typing import Any
 import psutil
 
 from flatout.assembly.memory import Capacity, Workload, capacity_of, trace_memory
-from flatout.assembly.parts import Decision
 from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
     TimePrediction,
-    gains_here,
+    past_run,
     predict_time,
     runs_here,
 )
 from flatout.assembly.resolve import known_peak, resolve, workload_of
-from flatout.assembly.selection import assemble
+from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import HardwareError
@@ -96,30 +95,24 @@ def make_plan(
     runs = runs_here(target.machine, target.device, cache)
     with progress.task("Resolving the configuration"):
         config, decisions = resolve_for(target, requested, dataset, cache)
-    peak = peak_of(target, decisions)
+    dtype = recipe_of(config).arithmetic(target.device)
+    peak = None if target.is_missing else known_peak(target.machine, target.device, dtype)
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
     flops = model.flops_per_token(config.data.seq_len)
-    workload = workload_of(config, assemble(decisions))
+    this, workload = past_run(config, decisions, target.world_size), workload_of(config)
     notes = [note] if note else []
     with progress.task("Tracing the memory of a step"):
-        memory, problem = trace_memory(
-            config,
-            decisions,
-            workload,
-            runs=runs,
-            world_size=target.world_size,
-            context=psutil.Process().memory_info().rss,
-        )
+        context = psutil.Process().memory_info().rss
+        memory, problem = trace_memory(this, config, workload, runs=runs, context=context)
     if problem:
         notes.append(f"The memory cannot be predicted: {problem}")
     time = predict_time(
+        this,
         config,
-        decisions,
         flops_per_token=float(flops.causal_exact),
         peak=peak,
         runs=runs,
-        world_size=target.world_size,
         dataset=dataset,
         memory=memory,
     )
@@ -162,7 +155,7 @@ def resolve_for(
             machine=target.machine,
             dataset=dataset,
             world_size=target.world_size,
-            measured=gains_here(target.machine, target.device, cache),
+            cache=cache,
         )
 
     try:
@@ -171,17 +164,6 @@ def resolve_for(
         if requested.batch.rows_per_device != "auto":
             raise
         return resolved(requested.with_values({"batch.rows_per_device": 1}))
-
-
-def peak_of(target: Target, decisions: Sequence[Decision]) -> Peak | None:
-    """Return the peak rate of the run's arithmetic on one device of the target."""
-    if target.is_missing:
-        return None
-    recipe = assemble(decisions)
-    dtype: str = recipe.precision.name
-    if dtype == "fp32" and recipe.matmul == "high" and target.device.startswith("cuda"):
-        dtype = "tf32"
-    return known_peak(target.machine, target.device, dtype)
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:

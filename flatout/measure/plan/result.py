@@ -19,13 +19,23 @@ def fields_of(
     plan: Plan, price_per_hour: float | None = None, *, progress: Progress = SILENT
 ) -> dict[str, Any]:
     """Return the fields of the result; what is unknown is None."""
-    return _what(plan) | _memory(plan, progress) | _time(plan, price_per_hour)
-
-
-def _what(plan: Plan) -> dict[str, Any]:
-    config, target = plan.config, plan.target
-    steps, per_step = config.train.steps, config.batch.tokens_per_step or 0
+    config, target, time = plan.config, plan.target, plan.time
+    memory, capacity, fits = plan.memory, plan.capacity, plan.fits
     rows, accumulate = plan.batch
+    steps = config.train.steps
+    parts = memory_at_peak(memory) if memory else None
+    if parts is not None:
+        parts["available"] = capacity.free / GIB if capacity else None
+    with progress.task("Trying what fits"):
+        largest = None if plan.available is None else most_rows(plan.workload, plan.available)
+        tried = changes(plan) if fits is False else []
+        cannot_fit = memory and fits is False and not largest
+        smallest = smallest_machine(plan.workload) if cannot_fit else None
+    if fits is False and not target.is_missing:  # a run without room has no rate
+        time = TimePrediction(None, None, None, DOES_NOT_FIT, None)
+    row = target.machine.row if target.device.startswith("cuda") else None
+    power = row.power_w if row else None
+    hours = None if time.wall_s is None else time.wall_s / 3600
     return {
         "recipe": config.name,
         "machine": target.describe(),
@@ -38,23 +48,9 @@ def _what(plan: Plan) -> dict[str, Any]:
         "rows_per_device": rows,
         "accumulate": accumulate,
         "steps": steps,
-        "tokens": None if steps is None else steps * per_step,
+        "tokens": None if steps is None else steps * (config.batch.tokens_per_step or 0),
         "speedups": speedups_on(plan.decisions),
         "notes": plan.notes,
-    }
-
-
-def _memory(plan: Plan, progress: Progress) -> dict[str, Any]:
-    memory, fits = plan.memory, plan.fits
-    parts = memory_at_peak(memory) if memory else None
-    if parts is not None:
-        parts["available"] = plan.capacity.free / GIB if plan.capacity else None
-    with progress.task("Trying what fits"):
-        largest = None if plan.available is None else most_rows(plan.workload, plan.available)
-        tried = changes(plan) if fits is False else []
-        cannot_fit = fits is False and not largest
-        smallest = smallest_machine(plan.workload) if memory and cannot_fit else None
-    return {
         "memory": parts,
         "memory_from": memory.source if memory else None,
         "memory_error": memory.error if memory else None,
@@ -63,18 +59,6 @@ def _memory(plan: Plan, progress: Progress) -> dict[str, Any]:
         "largest_rows_per_device": largest,
         "changes": [asdict(change) for change in tried],
         "smallest_machine": smallest,
-    }
-
-
-def _time(plan: Plan, price_per_hour: float | None) -> dict[str, Any]:
-    """Return the rate, the time, the energy and the cost; there are none of a run without room."""
-    time, target = plan.time, plan.target
-    if plan.fits is False and not target.is_missing:
-        time = TimePrediction(None, None, None, DOES_NOT_FIT, None)
-    row = target.machine.row if target.device.startswith("cuda") else None
-    power = row.power_w if row else None
-    hours = None if time.wall_s is None else time.wall_s / 3600
-    return {
         "tokens_per_s": time.tokens_per_s,
         "tokens_per_s_from": time.source,
         "mfu": time.mfu,

@@ -15,13 +15,12 @@ from itertools import pairwise
 from typing import Any
 
 from flatout.measure.profile.cost import Call, bytes_of, flops_of
+from flatout.measure.profile.report import PHASES
 from flatout.measure.steps.kernels import is_generated, kind_of
 from flatout.measure.steps.trace import Op, Trace
 
 PREFIX = "flatout."
 """Start of the names of the ranges that mark steps and their phases."""
-PHASES = ("data", "forward", "backward", "optimizer", "logging")
-"""The phases of a step."""
 STEP = "step"
 """The range of a whole step."""
 DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})

@@ -30,7 +30,7 @@ class Marks:
 
     def __init__(self, run: Run) -> None:
         self.timer = PhaseTimer()
-        """Seconds of the host by phase, with or without a profiler."""
+        """Times the host by phase, with or without a profiler."""
         self.recording = False
         """Whether phases are ranges of a trace."""
         self.inputs: list[Blocks] = []
@@ -43,7 +43,6 @@ class Marks:
 
     def start_step(self, number: int) -> None:
         """Start a step with the phase `data`."""
-        self.timer.start_step()
         if self.recording:
             self._step = record_function(f"{PREFIX}{STEP} {number}")
             self._step.__enter__()

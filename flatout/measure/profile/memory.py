@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flatout.measure.profile.events import Allocation, Recording
-from flatout.measure.steps.evidence import Fact
+from flatout.measure.profile.report import MemoryPeak
 
 CATEGORIES = (
     "weights",
@@ -136,10 +136,12 @@ class _Sweep:
         return "activations" if name == "forward" and outlives and block.freed else "temporary"
 
 
-def timeline(
-    recording: Recording, allocations: Sequence[Allocation], named: Named
-) -> tuple[Moment, ...]:
-    """Return the memory after each change, by category, starting with what there was before."""
+def timeline(recording: Recording, named: Named, *, on_cpu: bool) -> tuple[Moment, ...]:
+    """Return the memory of the training device after each change, by category.
+
+    It starts with what there was before.
+    """
+    allocations = recording.host_allocations if on_cpu else recording.device_allocations
     sweep = _Sweep(recording, named)
     sweep.run(allocations)
     now = Counter({name: sum(known.values()) for name, known in named.before.items()})
@@ -152,23 +154,6 @@ def timeline(
         now[category] = max(now[category] + change, 0)
         moments.append(Moment(time_s, dict(now)))
     return tuple(moments)
-
-
-class MemoryPeak(Fact):
-    """The moment of the profiled steps with the most memory in tensors."""
-
-    gib: float
-    """All tensors of the training device."""
-    parts_gib: Mapping[str, float]
-    """By category: weights, gradients, optimizer, activations, inputs, temporary, other."""
-    phase: str | None
-    """The phase of the step."""
-    step: int | None
-    """The step."""
-    share_of_step: float | None
-    """How much of that step's time had passed, from 0 to 1."""
-    reserved_gib: float | None
-    """The most that the GPU's allocator held; null on a CPU."""
 
 
 def peak_of(moments: Sequence[Moment], recording: Recording, first: int) -> MemoryPeak | None:

@@ -1,32 +1,44 @@
-"""Profiles some steps of a run: trace, memory, kernels by class, the timeline of a step.
+"""Profiles some steps of a run: trace, memory, kernels by class, what the device waits for.
 
 The steps are those of the training loop, in this process, with evaluations and saves left out.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
+import os
 import tempfile
-from contextlib import ExitStack, closing
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch._inductor.config
+from torch import Tensor
 
-from flatout.assembly.run import Run, build
+from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
-from flatout.errors import ConfigError
-from flatout.files import write_text, writing_run
-from flatout.measure.profile.marks import Marks
-from flatout.measure.profile.report import Profile, text_of
-from flatout.measure.profile.results import summarise
-from flatout.measure.profile.run import Taken, Wanted, Windows
+from flatout.errors import ConfigError, RunFailed
+from flatout.files import CheckedFile, write_text, writing_run
+from flatout.hardware import fingerprint
+from flatout.measure.profile.events import Recording, read_events
+from flatout.measure.profile.marks import Blocks, Marks, blocks
+from flatout.measure.profile.memory import CATEGORIES, Moment, Named, peak_of, timeline
+from flatout.measure.profile.report import Profile, ProfileRoof
+from flatout.measure.profile.table import gaps_of, table_of, work_of
+from flatout.measure.steps.trace import profiling
+from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows
 from flatout.measure.trials.resolving import resolve_here
 from flatout.measure.trials.results import claim
 from flatout.measure.trials.rounds import require_one_process
 from flatout.measure.trials.workload import QUIET
-from flatout.parallel.mesh import make_mesh
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.progress import SILENT, Progress
+from flatout.roof import peak_bandwidth, peak_tflops
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
 from flatout.training.out_of_memory import explained
@@ -37,9 +49,37 @@ from flatout.training.warmup import warm_up
 
 PROFILES = Path("profile")
 """Where profiles are written without `--out`."""
-FIGURES, TEXT = "profile.json", "profile.txt"
+FIGURES, TEXT, TRACE = "profile.json", "profile.txt", "trace.json.gz"
 SNAPSHOT = "memory-snapshot.pickle"
 """torch's own file, for pytorch.org/memory_viz; flatout never reads it."""
+MAX_WARM_S = 10.0
+"""Latest end of a warm-up without `--skip`, after its first step."""
+MAX_COUNTERS = 20_000
+"""Most moments of memory in the trace."""
+MAX_GAPS = 3
+"""Most gaps of the device that are listed."""
+NOT_PERMITTED = (
+    "The driver shows no kernels: it reserves profiling for administrators. Step times, memory and "
+    "the trace of the host are complete; the table and the device's gaps are missing. Allow it "
+    "with the driver option NVreg_RestrictProfilingToAdminUsers=0, or in a container with "
+    "--cap-add=SYS_ADMIN."
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which steps to profile."""
+
+    steps: int
+    skip: int | None
+    """Steps before them; None: until the step time is steady."""
+
+    @property
+    def at_least(self) -> int:
+        """Fewest steps that the run must have."""
+        if self.skip is not None:
+            return self.skip + self.steps
+        return MIN_WARM_STEPS + 2 * self.steps + 1  # the last for a memory snapshot
 
 
 def run_profile(
@@ -49,8 +89,8 @@ def run_profile(
     out: Path | None = None,
     cache: Path | None = None,
     progress: Progress = SILENT,
-) -> tuple[Profile, Path]:
-    """Profile a recipe, and return the profile and the directory with its files.
+) -> Profile:
+    """Profile a recipe, write its files to a directory, and return the profile.
 
     Raises: UsageError before anything is measured; OutOfMemory; RunFailed when the files cannot be
             written.
@@ -68,23 +108,16 @@ def run_profile(
         stack.enter_context(writing_run(out))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=out, prefix=".steps-")))
         with progress.task("Building the model"):
-            run = build(
-                config,
-                machine=resolved.machine,
-                mesh=make_mesh(config.parallel, config.train.device),
-                dataset=resolved.dataset,
-                folder=scratch,
-                decisions=resolved.decisions,
-            )
+            run = resolved.build(config, scratch)
         stack.enter_context(closing(run.feed))
         raw = scratch / "raw.json"
         with explained(run):
-            taken = take_steps(run, wanted, raw, out / SNAPSHOT, progress)
+            windows = take_steps(run, wanted, raw, out / SNAPSHOT, progress)
         with progress.task("Reading the trace"):
-            profile = summarise(run, taken, raw, out)
+            profile = summarise(run, windows, raw, out)
         write_text(out / FIGURES, profile.model_dump_json(indent=1) + "\n")
-        write_text(out / TEXT, text_of(profile) + "\n")
-    return profile, out
+        write_text(out / TEXT, profile.text() + "\n")
+    return profile
 
 
 def long_enough(config: RunConfig, wanted: Wanted) -> RunConfig:
@@ -107,20 +140,264 @@ def long_enough(config: RunConfig, wanted: Wanted) -> RunConfig:
     )
 
 
-def take_steps(run: Run, wanted: Wanted, raw: Path, snapshot: Path, progress: Progress) -> Taken:
+def take_steps(
+    run: Run, wanted: Wanted, raw: Path, snapshot: Path, progress: Progress
+) -> ProfileWindows:
     """Train through the warm-up and the profiled steps."""
-    marks = Marks(run)
-    windows = Windows(run, marks, wanted, raw, snapshot)
+    windows = ProfileWindows(run, wanted, raw, snapshot)
     run.feed.prime(min(wanted.at_least, run.last_step))
     # compiled kernels of a CPU then have names in the trace
     named_kernels = torch._inductor.config.patch({"cpp.enable_kernel_profile": True})
     with Log(run, progress=progress) as log, named_kernels:
         warm_up(run, log)
-        marks.attach()
+        windows.marks.attach()
         with progress.task(f"Profiling {wanted.steps} steps"):
             try:
                 fit(Session(run, log, windows.requested))
-                windows.finish()
+                windows.requested(run)  # the run may end before it asks again
             finally:
+                windows.marks.end_step()
                 windows.close()
-    return windows.taken
+    return windows
+
+
+class ProfileWindows(Windows):
+    """Decides when the run stops: after a warm-up, ordinary steps, and those under the profiler.
+
+    The ordinary steps show what the profiler costs.
+    """
+
+    def __init__(self, run: Run, wanted: Wanted, raw: Path, snapshot: Path) -> None:
+        self.marks = Marks(run)
+        super().__init__(self.marks.timer, str(run.mesh.device))
+        self.first_step: int | None = None
+        """The first profiled step, from 1."""
+        self.is_traced = False
+        """Whether the profiler could be used."""
+        self.profiled_s = 0.0
+        """Seconds of all profiled steps."""
+        self.named: Named | None = None
+        self.has_snapshot = False
+        """Whether torch's memory snapshot was written."""
+        self._run, self.wanted, self._raw, self._snapshot = run, wanted, raw, snapshot
+
+    def requested(self, run: Run) -> bool:
+        """Return whether to stop; the loop calls it before each step."""
+        self.marks.end_step()
+        if not self.start_step():
+            return True
+        self.marks.start_step(run.step + 1)
+        return False
+
+    def _windows(self) -> Generator[None, None, None]:
+        wanted, ordinary = self.wanted, self.wanted.steps
+        if wanted.skip is None:
+            for _ in self._until_steady(MAX_WARM_S):
+                if self._run.step + 2 * wanted.steps + 1 >= self._run.last_step:
+                    break
+                yield
+        else:
+            ordinary = min(wanted.steps, max(wanted.skip - 1, 0))
+            yield from (None for _ in range(wanted.skip - ordinary))
+        if ordinary:
+            yield from self._ordinary(lambda steps, seconds: steps < ordinary)
+        self.name, self.first_step = "profiled", self._run.step + 1
+        yield from self._profiled()
+        if self.on_gpu and self._run.step < self._run.last_step:
+            yield from self._with_snapshot()
+
+    def _profiled(self) -> Generator[None, None, None]:
+        marks, before, profiler = self.marks, named_memory(self._run), None
+        with ExitStack() as stack:
+            try:
+                start_profiler(self.device)
+                options = {"record_shapes": True, "profile_memory": True, "with_flops": False}
+                profiler = stack.enter_context(profiling(self.device, **options))
+            except RuntimeError as error:  # not permitted, or another profiler is active
+                why = (str(error).splitlines() or ["unknown reason"])[0]
+                self.notes.append(
+                    f"The profiler could not be used: {why}. Step times and phases were measured "
+                    "without it; there is no trace and no table."
+                )
+            marks.recording = self.is_traced = profiler is not None
+            try:
+                self._wait()
+                before_s = self.special.seconds
+                yield from (None for _ in range(self.wanted.steps))
+                self._wait()
+            finally:
+                marks.end_step()
+                marks.recording = False
+        self.profiled_s = self.special.seconds - before_s
+        self.named = Named(before, named_memory(self._run), marks.gradients, marks.inputs)
+        if profiler is not None:
+            profiler.export_chrome_trace(str(self._raw))
+
+    def _with_snapshot(self) -> Generator[None, None, None]:
+        """Take one more step, and write where each block of it was allocated."""
+        memory: Any = torch.cuda.memory
+        try:
+            memory._record_memory_history(max_entries=1_000_000, stacks="python")
+        except (AttributeError, RuntimeError, TypeError) as error:
+            self.notes.append(f"No memory snapshot: {error}")
+            return
+        try:
+            yield
+            self._wait()
+            memory._dump_snapshot(str(self._snapshot))
+            self.has_snapshot = True
+        finally:
+            memory._record_memory_history(enabled=None)
+
+
+def start_profiler(device: str) -> None:
+    """Start and stop the profiler once: its first start takes seconds.
+
+    The first free of memory that it has not seen makes torch write a warning, which does not
+    matter here: memory that existed before the steps is known by its address.
+    Raises: RuntimeError when it is not permitted.
+    """
+    with profiling(device):
+        torch.ones(1, device=device).add_(1)
+    unseen = torch.ones(64, device=device)
+    with muted_stderr(), profiling(device, profile_memory=True):
+        del unseen
+
+
+@contextmanager
+def muted_stderr() -> Iterator[None]:
+    """Discard what native code writes to standard error inside the block."""
+    before = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+        os.close(sink)
+
+
+def named_memory(run: Run) -> dict[str, Blocks]:
+    """Return the memory of the run's tensors, by category and address."""
+    states = blocks(
+        value
+        for optimizer in run.optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    )
+    weights = blocks([*run.core.parameters(), *run.core.buffers()])
+    gradients = blocks(one.grad for one in run.core.parameters() if one.grad is not None)
+    for address in {**weights, **gradients}:
+        states.pop(address, None)
+    return {"weights": weights, "gradients": gradients, "optimizer": states}
+
+
+def summarise(run: Run, windows: ProfileWindows, raw: Path, out: Path) -> Profile:
+    """Return the profile of the steps that were taken; write their trace to `out`.
+
+    Raises: RunFailed when the profiler could not write its trace.
+    """
+    ordinary, steps = windows.ordinary, windows.wanted.steps
+    peak = peak_tflops(run.machine, windows.device, run.arithmetic)
+    bandwidth = peak_bandwidth(run.machine, windows.device)
+    profile = Profile(
+        path=str(out),
+        trace=str(out / TRACE) if windows.is_traced else None,
+        snapshot=str(out / SNAPSHOT) if windows.has_snapshot else None,
+        recipe=run.config.name,
+        device=windows.device,
+        arithmetic=run.arithmetic,
+        speedups=tuple(decision.name for decision in run.decisions if decision.on),
+        environment=fingerprint(windows.device),
+        first_step=windows.first_step or 1,
+        steps=steps,
+        step_ms=1e3 * ordinary.seconds / ordinary.steps if ordinary.steps else None,
+        profiled_step_ms=1e3 * windows.profiled_s / steps,
+        phases_ms={name: 1e3 * value for name, value in ordinary.per_step().items()} or None,
+        roof=ProfileRoof(
+            peak_tflops=peak.tflops if peak else None,
+            peak_source=peak.source if peak else None,
+            gb_per_s=bandwidth.gb_per_s,
+            bandwidth_source=bandwidth.source,
+        ),
+        notes=tuple(windows.notes),
+    )
+    if not windows.is_traced or windows.named is None:
+        return profile
+    document = trace_document(raw)
+    sizes = {weight.element_size() for weight in run.trained()}
+    item_bytes = sizes.pop() if len(sizes) == 1 else None
+    recording = read_events(document, wall_s=windows.profiled_s, list_item_bytes=item_bytes)
+    moments = timeline(recording, windows.named, on_cpu=windows.device == "cpu")
+    write_trace(document, recording, moments, out / TRACE)
+    return with_trace(profile, recording, moments)
+
+
+def with_trace(profile: Profile, recording: Recording, moments: Sequence[Moment]) -> Profile:
+    """Return a profile with what its trace shows."""
+    trace, on_gpu = recording.trace, profile.device != "cpu"
+    found: dict[str, Any] = {"memory": peak_of(moments, recording, profile.first_step)}
+    if on_gpu and not trace.kernels:
+        found["notes"] = (*profile.notes, NOT_PERMITTED)
+        return profile.model_copy(update=found)
+    work = work_of(trace.ops, trace.kernels)
+    busy_s = trace.busy_s() if on_gpu else sum(op.self_s for op in work) / profile.steps
+    found |= {
+        "table": table_of(work, steps=profile.steps, roof=profile.roof),
+        "outside_ms": max(profile.profiled_step_ms - 1e3 * (busy_s or 0.0), 0.0),
+    }
+    if on_gpu and recording.steps:  # the step with the median duration
+        steps = sorted(recording.steps, key=lambda one: one.end_s - one.start_s)
+        step = steps[len(steps) // 2]
+        gaps = gaps_of(trace.kernels, trace.ops, step, recording.phases)
+        idle_s = sum(gap.seconds for gap in gaps)
+        found |= {"gaps": gaps[:MAX_GAPS], "device_idle": idle_s / (step.end_s - step.start_s)}
+    return profile.model_copy(update=found)
+
+
+def trace_document(raw: Path) -> dict[str, Any]:
+    """Return the profiler's own file.
+
+    Raises: RunFailed when it is not complete: the profiler does not report a disk that is full.
+    """
+    try:
+        # a rate over 0 s is inf there, which is no JSON
+        document: dict[str, Any] = json.loads(raw.read_bytes(), parse_constant=lambda _: None)
+        document["traceEvents"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunFailed(
+            f"The profiler could not write its trace to {raw.parent.parent}.",
+            fix="The usual cause is a full disk: free space there, use --out on another disk, or "
+            "profile fewer steps with --steps.",
+        ) from error
+    return document
+
+
+def write_trace(
+    document: dict[str, Any], recording: Recording, moments: Sequence[Moment], path: Path
+) -> None:
+    """Write the trace, compressed, with one counter for each category of memory."""
+    events = document["traceEvents"]
+    pid = next((event["pid"] for event in events if event.get("cat") == "cpu_op"), 0)
+    for moment in thinned(moments, MAX_COUNTERS):
+        events.append(
+            {
+                "ph": "C",
+                "pid": pid,
+                "name": "memory (MiB)",
+                "ts": recording.origin_us + 1e6 * moment.time_s,
+                "args": {name: moment.bytes.get(name, 0) / 2**20 for name in CATEGORIES},
+            }
+        )
+    packed = gzip.compress(json.dumps(document).encode(), compresslevel=6)
+    with CheckedFile(path) as file:
+        file.write(np.frombuffer(packed, np.uint8))
+
+
+def thinned(moments: Sequence[Moment], most: int) -> Iterable[Moment]:
+    """Yield the moments, of each group that would be too many only the one with most memory."""
+    size = max(-(-len(moments) // most), 1)
+    for start in range(0, len(moments), size):
+        yield max(moments[start : start + size], key=lambda moment: moment.total)

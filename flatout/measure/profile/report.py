@@ -1,60 +1,96 @@
-"""What a profile found: its figures, as written to profile.json, and their text. No torch."""
+"""What a profile found: its figures, as `--json` and profile.json have them, and their text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from textwrap import TextWrapper
 
-from flatout.measure.profile.events import PHASES
-from flatout.measure.profile.memory import MemoryPeak
-from flatout.measure.profile.table import Gap, ProfileRoof, TableRow
-from flatout.measure.steps.evidence import Fact
+from flatout.json_io import Result, Stored
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PHASES = ("data", "forward", "backward", "optimizer", "logging")
+"""The phases of a step."""
 COLUMNS = 80
-LETTERS = dict(zip(PHASES, "dFBOl", strict=True))
-"""How the timeline draws each phase."""
-IDLE = "."
 MAX_NAME = 36
-LABEL = 8
-"""Width of the names of the lanes."""
 
 
-class Segment(Fact):
-    """A part of the timeline of one step."""
+class ProfileRoof(Stored):
+    """What this device can do at most."""
 
-    lane: str
-    """host or device."""
-    phase: str
-    """data, forward, backward, optimizer or logging."""
+    peak_tflops: float | None = None
+    """Rate of matrix products in the run's arithmetic."""
+    peak_source: str | None = None
+    """Where that comes from: a data sheet or a measurement here."""
+    gb_per_s: float | None = None
+    """Memory bandwidth."""
+    bandwidth_source: str | None = None
+    """Where that comes from."""
+
+
+class TableRow(Stored):
+    """The kernels of one class in an average step."""
+
+    kind: str
+    """The class: matmul, attention, normalisation, ..."""
+    seconds: float
+    """Their own time."""
+    share: float
+    """Share of the time of all classes."""
+    calls: float
+    """How many there are."""
+    tflops: float | None
+    """Achieved 10^12 operations per second; null: unknown."""
+    of_peak: float | None
+    """The same as a share of the roof; null: unknown."""
+    gb_per_s: float | None
+    """Achieved 10^9 bytes per second, at least; null: unknown."""
+    of_bandwidth: float | None
+    """The same as a share of the roof; null: unknown."""
+    slowest: str
+    """The name that takes the most time."""
+
+
+class Gap(Stored):
+    """A time at which the device waits for the host."""
+
     start_s: float
     """From the start of the step."""
     seconds: float
-    """Duration."""
+    phase: str | None
+    """What the host did: data, forward, ..."""
+    host_op: str | None
+    """The host's outermost operation then; null: Python."""
 
 
-class Timeline(Fact):
-    """One profiled step: the one whose duration is the median."""
+class MemoryPeak(Stored):
+    """The moment of the profiled steps with the most memory in tensors."""
 
-    step: int
-    """Its number in the run."""
-    seconds: float
-    """Its duration under the profiler."""
-    segments: tuple[Segment, ...]
-    """What host and device do; the device idles in between."""
-    gaps: tuple[Gap, ...] | None
-    """The longest times at which the device idles; null without a GPU."""
-    device_idle: float | None
-    """Share of the step at which the device idles; null without a GPU."""
-    memory: tuple[tuple[float, float], ...]
-    """(seconds from the start of the step, GiB)."""
+    gib: float
+    """All tensors of the training device."""
+    parts_gib: Mapping[str, float]
+    """By category: weights, gradients, optimizer, activations, inputs, temporary, other."""
+    phase: str | None
+    """The phase of the step."""
+    step: int | None
+    """The step."""
+    share_of_step: float | None
+    """How much of that step's time had passed, from 0 to 1."""
+    reserved_gib: float | None
+    """The most that the GPU's allocator held; null on a CPU."""
 
 
-class Profile(Fact):
-    """A profile, as written to profile.json."""
+class Profile(Result):
+    """Where the time and the memory of the profiled steps went."""
 
     format_version: int = FORMAT_VERSION
     """Version of the format."""
+    path: str
+    """The directory with trace.json.gz, profile.json and profile.txt."""
+    trace: str | None
+    """The trace: open it at https://ui.perfetto.dev. null: the profiler could not be used."""
+    snapshot: str | None
+    """torch's memory snapshot, for https://pytorch.org/memory_viz; null on a CPU."""
     recipe: str
     """Its name."""
     device: str
@@ -69,44 +105,92 @@ class Profile(Fact):
     """The first profiled step."""
     steps: int
     """Profiled steps."""
-    step_s: float | None
-    """Seconds of an average step without the profiler; null: not measured."""
-    profiled_step_s: float
-    """Seconds of an average step under the profiler."""
-    phases_s: Mapping[str, float] | None
-    """Seconds of the host by phase in an average step without the profiler."""
-    table: tuple[TableRow, ...] | None
+    step_ms: float | None
+    """An average step without the profiler; null: not measured."""
+    profiled_step_ms: float
+    """An average step under the profiler."""
+    phases_ms: Mapping[str, float] | None
+    """The host's time by phase in an average step without the profiler; null: not measured."""
+    table: tuple[TableRow, ...] | None = None
     """Kernels by class; null: the profiler could not see them."""
-    outside_s: float | None
-    """Seconds of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
+    outside_ms: float | None = None
+    """Time of an average profiled step outside of kernels: a GPU idles, a CPU runs Python."""
     roof: ProfileRoof
-    """What the device can do at most."""
-    timeline: Timeline | None
-    """One step; null without a profiler."""
-    memory: MemoryPeak | None
-    """The peak; null: not measured."""
-    has_snapshot: bool
-    """Whether torch's memory snapshot was written."""
+    """What this device can do at most, and the source of each figure."""
+    gaps: tuple[Gap, ...] | None = None
+    """The longest times of one step at which the device idles; null without a GPU."""
+    device_idle: float | None = None
+    """Share of that step at which the device idles; null without a GPU."""
+    memory: MemoryPeak | None = None
+    """The peak and its parts by category; null: not measured."""
     notes: tuple[str, ...]
     """What could not be measured, and why."""
 
+    def summary(self) -> str:
+        """Return the profile as text, and the paths of the files."""
+        files = [self.trace, self.snapshot, "profile.json", "profile.txt"]
+        names = ", ".join(Path(one).name for one in files if one)
+        hint = "\nOpen the trace at https://ui.perfetto.dev" if self.trace else ""
+        return f"{self.text()}\n\n{self.path}/  {names}{hint}"
 
-def text_of(profile: Profile) -> str:
-    """Return the whole profile as text in 80 columns."""
-    parts = [_steps(profile)]
-    if profile.timeline is not None:
-        parts.append(_timeline(profile.timeline))
-    if profile.table is not None:
-        parts.append(_table(profile.table, profile))
-    if profile.memory is not None:
-        parts.append(_memory(profile.memory))
-    if profile.notes:
-        parts.append("\n".join(profile.notes))
-    lines = "\n\n".join(parts).splitlines()
-    wrapper = TextWrapper(
-        COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(wrapper.fill(line) if len(line) > COLUMNS else line for line in lines)
+    def text(self) -> str:
+        """Return the whole profile as text in 80 columns."""
+        parts = [self._steps()]
+        if self.device_idle is not None:
+            idle = [f"The device idles {self.device_idle:.0%} of a step."]
+            parts.append("\n".join([*idle, *map(_gap, self.gaps or ())]))
+        if self.table is not None:
+            parts.append(self._table(self.table))
+        if self.memory is not None:
+            parts.append(_memory(self.memory))
+        if self.notes:
+            parts.append("\n".join(self.notes))
+        lines = "\n\n".join(parts).splitlines()
+        wrapper = TextWrapper(
+            COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(wrapper.fill(line) if len(line) > COLUMNS else line for line in lines)
+
+    def _steps(self) -> str:
+        last = self.first_step + self.steps - 1
+        numbers = f"step {last}" if self.steps == 1 else f"steps {self.first_step} to {last}"
+        slow = f"{_ms(self.profiled_step_ms)} under the profiler"
+        lines = [
+            f"{self.recipe} on {self.device}, {self.arithmetic}, {numbers}",
+            f"{_ms(self.step_ms)} per step, {slow}" if self.step_ms else f"{slow} per step",
+        ]
+        if self.phases_ms and self.step_ms:
+            shares = {name: self.phases_ms.get(name) for name in PHASES}
+            known = [f"{name} {ms / self.step_ms:.0%}" for name, ms in shares.items() if ms]
+            lines.append("Host: " + ", ".join(known))
+        return "\n".join(lines)
+
+    def _table(self, rows: tuple[TableRow, ...]) -> str:
+        roof = self.roof
+        lines = ["class           ms/step  share   calls   TFLOP/s  of peak     GB/s  of peak"]
+        lines += [
+            f"{row.kind:<14}{1e3 * row.seconds:>9.3g}{row.share:>7.0%}{row.calls:>8,.0f}"
+            f"{_figure(row.tflops):>10}{_percent(row.of_peak):>9}"
+            f"{_figure(row.gb_per_s):>9}{_percent(row.of_bandwidth):>9}"
+            for row in rows
+        ]
+        if self.outside_ms is not None:
+            where = "the device idles" if self.device != "cpu" else "Python and autograd"
+            share = self.outside_ms / self.profiled_step_ms
+            lines.append(f"outside of them {_ms(self.outside_ms)} per step, {share:.0%}: {where}")
+        lines.append(
+            f"peak: {roof.peak_tflops:.3g} TFLOP/s ({roof.peak_source})"
+            if roof.peak_tflops is not None
+            else "peak of matrix products: unknown"
+        )
+        lines.append(
+            f"      {roof.gb_per_s:.3g} GB/s ({roof.bandwidth_source})"
+            if roof.gb_per_s is not None
+            else "memory bandwidth: unknown"
+        )
+        if any((row.of_bandwidth or 0.0) > 1.0 for row in rows):
+            lines.append("      more than 100%: the data came from caches")
+        return "\n".join(lines)
 
 
 def clipped(name: str) -> str:
@@ -114,108 +198,10 @@ def clipped(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 3]}..."
 
 
-def _steps(profile: Profile) -> str:
-    last = profile.first_step + profile.steps - 1
-    numbers = f"step {last}" if profile.steps == 1 else f"steps {profile.first_step} to {last}"
-    lines = [f"{profile.recipe} on {profile.device}, {profile.arithmetic}, {numbers}"]
-    slow = f"{_ms(profile.profiled_step_s)} under the profiler"
-    lines.append(
-        f"{_ms(profile.step_s)} per step, {slow}" if profile.step_s else f"{slow} per step"
-    )
-    if profile.phases_s and profile.step_s:
-        shares = [
-            f"{name} {profile.phases_s[name] / profile.step_s:.0%}"
-            for name in PHASES
-            if name in profile.phases_s
-        ]
-        lines.append("Host: " + ", ".join(shares))
-    return "\n".join(lines)
-
-
-def _timeline(timeline: Timeline) -> str:
-    """Return host, device and memory of one step above each other."""
-    width = COLUMNS - LABEL
-    lanes = [
-        (name, _lane([one for one in timeline.segments if one.lane == name], timeline, width))
-        for name in dict.fromkeys(one.lane for one in timeline.segments)
-    ]
-    if timeline.memory:
-        lanes.append(("memory", _digits(timeline, width)))
-    scale = f"{'0 ms':<{width // 2}}{_ms(timeline.seconds):>{width - width // 2}}"
-    legend = [f"{letter} {name}" for name, letter in LETTERS.items()]
-    known = [name for name, _ in lanes]
-    legend += [f"{IDLE} idle"] if "device" in known else []
-    legend += ["0-9 share of peak"] if "memory" in known else []
-    lines = [f"Step {timeline.step}", f"{'':<{LABEL}}{scale}"]
-    lines += [f"{name:<{LABEL}}{drawn}" for name, drawn in lanes]
-    lines.append(", ".join(legend))
-    if timeline.device_idle is not None:
-        lines.append(f"The device idles {timeline.device_idle:.0%} of the step.")
-    lines += [_gap(gap) for gap in timeline.gaps or ()]
-    return "\n".join(lines)
-
-
-def _lane(segments: Sequence[Segment], timeline: Timeline, width: int) -> str:
-    """Return one character per slice of the step: the phase with the most time in it."""
-    slice_s = timeline.seconds / width or 1.0
-    drawn = []
-    for column in range(width):
-        start_s, end_s = column * slice_s, (column + 1) * slice_s
-        inside = dict.fromkeys(PHASES, 0.0)
-        for one in segments:
-            inside[one.phase] += max(
-                min(one.start_s + one.seconds, end_s) - max(one.start_s, start_s), 0.0
-            )
-        name, seconds = max(inside.items(), key=lambda phase: phase[1])
-        drawn.append(LETTERS[name] if seconds > slice_s - sum(inside.values()) else IDLE)
-    return "".join(drawn)
-
-
-def _digits(timeline: Timeline, width: int) -> str:
-    """Return the most memory in each slice of the step, in tenths of the peak."""
-    peak = max(gib for _, gib in timeline.memory) or 1.0
-    slice_s = timeline.seconds / width or 1.0
-    drawn, at, now = [], 0, timeline.memory[0][1]
-    for column in range(width):
-        most = now
-        while at < len(timeline.memory) and timeline.memory[at][0] <= (column + 1) * slice_s:
-            now = timeline.memory[at][1]
-            most = max(most, now)
-            at += 1
-        drawn.append(str(min(int(10 * most / peak), 9)))
-    return "".join(drawn)
-
-
 def _gap(gap: Gap) -> str:
     doing = f"the host is in {clipped(gap.host_op)}" if gap.host_op else "the host runs Python"
     phase = f" ({gap.phase})" if gap.phase else ""
-    return f"  {_ms(gap.seconds)} idle at {_ms(gap.start_s)}: {doing}{phase}"
-
-
-def _table(rows: Sequence[TableRow], profile: Profile) -> str:
-    roof = profile.roof
-    lines = ["class           ms/step  share   calls   TFLOP/s  of peak     GB/s  of peak"]
-    lines += [
-        f"{row.kind:<14}{1e3 * row.seconds:>9.3g}{row.share:>7.0%}{row.calls:>8,.0f}"
-        f"{_figure(row.tflops):>10}{_percent(row.of_peak):>9}"
-        f"{_figure(row.gb_per_s):>9}{_percent(row.of_bandwidth):>9}"
-        for row in rows
-    ]
-    if profile.outside_s is not None:
-        where = "the device idles" if profile.device != "cpu" else "Python and autograd"
-        share = profile.outside_s / profile.profiled_step_s
-        lines.append(f"outside of them {_ms(profile.outside_s)} per step, {share:.0%}: {where}")
-    if roof.peak_tflops is not None:
-        lines.append(f"peak: {roof.peak_tflops:.3g} TFLOP/s ({roof.peak_source})")
-    else:
-        lines.append("peak of matrix products: unknown")
-    if roof.gb_per_s is not None:
-        lines.append(f"      {roof.gb_per_s:.3g} GB/s ({roof.bandwidth_source})")
-    else:
-        lines.append("memory bandwidth: unknown")
-    if any((row.of_bandwidth or 0.0) > 1.0 for row in rows):
-        lines.append("      more than 100%: the data came from caches")
-    return "\n".join(lines)
+    return f"  {_ms(1e3 * gap.seconds)} idle at {_ms(1e3 * gap.start_s)}: {doing}{phase}"
 
 
 def _memory(peak: MemoryPeak) -> str:
@@ -237,8 +223,8 @@ def _size(gib: float) -> str:
     return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.0f} ms" if seconds >= 0.0995 else f"{1e3 * seconds:.3g} ms"
+def _ms(ms: float) -> str:
+    return f"{ms:,.0f} ms" if ms >= 99.5 else f"{ms:.3g} ms"
 
 
 def _figure(value: float | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from flatout.measure.profile.events import Range
-from flatout.measure.steps.evidence import Fact
+from flatout.measure.profile.report import Gap, ProfileRoof, TableRow
 from flatout.measure.steps.kernels import KINDS
 from flatout.measure.steps.trace import Op
 
@@ -17,42 +17,6 @@ SEPARATE = frozenset({"communication", "copy"})
 """Classes that keep their own row within the optimizer's step."""
 NOT_WORK = ("autograd::", "torch::autograd::")
 """Start of the names of operations that only call others."""
-
-
-class ProfileRoof(Fact):
-    """What this device can do at most."""
-
-    peak_tflops: float | None = None
-    """Rate of matrix products in the run's arithmetic."""
-    peak_source: str | None = None
-    """Where that comes from: a data sheet or a measurement here."""
-    gb_per_s: float | None = None
-    """Memory bandwidth."""
-    bandwidth_source: str | None = None
-    """Where that comes from."""
-
-
-class TableRow(Fact):
-    """The kernels of one class in an average step."""
-
-    kind: str
-    """The class: matmul, attention, normalisation, ..."""
-    seconds: float
-    """Their own time."""
-    share: float
-    """Share of the time of all classes."""
-    calls: float
-    """How many there are."""
-    tflops: float | None
-    """Achieved 10^12 operations per second; null: unknown."""
-    of_peak: float | None
-    """The same as a share of the roof; null: unknown."""
-    gb_per_s: float | None
-    """Achieved 10^9 bytes per second, at least; null: unknown."""
-    of_bandwidth: float | None
-    """The same as a share of the roof; null: unknown."""
-    slowest: str
-    """The name that takes the most time."""
 
 
 def class_of(op: Op) -> str:
@@ -116,18 +80,6 @@ def _rate(amounts: list[tuple[float, int | None]]) -> float | None:
 
 def _ratio(value: float | None, roof: float | None) -> float | None:
     return None if value is None or not roof else value / roof
-
-
-class Gap(Fact):
-    """A time at which the device waits for the host."""
-
-    start_s: float
-    """From the start of the step."""
-    seconds: float
-    phase: str | None
-    """What the host did: data, forward, ..."""
-    host_op: str | None
-    """The host's outermost operation then; null: Python."""
 
 
 def gaps_of(

@@ -14,21 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from flatout.config.schema import RunConfig
 from flatout.hardware import Machine
+from flatout.json_io import Stored
 
 
-class Fact(BaseModel):
-    """Base class of all evidence: frozen, no unknown fields, written and read as JSON."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
-
-
-class CallSite(Fact):
+class CallSite(Stored):
     """A line of the user's own code, and what it costs."""
 
     file: str
@@ -47,7 +40,7 @@ class CallSite(Fact):
         return f"{self.file}:{self.line}" + (f": {self.text}" if self.text else "")
 
 
-class Phases(Fact):
+class Phases(Stored):
     """Seconds of an average step by phase; None where it was not measured.
 
     Each moment of a step counts once, so the phases add up to at most `Evidence.step_s`. On a GPU,
@@ -89,7 +82,7 @@ class Phases(Fact):
         }
 
 
-class Counts(Fact):
+class Counts(Stored):
     """How often things happen in an average step, and what they take; None: not measured."""
 
     ops: float | None = None
@@ -126,7 +119,7 @@ class Counts(Fact):
     """Breaks found while compiling; not divided by steps."""
 
 
-class KernelShare(Fact):
+class KernelShare(Stored):
     """The operations of one class in an average step."""
 
     kind: str
@@ -142,7 +135,7 @@ class KernelShare(Fact):
     """Achieved 10^9 bytes per second; None: unknown."""
 
 
-class MemoryFacts(Fact):
+class MemoryFacts(Stored):
     """Memory of the training device, in GiB; of the machine on a CPU."""
 
     total_gib: float | None = None
@@ -161,7 +154,7 @@ class MemoryFacts(Fact):
     """Most rows per micro-batch that fit by the estimate; 0 when not even one does."""
 
 
-class HostFacts(Fact):
+class HostFacts(Stored):
     """The machine and the environment of the process."""
 
     cores: int | None = None
@@ -190,7 +183,7 @@ class HostFacts(Fact):
     """What the run's checkpoints need there."""
 
 
-class GpuFacts(Fact):
+class GpuFacts(Stored):
     """What the driver reports of the training GPU, during the steps where possible."""
 
     name: str | None = None
@@ -213,7 +206,7 @@ class GpuFacts(Fact):
     """Whether it multiplies bfloat16."""
 
 
-class DataFacts(Fact):
+class DataFacts(Stored):
     """The data of the run, and how reading it uses the machine."""
 
     train_tokens: int | None = None
@@ -236,7 +229,7 @@ class DataFacts(Fact):
     """What to do about it."""
 
 
-class Roof(Fact):
+class Roof(Stored):
     """The distance to what this device can do at most."""
 
     peak_tflops: float | None = None
@@ -255,7 +248,7 @@ class Roof(Fact):
     """How that was estimated."""
 
 
-class Failure(Fact):
+class Failure(Stored):
     """How the run ended when it could not be measured."""
 
     kind: Literal[
@@ -279,7 +272,7 @@ class Failure(Fact):
     """The line at which it happened, or at which a run hangs."""
 
 
-class Evidence(Fact):
+class Evidence(Stored):
     """Everything that findings may look at; what is not known is None."""
 
     # NaN and infinity pass between processes; a loss may be either

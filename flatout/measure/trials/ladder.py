@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from flatout.assembly.parts import Decision
 from flatout.assembly.recipe import Promise, Speedup
-from flatout.assembly.selection import known_speedups, parse_request
+from flatout.assembly.selection import Decision, all_speedups, parse_request
 from flatout.config.schema import RunConfig
 from flatout.registry import SPEEDUPS
 
@@ -70,7 +69,7 @@ def make_ladder(
     A speedup that is off is added to the full set if `speedups` leaves the choice to auto and does
     not drop it. `additions` maps it to the resulting set, or to the reason why that is impossible.
     """
-    known = {speedup.name: speedup for speedup in known_speedups([d.name for d in decisions])}
+    known = {speedup.name: speedup for speedup in all_speedups([d.name for d in decisions])}
     full = in_order((d.name for d in decisions if d.on), known)
     rungs = [Rung(BASELINE, "baseline", (), None, None)]
     for count, name in enumerate(full, 1):

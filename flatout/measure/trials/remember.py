@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from flatout.assembly.parts import Decision, Gain
 from flatout.assembly.prediction import hardware_name, keep, past_run, speedups_on
+from flatout.assembly.selection import Decision, Gain
 from flatout.hardware import Machine
 from flatout.measure.trials.resolving import Resolved
 from flatout.measure.trials.results import Report, Row
@@ -45,13 +45,8 @@ def remember_rate(report: Report, resolved: Resolved, cache: Path) -> None:
     row = next((row for row in report.rows if _is_of(row, names) and row.tokens_per_s), None)
     if hardware is None or row is None or row.tokens_per_s is None:
         return
-    measured = past_run(
-        config,
-        resolved.decisions,
-        1,
-        by="bench",
-        tokens_per_s=row.tokens_per_s.median,
-    )
+    rate = row.tokens_per_s.median
+    measured = past_run(config, resolved.decisions, by="bench", tokens_per_s=rate)
     with suppress(OSError):  # a cache that cannot be written is left alone
         keep(hardware, cache, run=measured)
 

@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from flatout import errors
-from flatout.assembly.parts import Decision
-from flatout.assembly.prediction import gains_here
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.recipe import uses_gpu
 from flatout.assembly.resolve import resolve
-from flatout.assembly.selection import adding, assemble, parse_request, speedup_named
+from flatout.assembly.run import Run, build
+from flatout.assembly.selection import Decision, adding, parse_request, speedup_named
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import FlatoutError, RunFailed, UsageError
 from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import Stored
+from flatout.parallel.mesh import make_mesh
 from flatout.registry import SPEEDUPS
 
 PROGRAM = "from flatout.measure.trials.resolving import main; main()"
@@ -44,6 +44,17 @@ class Resolved:
     def speedups(self) -> list[str]:
         """The speedups that are on."""
         return [decision.name for decision in self.decisions if decision.on]
+
+    def build(self, config: RunConfig, folder: Path) -> Run:
+        """Return the run of this recipe with the settings of `config`."""
+        return build(
+            config,
+            machine=self.machine,
+            mesh=make_mesh(config.parallel, config.train.device),
+            dataset=self.dataset,
+            folder=folder,
+            decisions=self.decisions,
+        )
 
 
 class Choice(Stored):
@@ -73,8 +84,7 @@ def resolve_here(requested: RunConfig, cache: Path | None = None) -> Resolved:
 def _resolve(
     config: RunConfig, machine: Machine, dataset: AnyDataset, cache: Path | None
 ) -> Resolved:
-    gains = gains_here(machine, config.train.device, cache)
-    resolved = resolve(config, machine=machine, dataset=dataset, world_size=1, measured=gains)
+    resolved = resolve(config, machine=machine, dataset=dataset, world_size=1, cache=cache)
     return Resolved(*resolved, machine, dataset)
 
 
@@ -112,11 +122,9 @@ def adding_one(
             )
     named = stated.with_values({"speedups": adding(requested.speedups, wanted)})
     try:
-        found = _resolve(named, resolved.machine, resolved.dataset, cache)
-        assemble(found.decisions)
+        return _resolve(named, resolved.machine, resolved.dataset, cache).speedups
     except UsageError as error:
         return f"cannot be added, because: {error.what}"
-    return found.speedups
 
 
 def with_needs(name: str) -> list[str]:

@@ -7,13 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.assembly.run import Run, build
+from flatout.assembly.run import Run
 from flatout.config.schema import validate
 from flatout.hardware import fingerprint
 from flatout.measure.trials.pace import Pace
 from flatout.measure.trials.resolving import resolve_here
 from flatout.measure.trials.spec import Rehearsal, TrialResult, TrialSpec
-from flatout.parallel.mesh import make_mesh
 from flatout.training.evaluation import batch_shapes, score
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log, require_finite
@@ -50,15 +49,7 @@ def measure(spec: TrialSpec) -> TrialResult:
     config = resolved.config.with_values(
         {"train.steps": max(resolved.config.train.steps or 0, MIN_RUN_STEPS)}
     )
-    mesh = make_mesh(config.parallel, config.train.device)
-    run = build(
-        config,
-        machine=resolved.machine,
-        mesh=mesh,
-        dataset=resolved.dataset,
-        folder=Path(spec.folder),
-        decisions=resolved.decisions,
-    )
+    run = resolved.build(config, Path(spec.folder))
     try:
         with explained(run):
             return timed(run, spec, start_s)

@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from flatout.assembly.parts import Decision, Gain
-from flatout.assembly.selection import assemble
+from flatout.assembly.selection import Gain, assemble
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.files import write_text
@@ -194,7 +193,7 @@ def tuned_config(requested: RunConfig, resolved: Resolved, best: Setting) -> Run
     batch.accumulate stays open: it follows from the tokens per step and the number of processes.
     """
     tokens_per_step = resolved.config.batch.tokens_per_step or 0
-    recipe = assemble(Decision(name, True, "") for name in best.in_order())
+    recipe = assemble(best.in_order())
     return resolved.config.with_values(
         best.values(tokens_per_step)
         | {

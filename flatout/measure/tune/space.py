@@ -12,11 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from flatout.assembly.memory import estimate
-from flatout.assembly.parts import USED_MEMORY, Decision
+from flatout.assembly.memory import USED_MEMORY, estimate
 from flatout.assembly.prediction import GIB
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import all_speedups, assemble, parse_request, speedup_named
+from flatout.assembly.selection import (
+    Decision,
+    all_speedups,
+    assemble,
+    parse_request,
+    speedup_named,
+)
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
 from flatout.measure.trials.ladder import reason_to_leave
@@ -334,7 +339,7 @@ def memory_obstacle(resolved: Resolved) -> Callable[[Setting], str | None]:
     @cache
     def obstacle(setting: Setting) -> str | None:
         try:
-            recipe = assemble(Decision(name, True, "") for name in setting.in_order())
+            recipe = assemble(setting.in_order())
         except ConfigError as error:
             return error.what
         workload = workload_of(config, recipe)

@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 
 from flatout.assembly.memory import smallest_machine
-from flatout.assembly.parts import Decision
 from flatout.assembly.resolve import workload_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
@@ -147,7 +146,7 @@ def require_figures(search: Search, ended_by: int | None) -> None:
 
 def smaller(race: Race) -> str:
     """Return the fix for a recipe of which not even one row fits."""
-    recipe = assemble(Decision(name, True, "") for name in race.start.in_order())
+    recipe = assemble(race.start.in_order())
     machine = smallest_machine(workload_of(race.resolved.config, recipe))
     larger = f", or use a larger machine, such as {machine} (`flatout plan` compares)"
     return f"Shorten data.seq_len or choose a smaller model{larger if machine else ''}."

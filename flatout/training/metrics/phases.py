@@ -1,11 +1,10 @@
 """Times the phases of steps on the host, without counting any moment twice. No torch.
 
     timer = PhaseTimer()
-    with timer.step():
-        with timer.phase("data_wait"):
-            batch = next(batches)
-        with timer.phase("compute"):
-            ...
+    with timer.phase("data_wait"):
+        batch = next(batches)
+    with timer.phase("compute"):
+        ...
 
 Phases may nest: the inner one's time does not count for the outer one. With `collecting_gc`, runs
 of Python's garbage collector are a phase of their own wherever they happen. A phase costs about a
@@ -37,8 +36,6 @@ class PhaseTimer:
         """Seconds by phase, in all steps so far."""
         self.calls: Counter[str] = Counter()
         """How often each phase was entered."""
-        self.step_times_s: list[float] = []
-        """Seconds of each step, from its start to the start of the next."""
         self.full_collections = 0
         """Runs of the garbage collector over its oldest generation."""
         self.thread = threading.get_ident()
@@ -46,7 +43,6 @@ class PhaseTimer:
         self._clock = clock
         self._stack: list[str] = []
         self._since_s = clock()
-        self._step_start_s: float | None = None
 
     @property
     def current(self) -> str | None:
@@ -84,32 +80,12 @@ class PhaseTimer:
         finally:
             self.leave()
 
-    def start_step(self) -> None:
-        """Mark the start of a step, which ends the one before."""
-        now_s = self._clock()
-        if self._step_start_s is not None:
-            self.step_times_s.append(now_s - self._step_start_s)
-        self._step_start_s = now_s
-
-    def end_steps(self) -> None:
-        """End the current step without starting another."""
-        if self._step_start_s is not None:
-            self.step_times_s.append(self._clock() - self._step_start_s)
-        self._step_start_s = None
-
     def reset(self) -> None:
         """Forget everything so far; a running phase starts anew."""
         self.seconds.clear()
         self.calls.clear()
-        self.step_times_s.clear()
         self.full_collections = 0
         self._since_s = self._clock()
-        self._step_start_s = None
-
-    def per_step(self) -> Mapping[str, float]:
-        """Return the seconds of each phase in an average step; {} before the first step ends."""
-        steps = len(self.step_times_s)
-        return {name: value / steps for name, value in self.seconds.items()} if steps else {}
 
     @contextmanager
     def collecting_gc(self) -> Iterator[None]:

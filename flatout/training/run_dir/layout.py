@@ -167,7 +167,7 @@ def keys_that_may_change() -> str:
 
 
 def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None = None) -> None:
-    """Store the resolved configuration and the requested one, and trust the code that they name.
+    """Store the resolved configuration and the requested one, whose code is trusted from now on.
 
     Raises: CheckpointError when the directory of its checkpoints belongs to another run.
     """
@@ -176,7 +176,8 @@ def write_config(folder: Path, config: RunConfig, *, requested: RunConfig | None
     if requested is not None:
         write_sealed_at_top(folder / REQUESTED, _yaml(requested))
     write_sealed(folder / CONFIG, _yaml(config))
-    trust.remember(folder, config.references())
+    if requested is not None:
+        trust.remember(folder, requested.references())
 
 
 def replace_config(folder: Path, config: RunConfig, *, requested: RunConfig) -> None:

@@ -10,13 +10,13 @@ STEPS = tuple(Range("step", 10.0 * n, 10.0 * n + 10) for n in range(2))
 BOUNDS = (0.0, 1.0, 4.0, 8.0, 9.0, 10.0)
 
 
-def recording():
+def recording(allocations=()):
     phases = tuple(
         Range(name, 10.0 * step + BOUNDS[at], 10.0 * step + BOUNDS[at + 1])
         for step in range(2)
         for at, name in enumerate(PHASES)
     )
-    return Recording(Trace((), (), 2, 20.0), phases, STEPS, (), (), 0.0)
+    return Recording(Trace((), (), 2, 20.0), phases, STEPS, tuple(allocations), (), 0.0)
 
 
 def moves(*changes):
@@ -25,8 +25,8 @@ def moves(*changes):
 
 def at_peak(changes, **named):
     known = {"before": {"weights": {1: 1000}}, "after": {}} | named
-    found = recording()
-    moments = timeline(found, moves(*changes), Named(**known))
+    found = recording(moves(*changes))
+    moments = timeline(found, Named(**known), on_cpu=True)
     return max(moments, key=lambda moment: moment.total).bytes, peak_of(moments, found, 7)
 
 
@@ -70,8 +70,7 @@ def test_optimizer_states_that_appear_have_their_name_at_the_end():
 
 
 def test_memory_from_before_without_a_name_is_other():
-    found = recording()
     allocated = [Allocation(2.0, 7, 50, 5050, 9000), Allocation(6.0, 99, -400, 4650, 9000)]
-    moments = timeline(found, allocated, Named({"weights": {1: 1000}}, {}))
+    moments = timeline(recording(allocated), Named({"weights": {1: 1000}}, {}), on_cpu=True)
     assert moments[0].bytes == {"weights": 1000, "other": 4000}
     assert moments[-1].bytes["other"] == 3600

@@ -1,4 +1,4 @@
-"""From a trace file to figures: a made-up GPU, its two lanes, and what happens without kernels."""
+"""From a trace file to figures: a made-up GPU, and what happens without kernels."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from chrome_trace import US, document
 
 from flatout.errors import RunFailed
 from flatout.measure.profile.events import read_events
-from flatout.measure.profile.memory import Moment
-from flatout.measure.profile.report import Profile, text_of
-from flatout.measure.profile.results import (
+from flatout.measure.profile.memory import Moment, Named, timeline
+from flatout.measure.profile.profile import (
     NOT_PERMITTED,
-    figures_of,
-    memory_of,
     thinned,
     trace_document,
+    with_trace,
     write_trace,
 )
-from flatout.measure.profile.run import Named
-from flatout.measure.profile.table import ProfileRoof
+from flatout.measure.profile.report import Profile, ProfileRoof
 
 BEFORE = Profile(
     recipe="made-up",
@@ -31,15 +28,13 @@ BEFORE = Profile(
     environment={},
     first_step=7,
     steps=2,
-    step_s=90 * US,
-    profiled_step_s=100 * US,
-    phases_s=None,
-    table=None,
-    outside_s=None,
+    path="profile",
+    trace="profile/trace.json.gz",
+    snapshot=None,
+    step_ms=90e3 * US,
+    profiled_step_ms=100e3 * US,
+    phases_ms=None,
     roof=ProfileRoof(),
-    timeline=None,
-    memory=None,
-    has_snapshot=False,
     notes=(),
 )
 
@@ -47,25 +42,18 @@ BEFORE = Profile(
 def figures(made, profile=BEFORE):
     recording = read_events(made, wall_s=1.0)
     named = Named({"weights": {1: 4000}}, {})
-    moments = memory_of(recording, named, profile.device)
-    return recording, moments, profile.model_copy(update=figures_of(profile, recording, moments))
+    moments = timeline(recording, named, on_cpu=profile.device == "cpu")
+    return recording, moments, with_trace(profile, recording, moments)
 
 
-def test_a_gpu_has_two_lanes_with_gaps_and_its_own_memory():
+def test_a_gpu_has_gaps_and_its_own_memory():
     _, _, found = figures(document())
-    assert found.timeline.step in {7, 8}
-    lanes = {
-        lane: [one.phase for one in found.timeline.segments if one.lane == lane]
-        for lane in ("host", "device")
-    }
-    assert lanes["host"] == ["data", "forward", "backward", "optimizer", "logging"]
-    assert lanes["device"] == ["forward", "backward", "optimizer"]
-    assert found.timeline.device_idle == pytest.approx(0.63)
-    assert found.outside_s == pytest.approx(63 * US)
+    assert found.device_idle == pytest.approx(0.63)
+    assert found.outside_ms == pytest.approx(63e3 * US)
     assert found.memory.parts_gib.keys() == {"other", "weights", "activations"}
     assert found.memory.reserved_gib == 4096 / 2**30
     assert found.notes == ()
-    assert "The device idles 63% of the step." in text_of(found)
+    assert "The device idles 63% of a step." in found.text()
 
 
 def test_without_kernels_the_rest_remains_and_a_note_says_why():
@@ -74,12 +62,11 @@ def test_without_kernels_the_rest_remains_and_a_note_says_why():
         one for one in made["traceEvents"] if one.get("cat") not in {"kernel", "gpu_memcpy"}
     ]
     _, _, found = figures(made)
-    assert found.table is found.outside_s is None
+    assert found.table is found.outside_ms is None
     assert found.notes == (NOT_PERMITTED,)
-    assert {one.lane for one in found.timeline.segments} == {"host"}
-    assert found.timeline.device_idle is found.timeline.gaps is None
+    assert found.device_idle is found.gaps is None
     assert found.memory.gib > 0
-    assert "--cap-add=SYS_ADMIN" in text_of(found)
+    assert "--cap-add=SYS_ADMIN" in found.text()
 
 
 def test_the_trace_gets_counters_of_memory_in_its_own_time(tmp_path):

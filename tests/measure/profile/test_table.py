@@ -6,7 +6,8 @@ import pytest
 from chrome_trace import US, document
 
 from flatout.measure.profile.events import read_events
-from flatout.measure.profile.table import ProfileRoof, class_of, gaps_of, table_of, work_of
+from flatout.measure.profile.report import ProfileRoof
+from flatout.measure.profile.table import class_of, gaps_of, table_of, work_of
 
 ROOF = ProfileRoof(peak_tflops=1.0, gb_per_s=100.0)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from flatout.assembly.parts import Decision
-from flatout.assembly.prediction import predict_time, read, runs_here
+from flatout.assembly.prediction import past_run, predict_time, read, runs_here
+from flatout.assembly.selection import Decision
 from flatout.hardware import Gpu, Machine
 from flatout.measure.trials.remember import gains, remember, remember_rate
 
@@ -79,7 +79,11 @@ def test_the_rate_of_the_full_set_predicts_the_next_run(sample_report, tmp_path,
     (run,) = runs_here(MACHINE, "cpu", tmp_path)
     assert (run.by, run.tokens_per_s) == ("bench", full.tokens_per_s.median)
     found = predict_time(
-        resolved.config, resolved.decisions, flops_per_token=1e6, peak=None, runs=[run]
+        past_run(resolved.config, resolved.decisions),
+        resolved.config,
+        flops_per_token=1e6,
+        peak=None,
+        runs=[run],
     )
     assert found.tokens_per_s == full.tokens_per_s.median
     assert found.source == "1 measurement(s) of bench for this shape here"

@@ -52,19 +52,6 @@ def test_a_phase_ends_when_its_block_raises(timer, clock):
     assert timer.seconds["compute"] == 1
 
 
-def test_steps_are_averaged(timer, clock):
-    assert timer.per_step() == {}
-    for seconds in (1, 3):
-        timer.start_step()
-        with timer.phase("compute"):
-            clock.now_s += seconds
-    timer.end_steps()
-    clock.now_s += 50
-    timer.end_steps()
-    assert timer.step_times_s == [1, 3]
-    assert timer.per_step() == {"compute": 2}
-
-
 def test_reset_forgets_all_but_the_running_phase(timer, clock):
     with timer.phase("compute"):
         clock.now_s += 5
