@@ -391,7 +391,7 @@ UNRANKED = 10_000
 
 @dataclass(frozen=True)
 class Speedup:
-    """One speedup, defined in one file or directory of flatout/speedups."""
+    """One speedup, defined in one file of flatout/speedups."""
 
     name: str
     """The file's name, with hyphens for underscores."""

@@ -279,8 +279,9 @@ def _in_parallel(
     chunks = -(-tokens // size)
 
     def cut(tensor: Tensor) -> Tensor:
-        around = (*(0, 0) * (tensor.dim() - 2), 0, chunks * size - tokens)
-        return torch.unflatten(functional.pad(tensor, around), 1, (chunks, size))
+        if missing := chunks * size - tokens:
+            tensor = functional.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, missing))
+        return torch.unflatten(tensor, 1, (chunks, size))
 
     decay = _eigenvalues(log_decay.double(), angle.double(), torch.float64)
     decay_BNC2K = decay.expand(1, chunks, size, -1, -1) if decay.dim() == 2 else cut(decay)

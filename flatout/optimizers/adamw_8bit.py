@@ -109,9 +109,11 @@ class AdamW8bit(Optimizer):
                 state[f"{name}_scale"] = torch.zeros(p.numel() // BLOCK, device=device)
         flag = torch.zeros((), device=device) if skip is None else skip
         state["step"] += 1
-        moments = [state[key] for name in MOMENTS for key in (name, f"{name}_scale")]
-        tables = self._tables[device]
-        self._update(p.detach(), p.grad, moments, tables, state["step"], flag, *settings)
+        moments = [
+            (state[name], state[f"{name}_scale"], table)
+            for name, table in zip(MOMENTS, self._tables[device], strict=True)
+        ]
+        self._update(p.detach(), p.grad, moments, state["step"], flag, *settings)
         state["step"] -= flag
 
 
@@ -121,8 +123,7 @@ def _update_with(codec: ModuleType) -> Callable[..., None]:
     def update(
         weight: Tensor,
         gradient: Tensor,
-        moments: list[Tensor],
-        tables: list[Tensor],
+        moments: list[tuple[Tensor, Tensor, Tensor]],
         step: Tensor,
         skip: Tensor,
         rate: Tensor,
@@ -133,9 +134,9 @@ def _update_with(codec: ModuleType) -> Callable[..., None]:
     ) -> None:
         """Take a step of AdamW in place: weight, codes and scales; nothing where `skip` is 1."""
         stays = skip > 0
-        mean_codes, mean_scale, square_codes, square_scale = moments
-        mean = codec.dequant_with_qmap(mean_codes, tables[0], mean_scale)
-        square = codec.dequant_with_qmap(square_codes, tables[1], square_scale)
+        mean, square = [
+            codec.dequant_with_qmap(codes, table, scale) for codes, scale, table in moments
+        ]
         mean = mean.lerp(gradient, 1 - beta1)
         square = square.lerp(gradient.square(), 1 - beta2)
         root = square.sqrt() / (1 - beta2**step).sqrt() + eps
@@ -143,10 +144,7 @@ def _update_with(codec: ModuleType) -> Callable[..., None]:
         decayed = before - rate * weight_decay * before
         moved = decayed - rate * (mean / (1 - beta1**step)) / root
         weight.copy_(torch.where(stays, before, moved))
-        for codes, scale, table, moment in (
-            (mean_codes, mean_scale, tables[0], mean),
-            (square_codes, square_scale, tables[1], square),
-        ):
+        for (codes, scale, table), moment in zip(moments, (mean, square), strict=True):
             scaled, new_scale = codec.scale_tensor(moment, BLOCK)
             new_codes = codec.quantize_8bit_with_qmap(scaled, table)
             codes.copy_(torch.where(stays, codes, new_codes))

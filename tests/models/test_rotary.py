@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
+from op_variants import variants
 
 from flatout.models.transformer import Rotary, TransformerConfig, llama3
-from flatout.ops import heads, variants
+from flatout.ops import heads
 
 
 def tables(tokens=32, head_dim=8, **changes):

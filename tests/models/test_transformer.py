@@ -1,10 +1,11 @@
 import pytest
 import torch
+from op_variants import variants
 
 from flatout.errors import ConfigError, ShapeError
 from flatout.models import layers
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, cross_entropy, variants
+from flatout.ops import Ops, attention, cross_entropy
 from flatout.ops.heads import reference
 
 FAST = Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused)

@@ -1,7 +1,7 @@
 """Snapshots: the content of one checkpoint, taken from a run at one step, and how to write it.
 
 Writing does not read the run, so that training can continue meanwhile if the snapshot's tensors are
-copies (`staging.py`).
+copies (`host_copy.py`).
 """
 
 from __future__ import annotations
