@@ -65,17 +65,12 @@ def _unique_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False)
     seen: JsonObject = {}
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str):
+        is_text = isinstance(key, str)
+        if not is_text or key in seen:
             raise ConfigError(
                 f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is "
-                f"not text.",
-                fix="Put it in quotes, or name it.",
-            )
-        if key in seen:
-            raise ConfigError(
-                f"{node.start_mark.name}, line {key_node.start_mark.line + 1}: the key {key!r} is "
-                f"given twice.",
-                fix="Delete one of them.",
+                f"{'given twice' if is_text else 'not text'}.",
+                fix="Delete one of them." if is_text else "Put it in quotes, or name it.",
             )
         seen[key] = loader.construct_object(value_node, deep=True)
     return seen

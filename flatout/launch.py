@@ -141,7 +141,8 @@ def launch(command: Sequence[str], count: int, environment: Mapping[str, str], c
     ranks: list[subprocess.Popen[bytes]] = []
     with _signals_passed_on(ranks) as received:
         for start in range(1, MAX_STARTS + 1):
-            shared["MASTER_PORT"] = str(_free_port())
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                shared["MASTER_PORT"] = str(free.getsockname()[1])
             try:
                 for rank in range(count):
                     if received.numbers:
@@ -305,9 +306,3 @@ def _kill(process: subprocess.Popen[bytes]) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return is_running
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port

@@ -104,12 +104,8 @@ def _time(
         run, rate = found
         return f"about {duration(tokens / rate)}, at the {rate:,.0f} tokens/s of {run}"
     if machine.row is not None and "bf16" in machine.row.peak_tflops:
-        attention = (
-            6
-            * int(config.model.own()["num_layers"])
-            * int(config.model.own()["d_model"])
-            * config.data.seq_len
-        )
+        own = config.model.own()
+        attention = 6 * int(own["num_layers"]) * int(own["d_model"]) * config.data.seq_len
         flops_per_s = machine.row.peak_tflops["bf16"].value * 1e12 * ASSUMED_MFU
         seconds = tokens * (6 * parameters + attention) / flops_per_s
         return f"about {duration(seconds)} at {ASSUMED_MFU:.0%} of the peak of {machine.row.name}"

@@ -57,9 +57,8 @@ def references_in(document: Mapping[str, Any]) -> frozenset[str]:
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         words = value.split(",") if isinstance(value, str) else value
-        if not isinstance(words, list | tuple):
-            continue
-        found.update(str(word).strip().lstrip("+-") for word in words if ":" in str(word))
+        if isinstance(words, list | tuple):
+            found.update(str(word).strip().lstrip("+-") for word in words if ":" in str(word))
     return frozenset(found)
 
 
@@ -107,15 +106,17 @@ def remember(run_folder: Path, references: Set[str]) -> bool:
     try:
         path = _path(run_folder)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _is_private(path.parent.lstat(), stat.S_ISDIR):
-            return False
+        _require_private(path.parent.lstat(), stat.S_ISDIR)
         document = {
             "format_version": FORMAT_VERSION,
             "run": os.path.realpath(run_folder),
             "references": sorted(references | _read(run_folder)),
         }
         write_text(path, json.dumps(document, indent=1) + "\n", mode=0o600)
-    except (OSError, RuntimeError):  # the home directory is unknown or cannot be written
+    except (
+        OSError,
+        RuntimeError,
+    ):  # there is no home directory, or others may write it
         return False
     return True
 
@@ -140,13 +141,9 @@ def source_of(reference: str) -> Path | None:
         return None
     for entry in [*sys.path, ""]:
         base = Path(entry, *parts)
-        files = [
-            base / "__init__.py",
-            *(base.with_name(base.name + suffix) for suffix in all_suffixes()),
-        ]
-        for file in files:
-            if file.is_file():
-                return file
+        files = (base.with_name(base.name + suffix) for suffix in all_suffixes())
+        if file := next(filter(Path.is_file, [base / "__init__.py", *files]), None):
+            return file
     return None
 
 
@@ -162,19 +159,22 @@ def _read(run_folder: Path) -> Set[str]:
     """
     try:
         path = _path(run_folder)
-        if not _is_private(path.parent.lstat(), stat.S_ISDIR):
-            return frozenset()
+        _require_private(path.parent.lstat(), stat.S_ISDIR)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, encoding="utf-8") as file:
-            if not _is_private(os.fstat(descriptor), stat.S_ISREG):
-                return frozenset()
+            _require_private(os.fstat(descriptor), stat.S_ISREG)
             entry = json.loads(file.read(MOST_BYTES))
-        references = entry["references"] if entry["format_version"] == FORMAT_VERSION else ()
-        return frozenset(references) if isinstance(references, list) else frozenset()
+        known = entry["format_version"] == FORMAT_VERSION and isinstance(entry["references"], list)
+        return frozenset(map(str, entry["references"])) if known else frozenset()
     except (OSError, RuntimeError, ValueError, LookupError, TypeError):
         return frozenset()
 
 
-def _is_private(facts: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether a file or directory is of the right kind and only this user may write it."""
-    return is_kind(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+def _require_private(facts: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+    """Check that a file or directory is of the right kind and only this user may write it.
+
+    Raises: PermissionError.
+    """
+    is_own = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    if not (is_kind(facts.st_mode) and is_own):
+        raise PermissionError("others may write it")

@@ -96,6 +96,8 @@ def tools() -> tuple[Tool, ...]:
 
 @cache
 def _by_name(*groups: str) -> dict[str, Word]:
+    """Return the words of some groups by name, of all by default; an earlier group wins."""
+    groups = groups or ("keys", "left_out", "missing", "prepare")
     return {
         name: word for group in reversed(groups) for word in words(group) for name in word.names
     }
@@ -107,7 +109,7 @@ def word_for(key: str) -> Word | None:
     The key may be dotted. The whole of it is looked up first, then its last parts; at last its
     first parts, since a section without a counterpart has no keys with one.
     """
-    table = _by_name("keys", "left_out", "missing", "prepare")
+    table = _by_name()
     parts = _plain(key).split(".")
     for start in range(len(parts)):
         if found := table.get(".".join(parts[start:])):
@@ -118,7 +120,7 @@ def word_for(key: str) -> Word | None:
 
 def known_words() -> dict[str, Word]:
     """Return every word by each of its names, without those of a section."""
-    table = _by_name("keys", "left_out", "missing", "prepare")
+    table = _by_name()
     return {name: word for name, word in table.items() if "." not in name}
 
 

@@ -63,10 +63,7 @@ ModelName = Annotated[
 CheckpointName = Annotated[str, Option("best, last, or a step.")]
 TrustCode = Annotated[
     bool,
-    Option(
-        "Allow a run from elsewhere to import the code it names; the answer is remembered "
-        "(SECURITY.md)."
-    ),
+    Option("Allow a run from elsewhere to import the code it names, this once (SECURITY.md)."),
 ]
 Pattern = Annotated[
     str | None,

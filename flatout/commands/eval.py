@@ -170,8 +170,8 @@ RunOrExport = Annotated[
 TrustTheCode = Annotated[
     bool,
     Option(
-        "Allow a run from elsewhere to import the code it names, which is remembered (SECURITY.md),"
-        " or an export to import its own modeling file."
+        "Allow a run from elsewhere to import the code it names, or an export its own modeling "
+        "file, this once (SECURITY.md)."
     ),
 ]
 

@@ -284,7 +284,21 @@ class _Reading:
         for key, value in {**tool.implies, **self._implied}.items():
             if not _alternatives(key) & values.keys():
                 values[key] = value
-        self._drop_without_effect()
+        # keys that another key makes irrelevant
+        if tool.adapters and is_off(self._theirs.get(f"{THEIRS}{tool.adapters}")):
+            why = f"Without {tool.adapters}, there are no adapters."
+            self._drop(self._keys_of("lora"), Unneeded(why))
+        if "train.init_from" in values:
+            why = "The shape is that of the weights which train.init_from names."
+            self._drop(self._keys_of("model") - FREE_OF_WEIGHTS, Unneeded(why))
+        kind = values.get("schedule.kind", "wsd")
+        if kind == "constant":
+            self._drop(["schedule.min_lr"], Unneeded("The rate is constant."))
+        if kind != "wsd":
+            whole = values.get("schedule.decay") == 1
+            only_wsd = "Only schedule.kind=wsd keeps the rate before it falls."
+            late = Unneeded("The decay starts after the warm-up.") if whole else only_wsd
+            self._drop(["schedule.decay"], late)
         if {"model.num_eigenstates", "model.scales", "model.chunk_size"} & values.keys():
             values.setdefault("model.kind", "eigenstate")
         sizes = [
@@ -319,24 +333,6 @@ class _Reading:
 
     def _keys_of(self, section: str) -> set[str]:
         return {key for key in self._values if key.startswith(f"{section}.")}
-
-    def _drop_without_effect(self) -> None:
-        """Drop keys that another key makes irrelevant."""
-        values, tool = self._values, self._tool
-        if tool.adapters and is_off(self._theirs.get(f"{THEIRS}{tool.adapters}")):
-            why = f"Without {tool.adapters}, there are no adapters."
-            self._drop(self._keys_of("lora"), Unneeded(why))
-        if "train.init_from" in values:
-            why = "The shape is that of the weights which train.init_from names."
-            self._drop(self._keys_of("model") - FREE_OF_WEIGHTS, Unneeded(why))
-        kind = values.get("schedule.kind", "wsd")
-        if kind == "constant":
-            self._drop(["schedule.min_lr"], Unneeded("The rate is constant."))
-        if kind != "wsd":
-            whole = values.get("schedule.decay") == 1
-            only_wsd = "Only schedule.kind=wsd keeps the rate before it falls."
-            late = Unneeded("The decay starts after the warm-up.") if whole else only_wsd
-            self._drop(["schedule.decay"], late)
 
     def _drop(self, keys: Iterable[str], why: str) -> None:
         for key in keys:

@@ -76,9 +76,9 @@ DAMAGED = {
     "not UTF-8": b"\xff\xfe",
     "a list": "[]",
     "deep": "[" * 100_000,
-    "no references": '{"format_version": 1}',
-    "no list of references": '{"format_version": 1, "references": "runs.gift.weights:Model"}',
-    "numbers": '{"format_version": 1, "references": [1]}',
+    "no references": '{"format_version": 2}',
+    "no list of references": '{"format_version": 2, "references": "runs.gift.weights:Model"}',
+    "numbers": '{"format_version": 2, "references": [1]}',
     "a newer format": '{"format_version": 3, "references": ["runs.gift.weights:Model"]}',
 }
 
