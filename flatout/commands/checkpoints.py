@@ -9,10 +9,11 @@ from typing import Annotated, Literal
 
 from flatout.commands import Command, Option, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
+from flatout.figures import age, aligned, amount, optional
 from flatout.files import folder_bytes, writing_run
 from flatout.json_io import Result, Stored
+from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
-from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, retention
 from flatout.training.checkpoint.info import CheckpointInfo, read_info
 from flatout.training.checkpoint.location import require_own_folder
@@ -160,7 +161,7 @@ def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointI
     """
     steps = catalog.steps(folder)
     losses: dict[float, dict[str, float]] = {step: {} for step in steps}
-    for record in layout.read_records(folder) if steps else ():
+    for record in RunLog(folder).records() if steps else ():
         if record["step"] in losses:
             losses[record["step"]] |= {key: record[key] for key in LOSSES if key in record}
     found = []
@@ -259,7 +260,7 @@ def _remove(
 
 
 def _row(item: CheckpointItem) -> tuple[str, ...]:
-    losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
+    losses = (optional(loss, ".4f") for loss in (item.train_loss, item.val_loss))
     return (
         f"{item.step:,}",
         *losses,

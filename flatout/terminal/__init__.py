@@ -7,10 +7,11 @@ seconds.
 
 from __future__ import annotations
 
-from flatout.terminal.figures import amount, columns, duration, wrapped
+from flatout.figures import amount, duration
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
 from flatout.terminal.report import RunReport, closing
+from flatout.terminal.screen import columns, wrapped
 
 __all__ = [
     "RunReport",

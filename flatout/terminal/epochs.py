@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from flatout.terminal.figures import amount, duration
+from flatout.figures import amount, duration
 
 LINES_EVERY_S = 5.0
 """Minimum time between lines; a short text has many epochs per second."""

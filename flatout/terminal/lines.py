@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import without_secrets
+from flatout.figures import amount, duration
 from flatout.streams import printable
 from flatout.terminal.cell import CELL_COLUMNS, CellBlock
-from flatout.terminal.figures import amount, duration, wrapped
+from flatout.terminal.screen import wrapped
 
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from rich.text import Text
 
+from flatout.figures import amount, duration
 from flatout.json_io import JsonObject
 from flatout.streams import printable
-from flatout.terminal.figures import amount, duration
 from flatout.terminal.picture import sparkline
 
 NAMES = 10

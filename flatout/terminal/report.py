@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import CheckpointError
-from flatout.json_io import JsonObject, read_lines
+from flatout.figures import amount, duration, gib
+from flatout.json_io import JsonObject
+from flatout.measure.runlog import RunLog
 from flatout.progress import counted
 from flatout.streams import printable
 from flatout.terminal.epochs import Epochs
-from flatout.terminal.figures import amount, columns, duration, rows, wrapped
 from flatout.terminal.lines import OpenTask, Terminal
 from flatout.terminal.mirror import mirror_line
 from flatout.terminal.pace import Pace
 from flatout.terminal.panel import Panel
 from flatout.terminal.picture import curve
+from flatout.terminal.screen import columns, rows, wrapped
 
 PICTURE_COLUMNS, PICTURE_ROWS = 60, (3, 8)
 BESIDE_PICTURE = 11
@@ -260,17 +261,14 @@ def closing(
     facts = wrapped(
         "\n".join(f"{name:<{FACT_NAMES}}{text}" for name, text in _closing_facts(summary)), width
     )
-    samples = [
-        str(event.get("text"))
-        for event in _readable(folder / "events.jsonl")
-        if event.get("event") == "sample"
-    ]
+    log = RunLog(folder)
+    samples = [str(one.get("text")) for one in log.events() if one["event"] == "sample"]
     sample = f"A sample:\n{wrapped(indented(samples[-1]), width)}" if samples else ""
     # the last empty line is for the shell's prompt
     room = math.inf if height is None else height - _num_lines(facts, next_steps)
     least, most = PICTURE_ROWS
     tall = int(min(max(room - UNDER_PICTURE - (SHORT_SAMPLE if sample else 0), least), most))
-    losses, validation = _points(folder / "metrics.jsonl", "train/loss", "val/loss")
+    losses, validation = _points(log, "train/loss", "val/loss")
     drawn = curve(
         losses,
         marks=validation,
@@ -282,28 +280,17 @@ def closing(
     return "\n\n".join(part for part in (sample, next_steps, drawn, facts) if part)
 
 
-def _points(path: Path, *names: str) -> list[list[tuple[float, float]]]:
-    """Return (step, figure) of the records that have both as numbers, for each figure.
+def _points(log: RunLog, *names: str) -> list[list[tuple[float, float]]]:
+    """Return (step, figure) of the records that have both, for each figure.
 
     The records of a long run would not fit into memory.
     """
     points: list[list[tuple[float, float]]] = [[] for _ in names]
-    for record in _readable(path):
-        step = record.get("step")
+    for record in log.records():
         for name, found in zip(names, points, strict=True):
-            value = record.get(name)
-            if isinstance(step, (int, float)) and isinstance(value, (int, float)):
-                found.append((step, value))
+            if name in record:
+                found.append((record["step"], record[name]))
     return points
-
-
-def _readable(path: Path) -> Iterator[JsonObject]:
-    """Yield the records of a file of the run, none if it cannot be read.
-
-    A finished run must not fail because its curve cannot be drawn.
-    """
-    with suppress(CheckpointError):
-        yield from read_lines(path)
 
 
 def _num_lines(*parts: str) -> int:
@@ -325,7 +312,7 @@ def _closing_facts(summary: JsonObject) -> Iterator[tuple[str, str]]:
     yield "Run", str(summary["run"])
     has_total = value("resumed_from") and value("elapsed_s")
     total = f" ({duration(value('elapsed_s'))} in total)" if has_total else ""
-    memory = f", {_gib(value('peak_gib'))} peak" if value("peak_gib") else ""
+    memory = f", {gib(value('peak_gib'))} peak" if value("peak_gib") else ""
     tokens = amount(summary["tokens"], "tokens")
     time = f"{duration(summary['wall_s'])}{total}"
     yield "Trained", f"{counted(summary['steps'], 'step')}, {tokens} in {time}{memory}"
@@ -364,17 +351,12 @@ def _losses(summary: JsonObject) -> Iterator[str]:
         yield f"{value('bits_per_byte'):.3f} bits per byte"
 
 
-def _gib(gib: float) -> str:
-    """Return memory in GiB, or in MiB where two digits would hide it."""
-    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{1024 * gib:.1f} MiB"
-
-
 def _predicted(summary: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield what was predicted before the run, and how far it was from what was measured."""
     forms: dict[str, Callable[[float], str]] = {
         "wall_s": duration,
         "tokens_per_s": lambda rate: f"{amount(rate)} tokens/s",
-        "peak_gib": _gib,
+        "peak_gib": gib,
     }
     if summary.get("stopped_early"):
         del forms["wall_s"]
