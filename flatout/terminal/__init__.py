@@ -8,9 +8,10 @@ seconds.
 from __future__ import annotations
 
 from flatout.figures import amount, duration
+from flatout.terminal.closing import closing
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
-from flatout.terminal.report import RunReport, closing
+from flatout.terminal.run import RunReport
 from flatout.terminal.screen import columns, wrapped
 
 __all__ = [

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import Progress
@@ -19,7 +21,6 @@ from rich.text import Text
 from flatout.errors import without_secrets
 from flatout.figures import amount, duration
 from flatout.streams import printable
-from flatout.terminal.cell import CELL_COLUMNS, CellBlock
 from flatout.terminal.screen import wrapped
 
 APPEARS_AFTER_S = 0.1
@@ -29,6 +30,7 @@ UNCOUNTED_EVERY_S = 15.0
 TICK_S = 0.25
 REDRAWS_PER_S = 6
 RATE_WINDOW_S = 10.0
+CELL_COLUMNS = 100
 MAX_BAR, MIN_BAR = 24, 6
 """Columns of a progress bar; with fewer than MIN_BAR left, there is none."""
 
@@ -156,6 +158,53 @@ class _Lines(Progress):
         yield self._terminal.lines()
 
 
+class CellBlock:
+    """The block of output of a notebook's cell, updated in place: lines, and what is in progress.
+
+    Each execution has its own block. IPython is running.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cell: int | None = None
+        self._handle: Any = None
+        self._lines: list[str] = []
+        self._in_progress = ""
+        self._shown = ""
+
+    def say(self, line: str) -> None:
+        """Add a permanent line."""
+        with self._lock:
+            self._start_block()
+            self._lines.append(line)
+            self._show()
+
+    def draw(self, in_progress: str) -> None:
+        """Replace the lines of the operations in progress."""
+        with self._lock:
+            self._start_block()
+            self._in_progress = in_progress
+            self._show()
+
+    def _start_block(self) -> None:
+        cell = importlib.import_module("IPython").get_ipython().execution_count
+        if cell != self._cell:
+            self._cell, self._handle, self._lines = cell, None, []
+            self._in_progress = self._shown = ""
+
+    def _show(self) -> None:
+        text = "\n".join(filter(None, [*self._lines, self._in_progress]))
+        if text == self._shown:
+            return
+        self._shown, bundle = text, {"text/plain": text}
+        if self._handle is None:
+            self._handle = importlib.import_module("IPython.display").display(
+                bundle, raw=True, display_id=True
+            )
+        else:
+            self._handle.update(bundle, raw=True)
+
+
 class Terminal:
     """Shows the progress of long operations; implements `progress.Progress`.
 
@@ -184,6 +233,11 @@ class Terminal:
     def is_cell(self) -> bool:
         """Whether it writes to the cell of a notebook."""
         return self._cell is not None
+
+    @property
+    def encoding(self) -> str:
+        """The encoding of what is shown."""
+        return "utf-8" if self.is_cell else self.console.encoding
 
     @contextmanager
     def task(

@@ -7,7 +7,7 @@ import pytest
 
 from flatout.measure.runlog import RunLog
 from flatout.terminal import closing
-from flatout.terminal.report import _points
+from flatout.terminal.closing import _points
 
 SUMMARY = {
     "steps": 500,
