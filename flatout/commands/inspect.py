@@ -15,7 +15,7 @@ from flatout.commands import Argument, Command, Option
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
-from flatout.data.tokenizers import Tokenizer, kind_named
+from flatout.data.tokenizers import kind_named
 from flatout.data.tokenizers.hub import is_repository
 from flatout.files import sha256
 from flatout.hardware import probe
@@ -142,7 +142,7 @@ def inspect(
             for name, entry in manifest.splits.items()
         },
         **_length_facts(lengths),
-        "special_tokens": _special_tokens(dataset.tokenizer),
+        "special_tokens": dict(sorted(dataset.tokenizer.special_tokens().items())),
         "skipped": {entry.reason: entry.count for entry in manifest.skipped},
         "skipped_first": {rows.reason: list(map(str, rows.first)) for rows in manifest.skipped},
         "recipe": _recipe(dataset),
@@ -214,18 +214,6 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> JsonObject:
         "median_document": int(np.median(lengths)),
         "longest_document": int(lengths.max()),
         "document_lengths": bins,
-    }
-
-
-def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the tokens that text never encodes to, end-of-text first."""
-    end = {tokenizer.decode([tokenizer.eot_id]): tokenizer.eot_id}
-    # a tokenizer.json may define more
-    definition: JsonObject = getattr(tokenizer, "definition", {})
-    return end | {
-        entry["content"]: int(entry["id"])
-        for entry in definition.get("added_tokens", [])
-        if entry.get("special")
     }
 
 

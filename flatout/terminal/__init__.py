@@ -7,7 +7,6 @@ seconds.
 
 from __future__ import annotations
 
-from flatout.figures import amount, duration
 from flatout.terminal.closing import closing
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
@@ -17,10 +16,8 @@ from flatout.terminal.screen import columns, wrapped
 __all__ = [
     "RunReport",
     "Terminal",
-    "amount",
     "closing",
     "columns",
     "curve",
-    "duration",
     "wrapped",
 ]
