@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flatout.config.schema import flat
 from flatout.documents import read_document
@@ -57,22 +57,26 @@ class RunLog:
         """Yield the finite numbers of each line of metrics.jsonl that states a step."""
         return map(finite_numbers, self.lines())
 
-    def events(self) -> Iterator[JsonObject]:
-        """Yield the lines of events.jsonl; each names its kind, and may lack every other field."""
-        return (line for line in self._read(layout.EVENTS) if isinstance(line.get("event"), str))
+    @cached_property
+    def events(self) -> list[JsonObject]:
+        """The lines of events.jsonl; each names its kind, and may lack every other field."""
+        return [line for line in self._read(layout.EVENTS) if isinstance(line.get("event"), str)]
 
+    @cached_property
     def settings(self) -> JsonObject:
-        """Return config.yaml under dotted keys; empty when it is missing or damaged."""
+        """config.yaml under dotted keys; empty when it is missing or damaged."""
         if self.state == WATCHED:
             return {}
         return self._or_note(lambda: flat(read_document(self.path / layout.CONFIG)), {})
 
+    @cached_property
     def summary(self) -> JsonObject:
-        """Return summary.json; empty while the run has not finished."""
+        """summary.json; empty while the run has not finished."""
         return self._or_note(lambda: layout.read_summary(self.path), None) or {}
 
-    def findings(self) -> object:
-        """Return findings.json as it is; None when there is none."""
+    @cached_property
+    def findings(self) -> Any:
+        """findings.json as it is; None when there is none."""
         path = self.path / FINDINGS
         return self._or_note(lambda: read_json(path), None) if path.exists() else None
 
@@ -90,5 +94,5 @@ class RunLog:
         try:
             return read()
         except FlatoutError as error:
-            self.notes.append(error.what)
+            self.notes += [] if error.what in self.notes else [error.what]
             return default

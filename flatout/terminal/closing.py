@@ -57,7 +57,7 @@ def closing(
         "\n".join(f"{name:<{FACT_NAMES}}{text}" for name, text in closing_facts(summary)), width
     )
     log = RunLog(folder)
-    samples = [str(one.get("text")) for one in log.events() if one["event"] == "sample"]
+    samples = [str(one.get("text")) for one in log.events if one["event"] == "sample"]
     sample = f"A sample:\n{wrapped(indented(samples[-1]), width)}" if samples else ""
     # the last empty line is for the shell's prompt
     room = math.inf if height is None else height - _num_lines(facts, next_steps)

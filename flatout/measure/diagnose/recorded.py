@@ -50,7 +50,7 @@ def recorded_evidence(folder: Path) -> Evidence:
     """
     config, log = layout.read_config(folder), RunLog(folder)
     steps = [record for record in log.records() if "perf/step_ms" in record]
-    events = list(map(_typed, log.events()))
+    events = list(map(_typed, log.events))
     failure = _failure(folder, events, steps)
     if not steps and failure is None:
         raise CheckpointError(
@@ -58,7 +58,7 @@ def recorded_evidence(folder: Path) -> Evidence:
             fix="Train it first, or measure its recipe: `flatout diagnose "
             f"{in_shell(layout.settings_file(folder))}`.",
         )
-    summary = log.summary()
+    is_finished = bool(log.summary)
     start = next((one for one in events if one["event"] in ("start", "resume")), {})
     known = Evidence(
         source="recorded run",
@@ -78,7 +78,7 @@ def recorded_evidence(folder: Path) -> Evidence:
     if config is not None:
         step, planned = int(steps[-1]["step"]), config.train.steps
         update |= {"tokens_per_step": config.batch.tokens_per_step, "planned_steps": planned}
-        if planned is not None and not summary:
+        if planned is not None and not is_finished:
             update["remaining_s"] = max(planned - step, 0) * update["step_s"]
         if planned is not None and step and "train/epoch" in steps[-1]:
             update["epochs"] = steps[-1]["train/epoch"] * planned / step

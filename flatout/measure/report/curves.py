@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,27 +48,49 @@ class Curve:
         return Curve(*(getattr(self, f.name)[rows] for f in fields(Curve)))
 
 
-@dataclass(frozen=True)
-class RunData:
-    """What the directory of one run says at one moment."""
+class RunData(RunLog):
+    """What the directory of one run says at one moment, with its figures as curves.
 
-    path: Path
-    name: str
-    """The name of the directory; with its parents where another run has the same."""
-    state: str
-    """As `flatout runs` shows it, or WATCHED."""
-    settings: Mapping[str, Any]
-    """config.yaml under dotted keys; empty when it cannot be read."""
-    curves: Mapping[str, Curve]
-    """By the name in metrics.jsonl, such as train/loss."""
-    num_records: int
-    events: tuple[Mapping[str, Any], ...]
-    summary: Mapping[str, Any]
-    """summary.json; empty while the run has not finished."""
-    findings: Any
-    """findings.json as it is; None when there is none."""
-    notes: tuple[str, ...]
-    """What is missing or damaged, as sentences."""
+    Numbers are read into columns, which take a tenth of the memory of the records.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        """Read the directory; `name` is what the page calls the run."""
+        super().__init__(path)
+        self.name = name
+        self.curves: dict[str, Curve] = {}
+        """By the name in metrics.jsonl, such as train/loss."""
+        positions: list[array[float]] = [array("d") for _ in POSITIONS]
+        figures: dict[str, tuple[array[int], array[float]]] = defaultdict(
+            lambda: (array("q"), array("d"))
+        )
+        for row, line in enumerate(self.lines()):
+            place = (line["step"], line.get("tokens"), line.get("elapsed_s", line.get("wall_s")))
+            for column, value in zip(positions, place, strict=True):
+                column.append(_number(value))
+            for figure, value in line.items():
+                if "/" in figure and type(value) in NUMBERS:
+                    rows, values = figures[figure]
+                    rows.append(row)
+                    values.append(_number(value))
+        self.num_records, count = len(positions[0]), len(self.events)
+        for figure, (rows, values) in figures.items():
+            value = np.array(values)
+            step, tokens, elapsed_s = (np.array(each)[np.array(rows)] for each in positions)
+            self.curves[figure] = Curve(step, tokens, elapsed_s, value)
+            if gaps := int(np.count_nonzero(np.isnan(value))):
+                records = counted(gaps, "record")
+                self.notes.append(
+                    f"{figure} is not a finite number in {records}: gaps in its curve."
+                )
+        if not self.num_records:
+            self.notes.append("metrics.jsonl has no records yet, so there are no curves.")
+        if count > MAX_EVENTS:
+            self.events = self.events[:MAX_EVENTS]
+            self.notes.append(
+                f"events.jsonl has more than {MAX_EVENTS:,} events; the report has the first ones."
+            )
+        _ = self.settings, self.summary, self.findings  # now, as their damage becomes a note
 
     @property
     def longest(self) -> Curve | None:
@@ -83,55 +103,6 @@ class RunData:
         return np.array([]) if curve is None else curve.value[np.isfinite(curve.value)]
 
 
-def read_run(path: Path, name: str) -> RunData:
-    """Return what a run directory says now.
-
-    Numbers are read into columns, which take a tenth of the memory of the records.
-    """
-    log = RunLog(path)
-    positions: list[array[float]] = [array("d") for _ in POSITIONS]
-    figures: dict[str, tuple[array[int], array[float]]] = defaultdict(
-        lambda: (array("q"), array("d"))
-    )
-    for row, line in enumerate(log.lines()):
-        place = (line["step"], line.get("tokens"), line.get("elapsed_s", line.get("wall_s")))
-        for column, value in zip(positions, place, strict=True):
-            column.append(_number(value))
-        for figure, value in line.items():
-            if "/" in figure and type(value) in NUMBERS:
-                rows, values = figures[figure]
-                rows.append(row)
-                values.append(_number(value))
-    events = tuple(log.events())
-    curves = {}
-    for figure, (rows, values) in figures.items():
-        value = np.array(values)
-        step, tokens, elapsed_s = (np.array(each)[np.array(rows)] for each in positions)
-        curves[figure] = Curve(step, tokens, elapsed_s, value)
-        if gaps := int(np.count_nonzero(np.isnan(value))):
-            records = counted(gaps, "record")
-            log.notes.append(f"{figure} is not a finite number in {records}: gaps in its curve.")
-    if not positions[0]:
-        log.notes.append("metrics.jsonl has no records yet, so there are no curves.")
-    if len(events) > MAX_EVENTS:
-        log.notes.append(
-            f"events.jsonl has more than {MAX_EVENTS:,} events; the report has the first ones."
-        )
-    settings, summary, findings = log.settings(), log.summary(), log.findings()
-    return RunData(
-        path=path,
-        name=name,
-        state=log.state,
-        settings=settings,
-        curves=curves,
-        num_records=len(positions[0]),
-        events=events[:MAX_EVENTS],
-        summary=summary,
-        findings=findings,
-        notes=tuple(dict.fromkeys(log.notes)),
-    )
-
-
 def read_runs(paths: list[Path]) -> list[RunData]:
     """Return what run directories say, each with a short name that no other one has."""
     parts = [path.absolute().parts for path in paths]
@@ -139,7 +110,7 @@ def read_runs(paths: list[Path]) -> list[RunData]:
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):
             break
-    return [read_run(path, name) for path, name in zip(paths, names, strict=True)]
+    return [RunData(path, name) for path, name in zip(paths, names, strict=True)]
 
 
 def _number(value: object) -> float:

@@ -20,7 +20,7 @@ def test_records_become_curves(make_run, read):
     loss = run.curves["train/loss"]
     assert (loss.step[2], loss.tokens[2], loss.elapsed_s[2]) == (3, 300, 1.5)
     assert loss.value[2] == pytest.approx(4 / 3)
-    assert (run.num_records, run.notes, run.state) == (20, (), "killed")
+    assert (run.num_records, run.notes, run.state) == (20, [], "killed")
     assert run.settings["train.steps"] == 40
 
 
@@ -46,7 +46,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said(make_run, read):
     append(folder / "metrics.jsonl", 'not json\n[1]\n{"step": 22, "train/loss": 1.0}\n')
     (run,) = read(folder)
     assert run.num_records == 21
-    assert run.notes == ("metrics.jsonl has 2 damaged lines (the first is line 21), left out.",)
+    assert run.notes == ["metrics.jsonl has 2 damaged lines (the first is line 21), left out."]
 
 
 def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
@@ -56,7 +56,7 @@ def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
     curve = run.curves["train/loss"]
     assert [*curve.step] == [0, 1, 2, 3, 4, 5]
     assert [*map(math.isnan, curve.value)] == [False, True, True, True, False, True]
-    assert run.notes == ("train/loss is not a finite number in 4 records: gaps in its curve.",)
+    assert run.notes == ["train/loss is not a finite number in 4 records: gaps in its curve."]
 
 
 def test_records_without_a_step_are_left_out(make_run, read):
@@ -85,7 +85,7 @@ def test_damaged_documents_become_notes(make_run, read):
 
 def test_the_records_of_another_training_loop(make_run, read):
     (run,) = read(make_run(config=None))
-    assert (run.state, run.settings, run.notes) == ("watched", {}, ())
+    assert (run.state, run.settings, run.notes) == ("watched", {}, [])
     assert "train/loss" in run.curves
 
 
