@@ -150,7 +150,9 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         size = folder_bytes(path)
         elsewhere = location.checkpoints_folder(path)
         size += 0 if elsewhere.is_relative_to(path) else folder_bytes(elsewhere)
-        records = list(RunLog(path, tail_bytes=TAIL_BYTES).records())
+        log = RunLog(path, tail_bytes=TAIL_BYTES)
+        records = list(log.records())
+        state = state if log.is_readable else "damaged"
     except FlatoutError:
         config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
     last = {name: value for record in records for name, value in record.items()}
