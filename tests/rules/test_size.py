@@ -17,7 +17,7 @@ ROOMS = {
     "measure": 88_600,
     "training": 65_700,
     "data": 54_900,
-    "commands": 22_500,
+    "commands": 21_600,
     "top": 22_200,
     "inference": 19_300,
     "sources": 16_400,
