@@ -35,6 +35,8 @@ FLEX_HEADS = range(16, 257)
 shared memory of a multiprocessor.
 """
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Mask = Tensor | BlockMask | None
+"""Which keys each query sees: (T, S) or (B, 1, T, S) booleans, or blocks for FlexAttention."""
 
 
 def reference(
@@ -45,17 +47,17 @@ def reference(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
     with `window`, only the last `window` positions, its own included; with `doc_ids_BT`, only
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
-    scaled scores to plus or minus that value with a tanh. `blocks` is the same mask for `flex`,
-    built once for all layers; other variants ignore it. Masked keys and values have no effect as
-    long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products over
-    all pairs are the definition; every variant must match them, gradients included.
+    scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
+    and this window, if `masks` has built it for all layers. Masked keys and values have no effect
+    as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products
+    over all pairs are the definition; every variant must match them, gradients included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B,
              T) integers, then S = T.
@@ -71,7 +73,7 @@ def reference(
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
     if softcap is not None:
         scores_BHTS = torch.tanh(scores_BHTS / softcap) * softcap
-    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
+    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
     weights_BHTS = scores_BHTS.masked_fill(~visible, float("-inf")).softmax(dim=-1)
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
 
@@ -84,7 +86,7 @@ def fused(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """`reference` through scaled_dot_product_attention, which never stores all scores.
 
@@ -102,9 +104,8 @@ def fused(
     Source:  Dao 2023, arXiv:2307.08691.
     """
     if softcap is not None:
-        return reference(
-            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap
-        )
+        options: Any = {"window": window, "softcap": softcap, "mask": mask}
+        return reference(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     is_plain = (
@@ -116,7 +117,7 @@ def fused(
         q_BHTC,
         k_BGSC,
         v_BGSC,
-        attn_mask=None if is_plain else _visible(q_BHTC, k_BGSC, doc_ids_BT, window),
+        attn_mask=None if is_plain else _visible(q_BHTC, k_BGSC, doc_ids_BT, window, mask),
         is_causal=is_plain and num_queries > 1,
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
@@ -130,7 +131,7 @@ def flex(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """`reference` through FlexAttention, which skips blocks of 128 tokens that are fully masked.
 
@@ -154,14 +155,17 @@ def flex(
     if not fits or not runs_triton(q_BHTC):
         if fits and isinstance(q_BHTC, FakeTensor):  # estimates a GPU run, which builds no mask
             doc_ids_BT = window = None
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap)
+        options: Any = {"window": window, "softcap": softcap, "mask": mask}
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
     dtype = product_dtype(q_BHTC, q_BHTC)
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTC: Tensor = kernel(
         q_BHTC.to(dtype),
         k_BGSC.to(dtype),
         v_BGSC.to(dtype),
-        block_mask=block_mask(q_BHTC[:, 0, :, 0], doc_ids_BT, window) if blocks is None else blocks,
+        block_mask=mask
+        if isinstance(mask, BlockMask)
+        else block_mask(q_BHTC[:, 0, :, 0], doc_ids_BT, window),
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
     return out_BHTC
@@ -172,20 +176,27 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def block_masks(
+def masks(
     attend: Callable[..., Tensor],
     tokens_BT: Tensor,
     doc_ids_BT: Tensor | None,
     windows: Iterable[int | None],
-) -> dict[int | None, BlockMask]:
-    """Return the `blocks` of a micro-batch by window, if this variant uses FlexAttention on a GPU.
+) -> dict[int | None, Mask]:
+    """Return the `mask` of a micro-batch by window, for all layers; without those of whole rows.
 
     Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
     """
-    if attend is not flex or not tokens_BT.is_cuda:
-        return {}
-    masked = {w for w in windows if _masks_blocks(tokens_BT.shape[1], doc_ids_BT, w)}
-    return {w: block_mask(tokens_BT, doc_ids_BT, w) for w in masked}
+    found: dict[int | None, Mask] = {}
+    for window in {*windows}:
+        if doc_ids_BT is None and (window is None or window >= tokens_BT.shape[1]):
+            continue
+        if attend is flex and tokens_BT.is_cuda:
+            if _masks_blocks(tokens_BT.shape[1], doc_ids_BT, window):
+                found[window] = block_mask(tokens_BT, doc_ids_BT, window)
+        else:
+            rows_BHTC = tokens_BT[:, None, :, None]
+            found[window] = _visible(rows_BHTC, rows_BHTC, doc_ids_BT, window)
+    return found
 
 
 def _masks_blocks(num_tokens: int, doc_ids_BT: Tensor | None, window: int | None) -> bool:
@@ -275,7 +286,7 @@ def bf16(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
 
@@ -294,8 +305,9 @@ def bf16(
     )
     fits = softcap is None and q_BHTC.shape[2] >= FEWEST_QUERIES and k_BGSC.shape[2] <= MOST_KEYS
     if not is_fp32 or not fits:
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap)
-    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
+        options: Any = {"window": window, "softcap": softcap, "mask": mask}
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
+    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
     return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, torch.where(visible, 0.0, float("-inf")))  # type: ignore[no-any-return, no-untyped-call]
@@ -340,9 +352,15 @@ def _repeat_groups(q_BHTC: Tensor, kv_BGSC: Tensor) -> Tensor:
 
 
 def _visible(
-    q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+    mask: Mask = None,
 ) -> Tensor:
     """Return which keys each query sees: (T, S), or (B, 1, T, S) with documents."""
+    if isinstance(mask, Tensor):
+        return mask
     num_queries, num_keys, device = q_BHTC.shape[2], k_BGSC.shape[2], q_BHTC.device
     query_T = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)[None, :]

@@ -109,8 +109,8 @@ def built(as_on_gpu, monkeypatch):
     monkeypatch.setattr(attention, "block_mask", build)
     monkeypatch.setattr(
         transformer,
-        "block_masks",
-        lambda attend, tokens_BT, *inputs: attention.block_masks(
+        "masks",
+        lambda attend, tokens_BT, *inputs: attention.masks(
             attend,
             SimpleNamespace(shape=tokens_BT.shape, device=tokens_BT.device, is_cuda=True),
             *inputs,
