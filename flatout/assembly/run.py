@@ -166,6 +166,11 @@ class Run:
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
+    def speedups(self) -> list[str]:
+        """The speedups that are on."""
+        return [decision.name for decision in self.decisions if decision.on]
+
+    @property
     def last_step(self) -> int:
         """Optimizer steps of the whole run."""
         return self.config.train.steps or 0

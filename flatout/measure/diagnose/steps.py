@@ -109,7 +109,7 @@ def evidence_of_steps(
     sites |= {"save": periodic.sites} if periodic.sites else {}
     return known.model_copy(
         update={
-            "speedups": tuple(d.name for d in run.decisions if d.on),
+            "speedups": tuple(run.speedups),
             "compile_fallback": failed[0].reason if failed else None,
             "steps": windows.steps,
             "step_s": step_s,

@@ -48,7 +48,7 @@ def summarise(run: Run, taken: Taken, raw: Path, out: Path) -> Profile:
         recipe=run.config.name,
         device=device,
         arithmetic=run.arithmetic,
-        speedups=tuple(decision.name for decision in run.decisions if decision.on),
+        speedups=tuple(run.speedups),
         environment=fingerprint(device),
         first_step=taken.first_step or 1,
         steps=taken.steps,
