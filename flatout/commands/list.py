@@ -8,7 +8,7 @@ from typing import Annotated
 
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.recipe import On
-from flatout.assembly.selection import all_speedups, is_measured, select
+from flatout.assembly.selection import all_speedups, is_measured, select, speedup_named
 from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option
 from flatout.config.schema import RunConfig, load_config
@@ -139,14 +139,13 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     device = (
         config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
     )
-    speedups = {speedup.name: speedup for speedup in all_speedups()}
     minutes, length = (
         _expected_length(config, machine, progress) if device.startswith("cuda") else (None, None)
     )
     gains = gains_here(machine, device, default_cache())
     items = []
     for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
-        speedup, gain = speedups[decision.name], gains.get(decision.name)
+        speedup, gain = speedup_named(decision.name), gains.get(decision.name)
         items.append(
             {
                 "name": decision.name,
@@ -159,16 +158,14 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
                 "predicted": speedup.predicted,
             }
         )
-    elsewhere = device.startswith("cuda") and not machine.gpus
-    note = (
-        f"This recipe needs a GPU (train.device={device}), and there is none here; on a GPU it "
-        "would use:"
-        if elsewhere
-        else None
-    )
-    return ListResult(
-        kind="speedups", note=" ".join(filter(None, (note, length))) or None, items=items
-    )
+    notes = [length] if length else []
+    if device.startswith("cuda") and not machine.gpus:
+        notes.insert(
+            0,
+            f"This recipe needs a GPU (train.device={device}), and there is none here; on a GPU it "
+            "would use:",
+        )
+    return ListResult(kind="speedups", note=" ".join(notes) or None, items=items)
 
 
 def _expected_length(

@@ -24,6 +24,7 @@ from flatout.assembly.memory import (
     most_rows,
     require_fitting,
     smallest_machine,
+    two_in_fp32,
 )
 from flatout.assembly.prediction import past_run, predict_memory
 from flatout.assembly.recipe import Recipe
@@ -33,7 +34,7 @@ from flatout.errors import ConfigError, HardwareError
 from flatout.hardware import Machine, machine_named, probe
 from flatout.models.lora import with_adapters
 from flatout.models.transformer import Transformer
-from flatout.ops import Ops, attention, cross_entropy, scan
+from flatout.ops import Ops, attention, cross_entropy, newton_schulz, scan
 from flatout.registry import MODELS, SPEEDUPS
 from flatout.speedups.micro_batch import largest_useful
 
@@ -43,6 +44,20 @@ OPS = {
     "plain": Ops.plain(),
     "fused": Ops.plain(attention=attention.fused, cross_entropy=cross_entropy.fused),
 }
+PLAIN = {
+    "moments": two_in_fp32,
+    "num_shards": 1,
+    "whole_gradients": False,
+    "gathers": None,
+    "transforms": (),
+    "gradients_stay": False,
+    "optim": OptimConfig(),
+    "newton_schulz": newton_schulz.reference,
+    "adamw_copies": 0,
+    "lora": LoraConfig(),
+    "on_gpu": True,
+}
+"""A run without speedups of its memory, on one GPU."""
 SHAPES = {
     "default": {},
     "llama": {"norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "tied_head": False},
@@ -72,7 +87,7 @@ def workload(ops="fused", *, seq_len=33, autocast=None, document_mask=False, **o
         {"vocab_size": 101, "num_layers": 3, "d_model": 64, "num_heads": 4} | own, seq_len=seq_len
     )
     return Workload(
-        Transformer, config, seq_len, OPS[ops], autocast=autocast, document_mask=document_mask
+        Transformer, config, seq_len, OPS[ops], autocast, document_mask=document_mask, **PLAIN
     )
 
 
@@ -309,7 +324,10 @@ def test_memory_grows_in_proportion_to_seq_len(kind, ops):
         config = model.check(
             {"vocab_size": 101, "num_layers": 1, "d_model": 32, "num_heads": 2}, seq_len=seq_len
         )
-        need = estimate(Workload(model, config, seq_len, Ops.plain(**ops)), 1)
+        need = estimate(
+            Workload(model, config, seq_len, Ops.plain(**ops), None, document_mask=False, **PLAIN),
+            1,
+        )
         return (need.activations + need.workspace + need.logits) / seq_len
 
     assert bytes_a_token(16_384) == pytest.approx(bytes_a_token(1024), rel=0.03)

@@ -22,7 +22,7 @@ ROOMS = {
     "inference": 19_300,
     "sources": 16_400,
     "assembly": 16_100,
-    "ops": 13_700,
+    "ops": 13_800,
     "models": 13_100,
     "token_formats": 10_500,
     "terminal": 9_700,
