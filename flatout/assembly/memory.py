@@ -239,7 +239,8 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
             limits = {"softcap": config.logit_softcap, "z_loss": config.z_loss}
             return model.ops.cross_entropy(normed_BTD, weight_VD, targets_BT, **limits)[0]
 
-        shared = model.shared_by_blocks(tokens_BT, doc_ids_BT)
+        with precision:
+            shared = model.shared_by_blocks(tokens_BT, doc_ids_BT)
 
         def through(block: nn.Module, hidden_BTD: Tensor) -> Tensor:
             return block(hidden_BTD, doc_ids_BT, *shared)  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from torch.nn import functional
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
-from flatout.ops import Ops, float64_device
+from flatout.ops import Ops, float64_device, product_dtype
 from flatout.ops.attention import Mask, masks
 
 INIT_STD = 0.02
@@ -462,7 +462,9 @@ class Transformer(EmbeddingModel):
         Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
         """
         windows = map(self.config.window_of, range(self.config.num_layers))
-        found = masks(self.ops.attention, tokens_BT, doc_ids_BT, windows)
+        weight = self.token_embedding.weight
+        dtype = product_dtype(weight, weight)
+        found = masks(self.ops.attention, tokens_BT, doc_ids_BT, windows, dtype)
         return (found,) if found else ()
 
     def init_weights(self) -> None:

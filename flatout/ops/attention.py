@@ -36,7 +36,9 @@ shared memory of a multiprocessor.
 """
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Mask = Tensor | BlockMask | None
-"""Which keys each query sees: (T, S) or (B, 1, T, S) booleans, or blocks for FlexAttention."""
+"""What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S); or the blocks of
+FlexAttention.
+"""
 
 
 def reference(
@@ -73,8 +75,8 @@ def reference(
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
     if softcap is not None:
         scores_BHTS = torch.tanh(scores_BHTS / softcap) * softcap
-    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
-    weights_BHTS = scores_BHTS.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    added = _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
+    weights_BHTS = (scores_BHTS + added).softmax(dim=-1)
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
 
 
@@ -93,9 +95,9 @@ def fused(
     torch tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, which torch
     2.11 to 2.13 ship), flash elsewhere, and falls back to the next kernel: cuDNN does not support
     heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
-    when the window covers everything and there is one query or as many as keys. Otherwise a boolean
-    mask (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing. `reference`
-    handles a softcap, which the kernel does not support.
+    when the window covers everything and there is one query or as many as keys. Otherwise the mask
+    is added, and the kernel skips nothing. `reference` handles a softcap, which the kernel does not
+    support.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -117,7 +119,7 @@ def fused(
         q_BHTC,
         k_BGSC,
         v_BGSC,
-        attn_mask=None if is_plain else _visible(q_BHTC, k_BGSC, doc_ids_BT, window, mask),
+        attn_mask=None if is_plain else _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask),
         is_causal=is_plain and num_queries > 1,
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
@@ -181,10 +183,14 @@ def masks(
     tokens_BT: Tensor,
     doc_ids_BT: Tensor | None,
     windows: Iterable[int | None],
+    dtype: torch.dtype,
 ) -> dict[int | None, Mask]:
     """Return the `mask` of a micro-batch by window, for all layers; without those of whole rows.
 
+    `dtype` is that of queries and keys.
+
     Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
+    Memory:  B T^2 elements per window with documents, T^2 without.
     """
     found: dict[int | None, Mask] = {}
     if attend is flex and isinstance(tokens_BT, FakeTensor):
@@ -197,7 +203,7 @@ def masks(
                 found[window] = block_mask(tokens_BT, doc_ids_BT, window)
         else:
             rows_BHTC = tokens_BT[:, None, :, None]
-            found[window] = _visible(rows_BHTC, rows_BHTC, doc_ids_BT, window)
+            found[window] = _added(rows_BHTC.to(dtype), rows_BHTC, doc_ids_BT, window)
     return found
 
 
@@ -309,10 +315,10 @@ def bf16(
     if not is_fp32 or not fits:
         options: Any = {"window": window, "softcap": softcap, "mask": mask}
         return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
-    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
+    added = _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
-    return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, torch.where(visible, 0.0, float("-inf")))  # type: ignore[no-any-return, no-untyped-call]
+    return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, added)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Bf16(torch.autograd.Function):
@@ -353,16 +359,16 @@ def _repeat_groups(q_BHTC: Tensor, kv_BGSC: Tensor) -> Tensor:
     return kv_BGSC.repeat_interleave(q_BHTC.shape[1] // kv_BGSC.shape[1], dim=1)
 
 
-def _visible(
+def _added(
     q_BHTC: Tensor,
     k_BGSC: Tensor,
     doc_ids_BT: Tensor | None,
     window: int | None,
     mask: Mask = None,
 ) -> Tensor:
-    """Return which keys each query sees: (T, S), or (B, 1, T, S) with documents."""
+    """Return what is added to the scores, in the dtype of the queries: the mask, if it is known."""
     if isinstance(mask, Tensor):
-        return mask
+        return mask.to(q_BHTC.dtype)
     num_queries, num_keys, device = q_BHTC.shape[2], k_BGSC.shape[2], q_BHTC.device
     query_T = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)[None, :]
@@ -371,7 +377,8 @@ def _visible(
         visible = visible & (key_S > query_T - window)
     if doc_ids_BT is not None:
         visible = visible & (doc_ids_BT[:, None, :, None] == doc_ids_BT[:, None, None, :])
-    return visible
+    nothing = torch.zeros((), dtype=q_BHTC.dtype, device=device)
+    return torch.where(visible, nothing, float("-inf"))
 
 
 def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> None:

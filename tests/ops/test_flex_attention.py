@@ -112,7 +112,9 @@ def built(as_on_gpu, monkeypatch):
         "masks",
         lambda attend, tokens_BT, *inputs: attention.masks(
             attend,
-            SimpleNamespace(shape=tokens_BT.shape, device=tokens_BT.device, is_cuda=True),
+            SimpleNamespace(shape=tokens_BT.shape, device=tokens_BT.device, is_cuda=True)
+            if attend is attention.flex
+            else tokens_BT,
             *inputs,
         ),
     )
