@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 88_600,
-    "training": 65_700,
+    "training": 65_200,
     "data": 54_900,
     "commands": 23_000,
     "top": 21_900,
