@@ -48,9 +48,9 @@ class BenchResult(Result):
 
     def summary(self) -> str:
         """Return the bars, and the paths of the files."""
+        from flatout.figures import duration
         from flatout.measure.bench.table import bars
         from flatout.measure.trials.results import read
-        from flatout.terminal import duration
 
         shown = bars(read(Path(self.path)), encoding=sys.stdout.encoding or "ascii")
         files = "table.md, bench.svg, bench.json, trials.jsonl"

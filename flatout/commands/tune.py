@@ -51,7 +51,7 @@ class TuneResult(Result):
 
     def summary(self) -> str:
         """Return what each choice gained, and the command that trains the recipe."""
-        from flatout.terminal import duration
+        from flatout.figures import duration
 
         ended = "" if self.complete else "Interrupted; these are the results so far.\n\n"
         shown, count = "\n".join(self.text), len(self.trials)

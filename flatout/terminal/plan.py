@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from flatout.figures import amount, duration
 from flatout.json_io import JsonObject
 from flatout.progress import counted
-from flatout.terminal.figures import amount, columns, duration, wrapped
+from flatout.terminal.screen import columns, wrapped
 
 NAMES = 13
 """Columns of the names."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.measure.report.reading import RunReader
+from flatout.measure.report.curves import RunData
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def benchmark(monkeypatch):
 
 
 def test_a_made_up_run_can_be_read(benchmark, tmp_path):
-    run = RunReader(benchmark.write_run(tmp_path / "run", 200, seed=1), "run").read()
-    assert (run.num_records, run.notes, len(run.events)) == (200, (), 6)
+    run = RunData(benchmark.write_run(tmp_path / "run", 200, seed=1), "run")
+    assert (run.num_records, run.notes, len(run.events)) == (200, [], 6)
     assert len(run.curves["val/loss"].step) == 2
     assert run.settings["train.steps"] == 200
 

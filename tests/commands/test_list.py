@@ -170,7 +170,7 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path
         next(item["predicted"] for item in result.items if item["name"] == "bf16")
         == "2%: half of 4%"
     )
-    assert "  predicted: 2%\n" in result.summary()
+    assert "  bf16  (predicted: 2%)\n" in result.summary()
     keep(gpu.name, tmp_path, {"bf16": GAIN})
     assert "2%: half of 4%" not in list_entries("speedups").summary()
 

@@ -14,18 +14,18 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 88_600,
+    "measure": 85_500,
     "training": 65_200,
     "data": 54_900,
-    "commands": 23_000,
-    "top": 21_900,
-    "inference": 19_300,
+    "top": 22_200,
+    "commands": 21_800,
     "sources": 16_400,
     "assembly": 16_100,
+    "inference": 15_500,
     "ops": 13_800,
     "models": 13_100,
-    "terminal": 9_700,
     "config": 9_600,
+    "terminal": 8_300,
     "architectures": 7_800,
     "token_formats": 6_900,
     "conversation": 6_000,

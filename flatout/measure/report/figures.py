@@ -10,8 +10,8 @@ import numpy as np
 
 from flatout.errors import MissingPackage
 from flatout.measure.report.charts import DrawnChart, Line
+from flatout.measure.report.curves import POSITIONS, Curve
 from flatout.measure.report.events import Marks
-from flatout.measure.report.reading import POSITIONS, Curve
 
 if TYPE_CHECKING:
     from bokeh.models import Range1d
@@ -24,18 +24,19 @@ FAINT = 0.35
 """Opacity of a curve that its trend is drawn over."""
 
 
-def require_bokeh() -> None:
-    """Check that Bokeh is installed, without importing it.
+def require_packages() -> None:
+    """Check that the packages of a report are installed, without importing them.
 
     Raises: MissingPackage with the install line.
     """
     from importlib.util import find_spec
 
-    if find_spec("bokeh") is None:
-        raise MissingPackage(
-            "The charts of a report need the package bokeh, which is not installed.",
-            fix='Install it: `pip install "flatout[report]"`.',
-        )
+    for package in ("bokeh", "jinja2"):
+        if find_spec(package) is None:
+            raise MissingPackage(
+                f"A report needs the package {package}, which is not installed.",
+                fix='Install it: `pip install "flatout[report]"`.',
+            )
 
 
 def library() -> str:
