@@ -18,7 +18,7 @@ ROOMS = {
     "training": 65_700,
     "data": 54_900,
     "commands": 23_000,
-    "top": 21_900,
+    "top": 22_100,
     "inference": 19_300,
     "sources": 16_400,
     "assembly": 16_100,
