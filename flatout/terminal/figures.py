@@ -8,9 +8,8 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from flatout.progress import amount, duration
-
-__all__ = ["age", "aligned", "amount", "columns", "duration", "rows", "wrapped"]
+from flatout.progress import amount as amount
+from flatout.progress import duration as duration
 
 DEFAULT_COLUMNS = 80
 
