@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from flatout.assembly import prediction
 from flatout.assembly.prediction import hardware_name, past_run, speedups_on
 from flatout.assembly.selection import Decision, Gain
 from flatout.config.schema import RunConfig
-from flatout.errors import ConfigError, RunFailed
+from flatout.errors import CheckpointError, ConfigError, RunFailed
 from flatout.files import sync, unless_broken, write_text
-from flatout.json_io import append_line, read_lines
+from flatout.json_io import append_line, read_json, read_lines, write_json
 from flatout.measure.experiments.records import Choice, Row, Trial
-from flatout.measure.experiments.report import FORMAT_VERSION, Bench, Tuning
+from flatout.measure.experiments.report import Bench, Tuning
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import Schedule
 from flatout.progress import SILENT, Progress
-from flatout.recognised import read_regular
 from flatout.registry import PACKAGE_DIR
 from flatout.training.run_dir.layout import run_name
 
@@ -94,11 +91,7 @@ def require_same(out: Path, config: RunConfig, kind: str) -> None:
 
     Raises: ConfigError when it has another bench, or something else.
     """
-    if (out / JSON).exists():
-        bench = read(out)
-        found: Any = [bench.recipe, bench.kind, bench.config_digest]
-    else:
-        found = next(read_lines(out / TRIALS), {}).get("bench")
+    found: Any = next(read_lines(out / TRIALS), {}).get("bench")
     if not (isinstance(found, list) and [type(part) for part in found] == [str] * 3):
         raise ConfigError(
             f"{out} contains other files, but no bench.",
@@ -155,41 +148,20 @@ def write(found: Bench, progress: Progress = SILENT) -> None:
 
     An interrupted bench does not replace one that has more trials.
     """
-    out = Path(found.path)
+    out, earlier = Path(found.path), 0
     out.mkdir(parents=True, exist_ok=True)
-    is_old = not found.complete and (out / JSON).exists()
-    if is_old and len(read(out).trials) > len(found.trials):
+    if not found.complete and (out / JSON).exists():
+        with suppress(CheckpointError, KeyError, TypeError):  # a damaged one may be replaced
+            earlier = len(read_json(out / JSON)["trials"])
+    if earlier > len(found.trials):
         progress.say(
             f"{out} keeps the report of an earlier bench, which has more trials; "
             f"the new trials are in {out / TRIALS}."
         )
         return
-    write_text(out / JSON, json.dumps(found.model_dump(mode="json"), indent=1) + "\n")
+    write_json(out / JSON, found.model_dump(mode="json"))
     write_text(out / TABLE, found.table())
     write_text(out / PICTURE, found.picture())
-
-
-def read(out: Path) -> Bench:
-    """Return the report in a results directory.
-
-    Raises: ConfigError when there is none, or a newer version of flatout wrote it.
-    """
-    path, fix = out / JSON, "Name a directory that `flatout bench` wrote."
-    try:
-        document = json.loads(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Cannot read {path} as a bench.", fix=fix) from error
-    version = document.get("format_version") if isinstance(document, dict) else None
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise ConfigError(
-            f"{path} was written by a newer version of flatout.", fix="Install that version."
-        )
-    try:
-        return Bench.model_validate(document)
-    except ValidationError as error:
-        raise ConfigError(
-            f"{path} is not a bench report that this version of flatout can read.", fix=fix
-        ) from error
 
 
 def remember(

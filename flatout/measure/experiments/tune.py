@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -129,9 +130,8 @@ def require_writable(out: Path) -> None:
         if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(MARK):
             raise ConfigError(f"{out} exists, and `flatout tune` did not write it.", fix=other)
         out.parent.mkdir(parents=True, exist_ok=True)
-        probe = out.parent / f".{out.name}.probe"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
     except OSError as error:
         raise ConfigError(f"Cannot write {out}: {error.strerror or error}.", fix=other) from error
 

@@ -14,7 +14,7 @@ from flatout.json_io import read_lines
 from flatout.measure.experiments.bench import run_bench
 from flatout.measure.experiments.losses import Trials
 from flatout.measure.experiments.records import TrialResult
-from flatout.measure.experiments.results import read
+from flatout.measure.experiments.report import Bench
 from flatout.registry import SPEEDUPS
 
 pytestmark = pytest.mark.slow
@@ -23,6 +23,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def auto_config(tiny_config):
     return tiny_config(batch__rows_per_device="auto", speedups="auto")
+
+
+def read(place):
+    return Bench.model_validate_json((place / "bench.json").read_text())
 
 
 def bench(config, made_up, tmp_path, **limits):
