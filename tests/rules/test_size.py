@@ -14,19 +14,19 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 85_500,
+    "measure": 82_300,
     "training": 65_200,
     "data": 54_900,
     "top": 22_200,
-    "commands": 21_800,
+    "commands": 21_300,
     "sources": 16_400,
     "assembly": 16_100,
     "inference": 15_500,
     "ops": 13_800,
     "models": 13_100,
     "config": 9_600,
-    "terminal": 8_300,
     "architectures": 7_800,
+    "terminal": 7_500,
     "token_formats": 6_900,
     "conversation": 6_000,
     "speedups": 5_900,

@@ -16,9 +16,9 @@ from flatout.errors import DataError, HardwareError, MissingPackage
 from flatout.hardware import ASSUMED_MFU, Machine, pick_device, probe
 from flatout.measure.diagnose.failure import failure_of
 from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.steps.evidence import DataFacts, Evidence, Failure, MemoryFacts, Roof
 from flatout.measure.steps.machine import gpu_facts, host_facts
-from flatout.measure.trials.resolving import Resolved
 from flatout.models.language_model import model_of
 from flatout.optimizers.schedule import warmup_steps
 from flatout.training.checkpoint.retention import DISK_BYTES_PER_PARAMETER, most_at_once
