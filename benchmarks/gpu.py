@@ -35,7 +35,7 @@ from typing import Any
 from main_job import commit
 
 from flatout.hardware import probe
-from flatout.measure.trials.trial import end_group
+from flatout.measure.child import end_group
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
 SCRATCH = Path(tempfile.gettempdir()) / "flatout-gpu"

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from flatout.config.schema import load_config
 from flatout.hardware import probe
-from flatout.measure.trials.results import commit_of_package
+from flatout.measure.experiments.results import commit_of_package
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

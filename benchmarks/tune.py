@@ -28,12 +28,12 @@ import flatout
 from flatout.config.schema import RunConfig, load_config
 from flatout.hardware import probe
 from flatout.json_io import append_line, read_lines
-from flatout.measure.trials.resolving import resolve_here
-from flatout.measure.trials.spec import TrialSpec
-from flatout.measure.trials.sweep import filling
-from flatout.measure.trials.trial import run_trial
-from flatout.measure.tune.space import Setting, rows_ladder
-from flatout.measure.tune.tune import run_tune
+from flatout.measure.experiments.records import TrialSpec
+from flatout.measure.experiments.resolving import resolve_here
+from flatout.measure.experiments.space import Setting, rows_ladder
+from flatout.measure.experiments.sweep import filling
+from flatout.measure.experiments.trial import run_trial
+from flatout.measure.experiments.tune import run_tune
 
 OVERRIDES = (
     "model.num_layers=4",
@@ -155,7 +155,7 @@ def measure(
 
 def tuned_from(start: RunConfig, folder: Path, seconds: float) -> dict:
     """Return the setting that tune finds in some seconds, and its number of trials."""
-    result, _ = run_tune(start, out=folder / "tuned.yaml", minutes=seconds / 60, only=ONLY)
+    result = run_tune(start, out=folder / "tuned.yaml", minutes=seconds / 60, only=ONLY)
     return {
         "rows": result.best.rows_per_device,
         "prefetch": result.best.prefetch,

@@ -333,8 +333,8 @@ def with_length(config: RunConfig, dataset: Dataset, step_s: float, minutes: flo
 
 def seconds_per_step(config: RunConfig) -> float:
     """Return the time of one optimizer step of this model, measured on a run that is discarded."""
-    from flatout.measure.trials.spec import TrialSpec
-    from flatout.measure.trials.workload import measure
+    from flatout.measure.experiments.records import TrialSpec
+    from flatout.measure.experiments.trial import measure
 
     with tempfile.TemporaryDirectory() as folder:
         spec = TrialSpec(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.recipe import On
-from flatout.assembly.selection import all_speedups, is_measured, select
+from flatout.assembly.selection import all_speedups, is_measured, select, speedup_named
 from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option
 from flatout.config.schema import RunConfig, load_config
@@ -133,7 +133,6 @@ def list_entries(
 
 def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     machine, config = probe(), load_config(recipe)
-    speedups = {speedup.name: speedup for speedup in all_speedups()}
     device = config.train.device
     if device == "auto":
         device = "cuda" if machine.gpus else "cpu"
@@ -149,7 +148,7 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
     gains = gains_here(machine, device, default_cache())
     items = []
     for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
-        speedup, gain = speedups[decision.name], gains.get(decision.name)
+        speedup, gain = speedup_named(decision.name), gains.get(decision.name)
         items.append(
             {
                 "name": decision.name,

@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 from flatout.cache import default_cache
 from flatout.commands import Command, Option, Overrides, RecipeName, train
 from flatout.config.schema import load_config
-from flatout.errors import in_shell
-from flatout.json_io import JsonObject, Result
-from flatout.measure.tune.parts import LEAST_MINUTES, parse_only
+from flatout.measure.experiments.records import LEAST_MINUTES, PARTS
+from flatout.measure.experiments.report import Tuning
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_recipe_path
+from flatout.registry import SPEEDUPS, unknown_name
 
 TUNED = "tuned.yaml"
 MINUTES = 15.0
 """Time limit without --minutes."""
-
-
-class TuneResult(Result):
-    """The fastest setting, and everything that was measured."""
-
-    path: str
-    """The recipe with the fastest setting."""
-    best: JsonObject
-    """The fastest setting.
-
-    It has rows_per_device, accumulate, prefetch, precision, speedups, tokens_per_s and gain with
-    their intervals, peak_gib, and what its last trial rehearsed."""
-    choices: list[JsonObject]
-    """One object per change that was measured: its name, gain, verdict, promise, whether taken."""
-    not_tried: list[dict[str, str]]
-    """Changes that were not measured, with the reasons."""
-    trials: list[JsonObject]
-    """Every trial: the setting, the round, the seed and the figures."""
-    tokens_per_step: int
-    """Tokens per optimizer step, the same in every trial."""
-    start: str
-    """What everything was compared with: auto, unless that failed."""
-    text: list[str]
-    """The lines of the summary."""
-    complete: bool
-    """False after an interruption."""
-    ended_by_signal: int | None
-    """The signal that interrupted it: 2 for Ctrl+C, 15 for SIGTERM; null for none."""
-    wall_s: float
-    """Seconds in total."""
-
-    def summary(self) -> str:
-        """Return what each choice gained, and the command that trains the recipe."""
-        from flatout.figures import duration
-
-        ended = "" if self.complete else "Interrupted; these are the results so far.\n\n"
-        shown, count = "\n".join(self.text), len(self.trials)
-        trials = f"{count} trial{'' if count == 1 else 's'} in {duration(self.wall_s)}"
-        return f"{ended}{shown}\n\n{trials}; train it with: flatout train {in_shell(self.path)}"
-
-    @property
-    def exit_code(self) -> int:
-        """130 or 143 after an interruption, even though there are results."""
-        return 0 if self.ended_by_signal is None else 128 + self.ended_by_signal
 
 
 def tune(
@@ -84,7 +39,7 @@ def tune(
     out: Annotated[Path | str, Option("The recipe to write.")] = TUNED,
     *,
     progress: Progress = SILENT,
-) -> TuneResult:
+) -> Tuning:
     """Find the fastest settings of a recipe on this machine, and write them as a recipe.
 
     It starts from what `train` would choose, and varies the micro-batch, activation checkpointing,
@@ -98,12 +53,10 @@ def tune(
     Raises: UsageError before anything is measured; RunFailed when no setting gives figures;
             Interrupted when a signal arrives before that.
     """
-    from flatout.measure.tune.report import header_lines
-    from flatout.measure.tune.tune import run_tune
+    from flatout.measure.experiments.tune import run_tune
 
-    start_s = time.monotonic()
     require_recipe_path(out, "--out ")
-    tuning, ended_by = run_tune(
+    return run_tune(
         load_config(recipe, overrides or ()),
         out=Path(out),
         minutes=minutes,
@@ -112,18 +65,19 @@ def tune(
         cache=default_cache(),
         progress=progress,
     )
-    found = tuning.model_dump(mode="json")
-    return TuneResult(
-        path=str(out),
-        **{
-            name: found[name]
-            for name in ("best", "choices", "not_tried", "trials", "tokens_per_step", "start")
-        },
-        text=header_lines(tuning),
-        complete=ended_by is None,
-        ended_by_signal=ended_by,
-        wall_s=round(time.monotonic() - start_s, 1),
-    )
+
+
+def parse_only(text: str | None) -> tuple[str, ...]:
+    """Return the parts and speedups that `--only` names; all parts without it.
+
+    Raises: ConfigError for an unknown one, with the nearest name.
+    """
+    words = tuple(word.strip() for word in (text or "").split(",") if word.strip())
+    known = [*PARTS, *(name for name in SPEEDUPS.names() if name not in PARTS)]
+    for word in words:
+        if word not in known:
+            raise unknown_name("part to tune", word, known)
+    return words or PARTS
 
 
 def check(

@@ -101,7 +101,13 @@ def ask(
             encoding="utf-8",
             errors="replace",
         )
-        late = threading.Timer(timeout_s or threading.TIMEOUT_MAX, end_group, [process])
+        is_late = threading.Event()
+
+        def kill() -> None:
+            is_late.set()
+            end_group(process)
+
+        late = threading.Timer(timeout_s or threading.TIMEOUT_MAX, kill)
         late.daemon = True
         late.start()
         is_satisfied = False
@@ -118,7 +124,7 @@ def ask(
             with suppress(subprocess.TimeoutExpired):  # one that has ended has its exit code
                 process.wait(0 if is_satisfied else KILL_TIMEOUT_S)
         finally:
-            timed_out, code = late.finished.is_set(), process.poll()
+            timed_out, code = is_late.is_set(), process.poll()
             late.cancel()
             end_group(process)
             process.stdout.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.measure.tune.space import Setting
+from flatout.measure.experiments.space import Setting
 
 
 @pytest.fixture

@@ -7,10 +7,9 @@ import json
 import pytest
 
 from flatout import cli
-from flatout.measure.bench import bench as measuring
-from flatout.measure.trials import results
-from flatout.measure.trials.results import Report, Row
-from flatout.measure.trials.statistics import Figure
+from flatout.measure.experiments import bench as measuring
+from flatout.measure.experiments.records import Figure, Row
+from flatout.measure.experiments.report import Bench
 
 
 @pytest.fixture
@@ -39,17 +38,19 @@ def sample_report():
         "environment": {},
         "commit": None,
     }
-    total = Figure(median=2.16, low=2.1, high=2.2)
-    return Report(
+    return Bench(
         **facts,
+        path="bench/mine",
         began="now",
         wall_s=1.0,
         minutes=6.0,
         repeats=5,
         complete=True,
         notes=[],
-        rows=rows,
-        total_speedup=total,
+        rungs=rows,
+        total_speedup=2.16,
+        total_speedup_low=2.1,
+        total_speedup_high=2.2,
         trials=[],
     )
 
@@ -61,9 +62,8 @@ def measured(sample_report, monkeypatch, tmp_path):
 
     def run_bench(config, **options):
         arguments.update(options, config=config)
-        out = options["out"] or tmp_path / "bench"
-        results.write(sample_report, "table\n", "<svg/>", out)
-        return sample_report, out
+        path = str(options["out"] or tmp_path / "bench")
+        return sample_report.model_copy(update={"path": path})
 
     monkeypatch.setattr(measuring, "run_bench", run_bench)
     return arguments
@@ -112,15 +112,10 @@ def test_the_summary_shows_bars_and_the_paths_of_the_results(measured, capsys, t
 
 @pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
 def test_an_interruption_shows_the_results_and_sets_the_exit_code(
-    measured, sample_report, capsys, tmp_path, tiny_set, monkeypatch, number, code
+    sample_report, capsys, tiny_set, monkeypatch, number, code
 ):
     stopped = sample_report.model_copy(update={"complete": False, "ended_by_signal": number})
-
-    def run_bench(config, **options):
-        results.write(stopped, "table\n", "<svg/>", tmp_path)
-        return stopped, tmp_path
-
-    monkeypatch.setattr(measuring, "run_bench", run_bench)
+    monkeypatch.setattr(measuring, "run_bench", lambda config, **options: stopped)
     assert run("shakespeare-char", f"data.path={tiny_set}") == code
     assert "no measurable gain" in capsys.readouterr().out
     assert run("shakespeare-char", f"data.path={tiny_set}", "--json") == code

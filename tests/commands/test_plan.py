@@ -162,8 +162,8 @@ def test_sharding_and_speedups_together_make_a_large_model_fit(recipe):
     found = plan(recipe, [*shape, *data, *batch], machine="8x T4")
     assert found.fits is False
     together = found.changes[0]
-    assert together["fits"]
-    assert sorted(word.partition("=")[0] for word in together["overrides"]) == [
+    assert together.fits
+    assert sorted(word.partition("=")[0] for word in together.overrides) == [
         "parallel.shard",
         "speedups",
     ]
@@ -176,14 +176,14 @@ def test_each_change_that_fits_does_fit(recipe):
     batch = ["batch.rows_per_device=128", "batch.accumulate=1"]
     found = plan(recipe, [*overrides, *batch], machine="A10")
     assert found.fits is False
-    fitting = [change for change in found.changes if change["fits"]]
+    fitting = [change for change in found.changes if change.fits]
     assert fitting
-    rows = next(c for c in fitting if c["overrides"][0].startswith("batch"))
-    assert plan(recipe, [*overrides, *rows["overrides"]], machine="A10").fits
-    full = next(c for c in found.changes if c["overrides"][0].endswith("+checkpointing"))
-    assert "more FLOPs, from recomputing" in full["speed"]
+    rows = next(c for c in fitting if c.overrides[0].startswith("batch"))
+    assert plan(recipe, [*overrides, *rows.overrides], machine="A10").fits
+    full = next(c for c in found.changes if c.overrides[0].endswith("+checkpointing"))
+    assert "more FLOPs, from recomputing" in full.speed
     # The block's last product need not be recomputed; the head is not, either.
-    assert 10 < float(full["speed"].partition("%")[0]) < 34
+    assert 10 < float(full.speed.partition("%")[0]) < 34
     assert "To make it fit" in found.summary()
 
 

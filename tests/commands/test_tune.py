@@ -7,10 +7,9 @@ import json
 import pytest
 
 from flatout import cli
-from flatout.measure.trials.statistics import Figure
-from flatout.measure.tune import tune as measuring
-from flatout.measure.tune.report import Best, Choice, Tuning
-from flatout.measure.tune.space import Left
+from flatout.measure.experiments import tune as measuring
+from flatout.measure.experiments.records import Best, Choice, Figure, Left
+from flatout.measure.experiments.report import Tuning
 
 
 @pytest.fixture
@@ -19,6 +18,7 @@ def sample_tuning():
     gain = Figure(median=1.12, low=1.1, high=1.14)
     choice = Choice(
         name="batch.rows_per_device=8",
+        kind="put-in",
         part="batch",
         speedup=None,
         leaves_out=False,
@@ -37,6 +37,7 @@ def sample_tuning():
     slower = {"name": "+ checkpointing", "taken": False, "verdict": "slower, x0.70"}
     best = Best(
         name="rows 8",
+        kind="best",
         rows_per_device=8,
         accumulate=4,
         prefetch=4,
@@ -48,6 +49,8 @@ def sample_tuning():
         rehearsed=["evaluation", "save"],
     )
     return Tuning(
+        path="tuned.yaml",
+        wall_s=90.0,
         recipe="mine",
         began="2026-11-22T10:00:00+00:00",
         machine="a CPU",
@@ -61,7 +64,7 @@ def sample_tuning():
             choice,
             choice.model_copy(update=slower | {"gain": Figure(median=0.7, low=None, high=None)}),
         ],
-        not_tried=[Left("fp8", "not tried: it is a CPU.")],
+        not_tried=[Left(name="fp8", reason="not tried: it is a CPU.")],
         trials=[],
     )
 
@@ -73,7 +76,9 @@ def tuned(sample_tuning, monkeypatch):
 
     def run_tune(config, **options):
         arguments.update(options, config=config)
-        return sample_tuning, arguments.get("ended_by")
+        number = arguments.get("ended_by")
+        ended = {"complete": number is None, "ended_by_signal": number}
+        return sample_tuning.model_copy(update=ended)
 
     monkeypatch.setattr(measuring, "run_tune", run_tune)
     return arguments

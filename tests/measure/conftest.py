@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flatout.measure.trials.results import Report, Row, Trial
-from flatout.measure.trials.spec import TrialResult
-from flatout.measure.trials.statistics import Figure
+from flatout.measure.experiments.records import Figure, Row, Trial, TrialResult
+from flatout.measure.experiments.report import Bench
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -96,7 +95,8 @@ def sample_rows():
 @pytest.fixture(scope="session")
 def sample_report():
     """A ladder with every kind of row."""
-    return Report(
+    return Bench(
+        path="bench/mine",
         kind="ladder",
         recipe="shakespeare-char",
         config={"name": "shakespeare-char"},
@@ -110,8 +110,10 @@ def sample_report():
         repeats=5,
         complete=True,
         notes=["Not every line has 5 repeats."],
-        rows=sample_rows(),
-        total_speedup=Figure(median=2.16, low=2.1, high=2.2),
+        rungs=sample_rows(),
+        total_speedup=2.16,
+        total_speedup_low=2.1,
+        total_speedup_high=2.2,
         trials=[
             Trial(
                 point="baseline",

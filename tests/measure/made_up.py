@@ -2,7 +2,7 @@
 
 import random
 
-from flatout.measure.trials.spec import TrialResult
+from flatout.measure.experiments.records import TrialResult
 
 SLOW = {"pretokenised": 1.3, "micro-batch": 2.0, "onednn": 1.2}
 """The gains of speedups on the made-up machine; all others gain nothing."""

@@ -3,7 +3,7 @@
 import random
 from importlib.metadata import version
 
-from flatout.measure.trials.spec import TrialResult
+from flatout.measure.experiments.records import TrialResult
 
 OUT_OF_MEMORY = TrialResult(status="out-of-memory", reason="Out of memory: too many rows.")
 

@@ -18,8 +18,8 @@ from flatout.commands.list import list_entries
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError
 from flatout.hardware import Gpu, Machine
-from flatout.measure.trials.ladder import make_ladder
-from flatout.measure.trials.sweep import SWEEPS, filling, precisions
+from flatout.measure.experiments.ladder import make_ladder
+from flatout.measure.experiments.sweep import SWEEPS, filling, precisions
 from flatout.registry import PACKAGE_DIR, RECIPES, SPEEDUPS
 
 MACHINES = {
@@ -74,7 +74,7 @@ def require_everything_works(names: set[str]) -> None:
             assert {decision.name for decision in decisions} == names
             assemble(d.name for d in decisions if d.on)
             ladder = make_ladder(config, decisions, {})
-            assert ladder.rungs
+            assert ladder
     assert {*precisions(), *filling("feed"), *filling("micro_batch")} <= names
     for name in names:
         assert parse_request(f"auto,-{name}").dropped == (name,)

@@ -20,8 +20,8 @@ from flatout.files import write_text
 from flatout.json_io import Stored
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.diagnose.finding import Finding, Fix
+from flatout.measure.experiments.noise import mean_of
 from flatout.measure.steps.evidence import Evidence
-from flatout.measure.trials.statistics import mean_of
 from flatout.progress import SILENT, Progress, Task
 
 MARK = "with the fix that `flatout diagnose --fix` measured"

@@ -14,9 +14,9 @@ from flatout.measure.diagnose.failure import failure_of, hanging
 from flatout.measure.diagnose.preflight import Prepared, prepare
 from flatout.measure.diagnose.spec import MeasureSpec
 from flatout.measure.diagnose.windows import RunWindows, evidence_of
+from flatout.measure.experiments.trial import QUIET
 from flatout.measure.steps.evidence import Evidence
 from flatout.measure.steps.machine import gpu_facts
-from flatout.measure.trials.workload import QUIET
 from flatout.training.loop import fit
 from flatout.training.metrics.log import Log
 from flatout.training.metrics.observers import Observer

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flatout.assembly.memory import Capacity, Workload, capacity_of, trace_memory
+from flatout.assembly.memory import capacity_of, most_rows, smallest_machine, trace_memory
 from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
@@ -18,70 +16,32 @@ from flatout.assembly.prediction import (
     past_run,
     predict_time,
     runs_here,
+    speedups_on,
 )
-from flatout.assembly.resolve import known_peak, resolve, workload_of
-from flatout.assembly.selection import Decision, recipe_of
+from flatout.assembly.preflight import open_dataset, require_machine
+from flatout.assembly.resolve import known_peak, workload_of
+from flatout.assembly.selection import recipe_of
 from flatout.config.schema import RunConfig
+from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
-from flatout.errors import HardwareError
-from flatout.measure.plan.target import Target, find_data, target_of
-from flatout.models.language_model import Flops, LanguageModel, model_of
+from flatout.hardware import Machine, pick_device, probe
+from flatout.measure.plan.changes import Misfit, Target
+from flatout.measure.plan.report import Plan
+from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
-from flatout.roof import Peak
+from flatout.transfer.urls import is_url
 
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that is known about a run before it starts."""
-
-    requested: RunConfig
-    config: RunConfig
-    """Resolved for the target."""
-    decisions: Sequence[Decision]
-    target: Target
-    dataset: AnyDataset | None
-    workload: Workload
-    parts: dict[str, int]
-    """Parameters by part of the model."""
-    flops: Flops
-    memory: MemoryPrediction | None
-    """None when a custom model cannot run on tensors without values."""
-    capacity: Capacity | None
-    time: TimePrediction
-    peak: Peak | None
-    notes: list[str]
-    cache: Path | None
-    """Where measurements on this hardware are."""
-
-    @property
-    def fits(self) -> bool | None:
-        """Whether it fits; None if that cannot be told."""
-        if self.target.is_missing:
-            return False
-        if self.memory is None or self.capacity is None:
-            return None
-        return self.memory.total <= self.capacity.free
-
-    @property
-    def available(self) -> int | None:
-        """Bytes that tensors may take; None if unknown."""
-        if self.capacity is None or self.memory is None:
-            return None
-        ratio = self.memory.reserved / max(self.memory.allocated, 1)
-        return max(int((self.capacity.free - self.memory.context) / ratio), 0)
-
-    @property
-    def batch(self) -> tuple[int, int]:
-        """Rows of a micro-batch, and micro-batches per step."""
-        return int(self.config.batch.rows_per_device), self.config.batch.accumulate or 1
+DOES_NOT_FIT = "none: it does not fit"
+"""Where the rate of a run that does not fit comes from."""
 
 
 def make_plan(
     requested: RunConfig,
     machine: str | None = None,
     *,
+    price_per_hour: float | None = None,
     cache: Path | None = None,
     progress: Progress = SILENT,
 ) -> Plan:
@@ -90,16 +50,17 @@ def make_plan(
     Raises: UsageError, also when the vocabulary size is not known.
     """
     require_weights(requested.lora, requested.train.init_from)
-    target = target_of(requested, machine)
+    place = target_machine(requested, machine)
     dataset, note = find_data(requested, progress)
+    target = Target(*place, dataset, cache)
     runs = runs_here(target.machine, target.device, cache)
     with progress.task("Resolving the configuration"):
-        config, decisions = resolve_for(target, requested, dataset, cache)
+        config, decisions = target.resolve(requested)
     dtype = recipe_of(config).arithmetic(target.device)
     peak = None if target.is_missing else known_peak(target.machine, target.device, dtype)
     model_class, model_config = model_of(config)
     model = with_adapters(model_class.on_meta(model_config, Ops.plain()), config.lora)
-    flops = model.flops_per_token(config.data.seq_len)
+    parameters, flops = parameters_by_part(model), model.flops_per_token(config.data.seq_len)
     this, workload = past_run(config, decisions, target.world_size), workload_of(config)
     notes = [note] if note else []
     with progress.task("Tracing the memory of a step"):
@@ -116,54 +77,102 @@ def make_plan(
         dataset=dataset,
         memory=memory,
     )
-    if config.train.steps is None:
+    steps = config.train.steps
+    if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
     capacity = capacity_of(target.machine, target.device, target.world_size)
+    parts, fits, largest, changes, smallest = None, None, None, [], None
+    if memory is not None:
+        parts = memory_at_peak(memory) | {"available": capacity.free / GIB if capacity else None}
+    if memory is not None and capacity is not None:
+        fits = memory.total <= capacity.free
+        ratio = memory.reserved / max(memory.allocated, 1)
+        available = max(int((capacity.free - memory.context) / ratio), 0)
+        with progress.task("Trying what fits"):
+            largest = most_rows(workload, available)
+            if not fits:
+                misfit = Misfit(target, requested, config, workload, available)
+                changes = misfit.changes(speedups_on(decisions))
+    if target.is_missing:
+        fits = False
+    elif fits is False:  # a run without room has no rate
+        time = TimePrediction(None, None, None, DOES_NOT_FIT, None)
+    if memory and fits is False and not largest:
+        smallest = smallest_machine(workload)
+    row = target.machine.row if target.device.startswith("cuda") else None
+    power = row.power_w if row else None
+    hours = None if time.wall_s is None else time.wall_s / 3600
+    watts = power.value * target.world_size if power else None
+    rows, accumulate = int(config.batch.rows_per_device), config.batch.accumulate or 1
     return Plan(
-        requested,
-        config,
-        decisions,
-        target,
-        dataset,
-        workload,
-        parameters_by_part(model),
-        flops,
-        memory,
-        capacity,
-        time,
-        peak,
-        notes,
-        cache,
+        recipe=config.name,
+        machine=target.describe(),
+        device=target.device,
+        world_size=target.world_size,
+        params=sum(parameters.values()),
+        params_by_part=parameters,
+        flops_per_token=float(flops.causal_exact),
+        flops_per_token_palm=float(flops.palm),
+        rows_per_device=rows,
+        accumulate=accumulate,
+        steps=steps,
+        tokens=None if steps is None else steps * (config.batch.tokens_per_step or 0),
+        speedups=speedups_on(decisions),
+        notes=notes,
+        memory=parts,
+        memory_from=memory.source if memory else None,
+        memory_error=memory.error if memory else None,
+        peak_gib=memory.peak_gib if memory else None,
+        fits=fits,
+        largest_rows_per_device=largest,
+        changes=changes,
+        smallest_machine=smallest,
+        tokens_per_s=time.tokens_per_s,
+        tokens_per_s_from=time.source,
+        mfu=time.mfu,
+        mfu_of=f"{peak.tflops:,.4g} TFLOP/s ({peak.source})" if peak else None,
+        wall_s=time.wall_s,
+        wall_s_error=time.error,
+        kwh=None if watts is None or hours is None else watts * hours / 1000,
+        kwh_from=f"{power.value:g} W per GPU ({power.source})" if power else None,
+        cost=None if price_per_hour is None or hours is None else price_per_hour * hours,
     )
 
 
-def resolve_for(
-    target: Target,
-    requested: RunConfig,
-    dataset: AnyDataset | None,
-    cache: Path | None,
-) -> tuple[RunConfig, list[Decision]]:
-    """Return the configuration as `train` would resolve it on the target.
+def target_machine(config: RunConfig, machine: str | None) -> tuple[Machine, str, int]:
+    """Return the machine that `--machine` names, or this one, the device and its processes.
 
-    If not even one row fits, the plan is for one row.
+    Raises: ConfigError.
     """
-    requested = requested.with_values({"train.device": target.device})
+    if machine is not None:
+        named = require_machine(config, machine)
+        return named, "cuda", len(named.gpus)
+    here, parallel = probe(), config.parallel
+    replicas = 1 if parallel.replicate == "auto" else parallel.replicate
+    device = config.train.device
+    if device == "auto":
+        device, _ = pick_device(device, here)
+    devices = config.train.devices or 1
+    if devices == "all":
+        devices = len(here.gpus) if device.startswith("cuda") else 1
+    return here, device, max(replicas * parallel.shard, devices)
 
-    def resolved(config: RunConfig) -> tuple[RunConfig, list[Decision]]:
-        return resolve(
-            config,
-            machine=target.machine,
-            dataset=dataset,
-            world_size=target.world_size,
-            cache=cache,
-        )
 
-    try:
-        return resolved(requested)
-    except HardwareError:
-        if requested.batch.rows_per_device != "auto":
-            raise
-        return resolved(requested.with_values({"batch.rows_per_device": 1}))
+def find_data(config: RunConfig, progress: Progress) -> tuple[AnyDataset | None, str | None]:
+    """Return the dataset of a configuration if it is on this machine, or why it is not used.
+
+    Raises: DataError when it is damaged or too short.
+    """
+    paths = list(config.data.mix or ([config.data.path] if config.data.path else []))
+    why = None if paths else "No dataset is set"
+    for path in paths:
+        if is_url(path):
+            why = why or f"{path} is not downloaded"
+        elif not (Path(path).expanduser() / MANIFEST).exists():
+            why = why or f"{path} is not a dataset yet"
+    if why:
+        return None, f"{why}, so the time leaves out the evaluations."
+    return open_dataset(config, progress=progress), None
 
 
 def parameters_by_part(model: LanguageModel) -> dict[str, int]:
@@ -188,7 +197,7 @@ def memory_at_peak(memory: MemoryPrediction) -> dict[str, Any]:
     """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
     logits = {"the loss": moment.transient, "a sharded step": found.logits}.get(moment.name, 0)
-    parts = {
+    sizes = {
         "weights": found.weights,
         "gradients": moment.gradients,
         "optimizer": found.optimizer,
@@ -196,13 +205,10 @@ def memory_at_peak(memory: MemoryPrediction) -> dict[str, Any]:
         "logits": logits,
         "workspace": moment.transient - logits,
         "correction": memory.allocated - found.total,
+        "allocated": memory.allocated,
+        "reserved": memory.reserved,
+        "context": memory.context,
+        "total": memory.total,
+        "gradients_in_all": found.gradients,
     }
-    gib: dict[str, Any] = {name: size / GIB for name, size in parts.items()}
-    return gib | {
-        "peak_in": moment.name,
-        "allocated": memory.allocated / GIB,
-        "reserved": memory.reserved / GIB,
-        "context": memory.context / GIB,
-        "total": memory.total / GIB,
-        "gradients_in_all": found.gradients / GIB,
-    }
+    return {name: size / GIB for name, size in sizes.items()} | {"peak_in": moment.name}

@@ -25,6 +25,10 @@ from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, RunFailed
 from flatout.files import CheckedFile, write_text, writing_run
 from flatout.hardware import fingerprint
+from flatout.measure.experiments.resolving import resolve_here
+from flatout.measure.experiments.results import claim
+from flatout.measure.experiments.schedule import require_one_process
+from flatout.measure.experiments.trial import QUIET
 from flatout.measure.profile.events import Recording, read_events
 from flatout.measure.profile.marks import Blocks, Marks, blocks
 from flatout.measure.profile.memory import CATEGORIES, Moment, Named, peak_of, timeline
@@ -32,10 +36,6 @@ from flatout.measure.profile.report import Profile, ProfileRoof
 from flatout.measure.profile.table import gaps_of, table_of, work_of
 from flatout.measure.steps.trace import profiling
 from flatout.measure.steps.windows import MIN_WARM_STEPS, Windows
-from flatout.measure.trials.resolving import resolve_here
-from flatout.measure.trials.results import claim
-from flatout.measure.trials.rounds import require_one_process
-from flatout.measure.trials.workload import QUIET
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.progress import SILENT, Progress
 from flatout.roof import peak_bandwidth, peak_tflops

@@ -26,11 +26,11 @@ from flatout.hardware import probe, usable_cores
 from flatout.json_io import read_model, write_json
 from flatout.launch import launch, num_processes
 from flatout.measure.child import Told, end_group, python
+from flatout.measure.experiments.schedule import require_one_process
 from flatout.measure.resume.causes import causes_of, is_deterministic
 from flatout.measure.resume.compare import Comparison, compare_runs
 from flatout.measure.resume.proof import ResumeProof
 from flatout.measure.resume.worker import PROGRAM, Job
-from flatout.measure.trials.rounds import require_one_process
 from flatout.parallel.rendezvous import own_environment
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog

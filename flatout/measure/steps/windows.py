@@ -25,8 +25,8 @@ from flatout.measure.steps.calls import MarkedCalls, OperationLines
 from flatout.measure.steps.disk_use import DiskUse, disk_use
 from flatout.measure.steps.lines import INTERVAL_S, LineSampler
 from flatout.measure.steps.machine import cpu_times_with_children
+from flatout.measure.steps.steady import is_steady
 from flatout.measure.steps.trace import Trace, profiling, read
-from flatout.measure.trials.pace import is_steady
 from flatout.parallel.rendezvous import silence_profiler
 from flatout.training.metrics.compile_events import Compilations, CompilationWatch
 from flatout.training.metrics.phases import PhaseTimer

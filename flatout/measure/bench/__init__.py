@@ -1,1 +1,0 @@
-"""`bench`: the gain of each speedup, as tables and pictures."""

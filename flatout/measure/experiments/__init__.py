@@ -1,0 +1,1 @@
+"""Experiments: paired trials in fresh processes, for `flatout bench` and `flatout tune`."""

@@ -1,0 +1,260 @@
+"""The trials of an experiment: figures, gains within rounds, and whether loss promises were kept.
+
+On a GPU, two runs of one command differ in their last bits, because attention and the embedding
+accumulate gradients in no fixed order. If the losses of two points differ there despite an exact
+promise, both run once more, untimed, with train.deterministic=true, and those losses decide. The
+alternative, comparing the difference with that between repeats, takes more runs and cannot tell a
+small error from noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flatout.assembly.recipe import Promise
+from flatout.config.schema import RunConfig
+from flatout.measure.experiments.noise import MIN_SEEDS, Spread, mean_of, median_of, spread
+from flatout.measure.experiments.records import TIME_WAS_UP, Figure, Row, Trial, TrialResult
+from flatout.registry import SPEEDUPS
+
+LOSS_STEPS = 20
+"""Number of first losses that are compared."""
+DETERMINISTIC_STEPS = 10
+"""Losses to compare of deterministic runs: more than any speedup buffers, so that each of its
+buffers is reused.
+"""
+FINAL_LOSSES = 5
+"""Number of last losses whose mean is taken as the final loss; a single one is too noisy."""
+STRICTNESS = ("exact", "rounding", "statistical")
+Losses = Sequence[float]
+LossPairs = Sequence[tuple[Losses, Losses]]
+"""Losses (with, without) on the same batches, one pair per repeat."""
+
+
+@dataclass(frozen=True)
+class LossCheck:
+    """Whether the losses of two points differ by no more than promised."""
+
+    promise: Promise
+    kept: bool | None
+    """None: not decided."""
+    reason: str
+    """How it was decided, or why not."""
+    pairs: LossPairs = ()
+    """The losses that were compared."""
+    deterministic: bool = False
+    """Whether they are from runs with train.deterministic=true."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a row about its losses."""
+        return {
+            "promise": self.promise.kind,
+            "promise_kept": self.kept,
+            "promise_reason": self.reason,
+            "deterministic": self.deterministic,
+            "loss_difference": largest_difference(self.pairs),
+            "compared_losses": max((len(fast) for fast, _ in self.pairs), default=None),
+        }
+
+
+@dataclass
+class Trials:
+    """The trials of all points, which are compared within rounds."""
+
+    done: list[Trial] = field(default_factory=list)
+    repeats_to_the_bit: bool = True
+    """Whether two runs of one command give equal losses on this device."""
+    dropout: float = 0.0
+    """model.dropout; where it is on, losses cannot be compared up to rounding."""
+    loss_steps: int = LOSS_STEPS
+    """Number of losses that decide a promise."""
+    stopped_by: str = TIME_WAS_UP
+    """Why a point may have no trial."""
+
+    @classmethod
+    def of(cls, resolved: RunConfig) -> Trials:
+        """Return the trials, none yet, of a resolved configuration.
+
+        Two runs repeat bit for bit on a CPU, or with train.deterministic.
+        """
+        dropout = float(resolved.model.own().get("dropout") or 0.0)
+        is_exact = resolved.train.device == "cpu" or resolved.train.deterministic
+        return cls([], is_exact, dropout)
+
+    def over(self, tokens: int) -> Trials:
+        """Return the trials with the rates of a run of `tokens`, its compilation included."""
+        trials = []
+        for trial in self.done:
+            rate, compile_s = trial.result.tokens_per_s, trial.result.compile_s
+            if rate and compile_s:
+                rate = tokens / (tokens / rate + compile_s)
+                result = trial.result.model_copy(update={"tokens_per_s": rate})
+                trial = trial.model_copy(update={"result": result})
+            trials.append(trial)
+        return replace(self, done=trials)
+
+    @property
+    def points(self) -> list[str]:
+        """The points that have a trial, in order."""
+        return [*dict.fromkeys(trial.point for trial in self.done)]
+
+    def timed(self, point: str) -> list[Trial]:
+        """Return the timed trials of a point."""
+        return [trial for trial in self.done if trial.point == point and not trial.deterministic]
+
+    def ok(self, point: str) -> dict[int, TrialResult]:
+        """Return the point's timed results with figures, by round."""
+        return {trial.round: trial.result for trial in self.timed(point) if trial.result.is_ok}
+
+    def deterministic(self, point: str) -> TrialResult | None:
+        """Return the result of the point's run with train.deterministic=true, if there was one."""
+        return next((t.result for t in self.done if t.point == point and t.deterministic), None)
+
+    def pairs(self, one: str, other: str) -> list[tuple[TrialResult, TrialResult]]:
+        """Return the results of two points in each common round."""
+        these, those = self.ok(one), self.ok(other)
+        return [(these[number], those[number]) for number in sorted(these.keys() & those.keys())]
+
+    def rates(self, point: str) -> list[float]:
+        """Return the point's tokens per second, one value per repeat."""
+        return [result.tokens_per_s or 0.0 for result in self.ok(point).values()]
+
+    def ratios(self, fast: str, slow: str) -> list[float]:
+        """Return how many times faster `fast` was than `slow`, one value per common round."""
+        pairs = self.pairs(fast, slow)
+        return [(one.tokens_per_s or 0.0) / (other.tokens_per_s or 1.0) for one, other in pairs]
+
+    def noise(self, base: str) -> Spread:
+        """Return the noise of the ratios of all points to `base`."""
+        return spread(self.ratios(point, base) for point in self.points if point != base)
+
+    def rate(self, point: str) -> Figure | None:
+        """Return the point's tokens per second, None without figures."""
+        rates = self.rates(point)
+        return median_of(rates, shared=spread(map(self.rates, self.points))) if rates else None
+
+    def gain(self, one: str, other: str, base: str) -> Figure | None:
+        """Return how many times faster `one` is than `other`; None when no round has both."""
+        ratios = self.ratios(one, other)
+        return median_of(ratios, shared=self.noise(base)) if ratios else None
+
+    def loss_pairs(self, one: str, other: str) -> list[tuple[list[float], list[float]]]:
+        """Return the losses of two points on the same batches, one pair per common round."""
+        return paired((a.losses, b.losses) for a, b in self.pairs(one, other))
+
+    def needs_deterministic(self, promise: Promise, one: str, other: str) -> bool:
+        """Return whether only deterministic runs can decide the promise about two points."""
+        exact = promise.kind == "exact" and not self.repeats_to_the_bit
+        return exact and any(fast != plain for fast, plain in self.loss_pairs(one, other))
+
+    def check(self, promise: Promise, one: str, other: str) -> LossCheck:
+        """Return whether the losses of two points keep a promise."""
+        pairs = self.loss_pairs(one, other)
+        if not pairs:
+            return LossCheck(promise, None, "no losses to compare")
+        loss_steps, deterministic = self.loss_steps, self.needs_deterministic(promise, one, other)
+        if deterministic:
+            runs = [self.deterministic(name) for name in (one, other)]
+            failed = next((run for run in runs if run and not run.is_ok), None)
+            if failed or not all(run and run.losses for run in runs):
+                why = "two runs of one command differ here, and there was no time for runs with "
+                why += "train.deterministic=true"
+                if failed:
+                    why = "the run with train.deterministic=true gave no losses: "
+                    why += str(failed.reason)
+                return LossCheck(promise, None, f"not checked: {why}", pairs)
+            pairs = paired([tuple(run.losses if run else [] for run in runs)])
+            loss_steps = DETERMINISTIC_STEPS
+        kept, reason = keeps(promise, pairs, loss_steps=loss_steps, dropout=self.dropout)
+        return LossCheck(promise, kept, reason, pairs, deterministic)
+
+    def measured(self, row: Row, point: str) -> Row:
+        """Return a row with the figures of a point, or the reason why there are none."""
+        results = list(self.ok(point).values())
+        failed = next((t.result for t in self.timed(point) if not t.result.is_ok), None)
+        if not results:
+            status, reason = "not-measured", f"not measured: {self.stopped_by} before its turn."
+            if failed:
+                status, reason = failed.status, str(failed.reason)
+            return row.model_copy(update={"status": status, "reason": reason})
+
+        def median(name: str) -> float | None:
+            values = [value for result in results if (value := getattr(result, name)) is not None]
+            return statistics.median(values) if values else None
+
+        figures = {name: median(name) for name in ("step_ms", "data_ms", "host_ms", "device_ms")}
+        facts = {
+            "reason": f"{failed.status} in one repeat: {failed.reason}" if failed else None,
+            "repeats": len(results),
+            "tokens_per_s": self.rate(point),
+            "peak_gib": max((r.peak_gib for r in results if r.peak_gib is not None), default=None),
+            "rows_per_device": results[0].rows_per_device,
+            "accumulate": results[0].accumulate,
+            "warmup_steps": round(median("warmup_steps") or 0),
+        }
+        return row.model_copy(update=facts | figures)
+
+
+def paired(losses: Iterable[tuple[Losses, ...]]) -> list[tuple[list[float], list[float]]]:
+    """Return pairs of losses cut to one length; a pair with an empty side is left out."""
+    return [
+        (list(one[: len(other)]), list(other[: len(one)])) for one, other in losses if one and other
+    ]
+
+
+def promise_between(one: Iterable[str], other: Iterable[str]) -> Promise:
+    """Return the promise about the losses of two sets: the loosest of the unshared speedups.
+
+    Rounding tolerances add up, and include the largest one of the shared speedups: a difference in
+    the last bit of fp32 flips some later roundings to bfloat16, and the losses differ by those.
+    """
+    shared, unshared = set(one) & set(other), set(one) ^ set(other)
+    promises = [SPEEDUPS.get(name).promise for name in unshared]
+    loosest = max(promises, key=lambda p: STRICTNESS.index(p.kind), default=Promise.exact())
+    kind = loosest.kind
+    amplified = (SPEEDUPS.get(name).promise.rtol for name in shared if kind == "rounding")
+    return Promise(kind, sum(promise.rtol for promise in promises) + max(amplified, default=0.0))
+
+
+def keeps(
+    promise: Promise, pairs: LossPairs, *, loss_steps: int, dropout: float = 0.0
+) -> tuple[bool | None, str]:
+    """Return whether losses keep a promise, and how that was decided.
+
+    Exact and rounding must hold in every repeat. A statistical promise is kept unless the interval
+    of the difference of the final losses, over at least three seeds, is above 0. None means
+    undecided, for example when fewer than `loss_steps` losses show no violation.
+    """
+    steps = max(len(fast) for fast, _ in pairs)
+    too_few = f"{steps} of {loss_steps} losses: not checked"
+    if promise.kind == "statistical":
+        if steps < loss_steps:
+            return None, too_few
+        if len(pairs) < MIN_SEEDS:
+            return None, f"too few seeds to check: {len(pairs)} of {MIN_SEEDS}"
+        final = [[statistics.fmean(losses[-FINAL_LOSSES:]) for losses in pair] for pair in pairs]
+        low, mean, high = mean_of([fast - plain for fast, plain in final])
+        seeds = f"({low:+.4f} to {high:+.4f}) over {len(pairs)} seeds"
+        return low <= 0, f"final loss {mean:+.4f} {seeds}"
+    if promise.kind == "rounding" and dropout:
+        return None, f"not checked: model.dropout={dropout:g} draws other random numbers"
+    allowed = "bit-equal" if promise.kind == "exact" else f"within {promise.rtol:.0e}"
+    kept = all(promise.holds(fast, plain) for fast, plain in pairs)
+    if kept and steps < loss_steps:
+        return None, too_few
+    return kept, f"{steps} losses, {allowed} promised"
+
+
+def largest_difference(pairs: LossPairs) -> float | None:
+    """Return the largest relative difference of a loss; None without losses."""
+    return max(
+        (
+            abs(a - b) / abs(b) if b else abs(a - b)
+            for fast, plain in pairs
+            for a, b in zip(fast, plain, strict=True)
+        ),
+        default=None,
+    )

@@ -1,0 +1,239 @@
+"""The records of experiments, as JSON has them: a trial, a figure, a row of a table. No torch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from flatout.json_io import Stored
+
+PARTS = ("batch", "checkpointing", "speedups", "prefetch")
+"""What `flatout tune` varies; the order is that of the first measurements."""
+LEAST_MINUTES = 1.0
+"""The shortest time limit of tune: in less, hardly more than the start of one trial fits."""
+TIME_WAS_UP, INTERRUPTED = "the time was up", "it was interrupted"
+"""Why a point has no trial."""
+Status = Literal["ok", "out-of-memory", "failed", "timed-out"]
+Rehearsal = Literal["evaluation", "save"]
+
+
+class TrialSpec(Stored):
+    """The specification of one trial."""
+
+    config: dict[str, Any]
+    """The requested configuration, with explicit speedups."""
+    folder: str
+    """Scratch directory for the files of the run."""
+    seconds: float = 5.0
+    """Seconds of measured steps, after the warm-up."""
+    loss_steps: int = 20
+    """Number of first losses to record; the trial runs until it has them."""
+    warmup_s: float = 20.0
+    """Latest end of the warm-up, counted from the end of the first step."""
+    limit_s: float = 300.0
+    """Latest end of the steps, whatever has been measured by then."""
+    rehearse: list[Rehearsal] = Field([])
+    """What a run does besides training and the trial does once, untimed, for its memory."""
+
+
+class TrialResult(Stored):
+    """The result of one trial."""
+
+    status: Status
+    """ok, out-of-memory, failed or timed-out."""
+    reason: str | None = None
+    """Why it is not ok, as a sentence."""
+    tokens_per_s: float | None = None
+    """Tokens of all measured steps over their total time, periodic work included.
+
+    Outliers are handled by repeats."""
+    step_ms: float | None = None
+    """Mean time of a measured step."""
+    data_ms: float | None = None
+    """Part of it spent waiting for data."""
+    host_ms: float | None = None
+    """Part of it spent on the host's work; on a GPU it overlaps with the device's."""
+    device_ms: float | None = None
+    """Part of it spent on the device's work."""
+    peak_gib: float | None = None
+    """Peak memory: of the device, or on a CPU of the whole process."""
+    losses: list[float] = Field([])
+    """Losses of the first steps, in nats per token."""
+    warmup_steps: int | None = None
+    """Steps before the measured ones."""
+    warmup_s: float | None = None
+    """Seconds that they took."""
+    settled: bool | None = None
+    """Whether the step time was steady by then; if not, the figures may be too low."""
+    measured_steps: int | None = None
+    """Steps that were measured."""
+    rows_per_device: int | None = None
+    """Sequences in a micro-batch."""
+    accumulate: int | None = None
+    """Micro-batches per step."""
+    speedups: list[str] = Field([])
+    """Speedups that were actually on."""
+    compile_s: float | None = None
+    """Seconds spent compiling; null when nothing was compiled."""
+    rehearsed: list[Rehearsal] = Field([])
+    """What the trial did besides training."""
+    environment: dict[str, str | int] = Field({})
+    """Device, processor, threads, torch."""
+    process_s: float = 0.0
+    """Seconds of the whole process, including its start and imports."""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether there are figures."""
+        return self.status == "ok"
+
+
+class Trial(Stored):
+    """One measurement in one process."""
+
+    point: str
+    """The set of speedups, the value of a sweep, or the setting."""
+    round: int
+    """Counted from 0; points are compared within rounds."""
+    seed: int
+    """train.seed, the same for all points of a round."""
+    result: TrialResult
+    """Its figures, or why there are none."""
+    deterministic: bool = False
+    """Whether it ran with train.deterministic=true to check an exact promise.
+
+    Only its losses are used; its other figures are in no row."""
+
+
+class Figure(Stored):
+    """A median of repeats, with its interval."""
+
+    median: float
+    """Median of the repeats."""
+    low: float | None
+    """Lower end of the interval; null with too few repeats."""
+    high: float | None
+    """Upper end of the interval; null with too few repeats."""
+
+    def verdict(self) -> str:
+        """Return a gain in words: faster, slower, or no measurable gain."""
+        return self._in_words(f"x{self.median:.2f}", "no measurable gain", "slower")
+
+    def worth(self) -> str:
+        """Return the worth of a left-out speedup in words: the gain of having it on."""
+        ratio = f"worth x{self.median:.2f}"
+        return self._in_words(ratio, "worth nothing measurable", "faster without it")
+
+    def _in_words(self, ratio: str, nothing: str, slower: str) -> str:
+        if self.low is None or self.high is None:
+            return f"{ratio}, too few repeats to be sure"
+        if self.low <= 1 <= self.high:
+            return nothing
+        return ratio if self.median > 1 else f"{slower}, {ratio}"
+
+    def between(self, digits: str) -> str:
+        """Return the interval in brackets, or an empty string if it is unknown."""
+        if self.low is None or self.high is None:
+            return ""
+        return f" ({self.low:{digits}} to {self.high:{digits}})"
+
+
+class Row(Stored):
+    """One line of a table: a set of speedups, a value of a sweep, a change, or what was not run."""
+
+    name: str
+    """Name of the set, the value or the change."""
+    kind: str
+    """baseline, added (one more), left-out or put-in (ablations of the full set), point (of a
+    sweep), best (of tune), or absent (never measured)."""
+    speedup: str | None = None
+    """The speedup that it measures."""
+    speedups: list[str] = Field([])
+    """All speedups that were on."""
+    replaced: list[str] = Field([])
+    """Speedups of the full set that this one replaces."""
+    against: str | None = None
+    """The line or the setting that it is compared with."""
+    status: str = "ok"
+    """ok, out-of-memory, failed, timed-out or not-measured."""
+    reason: str | None = None
+    """Why it is not ok, or why it has fewer repeats."""
+    repeats: int = 0
+    """Trials with figures."""
+    tokens_per_s: Figure | None = None
+    """Tokens per second of measured time."""
+    gain: Figure | None = None
+    """How many times faster with this speedup or change than without it, from paired repeats."""
+    verdict: str = ""
+    """The gain in words, or why there is none."""
+    loss_difference: float | None = None
+    """Largest relative difference of a loss from that of `against`, on the same batches."""
+    compared_losses: int | None = None
+    """Number of first steps whose losses were compared."""
+    deterministic: bool = False
+    """Whether the losses are from runs with train.deterministic=true.
+
+    They are used where timed runs do not repeat bit for bit."""
+    promise: str | None = None
+    """exact, rounding or statistical; null if the losses were not compared."""
+    promise_kept: bool | None = None
+    """null if it was not decided."""
+    promise_reason: str | None = None
+    """How it was decided, or why not."""
+    step_ms: float | None = None
+    """Median over repeats of the mean step."""
+    data_ms: float | None = None
+    """Part of it spent waiting for data."""
+    host_ms: float | None = None
+    """Part of it spent on the host's work."""
+    device_ms: float | None = None
+    """Part of it spent on the device's work."""
+    peak_gib: float | None = None
+    """Peak memory of any repeat."""
+    rows_per_device: int | None = None
+    """Sequences in a micro-batch."""
+    accumulate: int | None = None
+    """Micro-batches per step."""
+    warmup_steps: int | None = None
+    """Median number of steps before the measured ones."""
+
+    @property
+    def short_name(self) -> str:
+        """A short form of the name, such as `batched-muon for bf16-products`."""
+        return self.name.removeprefix("all, with ")
+
+    @property
+    def is_unreached(self) -> bool:
+        """Whether the bench ended before its turn."""
+        return self.status == "not-measured" and self.kind != "absent"
+
+
+class Choice(Row):
+    """A change that tune measured."""
+
+    part: str
+    """batch, checkpointing, speedups or prefetch."""
+    leaves_out: bool
+    """Whether it leaves the speedup out; `gain` is that of leaving it out."""
+    taken: bool
+    """Whether tuned.yaml has it."""
+
+
+class Best(Row):
+    """The setting that tuned.yaml states; its gain is over the first setting, null for that one."""
+
+    prefetch: int
+    """Optimizer steps that the feed reads ahead."""
+    precision: str
+    """Precision of the matrix products."""
+    rehearsed: list[str]
+    """What its trials did besides training: evaluation, save."""
+
+
+class Left(Stored):
+    """A speedup or a change that is not measured."""
+
+    name: str
+    reason: str
+    """Why, as a sentence."""

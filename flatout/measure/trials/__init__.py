@@ -1,1 +1,0 @@
-"""Trials: runs in processes of their own, repeated and compared with intervals."""

@@ -1,1 +1,0 @@
-"""`tune`: the fastest setting of a recipe on this machine."""

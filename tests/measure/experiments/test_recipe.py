@@ -1,0 +1,137 @@
+"""What tune writes about a search."""
+
+from __future__ import annotations
+
+import pytest
+
+from flatout.measure.experiments.records import Best, Choice, Figure, Left
+from flatout.measure.experiments.report import NO_TIME, Tuning, choice_lines, with_interval
+from flatout.measure.experiments.resolving import resolve_here
+from flatout.measure.experiments.results import gains_of
+from flatout.measure.experiments.space import Setting
+from flatout.measure.experiments.tune import tuned_config
+
+
+def choice(name="+ compile", **changes):
+    facts = {
+        "kind": "left-out" if name.startswith("-") else "put-in",
+        "part": "speedups",
+        "speedup": name.split()[1],
+        "leaves_out": name.startswith("-"),
+        "against": "auto",
+        "status": "ok",
+        "taken": False,
+        "verdict": "x1.25",
+        "gain": Figure(median=1.25, low=1.2, high=1.3),
+        "repeats": 3,
+        "tokens_per_s": None,
+        "peak_gib": None,
+        "promise": "rounding",
+        "promise_kept": True,
+        "promise_reason": "20 losses",
+    }
+    return Choice(name=name, **facts | changes)
+
+
+def tuning(*choices, **changes):
+    best = Best(
+        name="+ compile",
+        kind="best",
+        rows_per_device=4,
+        accumulate=2,
+        prefetch=4,
+        precision="fp32",
+        speedups=["compile"],
+        tokens_per_s=Figure(median=1250.0, low=1200.0, high=1300.0),
+        gain=Figure(median=1.25, low=1.2, high=1.3),
+        peak_gib=0.5,
+        rehearsed=["evaluation", "save"],
+    )
+    facts = {
+        "path": "tuned.yaml",
+        "wall_s": 90.0,
+        "recipe": "mine",
+        "began": "2026-11-22T10:00:00+00:00",
+        "machine": "a CPU",
+        "environment": {"torch": "2.13.0+cpu"},
+        "commit": "abc1234",
+        "tokens_per_step": 128,
+        "start": "auto",
+        "start_tokens_per_s": None,
+        "best": best,
+        "choices": list(choices),
+        "trials": [],
+    }
+    return Tuning(**facts | changes)
+
+
+def test_the_header_states_what_was_taken_and_what_was_not():
+    failed = choice("+ fp8", gain=None, status="failed", verdict="failed: It broke.")
+    slower = Figure(median=0.8, low=0.78, high=0.82)
+    lines = tuning(
+        choice(taken=True),
+        failed,
+        choice("- prefetch", gain=slower, verdict="slower, x0.80"),
+    ).lines()
+    text = "\n".join(lines)
+    assert "1,250 tokens/s, x1.25 (1.20 to 1.30) of auto; peak 0.50 GiB." in text
+    assert "Rehearsed with it: evaluation and save." in text
+    assert lines.index("  + compile  x1.25 (1.20 to 1.30)") < lines.index("Measured and not taken:")
+    assert "  - prefetch  x0.80 (0.78 to 0.82); slower" in lines
+    assert "  + fp8       failed: It broke." in lines
+
+
+def test_the_header_counts_what_there_was_no_time_for():
+    late = [Left(name=name, reason=NO_TIME) for name in ("+ fp8", "+ compile")]
+    lines = tuning(choice(), not_tried=[*late, Left(name="x", reason="No.")]).lines()
+    assert lines[-1] == "There was not enough time for 2 others; add --minutes."
+    best = tuning().best.model_copy(update={"name": "auto", "gain": None})
+    assert "nothing else was measured" in tuning(best=best).lines()[1]
+    assert "nothing that was measured is faster" in tuning(choice(), best=best).lines()[1]
+
+
+def test_long_lines_are_cut():
+    (line,) = choice_lines([choice(gain=None, verdict="failed: " + "very " * 40)])
+    assert len(line) <= 96
+    assert line.endswith("...")
+
+
+def test_a_change_is_listed_once():
+    first, second = choice(verdict="first", gain=None), choice(verdict="second", gain=None)
+    assert tuning(first, second).lines()[-1] == "  + compile  second"
+    assert "Measured and not taken:" not in tuning(first, choice(taken=True)).lines()
+
+
+def test_an_unknown_interval_is_said():
+    figure = Figure(median=1.1, low=None, high=None)
+    assert with_interval(figure) == "x1.10 (too few repeats)"
+
+
+def test_only_sure_gains_of_single_speedups_are_kept():
+    unsure = Figure(median=1.5, low=None, high=None)
+    found = gains_of(
+        tuning(
+            choice("+ compile"),
+            choice("- prefetch", gain=Figure(median=0.8, low=0.5, high=0.9)),
+            choice("+ fp8", promise_kept=False),
+            choice("+ bf16", gain=unsure),
+            choice("+ checkpointing, batch.rows_per_device=8", speedup=None),
+            choice("+ fp16", gain=None),
+        )
+    )
+    assert set(found) == {"compile", "prefetch"}
+    assert (found["compile"].gain, found["compile"].low) == (1.25, 1.2)
+    assert (found["prefetch"].gain, found["prefetch"].high) == (1.25, 2.0)
+    assert found["prefetch"].low == pytest.approx(1 / 0.9)
+    assert found["compile"].torch == "2.13.0+cpu"
+
+
+def test_the_recipe_is_explicit_but_fits_any_number_of_processes(tiny_config):
+    requested = tiny_config(batch__accumulate=None)
+    best = Setting(2, 8, frozenset({"prefetch", "fused-adamw"}))
+    config = tuned_config(requested, resolve_here(requested), best)
+    assert (config.batch.tokens_per_step, config.batch.rows_per_device) == (128, 2)
+    assert config.batch.accumulate is None
+    assert config.parallel.replicate == "auto"
+    assert config.train.precision == "fp32"
+    assert config.model.vocab_size

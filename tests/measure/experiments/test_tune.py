@@ -1,0 +1,324 @@
+"""The whole search, with imaginary trials, and once with real ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from made_up_speeds import OUT_OF_MEMORY, MadeUpSpeeds
+
+from flatout.assembly import prediction
+from flatout.config.schema import load_config
+from flatout.errors import ConfigError, HardwareError, Interrupted, RunFailed
+from flatout.hardware import probe
+from flatout.measure.experiments import schedule, trial
+from flatout.measure.experiments import space as tune_space
+from flatout.measure.experiments import tune as tuning
+from flatout.measure.experiments.records import TrialResult
+from flatout.measure.experiments.tune import run_tune
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def config(tiny_config):
+    """A step of 8 sequences, of which auto takes all."""
+    return tiny_config(batch__rows_per_device="auto", speedups="auto", train__steps=100_000)
+
+
+@pytest.fixture(autouse=True)
+def without_warnings(monkeypatch):
+    """Skip the look at other processes, which takes a fifth of a second."""
+    monkeypatch.setattr(tuning, "warn_of_busy_cores", lambda machine, progress: None)
+
+
+def tune(config, machine, tmp_path, **options):
+    options = {"minutes": 60, "clock": machine.clock} | options
+    return run_tune(config, out=tmp_path / "tuned.yaml", trial=machine, **options)
+
+
+def taken(found):
+    return [choice.name for choice in found.choices if choice.taken]
+
+
+def test_it_finds_the_fastest_setting_and_keeps_the_tokens_per_step(config, tmp_path):
+    machine = MadeUpSpeeds(
+        speedups={"fused-adamw": 0.8, "fused-heads": 1.1}, rows={8: 1.0, 4: 1.2, 2: 1.4, 1: 1.0}
+    )
+    found = tune(config, machine, tmp_path)
+    assert found.best.rows_per_device == 2
+    assert found.best.accumulate == 4
+    assert "fused-adamw" not in found.best.speedups
+    assert found.best.gain.median == pytest.approx(1.4 / 0.8, rel=0.03)
+    assert {spec.config["batch"]["tokens_per_step"] for spec in machine.specs} == {128}
+    assert "- fused-adamw" in taken(found)
+    assert "batch.rows_per_device=2" in taken(found)
+    assert "- fused-heads" not in taken(found)
+
+
+def test_less_than_a_minute_is_refused_before_anything_is_measured(config, tmp_path):
+    machine = MadeUpSpeeds()
+    with pytest.raises(ConfigError, match="minutes=1"):
+        tune(config, machine, tmp_path, minutes=0.9)
+    assert machine.specs == []
+
+
+def test_the_recipe_is_one_that_train_takes(config, tmp_path):
+    machine = MadeUpSpeeds(speedups={"fused-adamw": 0.8}, rows={4: 1.3})
+    found = tune(config, machine, tmp_path)
+    text = (tmp_path / "tuned.yaml").read_text()
+    assert text.startswith("# Written by `flatout tune` on 20")
+    assert "- fused-adamw" in text
+    stated = load_config(tmp_path / "tuned.yaml")
+    assert stated.batch.rows_per_device == 4
+    assert stated.batch.tokens_per_step == 128
+    assert stated.batch.accumulate is None
+    assert sorted(stated.speedups) == sorted(found.best.speedups)
+    assert stated.train.precision != "auto"
+    from flatout.measure.experiments.resolving import resolve_here
+
+    resolved = resolve_here(stated)
+    assert resolved.config.batch.accumulate == 2
+    assert sorted(resolved.speedups) == sorted(found.best.speedups)
+
+
+def test_nothing_changes_where_nothing_is_faster(config, tmp_path):
+    found = tune(config, MadeUpSpeeds(rows={4: 0.9}), tmp_path)
+    assert taken(found) == []
+    assert found.best.name == found.start == "auto"
+    assert found.best.gain is None
+    assert "nothing that was measured is faster than auto" in (tmp_path / "tuned.yaml").read_text()
+
+
+def test_close_moves_are_repeated_and_clear_ones_are_not(config, tmp_path):
+    machine = MadeUpSpeeds(speedups={"fused-adamw": 2.0}, rows={4: 1.02})
+    found = tune(config, machine, tmp_path, only=["batch", "fused-adamw"])
+    repeats = {choice.name: choice.repeats for choice in found.choices if choice.against == "auto"}
+    assert repeats["batch.rows_per_device=4"] >= 3
+    assert repeats["- fused-adamw"] == 1
+
+
+def test_the_time_limit_is_kept_and_the_rest_is_listed(config, tmp_path):
+    machine = MadeUpSpeeds(overhead_s=10.0)
+    found = tune(config, machine, tmp_path, minutes=2)
+    assert machine.now <= 120
+    late = [each.name for each in found.not_tried if "the time was up" in each.reason]
+    assert late
+    assert found.trials
+
+
+@pytest.mark.parametrize("minutes", [2, 3, 4, 6])
+def test_the_winner_is_compared_with_the_start_and_rehearsed_in_time(config, tmp_path, minutes):
+    machine = MadeUpSpeeds(speedups={"checkpointing": 1.6}, rows={4: 1.3, 2: 1.7, 1: 2.0})
+    found = tune(config, machine, tmp_path, minutes=minutes)
+    assert machine.now <= 60 * minutes
+    assert found.best.rows_per_device < 8
+    assert found.best.gain is not None
+    assert found.best.rehearsed == ["evaluation", "save"]
+
+
+@pytest.mark.parametrize("overhead_s", [5.0, 20.0, 35.0, 60.0])
+@pytest.mark.parametrize("minutes", [3, 5])
+def test_the_winner_is_rehearsed_however_slow_the_trials_are(config, tmp_path, minutes, overhead_s):
+    machine = MadeUpSpeeds(rows={4: 1.3, 2: 1.7, 1: 2.0}, overhead_s=overhead_s)
+    found = tune(config, machine, tmp_path, minutes=minutes)
+    assert machine.now <= 60 * minutes
+    assert found.best.rehearsed == ["evaluation", "save"]
+    assert "No save was rehearsed" not in (tmp_path / "tuned.yaml").read_text()
+
+
+def test_the_recipe_says_that_no_save_was_rehearsed(config, tmp_path):
+    found = tune(config, MadeUpSpeeds(overhead_s=70.0), tmp_path, minutes=2)
+    assert found.best.rehearsed == ["evaluation"]
+    assert "# No save was rehearsed: the time was up" in (tmp_path / "tuned.yaml").read_text()
+
+
+def test_time_that_the_winners_leave_is_for_what_the_screening_did_not_reach(config, tmp_path):
+    machine = MadeUpSpeeds(speedups={"fused-heads": 0.5}, overhead_s=10.0)
+    found = tune(config, machine, tmp_path, minutes=7, only=["speedups"])
+    late = {each.name for each in found.not_tried if "the time was up" in each.reason}
+    assert late.isdisjoint(choice.name for choice in found.choices)
+    assert machine.now > 0.8 * 7 * 60 or not late
+
+
+def test_a_change_without_a_measurable_gain_is_not_taken(config, tmp_path):
+    """One setting is fast when it is measured first, and like the others from then on."""
+
+    class FastAtFirst(MadeUpSpeeds):
+        def rate(self, rows, on):
+            return 1300.0 if rows == 4 and len(self.specs) < 4 else 1000.0
+
+    found = tune(config, FastAtFirst(noise=0.01), tmp_path, only=["batch"])
+    assert taken(found) == []
+    assert found.best.name == "auto"
+    assert found.best.rehearsed == ["evaluation", "save"]
+    repeats = {choice.name: choice.repeats for choice in found.choices}
+    assert repeats["batch.rows_per_device=4"] >= 4
+
+
+def test_a_speedup_whose_losses_break_its_promise_is_left_out(config, tmp_path):
+    machine = MadeUpSpeeds(speedups={"fused-adamw": 1.5}, losses={"fused-adamw": 0.5})
+    found = tune(config, machine, tmp_path, only=["speedups"])
+    assert "fused-adamw" not in found.best.speedups
+    choice = next(choice for choice in found.choices if choice.name == "- fused-adamw")
+    assert (choice.taken, choice.promise_kept) == (True, False)
+    assert "the losses break the promise" in choice.verdict
+
+
+def test_an_added_speedup_whose_losses_break_its_promise_is_not_taken(config, tmp_path):
+    machine = MadeUpSpeeds(speedups={"checkpointing": 1.5}, losses={"checkpointing": 1e-7})
+    found = tune(config, machine, tmp_path, only=["checkpointing"])
+    assert taken(found) == []
+    broken = [choice for choice in found.choices if choice.promise_kept is False]
+    assert [choice.name for choice in broken] == ["+ checkpointing"]
+
+
+def test_compiling_counts_over_the_length_of_the_run(tiny_config, tmp_path):
+    machine = MadeUpSpeeds(speedups={"compile": 1.5}, compile_s={"compile": 60.0})
+    names = {"batch__rows_per_device": "auto", "speedups": "auto"}
+    short = tune(tiny_config(**names, train__steps=200), machine, tmp_path, only=["compile"])
+    assert "compile" not in short.best.speedups
+    machine = MadeUpSpeeds(speedups={"compile": 1.5}, compile_s={"compile": 60.0})
+    long = tune(tiny_config(**names, train__steps=100_000), machine, tmp_path, only=["compile"])
+    assert "compile" in long.best.speedups
+
+
+def test_the_first_rows_that_fit_are_the_start_when_auto_runs_out_of_memory(config, tmp_path):
+    machine = MadeUpSpeeds(rows={8: 9.0, 4: 2.0}, fits=lambda rows, on, spec: rows <= 2)
+    found = tune(config, machine, tmp_path, only=["batch"])
+    assert found.start == "rows 2"
+    assert found.best.rows_per_device == 2
+    rows = [spec.config["batch"]["rows_per_device"] for spec in machine.specs]
+    assert rows.count(8) == rows.count(4) == 1
+
+
+def test_checkpointing_makes_room_where_not_even_one_row_fits(config, tmp_path):
+    machine = MadeUpSpeeds(fits=lambda rows, on, spec: rows == 1 and "checkpointing" in on)
+    found = tune(config, machine, tmp_path)
+    assert "checkpointing" in found.best.speedups
+    assert found.best.rows_per_device == 1
+
+
+def test_a_setting_that_fails_at_the_first_save_gives_way(config, tmp_path):
+    machine = MadeUpSpeeds(
+        rows={4: 1.5}, fits=lambda rows, on, spec: rows == 8 or "save" not in spec.rehearse
+    )
+    found = tune(config, machine, tmp_path, only=["batch"])
+    assert found.best.rows_per_device == 8
+    assert found.best.rehearsed == ["evaluation", "save"]
+
+
+def test_fewer_rows_replace_a_start_that_fails_at_the_first_save(config, tmp_path):
+    machine = MadeUpSpeeds(
+        rows={4: 0.8}, fits=lambda rows, on, spec: rows == 4 or "save" not in spec.rehearse
+    )
+    found = tune(config, machine, tmp_path, only=["batch"])
+    assert (found.start, found.best.rows_per_device) == ("rows 4", 4)
+    never = MadeUpSpeeds(fits=lambda rows, on, spec: "save" not in spec.rehearse)
+    with pytest.raises(RunFailed, match="No setting could be used"):
+        tune(config, never, tmp_path / "never", only=["batch"])
+
+
+def test_every_setting_is_rehearsed_before_it_can_win(config, tmp_path):
+    machine = MadeUpSpeeds(rows={4: 1.3, 2: 1.6})
+    found = tune(config, machine, tmp_path, only=["batch"])
+    first = {}
+    for spec in machine.specs:
+        first.setdefault(spec.config["batch"]["rows_per_device"], spec)
+    assert all(spec.rehearse for spec in first.values())
+    assert found.best.rehearsed == ["evaluation", "save"]
+    full = [spec for spec in machine.specs if spec.rehearse == ["evaluation", "save"]]
+    assert [spec.config["batch"]["rows_per_device"] for spec in full] == [2]
+
+
+@pytest.mark.parametrize(
+    ("result", "message", "fix"),
+    [
+        (OUT_OF_MEMORY, "trials failed; the last one: Out of memory", "data.seq_len"),
+        (TrialResult(status="failed", reason="It broke."), "It broke.", "flatout train"),
+        (TrialResult(status="timed-out", reason="It hung."), "It hung.", "--minutes"),
+    ],
+)
+def test_no_recipe_is_written_when_every_trial_fails(config, tmp_path, result, message, fix):
+    with pytest.raises(RunFailed, match=message) as caught:
+        tune(config, MadeUpSpeeds(fails={"all": result}), tmp_path)
+    assert fix in caught.value.fix
+    assert not (tmp_path / "tuned.yaml").exists()
+
+
+def test_a_model_that_cannot_fit_is_refused_without_a_trial(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune_space, "USED_MEMORY", 1e-9)
+    machine = MadeUpSpeeds()
+    with pytest.raises(HardwareError, match=r"Nothing fits\. .* GiB by estimate"):
+        tune(config, machine, tmp_path)
+    assert machine.specs == []
+
+
+def test_an_interruption_writes_the_best_so_far(config, tmp_path):
+    machine = MadeUpSpeeds(rows={4: 1.5}, stops_after=2)
+    found = run_tune(config, out=tmp_path / "tuned.yaml", trial=machine, clock=machine.clock)
+    assert found.ended_by_signal == 2
+    assert found.best.rows_per_device == 4
+    assert load_config(tmp_path / "tuned.yaml").batch.rows_per_device == 4
+    machine = MadeUpSpeeds(stops_after=1, error=Interrupted("x.", fix="y.", signal_number=15))
+    found = run_tune(config, out=tmp_path / "tuned.yaml", trial=machine, clock=machine.clock)
+    assert found.ended_by_signal == 15
+    assert found.best.name == "auto"
+    assert (tmp_path / "tuned.yaml").exists()
+    with pytest.raises(Interrupted):
+        tune(config, MadeUpSpeeds(stops_after=0), tmp_path)
+
+
+def test_gains_are_kept_for_auto(config, tmp_path):
+    machine = MadeUpSpeeds(speedups={"fused-adamw": 0.97, "fused-heads": 0.9}, noise=0.001)
+    cache = tmp_path / "cache"
+    tune(config, machine, tmp_path, cache=cache, only=["fused-adamw", "fused-heads"])
+    found = prediction.gains_here(probe(), "cpu", cache)["fused-adamw"]
+    assert found.high < 1
+    assert found.recipe == config.name
+
+
+def test_a_stated_batch_is_tuned_and_said(tiny_config, tmp_path):
+    lines = []
+
+    class Lines:
+        say = staticmethod(lines.append)
+        task = staticmethod(tuning.SILENT.task)
+
+    machine = MadeUpSpeeds(rows={8: 1.5})
+    found = tune(tiny_config(), machine, tmp_path, progress=Lines, only=["batch"])
+    assert found.best.rows_per_device == 8
+    assert any("The recipe states 4 rows per micro-batch" in line for line in lines)
+
+
+def test_a_file_of_another_program_is_not_replaced(config, tmp_path):
+    (tmp_path / "tuned.yaml").write_text("name: mine\n")
+    with pytest.raises(ConfigError, match="did not write it"):
+        tune(config, MadeUpSpeeds(), tmp_path)
+    (tmp_path / "other").write_text("")
+    with pytest.raises(ConfigError, match="Cannot write"):
+        run_tune(config, out=tmp_path / "other" / "tuned.yaml", trial=MadeUpSpeeds())
+
+
+def test_trials_of_the_training_code(tiny_config, tmp_path, monkeypatch):
+    """The trials run in this process, which saves the seconds that a new one takes."""
+    monkeypatch.setattr(schedule, "DEFAULT_SECONDS", 0.02)
+    monkeypatch.setattr(schedule, "MIN_WARMUP_S", 0.05)
+    config = tiny_config(batch__rows_per_device="auto", speedups="auto")
+    found = run_tune(
+        config,
+        out=tmp_path / "tuned.yaml",
+        only=["checkpointing", "batch"],
+        trial=lambda spec, timeout_s: trial.measured(spec),
+    )
+    assert found.complete
+    assert {each.result.status for each in found.trials} == {"ok"}
+    assert found.best.rehearsed == ["evaluation", "save"]
+    assert found.best.tokens_per_s.median > 0
+    assert {choice.name for choice in found.choices} >= {
+        "+ checkpointing",
+        "+ selective-checkpointing",
+        "batch.rows_per_device=4",
+    }
+    assert all(choice.promise_kept is not False for choice in found.choices)
+    assert json.loads(found.model_dump_json())["choices"]
