@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from textwrap import TextWrapper
 
+from flatout.figures import gib, milliseconds, optional
 from flatout.json_io import Result, Stored
 
 FORMAT_VERSION = 2
@@ -154,10 +155,12 @@ class Profile(Result):
     def _steps(self) -> str:
         last = self.first_step + self.steps - 1
         numbers = f"step {last}" if self.steps == 1 else f"steps {self.first_step} to {last}"
-        slow = f"{_ms(self.profiled_step_ms)} under the profiler"
+        slow = f"{milliseconds(self.profiled_step_ms / 1e3)} under the profiler"
         lines = [
             f"{self.recipe} on {self.device}, {self.arithmetic}, {numbers}",
-            f"{_ms(self.step_ms)} per step, {slow}" if self.step_ms else f"{slow} per step",
+            f"{milliseconds(self.step_ms / 1e3)} per step, {slow}"
+            if self.step_ms
+            else f"{slow} per step",
         ]
         if self.phases_ms and self.step_ms:
             shares = {name: self.phases_ms.get(name) for name in PHASES}
@@ -170,14 +173,15 @@ class Profile(Result):
         lines = ["class           ms/step  share   calls   TFLOP/s  of peak     GB/s  of peak"]
         lines += [
             f"{row.kind:<14}{1e3 * row.seconds:>9.3g}{row.share:>7.0%}{row.calls:>8,.0f}"
-            f"{_figure(row.tflops):>10}{_percent(row.of_peak):>9}"
-            f"{_figure(row.gb_per_s):>9}{_percent(row.of_bandwidth):>9}"
+            f"{optional(row.tflops, '.3g'):>10}{optional(row.of_peak, '.0%'):>9}"
+            f"{optional(row.gb_per_s, '.3g'):>9}{optional(row.of_bandwidth, '.0%'):>9}"
             for row in rows
         ]
         if self.outside_ms is not None:
             where = "the device idles" if self.device != "cpu" else "Python and autograd"
             share = self.outside_ms / self.profiled_step_ms
-            lines.append(f"outside of them {_ms(self.outside_ms)} per step, {share:.0%}: {where}")
+            outside = milliseconds(self.outside_ms / 1e3)
+            lines.append(f"outside of them {outside} per step, {share:.0%}: {where}")
         lines.append(
             f"peak: {roof.peak_tflops:.3g} TFLOP/s ({roof.peak_source})"
             if roof.peak_tflops is not None
@@ -201,7 +205,7 @@ def clipped(name: str) -> str:
 def _gap(gap: Gap) -> str:
     doing = f"the host is in {clipped(gap.host_op)}" if gap.host_op else "the host runs Python"
     phase = f" ({gap.phase})" if gap.phase else ""
-    return f"  {_ms(1e3 * gap.seconds)} idle at {_ms(1e3 * gap.start_s)}: {doing}{phase}"
+    return f"  {milliseconds(gap.seconds)} idle at {milliseconds(gap.start_s)}: {doing}{phase}"
 
 
 def _memory(peak: MemoryPeak) -> str:
@@ -209,27 +213,11 @@ def _memory(peak: MemoryPeak) -> str:
     if peak.share_of_step is not None:
         when = [f"{peak.share_of_step:.0%} into step {peak.step}"]
     when += [f"in {peak.phase}"] if peak.phase else []
-    lines = [f"Peak of tensors: {_size(peak.gib)}" + (f", {', '.join(when)}" if when else "")]
+    lines = [f"Peak of tensors: {gib(peak.gib)}" + (f", {', '.join(when)}" if when else "")]
     lines += [
-        f"  {name:<12}{_size(gib):>10}{gib / peak.gib:>6.0%}"
-        for name, gib in peak.parts_gib.items()
+        f"  {name:<12}{gib(part):>10}{part / peak.gib:>6.0%}"
+        for name, part in peak.parts_gib.items()
     ]
     if peak.reserved_gib is not None:
-        lines.append(f"  The allocator held at most {_size(peak.reserved_gib)}.")
+        lines.append(f"  The allocator held at most {gib(peak.reserved_gib)}.")
     return "\n".join(lines)
-
-
-def _size(gib: float) -> str:
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{1024 * gib:.1f} MiB"
-
-
-def _ms(ms: float) -> str:
-    return f"{ms:,.0f} ms" if ms >= 99.5 else f"{ms:.3g} ms"
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
