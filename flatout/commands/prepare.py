@@ -22,10 +22,9 @@ from flatout.data.prepare.pipeline import (
 )
 from flatout.data.prepare.plan.work_dir import WorkPart
 from flatout.data.prepare.upload import prepare_upload
-from flatout.data.store.manifest import Manifest
 from flatout.errors import DataError, UsageError
 from flatout.json_io import JsonObject, Result
-from flatout.progress import SILENT, Progress
+from flatout.progress import SILENT, Progress, counted
 from flatout.recognised import require_local
 from flatout.transfer.urls import is_url, protocol_of
 
@@ -232,6 +231,27 @@ def _check_work_sharing(part: str | None, join: bool, engine: str, out: str) -> 
 
 def _result(made: Prepared) -> PrepareResult:
     manifest = made.manifest
+    skipped = {entry.reason: entry.count for entry in manifest.skipped}
+    # Of masked text, a manifest has the size of what counts alone.
+    is_masked = any(split.masks for split in manifest.splits.values())
+    size = "" if is_masked else f", {manifest.text_bytes / 1e6:,.2f} MB of text"
+    documents = counted(manifest.documents, "document")
+    if manifest.cut_documents:
+        whose = "its" if manifest.documents == 1 else "of one, the"
+        documents += f" ({whose} end is for validation)"
+    splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
+    lines = [
+        f"{made.path}  {'already exists' if made.existed else f'written in {made.seconds:.1f} s'}",
+        f"  {manifest.tokens:,} tokens of {documents}{size}",
+        f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; "
+        f"split by {manifest.split_rule}: {splits}",
+    ]
+    for entry in manifest.skipped:
+        first = f" (first: {entry.first[0]})" if entry.first else ""
+        what = entry.reason  # in the plural if it names a kind of thing, such as `.py file`
+        if entry.count != 1:
+            what = re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", what)
+        lines.append(f"  left out: {entry.count:,} {what}{first}")
     return PrepareResult(
         path=made.path,
         documents=manifest.documents,
@@ -239,67 +259,33 @@ def _result(made: Prepared) -> PrepareResult:
         bytes=manifest.text_bytes,
         seconds=round(made.seconds, 3),
         tokens_per_s=made.tokens_per_s,
-        skipped=sum(entry.count for entry in manifest.skipped),
-        skipped_by_reason={entry.reason: entry.count for entry in manifest.skipped},
-        closing=_closing(made.path, manifest, made.seconds, made.existed),
+        skipped=sum(skipped.values()),
+        skipped_by_reason=skipped,
+        closing="\n".join(lines),
     )
 
 
 def _part_result(made: PreparedPart, part: WorkPart) -> PrepareResult:
     """Return the result of one part; --join completes the dataset."""
-    tokens = sum(record.tokens for record in made.records)
-    skipped: Counter[str] = Counter()
-    for record in made.records:
-        for entry in record.skipped:
-            skipped[entry.reason] += entry.count
-    left = (
-        f"{made.left:,} are left for other parts"
-        if made.left
-        else "all parts are done; join them with --join"
-    )
+    records, skipped = made.records, Counter[str]()
+    for entry in (entry for record in records for entry in record.skipped):
+        skipped[entry.reason] += entry.count
+    tokens = sum(record.tokens for record in records)
+    left = "all parts are done; join them with --join"
+    if made.left:
+        left = f"{made.left:,} are left for other parts"
     return PrepareResult(
         path=made.path,
-        documents=sum(record.documents for record in made.records),
+        documents=sum(record.documents for record in records),
         tokens=tokens,
-        bytes=sum(record.text_bytes for record in made.records),
+        bytes=sum(record.text_bytes for record in records),
         seconds=round(made.seconds, 3),
         tokens_per_s=round(tokens / made.seconds, 1),
         skipped=skipped.total(),
         skipped_by_reason=dict(skipped),
         closing=f"{made.path}  part {part.index}/{part.count} done in {made.seconds:.1f} s: "
-        f"{len(made.records):,} ranges; {left}",
+        f"{len(records):,} ranges; {left}",
     )
-
-
-def _closing(path: Path | str, manifest: Manifest, seconds: float, existed: bool) -> str:
-    verb = "already exists" if existed else f"written in {seconds:.1f} s"
-    # Of masked text, a manifest has the size of what counts alone.
-    is_masked = any(split.masks for split in manifest.splits.values())
-    size = "" if is_masked else f", {manifest.text_bytes / 1e6:,.2f} MB of text"
-    splits = ", ".join(f"{name} {split.tokens:,}" for name, split in manifest.splits.items())
-    lines = [
-        f"{path}  {verb}",
-        f"  {manifest.tokens:,} tokens of {_documents(manifest)}{size}",
-        f"  tokenizer {manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}; "
-        f"split by {manifest.split_rule}: {splits}",
-    ]
-    for entry in manifest.skipped:
-        first = f" (first: {entry.first[0]})" if entry.first else ""
-        lines.append(f"  left out: {entry.count:,} {_plural(entry.reason, entry.count)}{first}")
-    return "\n".join(lines)
-
-
-def _plural(reason: str, count: int) -> str:
-    """Return a reason in the plural if it names a kind of thing, such as `.py file`."""
-    return reason if count == 1 else re.sub(r"^(\S+ )?(file|document)\b", r"\g<0>s", reason)
-
-
-def _documents(manifest: Manifest) -> str:
-    one = manifest.documents == 1
-    count = f"{manifest.documents:,} document{'' if one else 's'}"
-    if not manifest.cut_documents:
-        return count
-    return f"{count} ({'its' if one else 'of one, the'} end is for validation)"
 
 
 def check(out: Path | str) -> None:
