@@ -40,7 +40,6 @@ from flatout.errors import (
 from flatout.progress import SILENT, Progress
 from flatout.registry import COMMANDS, nearest, unknown_name
 from flatout.streams import drop_output, open_streams, write_output
-from flatout.trust import BY_ARGUMENT
 
 if TYPE_CHECKING:
     from flatout.commands import Command
@@ -102,6 +101,8 @@ def execute(words: list[str]) -> int:
         with _handled(_terminate, "SIGTERM", "SIGUSR1"):  # a run installs its own handlers
             return call(words)
     except UntrustedCode as error:
+        from flatout.trust import BY_ARGUMENT
+
         name, *rest = words
         # A command without the flag takes recipes, and a copy of a recipe counts as the user's own.
         has_flag = "trust_code" in inspect.signature(COMMANDS.get(name).call).parameters
