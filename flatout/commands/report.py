@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated
 
 from flatout.commands import Argument, Command, Option
-from flatout.errors import CheckpointError, DataError, OutputInUse, in_shell
-from flatout.files import write_whole
+from flatout.errors import CheckpointError, DataError, OutputInUse
+from flatout.files import write_whole, writing
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.recognised import require_local
@@ -74,13 +74,8 @@ def report(
     with progress.task("Drawing"):
         html = render(read)
     path = _destination(folders, out)
-    try:
+    with writing(path):
         write_whole(path, html)
-    except OSError as error:
-        raise DataError(
-            f"Cannot write {path}: {error.strerror or error}.",
-            fix=f"Choose another file: --out {in_shell(Path.home() / FILE_NAME)}.",
-        ) from error
     return ReportResult(
         path=str(path),
         runs=list(map(str, folders)),

@@ -66,18 +66,18 @@ class RunsResult(Result):
         if not self.items:
             return "There are no runs yet. `flatout demo` starts one."
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
-        rows = [
-            ("run", "state", "step", "loss", "val loss", "size", "age"),
-            *((os.path.relpath(item.run, base or None), *_row(item)) for item in self.items),
-        ]
-        lines = aligned(rows, left=2)
-        below = [f"    {text}" if text else "" for text in ("", *map(_settings_text, self.items))]
-        return "\n".join(
-            [
-                f"In {base or '.'}:",
-                *(line for pair in zip(lines, below, strict=True) for line in pair if line),
-            ]
-        )
+        rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "val loss", "size", "age")]
+        for item in self.items:
+            step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
+            losses = (optional(loss, ".4f") for loss in (item.train_loss, item.val_loss))
+            name, size = os.path.relpath(item.run, base or None), amount(item.bytes, "bytes")
+            rows.append((name, item.state, step, *losses, size, age(item.age_s)))
+        head, *lines = aligned(rows, left=2)
+        shown = [f"In {base or '.'}:", head]
+        for line, item in zip(lines, self.items, strict=True):
+            text = _settings_text(item)
+            shown += [line, f"    {text}"] if text else [line]
+        return "\n".join(shown)
 
 
 def runs(
@@ -150,7 +150,9 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         size = folder_bytes(path)
         elsewhere = location.checkpoints_folder(path)
         size += 0 if elsewhere.is_relative_to(path) else folder_bytes(elsewhere)
-        records = list(RunLog(path, tail_bytes=TAIL_BYTES).records())
+        log = RunLog(path, tail_bytes=TAIL_BYTES)
+        records = list(log.records())
+        state = state if log.is_readable else "damaged"
     except FlatoutError:
         config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
     last = {name: value for record in records for name, value in record.items()}
@@ -168,12 +170,6 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         age_s=round(max(age_s, 0.0), 1),
         settings=settings,
     )
-
-
-def _row(item: RunItem) -> tuple[str, ...]:
-    step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
-    losses = (optional(loss, ".4f") for loss in (item.train_loss, item.val_loss))
-    return (item.state, step, *losses, amount(item.bytes, "bytes"), age(item.age_s))
 
 
 COMMAND = Command(runs, example="flatout runs")

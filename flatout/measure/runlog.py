@@ -32,6 +32,8 @@ class RunLog:
         """Read the lines of files whole, or only their last `tail_bytes`."""
         self.path = path
         self.notes: list[str] = []
+        self.is_readable = True
+        """Whether the files with lines could be opened."""
         self._tail_bytes = tail_bytes
 
     @cached_property
@@ -86,6 +88,7 @@ class RunLog:
             yield from reader.read()
         except FlatoutError as error:
             self.notes.append(error.what)
+            self.is_readable = False
         is_growing = reader.is_cut_off and self.state == "running"
         self.notes += reader.notes(is_growing=is_growing)
 

@@ -18,7 +18,7 @@ ROOMS = {
     "training": 65_200,
     "data": 54_900,
     "top": 22_200,
-    "commands": 21_300,
+    "commands": 21_100,
     "sources": 16_400,
     "assembly": 16_100,
     "inference": 15_500,

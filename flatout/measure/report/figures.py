@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,20 +57,16 @@ def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[st
     from bokeh.models import Range1d
 
     x_range = Range1d(start=0, end=1, name="x")
-    document = Document()
-    shown: list[dict[str, Any]] = []
-    for drawn in charts:
-        plot = _plot(drawn, x_range)
-        document.add_root(plot)
-        shown.append({"key": drawn.chart.key, "root": plot.id, "lines": _legend(drawn.lines)})
+    plots = {drawn.chart.key: _plot(drawn, x_range) for drawn in charts}
     if marks:
-        plot = _events_plot(marks, x_range)
+        plots["events"] = _events_plot(marks, x_range)
+    document = Document()
+    for plot in plots.values():
         document.add_root(plot)
-        shown.append({"key": "events", "root": plot.id, "lines": []})
     curves = [line.curve for drawn in charts for line in drawn.lines]
     return {
         "document": json.loads(serialize_json(document.to_json(deferred=False))),
-        "charts": shown,
+        "charts": [{"key": key, "root": plot.id} for key, plot in plots.items()],
         "bounds": {name: _bounds(curves, name) for name in POSITIONS},
     }
 
@@ -175,10 +171,6 @@ def _empty_plot(height: int, **options: Any) -> figure:
     plot.axis.minor_tick_line_color = None
     plot.axis.major_label_text_font = "system-ui, sans-serif"
     return plot
-
-
-def _legend(lines: Iterable[Line]) -> list[Mapping[str, Any]]:
-    return [{"key": line.key, "trend": line.trend is not None} for line in lines]
 
 
 def _bounds(curves: Iterable[Curve], name: str) -> list[float] | None:

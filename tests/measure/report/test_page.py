@@ -126,7 +126,7 @@ def test_every_line_has_its_source(make_run, read):
     page = page_of(read(make_run("a"), make_run("b", events=[{"event": "save", "step": 2}])))
     data = data_of(page)
     names = set(re.findall(r'"name": ?"([^"]*\|curve)"', json.dumps(data["document"])))
-    lines = {f"{line['key']}|curve" for chart in data["charts"] for line in chart["lines"]}
+    lines = {f"{key}|curve" for key in re.findall('data-line="([^"]*)"', page)}
     assert names == lines
     assert data["bounds"]["step"] == [1, 20]
     assert data["marks"] == {"events|1|save": ["b: step 2: save"]}
