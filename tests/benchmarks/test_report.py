@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 from flatout.measure.report.curves import RunData
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("report")
 
 
 def test_a_made_up_run_can_be_read(benchmark, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field
@@ -46,7 +46,7 @@ COLUMNS = (
     "n",
 )
 FULL = "█"
-BAR_COLUMNS, PICTURE_COLUMNS, LINE_COLUMNS, NAME_COLUMNS = 28, 100, 96, 40
+BAR_COLUMNS, PICTURE_COLUMNS, NAME_COLUMNS, TEXT_COLUMNS = 28, 100, 40, 90
 
 
 class Measurement(Result):
@@ -317,8 +317,6 @@ class Tuning(Measurement):
     """Tokens per optimizer step, the same in every trial."""
     start: str
     """The setting that everything was compared with: auto, unless that failed."""
-    start_tokens_per_s: Figure | None
-    """Its rate."""
     best: Best
     """The setting that was found."""
     choices: list[Choice]
@@ -345,14 +343,15 @@ class Tuning(Measurement):
             lines.append(
                 "No save was rehearsed: the time was up, or the disk has too little space."
             )
-        taken = [choice for choice in self.choices if choice.taken]
-        names = {choice.name for choice in taken}
-        rest = {choice.name: choice for choice in self.choices if choice.name not in names}
-        if taken:
-            lines += ["", "Taken, in this order; each gain is over the setting before:"]
-            lines += choice_lines(taken)
-        if rest:
-            lines += ["", "Measured and not taken:", *choice_lines(rest.values())]
+        taken = {choice.name: choice for choice in self.choices if choice.taken}
+        rest = {choice.name: choice for choice in self.choices if choice.name not in taken}
+        for title, choices in (
+            ("Taken, in this order; each gain is over the setting before:", taken.values()),
+            ("Measured and not taken:", rest.values()),
+        ):
+            width = min(max(map(len, (each.name for each in choices)), default=0), NAME_COLUMNS)
+            lines += ["", title] if choices else []
+            lines += [f"  {each.name:<{width}}  {choice_text(each)}" for each in choices]
         late = sum(each.reason == NO_TIME for each in self.not_tried)
         if late:
             others = counted(late, "other")
@@ -363,7 +362,7 @@ class Tuning(Measurement):
         """Return the rate of the best setting, and its gain, as a sentence."""
         best = self.best
         rate = f"{best.tokens_per_s.median:,.0f} tokens/s" if best.tokens_per_s else "no rate"
-        gain = f", {with_interval(best.gain)} of {self.start}" if best.gain else ""
+        gain = f", {gain_text(best)} of {self.start}" if best.gain else ""
         peak = "" if best.peak_gib is None else f"; peak {best.peak_gib:.2f} GiB"
         if best.name == self.start:
             gain = f": nothing that was measured is faster than {self.start}"
@@ -372,22 +371,9 @@ class Tuning(Measurement):
         return f"{rate}{gain}{peak}."
 
 
-def with_interval(figure: Figure) -> str:
-    """Return a gain with its interval."""
-    return f"x{figure.median:.2f}{figure.between('.2f') or ' (too few repeats)'}"
-
-
-def choice_lines(choices: Iterable[Choice]) -> list[str]:
-    """Return one aligned line per choice: its name, gain and verdict."""
-    shown = list(choices)
-    width = min(max(len(choice.name) for choice in shown), NAME_COLUMNS)
-    lines = []
-    for choice in shown:
-        told = choice.verdict
-        if choice.gain is not None:
-            words = told.split(f"x{choice.gain.median:.2f}")[0].strip(", ")
-            parts = with_interval(choice.gain), words, told.partition("; ")[2]
-            told = "; ".join(filter(None, parts))
-        line = f"  {choice.name:<{width}}  {told}"
-        lines.append(line if len(line) <= LINE_COLUMNS else f"{line[: LINE_COLUMNS - 3]}...")
-    return lines
+def choice_text(choice: Choice) -> str:
+    """Return what a change gained, or why it has no gain, and whether its losses are wrong."""
+    text = choice.verdict if choice.gain is None else gain_text(choice)
+    if choice.promise_kept is False:
+        text += f"; the losses break the promise ({choice.promise_reason})"
+    return text if len(text) <= TEXT_COLUMNS else f"{text[: TEXT_COLUMNS - 3]}..."

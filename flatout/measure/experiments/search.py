@@ -37,14 +37,13 @@ DATA_WAIT = 0.01
 """Share of a step; reading ahead is tuned where waiting for data takes more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Tried:
     """A move that was measured, and the setting before it."""
 
     move: Move
     before: Setting
     after: Setting
-    taken: bool = False
     parity: LossCheck | None = None
     """How the losses compare; None for a move that was not worth the comparison."""
 
@@ -368,11 +367,11 @@ class Search:
         parity = tried.parity = self.parity(tried.after, tried.before)
         is_sure = parity.kept or (parity.kept is None and parity.promise.kind != "statistical")
         leaves_out_broken = parity.kept is False and tried.move.is_leaving_out
-        if leaves_out_broken or (found[0] > 1 and is_sure):
-            tried.taken = True
-            self.taken.append(tried)
-            self.best = tried.after
-        return tried.taken
+        if not leaves_out_broken and not (found[0] > 1 and is_sure):
+            return False
+        self.taken.append(tried)
+        self.best = tried.after
+        return True
 
     def _confirm(self) -> None:
         """Measure the best setting beside the start, and rehearse an evaluation and a save with it.
@@ -421,8 +420,7 @@ class Search:
     def _step_back(self) -> None:
         """Give up the best setting for the one before it, or for another one that was measured."""
         if self.taken:
-            last = self.taken.pop()
-            last.taken, self.best = False, last.before
+            self.best = self.taken.pop().before
             return
         rates = {setting: self.results[setting].tokens_per_s or 0.0 for setting in self._ok()}
         self.best = self.start = max(rates, key=lambda setting: rates[setting], default=None)

@@ -15,10 +15,10 @@ from typing import Any
 from flatout.assembly.memory import USED_MEMORY, estimate
 from flatout.assembly.prediction import GIB
 from flatout.assembly.resolve import workload_of
-from flatout.assembly.selection import all_speedups, assemble, parse_request, speedup_named
+from flatout.assembly.selection import assemble, parse_request, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError
-from flatout.measure.experiments.ladder import Additions, in_order, needing, reason_to_leave
+from flatout.measure.experiments.ladder import Additions, in_order, make_ladder, needing
 from flatout.measure.experiments.records import PARTS, Left
 from flatout.measure.experiments.resolving import Resolved
 from flatout.measure.experiments.schedule import with_speedups
@@ -188,34 +188,30 @@ def make_space(
     rows, ahead = int(config.batch.rows_per_device), config.data.prefetch
     start = Setting(rows, ahead, frozenset(resolved.speedups) - chooser)
     request = parse_request(requested.speedups)
-    known = [speedup.name for speedup in all_speedups()]
     moves: list[Move] = []
     left: list[Left] = []
-    for decision in resolved.decisions:
-        name, fills = decision.name, speedup_named(decision.name).fills
+    for row in make_ladder(requested, resolved.decisions, additions):
+        name = row.speedup
+        if name is None or row.kind == "added" or name in chooser:
+            continue
+        fills = speedup_named(name).fills
         part = "checkpointing" if "activations" in fills else "speedups"
-        if name in chooser or name in request.named or not request.auto:
+        is_stated = name in request.named or not request.auto
+        if is_stated or not {name, part} & {*only}:
             continue
-        if name not in only and part not in only:
-            continue
-        added = additions.get(name, ())
-        why_not = added if isinstance(added, str) else None
+        wanted, why_not = frozenset(row.speedups) - chooser, row.reason
+        new, gone = wanted - start.speedups, start.speedups - wanted
+        kinds = {speedup_named(one).promise.kind for one in new}
         if NOT_TIMED & fills.keys():
             why_not = "not tried: a trial does not time saves."
-        elif decision.on:
-            drops = frozenset(needing({name}, known))
-            moves.append(Move(f"- {name}", part, drops=drops, speedup=name))
-            continue
-        wanted = frozenset(() if isinstance(added, str) else added) - chooser
-        new, gone = wanted - start.speedups, start.speedups - wanted
-        why_not = why_not or reason_to_leave(decision, requested)
-        if any(speedup_named(one).promise.kind == "statistical" for one in new) and not statistical:
-            why_not = why_not or "not tried: its promise is statistical; --statistical tries it."
+        elif "statistical" in kinds and not statistical:
+            why_not = "not tried: its promise is statistical; --statistical tries it."
         if why_not:
             left.append(Left(name=name, reason=why_not))
             continue
-        title = f"+ {' and '.join([name, *sorted(new - {name})])}"
-        title += f" for {' and '.join(sorted(gone))}" if gone else ""
+        title = f"+ {row.short_name.removeprefix('all and ')}"
+        if row.kind == "left-out":
+            title = f"- {name}"
         moves.append(Move(title, part, adds=new, drops=gone, speedup=name))
     if "prefetch" in only and start.speedups & {*filling("feed")}:
         others = sorted({max(ahead // 2, 1), 2 * ahead} - {ahead})

@@ -84,6 +84,7 @@ def run_tune(
         search.name(best),
     )
     results = trials.ok(name).values()
+    gain = trials.gain(name, search.base, search.base) if best != start else None
     row = trials.measured(Row(name=name, kind="best", speedups=best.in_order()), name)
     late = (Left(name=move.name, reason=NO_TIME) for move in search.late)
     found = Tuning(
@@ -93,11 +94,11 @@ def run_tune(
         wall_s=round(clock() - start_s, 1),
         tokens_per_step=search.tokens_per_step,
         start=search.name(start or best),
-        start_tokens_per_s=trials.rate(search.name(start or best)),
         best=Best(
             **row.model_dump()
             | {
-                "gain": trials.gain(name, search.base, search.base) if best != start else None,
+                "gain": gain,
+                "verdict": gain.verdict() if gain else "",
                 "rows_per_device": best.rows,
                 "accumulate": search.tokens_per_step // (best.rows * config.data.seq_len),
                 "prefetch": best.prefetch,
@@ -186,12 +187,7 @@ def choice_of(tried: Tried, search: Search) -> Choice:
     kind = "left-out" if move.is_leaving_out else "put-in"
     row = Row(name=move.name, kind=kind, speedup=move.speedup, against=before)
     gain = trials.gain(after, before, search.base) if result.is_ok else None
-    if gain is None:
-        verdict = f"{result.status}: {result.reason}" if result.reason else result.status
-    else:
-        verdict = gain.verdict()
-        if parity is not None and parity.kept is False:
-            verdict += f"; the losses break the promise ({parity.reason})"
+    failure = result.status + (f": {result.reason}" if result.reason else "")
     return Choice(
         **trials.measured(row, after).model_dump()
         | (parity.fields() if parity else {})
@@ -199,9 +195,9 @@ def choice_of(tried: Tried, search: Search) -> Choice:
             "part": move.part,
             "leaves_out": move.is_leaving_out,
             "status": result.status,
-            "taken": tried.taken,
+            "taken": tried in search.taken,
             "gain": gain,
-            "verdict": verdict,
+            "verdict": gain.verdict() if gain else failure,
             "speedups": tried.after.in_order(),
         }
     )
