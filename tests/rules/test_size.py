@@ -15,7 +15,7 @@ FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
     "measure": 82_100,
-    "training": 65_200,
+    "training": 64_900,
     "data": 54_900,
     "top": 22_200,
     "commands": 21_100,
