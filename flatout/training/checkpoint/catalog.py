@@ -14,13 +14,13 @@ import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from flatout.errors import CheckpointError
 from flatout.files import sha256, sync
-from flatout.json_io import JsonObject, parsing, read_json, read_model
+from flatout.json_io import RESTORE, JsonObject, parsing, read_json, read_model
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint.location import checkpoints_folder
 
@@ -94,12 +94,6 @@ class Index(BaseModel, frozen=True):
     """The other names of shared weights, with the name under which they are stored."""
     base: Base | None = None
     """Of a LoRA checkpoint, which contains the adapters and their optimizer state only."""
-
-    @model_validator(mode="after")
-    def _aliases_exist(self) -> Self:
-        if lost := sorted({*self.aliases.values()} - self.tensors.keys()):
-            raise ValueError(f"no tensor {lost[0]}")
-        return self
 
 
 class NewerVersion(CheckpointError):
@@ -184,9 +178,13 @@ def read_index(checkpoint: Path) -> Index:
 
     Raises: CheckpointError when it is missing or damaged.
     """
-    document = read_json(checkpoint / INDEX)  # JSON has lists where the model has tuples
-    with parsing(checkpoint / INDEX):
-        return Index.model_validate(document)
+    path = checkpoint / INDEX
+    document = read_json(path)  # JSON has lists where the model has tuples
+    with parsing(path):
+        index = Index.model_validate(document)
+    if lost := sorted({*index.aliases.values()} - index.tensors.keys()):
+        raise CheckpointError(f"{path} is damaged: it has no tensor {lost[0]}.", fix=RESTORE)
+    return index
 
 
 def recorded_environment(checkpoint: Path) -> JsonObject:
