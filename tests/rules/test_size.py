@@ -14,10 +14,10 @@ import flatout
 FILE_LINES, FUNCTION_LINES = 700, 80
 FRAMES = 9
 ROOMS = {
-    "measure": 88_600,
+    "measure": 85_300,
     "training": 65_700,
     "data": 54_900,
-    "commands": 23_000,
+    "commands": 22_400,
     "top": 22_100,
     "inference": 19_300,
     "sources": 16_400,
@@ -25,7 +25,7 @@ ROOMS = {
     "ops": 13_700,
     "models": 13_100,
     "token_formats": 10_500,
-    "terminal": 9_700,
+    "terminal": 8_700,
     "config": 9_600,
     "architectures": 7_800,
     "conversation": 6_000,
