@@ -9,8 +9,6 @@ machine: it is CPU time of the calling thread. Writes benchmarks/results/alarms.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import random
 import statistics
@@ -19,11 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from main_job import RESULTS, commit
+from measurement import facts, markdown, parser, save
 
-from flatout.hardware import probe
+from flatout.hardware import CpuTimes
 from flatout.training.metrics.alarms import Alarms
-from flatout.training.metrics.surroundings import Load, Surroundings
+from flatout.training.metrics.surroundings import Surroundings
 
 RECORDS, PLANTED_AT = 1000, 500
 STEP_MS, STEPS_PER_RECORD = 250.0, 10
@@ -59,6 +57,15 @@ Noise = Callable[[random.Random, float], float]
 Change = Callable[[Record], None]
 
 
+def raised(name: str, by: float) -> Change:
+    """Return a change that adds to a figure."""
+
+    def change(record: Record) -> None:
+        record[name] += by
+
+    return change
+
+
 def slower(share: float) -> Change:
     def change(record: Record) -> None:
         record["perf/device_ms"] /= 1 - share
@@ -67,17 +74,7 @@ def slower(share: float) -> Change:
 
 
 def waiting(share: float) -> Change:
-    def change(record: Record) -> None:
-        record["perf/data_wait_ms"] += STEP_MS * share / (1 - share)
-
-    return change
-
-
-def higher(nats: float) -> Change:
-    def change(record: Record) -> None:
-        record["train/loss"] += nats
-
-    return change
+    return raised("perf/data_wait_ms", STEP_MS * share / (1 - share))
 
 
 def growing(mib_per_record: float) -> Change:
@@ -95,9 +92,9 @@ TROUBLES: dict[str, tuple[str, Change]] = {
     "15% of a step waits for data": ("data_wait", waiting(0.15)),
     "30% of a step waits for data": ("data_wait", waiting(0.30)),
     "60% of a step waits for data": ("data_wait", waiting(0.60)),
-    "the loss is 0.3 higher": ("loss_spike", higher(0.3)),
-    "the loss is 1 higher": ("loss_spike", higher(1.0)),
-    "the loss is 3 higher": ("loss_spike", higher(3.0)),
+    "the loss is 0.3 higher": ("loss_spike", raised("train/loss", 0.3)),
+    "the loss is 1 higher": ("loss_spike", raised("train/loss", 1.0)),
+    "the loss is 3 higher": ("loss_spike", raised("train/loss", 3.0)),
     "1 MiB leaks per record": ("host_memory", growing(1)),
     "4 MiB leak per record": ("host_memory", growing(4)),
     "16 MiB leak per record": ("host_memory", growing(16)),
@@ -125,7 +122,9 @@ def records(noise: Noise, rng: random.Random, count: int) -> Iterator[Record]:
 
 def watch(noise: Noise, seed: int, trouble: Change | None = None) -> tuple[list[Any], float]:
     """Return the alarms of a run, and the CPU seconds that watching it took."""
-    machine = Surroundings(cores=2, read_load=lambda: Load(0, 0, 0), read_limits=lambda: (0, 0, 0))
+    machine = Surroundings(
+        cores=2, read_load=lambda: CpuTimes(0, 0, 0), read_limits=lambda: (0, 0, 0)
+    )
     alarms = Alarms(machine, last_step=RECORDS * STEPS_PER_RECORD)
     found, wall_s, spent_s = [], 0.0, 0.0
     for i, record in enumerate(records(noise, random.Random(seed), RECORDS), start=1):
@@ -141,15 +140,11 @@ def watch(noise: Noise, seed: int, trouble: Change | None = None) -> tuple[list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=int, default=60, help="made-up runs per row")
-    runs = parser.parse_args().runs
-    found = measure(runs) | {"runs": runs, "machine": probe().describe(), "commit": commit()}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "alarms.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "alarms.md").write_text(table(found))
+    made = parser(__doc__)
+    made.add_argument("--runs", type=int, default=60, help="made-up runs per row")
+    given = made.parse_args()
+    found = measure(given.runs) | {"runs": given.runs, **facts()}
+    save(given.out, "alarms", found, table(found))
     print(table(found))
 
 
@@ -178,32 +173,30 @@ def measure(runs: int) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Return both tables."""
-    runs, records_in_all = found["runs"], found["runs"] * RECORDS
-    lines = ["| noise of a healthy run | false alarms | in records |", "|---|---|---|"]
-    for name, kinds in found["healthy"].items():
-        which = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "0"
-        lines.append(f"| {name} | {which} | {records_in_all:,} |")
-    lines += [
-        "",
-        "| planted trouble | alarm | found | after records, median (most) | other alarms |",
-        "|---|---|---|---|---|",
-    ]
+    runs, rows = found["runs"], []
     for name, row in found["planted"].items():
         late = row["delays"]
         delay = f"{statistics.median(late):.0f} ({max(late)})" if late else ""
-        lines.append(
-            f"| {name} | `{row['kind']}` | {len(late)} of {runs} | {delay} | {row['others']} |"
-        )
-    lines += [
-        "",
-        (
-            f"Records have 2% noise in their times and 1% in the loss; watching costs "
-            f"{statistics.median(found['us_per_record']):.0f} us of CPU time per record. "
-            f"{found['machine']}; {runs} made-up runs of {RECORDS:,} records per row; commit "
-            f"{found['commit']}; `python benchmarks/alarms.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        rows.append((name, f"`{row['kind']}`", f"{len(late)} of {runs}", delay, row["others"]))
+    healthy = markdown(
+        "noise of a healthy run | false alarms | in records",
+        [
+            (
+                name,
+                ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or "0",
+                f"{runs * RECORDS:,}",
+            )
+            for name, kinds in found["healthy"].items()
+        ],
+    )
+    return f"{healthy}\n" + markdown(
+        "planted trouble | alarm | found | after records, median (most) | other alarms",
+        rows,
+        f"Records have 2% noise in their times and 1% in the loss; watching costs "
+        f"{statistics.median(found['us_per_record']):.0f} us of CPU time per record. "
+        f"{found['machine']}; {runs} made-up runs of {RECORDS:,} records per row; commit "
+        f"{found['commit']}; `python benchmarks/alarms.py`.",
+    )
 
 
 if __name__ == "__main__":

@@ -14,18 +14,15 @@ from __future__ import annotations
 import resource
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from main_job import RESULTS, commit, spread
+from measurement import facts, markdown, parser, save, seconds_of, spread
 from safetensors.torch import save_file
 
 from flatout.architectures import llama
 from flatout.architectures.source import ForeignWeights, find_model
-from flatout.files import write_text
-from flatout.hardware import probe
 from flatout.json_io import write_json
 from flatout.models.transformer import Transformer
 from flatout.ops import Ops
@@ -78,37 +75,33 @@ def time_import(folder: Path) -> dict[str, Any]:
     write_json(folder / "config.json", LARGE)
     del parts
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
+
+    def load() -> None:
         weights = ForeignWeights(find_model(str(folder)), model.config)
         weights.require_fit({name: tuple(p.shape) for name, p in parameters.items()})
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(weights.read(name))
-        seconds.append(time.perf_counter() - start)
+
+    seconds = [seconds_of(load) for _ in range(REPEATS)]
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"bytes": num_bytes, "seconds": seconds, "grown_mib": grown / 1024}
 
 
 def table(found: dict[str, Any]) -> str:
     """Return the figures as a table in Markdown."""
-    lines = [
-        "| model | largest difference of a logit | of a gradient, relative |",
-        "|---|---|---|",
-    ]
-    for name, row in found["models"].items():
-        lines.append(f"| {name} | {row['logits']:.1e} | {row['gradients']:.1e} |")
     large = found["import"]
-    lines += [
-        "",
+    return markdown(
+        "model | largest difference of a logit | of a gradient, relative",
+        [
+            (name, f"{row['logits']:.1e}", f"{row['gradients']:.1e}")
+            for name, row in found["models"].items()
+        ],
         f"Import of {large['bytes'] / 1e9:.2f} GB: {spread(large['seconds'], 2)} s.",
         f"Measured with transformers {found['transformers']} and torch {found['torch']} on "
         f"{found['machine']}, commit {found['commit']}; "
         "`python benchmarks/architectures.py` measures it.",
-        "",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def measure() -> dict[str, Any]:
@@ -125,13 +118,12 @@ def measure() -> dict[str, Any]:
         "import": large,
         "transformers": transformers.__version__,
         "torch": torch.__version__,
-        "machine": probe().describe(),
-        "commit": commit(),
+        **facts(),
     }
 
 
 if __name__ == "__main__":
+    given = parser(__doc__).parse_args()
     found = measure()
-    write_json(RESULTS / "architectures.json", found)
-    write_text(RESULTS / "architectures.md", table(found))
+    save(given.out, "architectures", found, table(found))
     print(table(found))

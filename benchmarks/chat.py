@@ -12,21 +12,20 @@ and losses are measured, not times, so the machine may be busy.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from main_job import RESULTS, commit, spread
+from measurement import facts, markdown, parser, save, spread
 
 import flatout
 from flatout.conversation.rendering import Renderer
 from flatout.conversation.templates import named_template
 from flatout.conversation.turns import read_conversation
 from flatout.data.tokenizers.base import END_OF_TEXT
-from flatout.hardware import probe
 from flatout.inference.chat import ChatSession, Sampling
 from flatout.inference.load import load_run
 
@@ -156,58 +155,37 @@ def measure(folder: Path, seed: int, steps: list[int], base_steps: int, asked: i
     return rows
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = [
-        "| steps | loss counts | right answers, % | loss on answers, nats per token |",
-        "|---|---|---|---|",
-    ]
+    lines = []
     for step in found["steps"]:
         for way, name in WAYS.items():
             rows = [row for row in found["rows"] if (row["steps"], row["way"]) == (step, way)]
-            right = spread([100 * row["accuracy"] for row in rows])
-            loss = spread([row["loss"] for row in rows], 3)
-            lines.append(f"| {step} | {name} | {right} | {loss} |")
-    lines += [
-        "",
+            right = spread(100 * row["accuracy"] for row in rows)
+            lines.append((step, name, right, spread((row["loss"] for row in rows), 3)))
+    return markdown(
+        "steps | loss counts | right answers, % | loss on answers, nats per token",
+        lines,
         f"{found['machine']}; {NAMES} names with numbers of two digits, {NOISE} random letters"
         f" before each question, {found['asked']} new questions, answered greedily;"
         f" a byte transformer of 2 layers, d 64, first trained for {found['base_steps']} steps on"
         " questions alone; 3,584 tokens per step; median (smallest to largest) over seeds, here"
         f" {found['seeds']}; commit {found['commit']}; `python benchmarks/chat.py --seeds"
         f" {found['seeds']}`.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100, 150])
-    parser.add_argument("--base-steps", type=int, default=60)
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    made = parser(__doc__, seeds=3, base_steps=60, questions=100)
+    made.add_argument("--steps", type=int, nargs="+", default=[50, 100, 150])
+    given = made.parse_args()
     rows = []
-    for seed in range(arguments.seeds):
+    for seed in range(given.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(
-                Path(folder), seed, arguments.steps, arguments.base_steps, arguments.questions
-            )
-    found = {
-        "machine": probe().describe(),
-        "commit": commit(),
-        "seeds": arguments.seeds,
-        "steps": arguments.steps,
-        "base_steps": arguments.base_steps,
-        "asked": arguments.questions,
-        "rows": rows,
-    }
-    arguments.results.mkdir(exist_ok=True)
-    (arguments.results / "chat.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.results / "chat.md").write_text(table(found))
+            rows += measure(Path(folder), seed, given.steps, given.base_steps, given.questions)
+    counts = {"seeds": given.seeds, "steps": given.steps, "base_steps": given.base_steps}
+    found = {**facts(), **counts, "asked": given.questions, "rows": rows}
+    save(given.out, "chat", found, table(found))
     print(table(found))
 
 

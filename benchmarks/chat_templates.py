@@ -9,16 +9,16 @@ loop or break the compiler are answered. Writes benchmarks/results/chat_template
 
 from __future__ import annotations
 
-import argparse
-import json
 import pickle
 import random
 import resource
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-from main_job import RESULTS, commit
+from measurement import facts, in_turns, markdown, parser, ratios, save, seconds_of
 
 from flatout.conversation import jinja
 from flatout.conversation.rendering import Renderer
@@ -26,7 +26,6 @@ from flatout.conversation.rendering_process import MEMORY_BYTES, MOST_CHARACTERS
 from flatout.conversation.templates import ChatTemplate
 from flatout.conversation.turns import Conversation, read_conversation
 from flatout.errors import DataError
-from flatout.hardware import probe
 from flatout.sources import RENDERED_ROWS
 
 LOOP = "{% for m in messages %}"
@@ -140,26 +139,13 @@ ATTACKS = {
 }
 
 
+WORDS = "the model reads a question and writes its answer in some words of plain text"
+
+
 def conversations(count: int) -> list[Conversation]:
     """Return conversations of one to four questions with their answers."""
     draw = random.Random(0)
-    words = [
-        "the",
-        "model",
-        "reads",
-        "a",
-        "question",
-        "and",
-        "writes",
-        "its",
-        "answer",
-        "in",
-        "some",
-        "words",
-        "of",
-        "plain",
-        "text",
-    ]
+    words = WORDS.split()
     made = []
     for _ in range(count):
         turns = []
@@ -171,33 +157,30 @@ def conversations(count: int) -> list[Conversation]:
     return made
 
 
-def measure(name: str, text: str, rows: list[Conversation], rounds: int) -> dict:
+def measure(name: str, text: str, rows: list[Conversation], rounds: int) -> dict[str, Any]:
     """Return the time of a row in this process, and in a process with limits."""
     variables = {"bos_token": "<s>", "eos_token": "</s>"}
     renderer = Renderer(ChatTemplate(name=name, text=text, variables=variables), ("</s>",))
     messages = [renderer.request(row).message for row in rows]
     calls = [messages[i : i + RENDERED_ROWS] for i in range(0, len(messages), RENDERED_ROWS)]
-    here, there = [], []
-    for _ in range(rounds + 1):
-        start = time.perf_counter()
-        first = [
-            jinja._answer(text, *pickle.loads(message), MOST_CHARACTERS) for message in messages
-        ]
-        middle = time.perf_counter()
-        second = [found for call in calls for found in render(name, text, call)]
-        here.append((middle - start) / len(rows) * 1e6)
-        there.append((time.perf_counter() - middle) / len(rows) * 1e6)
-        for one, other in zip(first, second, strict=True):
-            assert [found for found, _ in one["rendered"]] == [found.text for found in other]
-    # the first round compiles the template and starts the process
-    return {
-        "name": name,
-        "here_us": statistics.median(here[1:]),
-        "there_us": statistics.median(there[1:]),
-    }
+
+    def here() -> list[Any]:
+        return [jinja._answer(text, *pickle.loads(one), MOST_CHARACTERS) for one in messages]
+
+    def there() -> list[Any]:
+        return [found for call in calls for found in render(name, text, call)]
+
+    for one, other in zip(here(), there(), strict=True):
+        assert [found for found, _ in one["rendered"]] == [found.text for found in other]
+    # the calls above have compiled the template and started the process
+    found = in_turns(
+        {"here": partial(seconds_of, here), "there": partial(seconds_of, there)}, rounds
+    )
+    middles = {f"{way}_us": statistics.median(found[way]) / len(rows) * 1e6 for way in found}
+    return {"name": name, **middles}
 
 
-def attack(name: str, text: str) -> dict:
+def attack(name: str, text: str) -> dict[str, Any]:
     """Return the answer to a template that takes too much, and the time until it came."""
     start = time.perf_counter()
     (found,) = render("mine", text, [pickle.dumps(({"messages": []}, [((None, False), [])]))])
@@ -205,56 +188,52 @@ def attack(name: str, text: str) -> dict:
     return {"name": name, "answer": found.what, "s": time.perf_counter() - start}
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     here, there = ([row[key] for row in found["rows"]] for key in ("here_us", "there_us"))
-    slower = [after / before for before, after in zip(here, there, strict=True)]
+    slower, count = ratios(there, here), found["conversations"]
     slowest_s = max(row["s"] for row in found["attacks"])
-    lines = [
-        "| | in this process | in a process with limits |",
-        "|---|---|---|",
-        f"| a conversation, median of {len(here)} templates | {statistics.median(here):.0f} µs"
-        f" | {statistics.median(there):.0f} µs |",
-        f"| fastest to slowest template | {min(here):.0f} to {max(here):.0f} µs"
-        f" | {min(there):.0f} to {max(there):.0f} µs |",
-        f"| all templates, {found['conversations']:,} conversations each"
-        f" | {sum(here) * found['conversations'] / 1e6:.1f} s"
-        f" | {sum(there) * found['conversations'] / 1e6:.1f} s |",
-        "",
-        f"{found['machine']}; {found['conversations']:,} conversations of one to four questions,"
+
+    def both(title: str, shown: Callable[[list[float]], str]) -> tuple[str, str, str]:
+        return title, shown(here), shown(there)
+
+    return markdown(
+        "| in this process | in a process with limits",
+        [
+            both(
+                f"a conversation, median of {len(here)} templates",
+                lambda us: f"{statistics.median(us):.0f} µs",
+            ),
+            both("fastest to slowest template", lambda us: f"{min(us):.0f} to {max(us):.0f} µs"),
+            both(
+                f"all templates, {count:,} conversations each",
+                lambda us: f"{sum(us) * count / 1e6:.1f} s",
+            ),
+        ],
+        f"{found['machine']}; {count:,} conversations of one to four questions,"
         f" each rendered as prepare asks for it; median of {found['rounds']} rounds, in turns;"
         f" the ratio of a template is {min(slower):.2f} to {max(slower):.2f}. All"
         f" {len(found['attacks'])} templates that fill the memory, loop or break the compiler were"
         f" answered with an error, the slowest after {slowest_s:.1f} s,"
         f" in at most {found['peak_mib']:,.0f} MiB; commit {found['commit']};"
         " `python benchmarks/chat_templates.py`.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--conversations", type=int, default=2_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    rows = conversations(arguments.conversations)
-    found = {
-        "machine": probe().describe(),
-        "commit": commit(),
-        "conversations": arguments.conversations,
-        "rounds": arguments.rounds,
-        "rows": [measure(*family, rows, arguments.rounds) for family in FAMILIES.items()],
+    given = parser(__doc__, conversations=2_000, rounds=3).parse_args()
+    rows = conversations(given.conversations)
+    found: dict[str, Any] = {
+        **facts(),
+        "conversations": given.conversations,
+        "rounds": given.rounds,
+        "rows": [measure(*family, rows, given.rounds) for family in FAMILIES.items()],
         "attacks": [attack(*each) for each in ATTACKS.items()],
     }
     # in KiB; of the processes that have ended
     found["peak_mib"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     assert found["peak_mib"] < 2 * MEMORY_BYTES / 2**20
-    arguments.results.mkdir(exist_ok=True)
-    (arguments.results / "chat_templates.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.results / "chat_templates.md").write_text(table(found))
+    save(given.out, "chat_templates", found, table(found))
     print(table(found))
 
 

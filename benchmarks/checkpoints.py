@@ -23,27 +23,30 @@ and .md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import torch
 import yaml
-from checkpoint_mirror import empty, mirror
 from loader import make_data
-from main_job import RESULTS, commit, spread
+from measurement import facts, in_turns, markdown, parser, ratios, save, spread, verdict
 
 from flatout.config.schema import RunConfig, load_config
 from flatout.files import folder_bytes
-from flatout.hardware import probe
 from flatout.training.run import run_training
 from flatout.training.run_dir.layout import METRICS, read_events
 from flatout.training.saving import DEFAULT_MINUTES_BETWEEN_SAVES
@@ -59,90 +62,57 @@ LOOP, BESIDE, MIRRORED = WAYS
 STATE_BYTES = 12
 """fp32 weights and AdamW's two moments, per parameter."""
 LIMITS = {"share": 0.01, "bytes": 0.01, "resume_s": 5.0, "blocked_ms on a GPU": 50.0}
-START_LIMIT_S = 600.0
+START_LIMIT_S, SERVER_LIMIT_S = 600.0, 60.0
+S3_SERVER, DIRECTORY = "an S3 server (moto) on the same cores", "a directory on the same disk"
 LONG_STEPS = 100_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--saves",
-        type=int,
-        default=4,
-        help="counted saves per run, including the first, which is reported apart; at least 2",
-    )
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=10,
-        help="steps between saves; enough for one to complete before the next",
-    )
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--folder", type=Path, help="where to save: a directory on the disk to measure"
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    made = parser(__doc__, repeats=3)
+    made.add_argument("--saves", type=int, default=4, help="per run, with the first; at least 2")
+    made.add_argument("--every", type=int, default=10, help="steps, enough to complete a save")
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--folder", type=Path, help="a directory on the disk to measure")
+    given = made.parse_args()
     with (
-        tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
+        tempfile.TemporaryDirectory(dir=given.folder) as folder,
         mirror(Path(folder)) as (url, kind),
     ):
-        found = measure(
-            Path(folder), url, arguments.repeats, arguments.saves, arguments.every, arguments.device
-        )
-        found["mirror"] = kind
-    found |= {"machine": probe().describe(), "threads": torch.get_num_threads(), "commit": commit()}
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "checkpoints.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.out / "checkpoints.md").write_text(table(found))
+        found = measure(Path(folder), url, given.repeats, given.saves, given.every, given.device)
+    found |= {"mirror": kind, "threads": torch.get_num_threads(), **facts()}
+    save(given.out, "checkpoints", found, table(found))
     print(table(found))
 
 
-def measure(folder: Path, url: str, repeats: int, saves: int, every: int, device: str) -> dict:
+def measure(
+    folder: Path, url: str, repeats: int, saves: int, every: int, device: str
+) -> dict[str, Any]:
     """Return every save and every resume of every repeat; `url` is that of the mirror."""
     data = make_data(folder / "data", 1 << 20, shards=1, tokenizer_name=TOKENIZER)
-    rows: dict[str, list[dict]] = {way: [] for way in WAYS}
-    for repeat in range(repeats):
-        for way in [*WAYS] if repeat % 2 == 0 else [*WAYS][::-1]:
-            run = folder / "run"
-            config = settings(data, saves, every, device, WAYS[way])
-            if way == MIRRORED:
-                config = config.with_values({"checkpoint.mirror": url})
-            rows[way].append(train(run, config))
-            first, *later = rows[way][-1]["blocked_ms"]
-            print(
-                f"repeat {repeat + 1}, {way}: blocked for {first:,.0f} ms, then"
-                f" {statistics.median(later):,.0f} ms per save",
-                file=sys.stderr,
-            )
-            remove(run)
-            empty(url)
+    run = folder / "run"
+
+    def saved(way: str) -> dict[str, Any]:
+        config = settings(data, saves, every, device, WAYS[way])
+        if way == MIRRORED:
+            config = config.with_values({"checkpoint.mirror": url})
+        row = train(run, config)
+        subprocess.run(["rm", "-r", run], check=True)
+        os.sync()  # the next run must not pay for the deletion
+        empty(url)
+        return row
+
+    rows = in_turns({way: partial(saved, way) for way in WAYS}, repeats)
     longer = {"log.every": 1, "train.steps": LONG_STEPS}  # it does not end before it is killed
     config = settings(data, saves, every, device, WAYS[BESIDE]).with_values(longer)
-    resumes = resumed(folder, config, repeats)
     mirrors = {"url": url, "directory": f"file://{folder / 'mirror'}"}
-    restores = {
-        where: resumed(folder, config.with_values({"checkpoint.mirror": at}), repeats)
-        for where, at in mirrors.items()
+    counts = {"repeats": repeats, "saves": saves, "every": every, "device": device, "rows": rows}
+    return counts | {
+        "resumes": resumed(folder, config, repeats),
+        "restores": {
+            where: resumed(folder, config.with_values({"checkpoint.mirror": at}), repeats)
+            for where, at in mirrors.items()
+        },
     }
-    return {
-        "repeats": repeats,
-        "saves": saves,
-        "every": every,
-        "device": device,
-        "rows": rows,
-        "resumes": resumes,
-        "restores": restores,
-    }
-
-
-def remove(run: Path) -> None:
-    """Delete a run, and wait until the disk has: the next one must not pay for it."""
-    subprocess.run(["rm", "-r", run], check=True)
-    os.sync()
 
 
 def settings(data: Path, saves: int, every: int, device: str, speedups: str) -> RunConfig:
@@ -171,15 +141,15 @@ def train(run: Path, config: RunConfig) -> dict:
     saved = [event for event in events if event["event"] == "save"][
         : summary["steps"] // (config.checkpoint.every_steps or 1) - 1
     ]
+    rates = [row["perf/tokens_per_s"] for row in records(run) if "perf/tokens_per_s" in row]
     (last,) = (run / "checkpoints").glob("step-*")
+    reserve_s = sum(event["seconds"] for event in events if event["event"] == "reserve")
     return {
         "blocked_ms": [event["blocked_ms"] for event in saved],
         "seconds": [event["seconds"] for event in saved],
-        "reserve_ms": sum(
-            1e3 * event["seconds"] for event in events if event["event"] == "reserve"
-        ),
+        "reserve_ms": 1e3 * reserve_s,
         "wall_s": summary["wall_s"],
-        "tokens_per_s": last_record(run)["perf/tokens_per_s"],
+        "tokens_per_s": rates[-1],
         "upload_s": [event["seconds"] for event in events if event["event"] == "upload"],
         "parameters": next(event["parameters"] for event in events if event["event"] == "start"),
         "bytes": folder_bytes(last),
@@ -201,8 +171,11 @@ def resumed(folder: Path, config: RunConfig, repeats: int) -> list[dict]:
     command = [sys.executable, "-m", "flatout", "train", recipe, "--run-dir", run]
     saved = config.checkpoint.every_steps or 1
     first = run / "checkpoints" / f"step-{saved}"
-    sent = partial(count, run, "upload")
-    started_until(command, folder, sent if has_mirror else first.exists)
+
+    def is_sent() -> bool:
+        return any(event["event"] == "upload" for event in read_events(run))
+
+    started_until(command, folder, is_sent if has_mirror else first.exists)
     rows = []
     for number in range(1, repeats + 1):
         if has_mirror:
@@ -216,12 +189,7 @@ def resumed(folder: Path, config: RunConfig, repeats: int) -> list[dict]:
     return rows
 
 
-def count(run: Path, kind: str) -> int:
-    """Return how many events of a kind a run has."""
-    return sum(event["event"] == kind for event in read_events(run))
-
-
-def first_record(run: Path, number: int) -> dict | None:
+def first_record(run: Path, number: int) -> dict[str, Any] | None:
     """Return the first record after the `number`-th resume, or None before it."""
     resumes = [event for event in read_events(run) if event["event"] == "resume"]
     if len(resumes) < number:  # the later records are still those of the killed process
@@ -230,17 +198,13 @@ def first_record(run: Path, number: int) -> dict | None:
     return next((record for record in records(run) if record["step"] > step), None)
 
 
-def records(run: Path) -> list[dict]:
-    """Return the records of a run."""
-    return [json.loads(line) for line in (run / METRICS).read_text().split("\n")[:-1]]
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the complete records of a run."""
+    lines = (run / METRICS).read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines]
 
 
-def last_record(run: Path) -> dict:
-    """Return the last record of training."""
-    return [record for record in records(run) if "perf/tokens_per_s" in record][-1]
-
-
-def started_until(command: list, folder: Path, true) -> float:
+def started_until(command: list[Any], folder: Path, true: Callable[[], object]) -> float:
     """Start a command, kill it once `true()` holds, and return the seconds until then.
 
     Raises: SystemExit when the command ends, or takes too long.
@@ -259,7 +223,7 @@ def started_until(command: list, folder: Path, true) -> float:
             process.wait()
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown.
 
     Raises: SystemExit when the variants trained different weights.
@@ -270,102 +234,132 @@ def table(found: dict) -> str:
             "The variants did not train the same weights: a promise is broken, and the times"
             " mean nothing."
         )
-    lines = [
-        (
-            "| saving | memory reserved before the first step, ms | loop blocked by the first save,"
-            " ms | by each later save, ms | complete after, s | run, s |"
-        ),
-        "|---|---|---|---|---|---|",
-    ]
-    for way, runs in rows.items():
-        reserve, first = [row["reserve_ms"] for row in runs], [row["blocked_ms"][0] for row in runs]
-        wall = spread([row["wall_s"] for row in runs], 1)
-        lines.append(
-            f"| {way} | {spread(reserve)} | {spread(first)} | **{spread(later(runs))}** |"
-            f" {spread(later(runs, 'seconds'), 2)} | {wall} |"
-        )
     medians = {
         way: [statistics.median(row["blocked_ms"][1:]) for row in runs]
         for way, runs in rows.items()
     }
-    less = [
-        100 * (1 - beside / loop)
-        for loop, beside in zip(medians[LOOP], medians[BESIDE], strict=True)
-    ]
-    lines += [
-        "",
+    less = [100 * (1 - ratio) for ratio in ratios(medians[BESIDE], medians[LOOP])]
+    return markdown(
+        "saving | memory reserved before the first step, ms | loop blocked by the first save,"
+        " ms | by each later save, ms | complete after, s | run, s",
+        [
+            (
+                way,
+                spread(row["reserve_ms"] for row in runs),
+                spread(row["blocked_ms"][0] for row in runs),
+                f"**{spread(later(runs))}**",
+                spread(later(runs, "seconds"), 2),
+                spread((row["wall_s"] for row in runs), 1),
+            )
+            for way, runs in rows.items()
+        ],
         f"Blocked by {spread(less, 1)}% less.",
         *goals(found),
-        (
-            f"{found['machine']}, on {found['device']}, {threads_in(found)};"
-            f" {found['repeats']} repeats of {found['saves']} saves, {found['every']} steps apart;"
-            f" median (smallest to largest); commit {found['commit']};"
-            " `python benchmarks/checkpoints.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        f"{found['machine']}, on {found['device']}, {found['threads']}"
+        f" thread{'s' * (found['threads'] != 1)};"
+        f" {found['repeats']} repeats of {found['saves']} saves, {found['every']} steps apart;"
+        f" median (smallest to largest); commit {found['commit']};"
+        " `python benchmarks/checkpoints.py`.",
+    )
 
 
-def later(runs: list[dict], name: str = "blocked_ms") -> list[float]:
+def later(runs: list[dict[str, Any]], name: str = "blocked_ms") -> list[float]:
     """Return a figure of every save but the first of each run."""
     return [figure for row in runs for figure in row[name][1:]]
 
 
-def goals(found: dict) -> list[str]:
-    """Return the figures that have a goal, with it, as sentences."""
-    first = found["rows"][BESIDE][0]
-    blocked_ms = statistics.median(later(found["rows"][BESIDE]))
+def goals(found: dict[str, Any]) -> list[str]:
+    """Return the figures that have a goal, with it, and the cost of the mirror, as sentences."""
+    without, with_it = found["rows"][BESIDE], found["rows"][MIRRORED]
+    first = without[0]
+    blocked_ms = statistics.median(later(without))
     share = blocked_ms / (6e4 * DEFAULT_MINUTES_BETWEEN_SAVES)
     per_parameter = first["bytes"] / first["parameters"]
-    seconds = [row["seconds"] for row in found["resumes"]]
     beyond = per_parameter / STATE_BYTES - 1
+    seconds = [row["seconds"] for row in found["resumes"]]
+
+    def under(value: float, limit: str, text: str) -> str:
+        return f"goal: under {text}: {verdict(value < LIMITS[limit])}."
+
+    rates = [[row["tokens_per_s"] for row in rows] for rows in (with_it, without)]
+    slower = [100 * (1 - ratio) for ratio in ratios(*rates)]
+    uploads = [seconds for row in with_it for seconds in row["upload_s"]]
+    restores = {
+        where: spread((row["seconds"] for row in rows), 2)
+        for where, rows in found["restores"].items()
+    }
     lines = [
         f"At the default interval of {DEFAULT_MINUTES_BETWEEN_SAVES:.0f} minutes, training waits"
-        f" for {100 * share:.3f}% of the time; goal: {under(share, LIMITS['share'], '1%')}.",
+        f" for {100 * share:.3f}% of the time; {under(share, 'share', '1%')}",
         f"A checkpoint of {first['parameters'] / 1e6:,.0f} M parameters has"
         f" {first['bytes'] / 1e9:.2f} GB, {per_parameter:.3f} bytes per parameter,"
-        f" {100 * beyond:.2f}% more than weights and moments; goal:"
-        f" {under(beyond, LIMITS['bytes'], '1%')}.",
-        f"A killed run begins its first step {spread(seconds, 2)} s after its start; goal:"
-        f" {under(statistics.median(seconds), LIMITS['resume_s'], '5 s')}.",
+        f" {100 * beyond:.2f}% more than weights and moments; {under(beyond, 'bytes', '1%')}",
+        f"A killed run begins its first step {spread(seconds, 2)} s after its start;"
+        f" {under(statistics.median(seconds), 'resume_s', '5 s')}",
+        f"With a mirror, {found['mirror']}, training has {spread(rates[0], 1)} tokens/s, and"
+        f" {spread(rates[1], 1)} without: {spread(slower, 1)}% less. An upload of"
+        f" {with_it[0]['bytes'] / 1e9:.2f} GB takes {spread(uploads, 1)} s beside training. When"
+        f" the run directory is lost, the first step begins {restores['url']} s after the start"
+        f" that restores it, and {restores['directory']} s with a directory as mirror.",
     ]
-    lines.append(cost_of_mirror(found))
     if found["device"] != "cpu":
-        kept = under(blocked_ms, LIMITS["blocked_ms on a GPU"], "50 ms")
-        lines.append(f"An asynchronous save blocks the loop for {blocked_ms:.1f} ms; goal: {kept}.")
+        kept = under(blocked_ms, "blocked_ms on a GPU", "50 ms")
+        lines.append(f"An asynchronous save blocks the loop for {blocked_ms:.1f} ms; {kept}")
     return lines
 
 
-def cost_of_mirror(found: dict) -> str:
-    """Return what the mirror costs, as sentences."""
-    without, with_it = found["rows"][BESIDE], found["rows"][MIRRORED]
-    slower = [
-        100 * (1 - mirrored["tokens_per_s"] / plain["tokens_per_s"])
-        for plain, mirrored in zip(without, with_it, strict=True)
-    ]
-    rates = [spread([row["tokens_per_s"] for row in rows], 1) for rows in (without, with_it)]
-    uploads = [seconds for row in with_it for seconds in row["upload_s"]]
-    restores = {
-        where: spread([row["seconds"] for row in rows], 2)
-        for where, rows in found["restores"].items()
-    }
-    return (
-        f"With a mirror, {found['mirror']}, training has {rates[1]} tokens/s, and {rates[0]}"
-        f" without: {spread(slower, 1)}% less. An upload of {with_it[0]['bytes'] / 1e9:.2f} GB"
-        f" takes {spread(uploads, 1)} s beside training. When the run directory is lost, the first"
-        f" step begins {restores['url']} s after the start that restores it, and"
-        f" {restores['directory']} s with a directory as mirror."
-    )
+@contextmanager
+def mirror(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield the URL of an empty mirror, and what it is: a server if its packages are installed.
+
+    The server keeps what it gets in memory. Its URL and its keys are in the environment, which
+    commands started meanwhile inherit.
+    """
+    if find_spec("moto") is None or find_spec("s3fs") is None:
+        yield f"file://{folder / 'mirror'}", DIRECTORY
+        return
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        await_server(port, process)
+        os.environ |= {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("bucket")
+        yield "s3://bucket/runs", S3_SERVER
+    finally:
+        process.kill()
+        process.wait()
 
 
-def threads_in(found: dict) -> str:
-    """Return the number of threads, in words."""
-    return f"{found['threads']} thread{'s' * (found['threads'] != 1)}"
+def empty(url: str) -> None:
+    """Delete what is in the mirror."""
+    filesystem, path = fsspec.core.url_to_fs(url)
+    filesystem.invalidate_cache()
+    if filesystem.exists(path):
+        filesystem.rm(path, recursive=True)
 
 
-def under(value: float, limit: float, text: str) -> str:
-    """Return a goal, and whether it is kept."""
-    return f"under {text}: {'kept' if value < limit else '**missed**'}"
+def await_server(port: int, process: subprocess.Popen) -> None:
+    """Wait until the server accepts connections.
+
+    Raises: SystemExit when it does not start.
+    """
+    began_s = time.monotonic()
+    while time.monotonic() - began_s < SERVER_LIMIT_S and process.poll() is None:
+        with socket.socket() as client:
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise SystemExit("The S3 server (moto) did not start.")
 
 
 if __name__ == "__main__":

@@ -11,12 +11,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from main_job import RESULTS
+from measurement import markdown, parser, save
 
 from flatout.commands.convert import HEADINGS
 from flatout.config.convert import Item, convert
 from flatout.documents import read_document
-from flatout.json_io import write_json
 
 KEYS = Path(__file__).with_name("convert_keys.yaml")
 
@@ -43,22 +42,22 @@ def counts(listed: dict[str, Any]) -> dict[str, int]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the counts as a table in Markdown."""
-    lines = [
-        "| tool | keys | mapped | nothing to set | not in flatout | unknown |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for tool, row in found.items():
         keys, total = row["keys"], sum(row["keys"].values())
         shares = (keys[name] for name in ("mapped", "unnecessary", "missing", "unknown"))
-        cells = " | ".join(f"{count} ({count / total:.0%})" for count in shares)
-        lines.append(f"| {tool} | {total} | {cells} |")
+        rows.append((tool, total, *(f"{count} ({count / total:.0%})" for count in shares)))
     sources = "; ".join(f"{tool}: {row['source']}" for tool, row in found.items())
-    lines += ["", f"Keys with values that users give them. Sources: {sources}."]
-    return "\n".join([*lines, "`python benchmarks/convert.py` counts them.", ""])
+    return markdown(
+        "tool | keys | mapped | nothing to set | not in flatout | unknown",
+        rows,
+        f"Keys with values that users give them. Sources: {sources}.",
+        "`python benchmarks/convert.py` counts them.",
+    )
 
 
 if __name__ == "__main__":
+    given = parser(__doc__).parse_args()
     result = measure()
-    write_json(RESULTS / "convert.json", result)
-    (RESULTS / "convert.md").write_text(table(result), encoding="utf-8")
+    save(given.out, "convert", result, table(result))
     print(table(result))

@@ -12,17 +12,16 @@ may be busy.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
+from typing import Any
 
 import torch
-from main_job import RESULTS, commit, spread
+from measurement import facts, markdown, parser, save, spread
 from torch import Tensor
 
 from flatout.config.sections import OptimConfig
-from flatout.hardware import probe
 from flatout.models.eigenstate import Eigenstate
 from flatout.ops import Ops, cross_entropy, newton_schulz, scan
 from flatout.optimizers import muon
@@ -60,40 +59,26 @@ def forms(distance: int) -> dict[str, dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    made = parser(__doc__, seeds=3, steps=200)
+    made.add_argument(
         "--distances",
         type=int,
         nargs="+",
         default=[256, 1024, 4096, 16384],
         help="tokens between the symbol and the query",
     )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    arguments = parser.parse_args()
+    given = made.parse_args()
     torch.set_num_threads(1)
     runs = []
-    for distance in arguments.distances:
+    for distance in given.distances:
         for form, keys in forms(distance).items():
-            for seed in range(arguments.seeds if distance <= FAR else 1):
-                run = {"distance": distance, "form": form, "seed": seed} | trained(
-                    distance, keys, seed, arguments.steps
-                )
-                print(json.dumps(run), file=sys.stderr, flush=True)
-                runs.append(run)
-    found = {
-        "machine": probe().describe(),
-        "commit": commit(),
-        "seeds": arguments.seeds,
-        "steps": arguments.steps,
-        "shape": SHAPE,
-        "runs": runs,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "copy_task.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "copy_task.md").write_text(table(found))
+            for seed in range(given.seeds if distance <= FAR else 1):
+                result = trained(distance, keys, seed, given.steps)
+                runs.append({"distance": distance, "form": form, "seed": seed} | result)
+                print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+    counts = {"seeds": given.seeds, "steps": given.steps, "shape": SHAPE}
+    found = {**facts(), **counts, "runs": runs}
+    save(given.out, "copy_task", found, table(found))
     print(table(found))
 
 
@@ -140,36 +125,28 @@ def trained(distance: int, keys: dict, seed: int, steps: int) -> dict:
     }
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = [
-        "| distance, tokens | initialisation, form | seeds that learn it | steps until all eight"
-        " are right | final loss | final accuracy |"
-    ]
-    lines.append("|---|---|---|---|---|---|")
-    cases = dict.fromkeys((run["distance"], run["form"]) for run in found["runs"])
-    for distance, form in cases:
+    rows = []
+    for distance, form in dict.fromkeys((run["distance"], run["form"]) for run in found["runs"]):
         runs = [run for run in found["runs"] if (run["distance"], run["form"]) == (distance, form)]
         right = [run["right_after_steps"] for run in runs if run["right_after_steps"] is not None]
+        learned = (f"{len(right)} of {len(runs)}", spread(right) if right else "never")
+        loss = spread((run["loss"] for run in runs), 3)
         accuracy = statistics.mean(run["accuracy"] for run in runs)
-        learned = f"{len(right)} of {len(runs)} | {spread(right) if right else 'never'}"
-        lines.append(
-            f"| {distance:,} | {form} | {learned} | {spread([run['loss'] for run in runs], 3)} |"
-            f" {accuracy:.0%} |"
-        )
+        rows.append((f"{distance:,}", form, *learned, loss, f"{accuracy:.0%}"))
     shape = found["shape"]
-    lines += [
-        "",
-        (
-            f"{found['machine']}, one thread, fp32; one layer, d {shape['d_model']},"
-            f" {shape['num_eigenstates']} eigenstates, constant filler, Muon with a learning rate"
-            f" of {LEARNING_RATE}, at most {found['steps']} steps, until the loss is below"
-            f" {LEARNED}; chance is 2.079 and 1 in 8; {found['seeds']} seeds, 1 beyond {FAR:,};"
-            f" median (smallest to largest), mean of the accuracy; commit {found['commit']};"
-            " `python benchmarks/copy_task.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    return markdown(
+        "distance, tokens | initialisation, form | seeds that learn it | steps until all eight"
+        " are right | final loss | final accuracy",
+        rows,
+        f"{found['machine']}, one thread, fp32; one layer, d {shape['d_model']},"
+        f" {shape['num_eigenstates']} eigenstates, constant filler, Muon with a learning rate"
+        f" of {LEARNING_RATE}, at most {found['steps']} steps, until the loss is below"
+        f" {LEARNED}; chance is 2.079 and 1 in 8; {found['seeds']} seeds, 1 beyond {FAR:,};"
+        f" median (smallest to largest), mean of the accuracy; commit {found['commit']};"
+        " `python benchmarks/copy_task.py`.",
+    )
 
 
 if __name__ == "__main__":

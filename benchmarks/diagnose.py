@@ -3,10 +3,11 @@
     python benchmarks/diagnose.py --trials 3 --healthy 20 --minutes 45
 
 Each trial is a new process: a plain PyTorch loop under `flatout.watch` with one fault of
-`diagnose_loop.FAULTS`, or `flatout diagnose RECIPE` with one of `diagnose_recipe.FAULTS`, at one of
-three strengths. A trial is right when the first finding is the fault's own. TraceML watches the
-loops beside it where it is installed. Run it on a
-quiet machine: a busy one is itself a finding. Results are written after every trial to
+`diagnose_loop.FAULTS`, or `flatout diagnose RECIPE` with one of RECIPE_FAULTS, at one of three
+strengths. There a slow source is planted by a `sitecustomize.py`, which Python imports at its
+start; the other faults are settings of the recipe or of the environment. A trial is right when the
+first finding is the fault's own. TraceML watches the loops beside it where it is installed. Run it
+on a quiet machine: a busy one is itself a finding. Results are written after every trial to
 benchmarks/results/diagnose.json and .md; --resume continues from them. Faults that only a GPU can
 have are left out on a CPU. A slow disk is planted by limiting the rate of reads, as root.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
 import subprocess
 import sys
@@ -24,16 +26,49 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import diagnose_recipe
 import torch
 from diagnose_loop import CPU_ONLY, FAULTS, GPU_ONLY, HEALTHY
-from main_job import RESULTS, commit
+from measurement import facts, flatout, json_of, markdown, parser, save, verdict
 
-from flatout.hardware import probe
+from flatout.json_io import read_json
 
 STRENGTHS = (1, 2, 3)
-EXPECTED = {name: finding for name, (finding, _) in FAULTS.items()} | diagnose_recipe.FAULTS
+RECIPE_FAULTS = {
+    "recipe: slow source": "slow-data",
+    "recipe: slow save": "slow-save",
+    "recipe: needless evaluation": "frequent-evaluation",
+    "recipe: CPU thread cap": "cpu-threads",
+}
+"""Finding that should name each fault."""
+RECIPE_CPU_ONLY = ("recipe: CPU thread cap",)
+RECIPE_HEALTHY = "recipe: healthy"
+TOKENS_PER_STEP = 4096
+RECIPE = """\
+model: {num_layers: 4, d_model: 128, num_heads: 2}
+data: {path: data, seq_len: 64}
+batch: {tokens_per_step: 4096}
+train: {steps: 3000}
+checkpoint: {every_minutes: 10}
+speedups: auto,-compile
+"""
+SLOW_SOURCE = """\
+import time
+from flatout.data.load.batches import ShardReader
+
+plain = ShardReader.read
+
+
+def read(self, *arguments):
+    time.sleep({seconds})
+    return plain(self, *arguments)
+
+
+ShardReader.read = read
+"""
+
+EXPECTED = {name: finding for name, (finding, _) in FAULTS.items()} | RECIPE_FAULTS
 """Finding that should name each fault."""
 TARGET = 0.95
 """Share of the trials in which the right fault must be named."""
@@ -43,76 +78,71 @@ TIMEOUT_S = 600
 
 def options() -> argparse.Namespace:
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--trials", type=int, default=3, help="per fault and strength")
-    parser.add_argument("--recipe-trials", type=int, default=1, help="the same, of a recipe")
-    parser.add_argument("--healthy", type=int, default=20)
-    parser.add_argument("--recipe-healthy", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=70)
-    parser.add_argument("--minutes", type=float, default=90.0, help="limit for all of it")
-    parser.add_argument("--only", nargs="+", help="these faults")
-    parser.add_argument("--resume", action="store_true", help="keep the trials in the results")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    return parser.parse_args()
+    made = parser(__doc__, healthy=20, recipe_healthy=3, steps=70)
+    made.add_argument("--trials", type=int, default=3, help="per fault and strength")
+    made.add_argument("--recipe-trials", type=int, default=1, help="the same, of a recipe")
+    made.add_argument("--minutes", type=float, default=90.0, help="limit for all of it")
+    made.add_argument("--only", nargs="+", help="these faults")
+    made.add_argument("--resume", action="store_true", help="keep the trials in the results")
+    return made.parse_args()
 
 
 def main() -> None:
-    arguments = options()
-    end_s = time.monotonic() + 60 * arguments.minutes
+    given = options()
+    end_s = time.monotonic() + 60 * given.minutes
     on_gpu = torch.cuda.is_available()
-    left_out = (*CPU_ONLY, *diagnose_recipe.CPU_ONLY) if on_gpu else GPU_ONLY
-    faults = [
-        name
-        for name in EXPECTED
-        if name not in left_out and (not arguments.only or name in arguments.only)
-    ]
-    trials = planned(faults, arguments)
-    found: dict = {
+    left_out = (*CPU_ONLY, *RECIPE_CPU_ONLY) if on_gpu else GPU_ONLY
+    wanted = given.only or EXPECTED
+    faults = [name for name in EXPECTED if name not in left_out and name in wanted]
+    trials = planned(faults, given)
+    found: dict[str, Any] = {
         "rows": [],
         "traceml": {"missing": "TraceML was not run."},
         "planned": len(trials),
         "left_out": list(left_out),
-        "trials": arguments.trials,
-        "steps": arguments.steps,
-        "machine": probe().describe(),
+        "trials": given.trials,
+        "steps": given.steps,
         "device": "cuda" if on_gpu else "cpu",
-        "commit": commit(),
+        **facts(),
     }
-    if arguments.resume:
-        trials = resume(found, trials, json.loads((arguments.out / "diagnose.json").read_text()))
+    if given.resume:
+        trials = resume(found, trials, read_json(given.out / "diagnose.json"))
     with tempfile.TemporaryDirectory() as folder:
         recipe = None
         for fault, strength in trials:
             if time.monotonic() > end_s:
                 break
-            if fault in (diagnose_recipe.HEALTHY, *diagnose_recipe.FAULTS):
-                recipe = recipe or diagnose_recipe.Recipe(Path(folder))
-                row = recipe.trial(fault, strength)
-            else:
-                row = trial(fault, strength, arguments.steps)
+            row: dict[str, Any] = {"fault": fault, "strength": strength}
+            try:
+                if fault in (RECIPE_HEALTHY, *RECIPE_FAULTS):
+                    recipe = recipe or Recipe(Path(folder))
+                    row |= recipe.trial(fault, strength)
+                else:
+                    row |= trial(fault, strength, given.steps)
+            except subprocess.TimeoutExpired:
+                row["error"] = f"not done after {TIMEOUT_S} s"
+            except SystemExit as error:
+                row["error"] = (str(error).strip().splitlines() or ["no output"])[-1]
             found["rows"].append(row)
-            print(f"{fault}, strength {strength}: {told(row)}", file=sys.stderr, flush=True)
-            write(arguments.out, found)
+            print(row, file=sys.stderr, flush=True)
+            save(given.out, "diagnose", found, table(found))
     loops = [name for name in faults if name in FAULTS]
-    found["traceml"] = traceml(loops, arguments.steps, end_s)
-    write(arguments.out, found)
+    found["traceml"] = traceml(loops, given.steps, end_s)
+    save(given.out, "diagnose", found, table(found))
     print(table(found))
 
 
-def resume(found: dict, trials: list[tuple[str, int]], before: dict) -> list[tuple[str, int]]:
+def resume(
+    found: dict[str, Any], trials: list[tuple[str, int]], before: dict[str, Any]
+) -> list[tuple[str, int]]:
     """Take over the trials of an earlier run with the same plan; return those that are left."""
     found["rows"], found["planned"] = before["rows"], before["planned"]
     commits = dict.fromkeys([*before["commit"].split(", "), found["commit"]])
     found["commit"] = ", ".join(commits)
-    done = Counter((row["fault"], row["strength"]) for row in before["rows"])
-    left = []
-    for trial in trials:
-        if done[trial]:
-            done[trial] -= 1
-        else:
-            left.append(trial)
+    left = [*trials]
+    for row in before["rows"]:
+        if (done := (row["fault"], row["strength"])) in left:
+            left.remove(done)
     return left
 
 
@@ -130,24 +160,12 @@ def planned(faults: list[str], arguments: argparse.Namespace) -> list[tuple[str,
         ]
         for name, wanted in (
             (HEALTHY, arguments.healthy),
-            (diagnose_recipe.HEALTHY, arguments.recipe_healthy),
+            (RECIPE_HEALTHY, arguments.recipe_healthy),
         ):
             each += [(name, 1)] * (wanted * (number + 1) // rounds - wanted * number // rounds)
         order.shuffle(each)
         trials += each
     return trials
-
-
-def write(folder: Path, found: dict) -> None:
-    """Write the results so far."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "diagnose.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "diagnose.md").write_text(table(found))
-
-
-def told(row: dict) -> str:
-    """Return the result of a trial in one line."""
-    return row["error"] if "error" in row else f"{first_finding(row)}. {row['verdict']}"
 
 
 def command(fault: str, strength: int, steps: int, way: str) -> list[str]:
@@ -156,24 +174,63 @@ def command(fault: str, strength: int, steps: int, way: str) -> list[str]:
     return [str(file), fault, str(strength), "--steps", str(steps), "--way", way]
 
 
-def trial(fault: str, strength: int, steps: int) -> dict:
+def trial(fault: str, strength: int, steps: int) -> dict[str, Any]:
     """Run one trial under `flatout.watch`; return what it found."""
-    row: dict = {"fault": fault, "strength": strength}
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            done = subprocess.run(
-                [sys.executable, *command(fault, strength, steps, "watch")],
-                capture_output=True,
-                text=True,
-                cwd=folder,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            return row | {"error": f"not done after {TIMEOUT_S} s"}
-    if done.returncode:
-        return row | {"error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-    said = done.stdout.splitlines()[-1]
-    return row | json.loads(said.replace(f"{Path(__file__).parents[1]}/", ""))
+        words = [sys.executable, *command(fault, strength, steps, "watch")]
+        found = json_of(words, cwd=folder, timeout=TIMEOUT_S)
+    # findings name lines of code: without the path of this checkout
+    return json.loads(json.dumps(found).replace(f"{Path(__file__).parents[1]}/", ""))
+
+
+class Recipe:
+    """A small recipe with its data; the first trial measures the time of a healthy step."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._step_s: float | None = None
+        (folder / "recipe.yaml").write_text(RECIPE)
+        words = random.Random(0).choices(["to ", "be ", "or ", "not ", "that ", "is "], k=500_000)
+        (folder / "text.txt").write_text("".join(words))
+        words = ("text.txt", "--out", "data", "--tokenizer", "char", "--split", "tail 0.1")
+        flatout("prepare", *words, cwd=folder, timeout=TIMEOUT_S)
+
+    def trial(self, fault: str, strength: int) -> dict[str, Any]:
+        """Run one trial, and return what the diagnosis found."""
+        given: dict[str, Any] = {"cwd": self._folder, "timeout": TIMEOUT_S}
+        if self._step_s is None:
+            self._step_s = flatout("diagnose", "recipe.yaml", **given)["step_s"]
+        with tempfile.TemporaryDirectory() as start:
+            overrides, changes = planted(fault, strength, self._step_s, Path(start))
+            environment = os.environ | changes
+            found = flatout("diagnose", "recipe.yaml", *overrides, env=environment, **given)
+        return {
+            "findings": [finding["name"] for finding in found["findings"]],
+            "verdict": found["verdict"],
+            "shares": found["shares"],
+            "step_ms": 1e3 * (found["step_s"] or 0.0),
+        }
+
+
+def planted(
+    fault: str, strength: int, step_s: float, start: Path
+) -> tuple[list[str], dict[str, str]]:
+    """Return the overrides and environment variables of a fault."""
+    number = strength - 1
+    if fault == "recipe: slow source":  # the reader works ahead: it must take longer than a step
+        seconds = step_s * (1.5, 2, 3)[number]
+        (start / "sitecustomize.py").write_text(SLOW_SOURCE.format(seconds=seconds))
+        paths = [str(start), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return [], {"PYTHONPATH": os.pathsep.join(paths)}
+    if fault == "recipe: slow save":
+        every = (f"checkpoint.every_steps={(4, 2, 1)[number]}", "checkpoint.every_minutes=null")
+        return [*every, "speedups=auto,-compile,-async-checkpoints"], {}
+    if fault == "recipe: needless evaluation":
+        tokens = int(TOKENS_PER_STEP * (1.5, 3, 6)[number])
+        return ["train.eval_every=1", f"train.eval_tokens={tokens}"], {}
+    if fault == "recipe: CPU thread cap":
+        return [f"batch.tokens_per_step={TOKENS_PER_STEP * strength}"], {"OMP_NUM_THREADS": "1"}
+    return [], {}
 
 
 def traceml(faults: list[str], steps: int, end_s: float) -> dict:
@@ -211,49 +268,47 @@ def first_finding(row: dict) -> str:
     return row["findings"][0] if row["findings"] else NOTHING
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the confusion table as Markdown."""
     rows = found["rows"]
-    planted = [name for name in EXPECTED if any(row["fault"] == name for row in rows)]
-    lines = [
-        "| planted | should be named | right at strength 1 | 2 | 3 | other findings named first |",
-        "|---|---|---|---|---|---|",
-    ]
-    right = trials = 0
-    for fault in planted:
-        wanted, cells, others = EXPECTED[fault], [], []
-        for strength in STRENGTHS:
-            named = [
-                first_finding(row)
-                for row in rows
-                if (row["fault"], row["strength"]) == (fault, strength)
-            ]
-            hits = sum(name == wanted for name in named)
-            right, trials = right + hits, trials + len(named)
-            others += [name for name in named if name != wanted]
-            cells.append(f"{hits} of {len(named)}")
-        lines.append(f"| {fault} | {wanted} | {' | '.join(cells)} | {counted(others)} |")
+
+    def named(fault: str, *strengths: int) -> list[str]:
+        """Return the first finding of each trial of a fault."""
+        return [
+            first_finding(row)
+            for row in rows
+            if row["fault"] == fault and row["strength"] in strengths
+        ]
+
+    lines, right, trials = [], 0, 0
+    for fault, wanted in EXPECTED.items():
+        if every := named(fault, *STRENGTHS):
+            by_strength = [named(fault, strength) for strength in STRENGTHS]
+            cells = [f"{names.count(wanted)} of {len(names)}" for names in by_strength]
+            others = (name for names in by_strength for name in names if name != wanted)
+            lines.append((fault, wanted, *cells, counted(others)))
+            right, trials = right + every.count(wanted), trials + len(every)
     healthy = quiet = 0
-    for fault in (HEALTHY, diagnose_recipe.HEALTHY):
-        named = [first_finding(row) for row in rows if row["fault"] == fault]
-        hits = named.count(NOTHING)
-        healthy, quiet = healthy + len(named), quiet + hits
-        said = counted(name for name in named if name != NOTHING)
-        lines.append(f"| {fault} | {NOTHING} | {hits} of {len(named)} | | | {said} |")
+    for fault in (HEALTHY, RECIPE_HEALTHY):
+        every = named(fault, *STRENGTHS)
+        hits = every.count(NOTHING)
+        healthy, quiet = healthy + len(every), quiet + hits
+        said = counted(name for name in every if name != NOTHING)
+        lines.append((fault, NOTHING, f"{hits} of {len(every)}", "", "", said))
     share = right / trials if trials else 0.0
-    kept = "kept" if share >= TARGET and quiet == healthy else "**missed**"
-    lines += [
-        "",
+    is_kept = share >= TARGET and quiet == healthy
+    return markdown(
+        "planted | should be named | right at strength 1 | 2 | 3 | other findings named first",
+        lines,
         f"The right fault is named first in {share:.1%} of {trials} trials, and nothing in {quiet} "
-        f"of {healthy} healthy ones; target: {TARGET:.0%} and all: {kept}.",
+        f"of {healthy} healthy ones; target: {TARGET:.0%} and all: {verdict(is_kept)}.",
         f"{len(rows)} of {found['planned']} trials were run in the time given.",
         *traceml_lines(found["traceml"]),
         "",
         f"{found['machine']}, on {found['device']}; not planted there: "
         f"{', '.join(found['left_out'])}; each trial is a process of {found['steps']} steps; "
         f"commit {found['commit']}; `python benchmarks/diagnose.py`.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def counted(names: Iterable[str]) -> str:

@@ -16,17 +16,14 @@ with bfloat16 matmuls. Writes benchmarks/results/eigenstate_cpu.json and .md.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from main_job import RESULTS, commit, spread
+from measurement import facts, in_turns, markdown, parser, ratios, save, seconds_of, spread
 from torch import Tensor
 
 from flatout import load_config
@@ -53,43 +50,23 @@ class Comparison:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=4_096)
-    parser.add_argument(
+    made = parser(__doc__, rounds=5, layers=2, tokens=4_096, threads=2)
+    made.add_argument(
         "--chunk-size",
         type=int,
         default=32,
         help="tokens per chunk; 32 is the default on a CPU, and results do not depend on it",
     )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=60,
-        help="start no round that would not finish in this time",
+    made.add_argument(
+        "--minutes", type=float, default=60, help="start no round that would not finish by then"
     )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    found = measure(
-        comparisons(shape(arguments.layers, chunk_size=arguments.chunk_size), arguments.tokens),
-        arguments.rounds,
-        minutes=arguments.minutes,
-    )
-    found |= {"machine": probe().describe(), "commit": commit(), "torch": torch.__version__}
-    found |= {
-        "layers": arguments.layers,
-        "tokens": arguments.tokens,
-        "threads": arguments.threads,
-        "chunk_size": arguments.chunk_size,
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "eigenstate_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.out / "eigenstate_cpu.md").write_text(table(found))
+    given = made.parse_args()
+    torch.set_num_threads(given.threads)
+    every = comparisons(shape(given.layers, chunk_size=given.chunk_size), given.tokens)
+    found = measure(every, given.rounds, minutes=given.minutes) | facts()
+    found |= {"torch": torch.__version__, "layers": given.layers, "tokens": given.tokens}
+    found |= {"threads": given.threads, "chunk_size": given.chunk_size}
+    save(given.out, "eigenstate_cpu", found, table(found))
     print(table(found))
 
 
@@ -120,11 +97,11 @@ def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
             made, lambda hidden_BTD: walk(made, hidden_BTD), hidden_BTD, wanted_BTD
         )
 
-    scans = plain_and(chunked=scan.chunked)
+    scans = {"reference": scan.reference, "chunked": scan.chunked}
     products = linear.bf16 if probe().cpu_multiplies_bf16 else linear.onednn
     fast = layers(at_once, scan=scan.chunked, linear=products)
-    recurrences = {name: alone(function, config, tokens) for name, function in scans}
-    layers_by_scan = {name: layers(at_once, scan=function) for name, function in scans}
+    recurrences = {name: alone(function, config, tokens) for name, function in scans.items()}
+    layers_by_scan = {name: layers(at_once, scan=function) for name, function in scans.items()}
     by_product = {"fp32": layers(at_once, scan=scan.chunked), products.__name__: fast}
     by_step = {
         "step by step": layers(token_by_token, scan=scan.reference),
@@ -139,11 +116,6 @@ def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
         ),
         Comparison("steps", "layers token by token, against the fast path", narrow, by_step),
     ]
-
-
-def plain_and(**others: Callable[..., Any]) -> list[tuple[str, Callable[..., Any]]]:
-    """Return the reference recurrence and others, by name."""
-    return [("reference", scan.reference), *others.items()]
 
 
 def at_once(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
@@ -227,15 +199,11 @@ def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> d
     done = 0
     while done < rounds and time.perf_counter() - began_s + longest_s <= 60 * minutes:
         for comparison in every:
-            for name, evaluate in list(comparison.ways.items())[:: -1 if done % 2 else 1]:
-                start_s = time.perf_counter()
-                evaluate()
-                found[comparison.name]["seconds"][name].append(time.perf_counter() - start_s)
-                print(
-                    f"round {done + 1}, {comparison.title}: {name}:"
-                    f" {time.perf_counter() - start_s:.2f} s",
-                    file=sys.stderr,
-                )
+            turns = [*comparison.ways.items()][:: -1 if done % 2 else 1]
+            for name, (seconds,) in in_turns(
+                {name: partial(seconds_of, evaluate) for name, evaluate in turns}, 1
+            ).items():
+                found[comparison.name]["seconds"][name].append(seconds)
         done += 1
     if not done:
         raise SystemExit(
@@ -273,38 +241,28 @@ def compared(comparison: Comparison) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = [
-        "| forward and backward | seconds | speedup | loss difference | gradient difference |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for comparison in found["comparisons"].values():
         plain = next(iter(comparison["seconds"].values()))
         for name, seconds in comparison["seconds"].items():
-            ratios = [slow / fast for slow, fast in zip(plain, seconds, strict=True)]
-            apart = comparison["apart"][name]
-            gain = (
-                ["1", "", ""]
-                if seconds is plain
-                else [
-                    f"**{spread(ratios, 2)}**",
-                    f"{apart['loss']:.0e}",
-                    f"{apart['gradient']:.0e}",
-                ]
+            gain, apart = spread(ratios(plain, seconds), 2), comparison["apart"][name]
+            cells = (f"**{gain}**", f"{apart['loss']:.0e}", f"{apart['gradient']:.0e}")
+            rows.append(
+                (
+                    f"{comparison['title']}: {name}",
+                    spread(seconds, 3),
+                    *(("1", "", "") if seconds is plain else cells),
+                )
             )
-            lines.append(
-                f"| {comparison['title']}: {name} | {spread(seconds, 3)} | {' | '.join(gain)} |"
-            )
-    lines += [
-        "",
-        (
-            f"{found['machine']}, {found['threads']} threads, torch {found['torch']};"
-            f" {found['layers']} layers of `{RECIPE}`, one row of {found['tokens']:,} tokens,"
-            f" chunks of {found['chunk_size']}, fp32 unless stated otherwise; {found['rounds']}"
-            " rounds, interleaved; median (smallest to largest), ratios within a round; commit"
-            f" {found['commit']}; `python benchmarks/eigenstate_cpu.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    return markdown(
+        "forward and backward | seconds | speedup | loss difference | gradient difference",
+        rows,
+        f"{found['machine']}, {found['threads']} threads, torch {found['torch']};"
+        f" {found['layers']} layers of `{RECIPE}`, one row of {found['tokens']:,} tokens,"
+        f" chunks of {found['chunk_size']}, fp32 unless stated otherwise; {found['rounds']}"
+        " rounds, interleaved; median (smallest to largest), ratios within a round; commit"
+        f" {found['commit']}; `python benchmarks/eigenstate_cpu.py`.",
+    )
 
 
 if __name__ == "__main__":

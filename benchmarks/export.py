@@ -22,22 +22,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from loader import make_data
-from main_job import RESULTS, commit, spread
+from measurement import facts, in_turns, json_of, markdown, parser, save, spread
+from training_runs import built
 
-from flatout.assembly.resolve import resolve
-from flatout.assembly.run import build
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.mix import open_data
-from flatout.hardware import probe
 from flatout.inference.export.export import export_run
 from flatout.inference.export.source import open_source
-from flatout.parallel.mesh import make_mesh
-from flatout.training.checkpoint.savers import save
+from flatout.training.checkpoint.savers import save as save_run
 from flatout.training.run_dir.layout import write_config
 
 SHAPE = {"d_model": 1024, "num_heads": 8, "norm": "rmsnorm", "activation": "swiglu"}
@@ -52,71 +51,44 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
-    parser.add_argument("--worker", nargs=3, metavar=("RUN", "WAY", "OUT"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(export(*arguments.worker)))
+    made = parser(__doc__, repeats=3)
+    made.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    made.add_argument("--worker", nargs=3, metavar=("RUN", "WAY", "TO"), help=argparse.SUPPRESS)
+    given = made.parse_args()
+    if given.worker:
+        print(json.dumps(export(*given.worker)))
         return
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), arguments.layers, arguments.repeats)
-    found |= {"machine": probe().describe(), "commit": commit(), "repeats": arguments.repeats}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "export.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "export.md").write_text(table(found))
+        sizes = measure(Path(folder), given.layers, given.repeats)
+    found = {"sizes": sizes, **facts(), "repeats": given.repeats}
+    save(given.out, "export", found, table(found))
     print(table(found))
 
 
-def measure(folder: Path, layers: list[int], repeats: int) -> dict:
+def measure(folder: Path, layers: list[int], repeats: int) -> dict[str, Any]:
     """Return every figure of every repeat, by number of layers."""
     data = make_data(folder / "data", 1 << 16, shards=1)
     sizes = {}
     for count in layers:
         run = make_run(folder / f"run-{count}", data, count)
-        rows: dict[str, list[dict]] = {way: [] for way in [*WAYS, "cp"]}
-        for repeat in range(-1, repeats):  # the first turn fills the page cache and is dropped
-            for way, kept in rows.items():
-                row = copied(run, folder / "copy") if way == "cp" else worker(run, way, folder)
-                if repeat >= 0:
-                    kept.append(row)
-                print(f"{count} layers, {way}: {row}", file=sys.stderr)
+        ways = {way: partial(worker, run, way, folder) for way in WAYS}
+        ways["cp"] = partial(copied, run, folder / "copy")
+        rows = in_turns(ways, repeats, warm_up=1)  # which fills the page cache
         sizes[str(count)] = {"gigabytes": weights(run).stat().st_size / 1e9, "rows": rows}
         shutil.rmtree(run)
-    return {"sizes": sizes}
+    return sizes
 
 
 def make_run(folder: Path, data: Path, layers: int) -> Path:
     """Save a run with random weights, without training it, and return its directory."""
     keys = {f"model.{key}": value for key, value in {**SHAPE, "num_layers": layers}.items()}
-    config = load_config().with_values(
-        {
-            **keys,
-            "data.path": str(data),
-            "data.seq_len": 256,
-            "batch.tokens_per_step": 256,
-            "batch.rows_per_device": 1,
-            "train.steps": 1,
-            "train.device": "cpu",
-            "speedups": "none",
-        }
-    )
-    dataset = open_data(config.data)
-    resolved, decisions = resolve(config, machine=probe(), dataset=dataset, world_size=1)
-    run = build(
-        resolved,
-        machine=probe(),
-        mesh=make_mesh(resolved.parallel, "cpu"),
-        dataset=dataset,
-        folder=folder,
-        decisions=decisions,
-    )
+    keys |= {"data.path": str(data), "data.seq_len": 256, "train.steps": 1, "speedups": "none"}
+    keys |= {"batch.tokens_per_step": 256, "batch.rows_per_device": 1, "train.device": "cpu"}
+    config = load_config().with_values(keys)
+    run = built(config, open_data(config.data), folder)
     write_config(folder, run.config)
     shutil.copy(data / TOKENIZER, folder)
-    save(run)
+    save_run(run)
     run.feed.close()
     return folder
 
@@ -127,13 +99,11 @@ def weights(run: Path) -> Path:
     return found
 
 
-def worker(run: Path, way: str, folder: Path) -> dict:
+def worker(run: Path, way: str, folder: Path) -> dict[str, float]:
     """Export in a process of its own, and return its figures."""
-    out = folder / "out"
-    words = [sys.executable, __file__, "--worker", str(run), way, str(out)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    shutil.rmtree(out)
-    return json.loads(done.stdout.splitlines()[-1])
+    found = json_of([sys.executable, __file__, "--worker", run, way, folder / "out"])
+    shutil.rmtree(folder / "out")
+    return found
 
 
 def export(run: str, way: str, out: str) -> dict:
@@ -172,33 +142,26 @@ def copied(run: Path, out: Path) -> dict:
     return {"seconds": seconds}
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     sizes = list(found["sizes"].values())
-    heads = [f"{size['gigabytes']:.2f} GB of weights" for size in sizes]
-    lines = [
-        f"| format | {' | '.join(f'{head}: s | MiB' for head in heads)} |",
-        f"|---|{'---|---|' * len(sizes)}",
-    ]
-    for way in WAYS:
-        cells = []
-        for size in sizes:
-            rows = size["rows"][way]
-            cells.append(spread([row["seconds"] for row in rows], 2))
-            cells.append(f"{statistics.median(row['peak_mib'] for row in rows):,.0f}")
-        lines.append(f"| {way} | {' | '.join(cells)} |")
-    copies = [spread([row["seconds"] for row in size["rows"]["cp"]], 2) for size in sizes]
-    lines.append(f"| `cp` and sync | {' | | '.join(copies)} | |")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{found['machine']}, one thread; Llama-shaped, fp32 in the checkpoint; s: seconds of "
-            "the export, with checking the digests of the checkpoint; MiB: peak of resident memory "
-            f"above that before the export; {found['repeats']} repeats in fresh processes, "
-            f"alternating; median (smallest to largest); commit {found['commit']}; "
-            "`python benchmarks/export.py`.\n",
-        ]
+    rows = [[way] for way in WAYS]
+    for size in sizes:
+        for row in rows:
+            exports = size["rows"][row[0]]
+            row.append(spread((one["seconds"] for one in exports), 2))
+            row.append(f"{statistics.median(one['peak_mib'] for one in exports):,.0f}")
+    copies = [spread((one["seconds"] for one in size["rows"]["cp"]), 2) for size in sizes]
+    rows.append(["`cp` and sync", *(cell for copy in copies for cell in (copy, ""))])
+    heads = [f"{size['gigabytes']:.2f} GB of weights: s | MiB" for size in sizes]
+    return markdown(
+        f"format | {' | '.join(heads)}",
+        rows,
+        f"{found['machine']}, one thread; Llama-shaped, fp32 in the checkpoint; s: seconds of "
+        "the export, with checking the digests of the checkpoint; MiB: peak of resident memory "
+        f"above that before the export; {found['repeats']} repeats in fresh processes, "
+        f"alternating; median (smallest to largest); commit {found['commit']}; "
+        "`python benchmarks/export.py`.",
     )
 
 

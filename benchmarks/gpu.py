@@ -26,15 +26,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from main_job import commit
+from measurement import facts, markdown
 
 from flatout.hardware import probe
+from flatout.json_io import object_or_none, read_lines
 from flatout.measure.child import end_group
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[1]
@@ -71,7 +72,6 @@ FLATOUT = ("-m", "flatout")
 class Step:
     """One question, and the command that answers it."""
 
-    name: str
     question: str
     words: tuple[str, ...]
     """Arguments of Python, in the root of the repository; `{words}` are filled in."""
@@ -86,99 +86,87 @@ class Step:
 
 
 def trained(
-    name: str,
     question: str,
-    recipe: str,
     rows: int | None,
     *overrides: str,
     speedups: str = SET,
-    bias: bool = False,
-    seconds: float = 90.0,
     data: str = "random",
+    seconds: float = 90.0,
     **more: Any,
 ) -> Step:
     """Return a step that trains a recipe for a few steps; without `rows`, with its own batch."""
     batch = (f"batch.rows_per_device={rows}", "batch.accumulate=1", "batch.tokens_per_step=null")
     words = (
-        *(*FLATOUT, "train", recipe, *SAME, f"data.path={{{data}}}", f"speedups={speedups}"),
-        *(() if bias or recipe.startswith("eigenstate") else ("model.bias=false",)),
-        *(batch if rows else ()),
-        *(*overrides, "train.steps={steps}", "log.every={every}", "{tiny}"),
-        *("--run-dir", "{run}", "--json"),
+        *(*FLATOUT, "train", "{recipe}", *SAME, f"data.path={{{data}}}", f"speedups={speedups}"),
+        *("{no bias}", *(batch if rows else ()), *overrides),
+        *("train.steps={steps}", "log.every={every}", "{tiny}", "--run-dir", "{run}", "--json"),
     )
-    return Step(name, question, words, seconds, **more)
+    return Step(question, words, seconds, **more)
 
 
-def peer(name: str, question: str, kind: str, recipe: str, rows: int, *words: str, **more) -> Step:
+def peer(question: str, kind: str, rows: int, *words: str, **more: Any) -> Step:
     """Return a step that trains another project's model of the same shape."""
-    command = ("benchmarks/gpu_worker.py", kind, recipe, str(rows), "{peer}", "{tiny}", *words)
-    return Step(name, question, command, **{"seconds": 75.0, **more})
+    command = ("benchmarks/gpu_worker.py", kind, "{recipe}", str(rows), "{peer}", "{tiny}", *words)
+    return Step(question, command, **{"seconds": 75.0, **more})
 
 
-def profiled(name: str, question: str, recipe: str, rows: int, *overrides: str) -> Step:
+def profiled(question: str, rows: int, *overrides: str) -> Step:
     """Return a step that profiles a few steps of training."""
     words = (
-        *(*FLATOUT, "profile", recipe, *SAME, "data.path={random}", f"speedups={SET}"),
+        *(*FLATOUT, "profile", "{recipe}", *SAME, "data.path={random}", f"speedups={SET}"),
         *(f"batch.rows_per_device={rows}", "batch.accumulate=1", "batch.tokens_per_step=null"),
         *(*overrides, "train.steps=200", "{tiny}", "--out", "{run}", "--json"),
     )
-    return Step(f"{name}/profile", question, words, 100)
+    return Step(question, words, 100)
 
 
+def rate(low: float, high: float, **gib: tuple[float, float]) -> dict[str, tuple[float, float]]:
+    """Return the predicted range of a rate in thousand tokens/s, and of the memory."""
+    return {"tokens_per_s": (1e3 * low, 1e3 * high), **gib}
+
+
+NO_BIAS, BIAS = "model.bias=false", "model.bias=true"
 ONE_TEXT = "data.document_mask=false"
-STEPS_IN_ORDER = (
-    Step(
-        "environment",
+BY_BLOCK = "auto,-compile,+compile-blocks,+collector"
+STEPS_IN_ORDER = {
+    "environment": Step(
         "Which GPU and versions are here, and how fast are a matmul and a copy?",
         ("benchmarks/gpu_worker.py", "environment"),
         30,
-        expected={"roof_tflops": (781, 803), "copy_tb_per_s": (3.8, 4.6)},
+        {"roof_tflops": (781, 803), "copy_tb_per_s": (3.8, 4.6)},
     ),
-    Step(
-        "tests",
+    "tests": Step(
         "Do kernels, attention, graphs and copies equal their references?",
         ("benchmarks/gpu_worker.py", "tests", "{tests}"),
         130,
     ),
-    trained(
-        "gpt2-124m/recipe",
+    "gpt2-124m/recipe": trained(
         "Does a recipe train as it is, with its own batch?",
-        "gpt2-124m",
         None,
+        BIAS,
         speedups="auto",
-        bias=True,
         seconds=120,
     ),
-    trained(
-        "gpt2-124m/set",
+    "gpt2-124m/set": trained(
         "How fast is GPT-2 124M with all that helps?",
-        "gpt2-124m",
         64,
-        expected={"tokens_per_s": (530e3, 545e3)},
+        expected=rate(530, 545),
         target={"tokens_per_s": 590e3, "times": 1.15},
         against="gpt2-124m/nanogpt",
     ),
-    peer(
-        "gpt2-124m/nanogpt",
+    "gpt2-124m/nanogpt": peer(
         "How fast is nanoGPT, compiled, at the same shape and batch?",
-        "nanogpt",
-        "gpt2-124m",
-        64,
-        "model.bias=false",
-        expected={"tokens_per_s": (510e3, 520e3), "peak_gib": (40.0, 41.6)},
+        *("nanogpt", 64, NO_BIAS),
+        expected=rate(510, 520, peak_gib=(40.0, 41.6)),
     ),
-    trained(
-        "eigenstate/set",
+    "eigenstate-small-32k/set": trained(
         "How fast is the eigenstate network at 32,768 tokens?",
-        "eigenstate-small-32k",
-        4,
-        ONE_TEXT,
-        expected={"tokens_per_s": (565e3, 585e3)},
+        *(4, ONE_TEXT),
+        expected=rate(565, 585),
         target={"tokens_per_s": 600e3, "times": 2.5},
-        against="eigenstate/fft",
+        against="eigenstate-small-32k/fft",
     ),
-    Step(
-        "resume",
+    "resume": Step(
         "Does a stopped run on a GPU continue with the same bits?",
         (
             *(*FLATOUT, "verify", "gpt2-124m", "--resume", "--steps", "4,4", "--json", *SAME),
@@ -187,139 +175,88 @@ STEPS_IN_ORDER = (
         ),
         100,
     ),
-    profiled("gpt2-124m", "Where does the time of a step of GPT-2 go?", "gpt2-124m", 64),
-    trained(
-        "gpt2-124m-32k/set",
+    "gpt2-124m/profile": profiled("Where does the time of a step of GPT-2 go?", 64),
+    "gpt2-124m-32k/set": trained(
         "How fast is GPT-2 at 32,768 tokens, and within 48 GiB?",
-        "gpt2-124m-32k",
         4,
         expected={"times": (1.02, 1.04)},
         target={"times": 1.05, "peak_gib": 48.0},
         against="gpt2-124m-32k/nanogpt",
     ),
-    peer(
-        "gpt2-124m-32k/nanogpt",
+    "gpt2-124m-32k/nanogpt": peer(
         "How fast is nanoGPT there?",
-        "nanogpt",
-        "gpt2-124m-32k",
-        4,
-        "model.bias=false",
+        *("nanogpt", 4, NO_BIAS),
         seconds=90,
-        expected={"tokens_per_s": (150e3, 156e3), "peak_gib": (78.0, 82.0)},
+        expected=rate(150, 156, peak_gib=(78.0, 82.0)),
     ),
-    trained(
-        "eigenstate/fft",
+    "eigenstate-small-32k/fft": trained(
         "How fast is the recurrence by FFT, as public code computes it?",
-        "eigenstate-small-32k",
-        1,
-        ONE_TEXT,
+        *(1, ONE_TEXT),
         speedups="auto,+compile,+gpu_worker:FFT_SCAN",
-        expected={"tokens_per_s": (225e3, 240e3)},
+        expected=rate(225, 240),
     ),
-    trained(
-        "eigenstate/one-row",
+    "eigenstate-small-32k/one-row": trained(
         "Does one sequence of 32,768 tokens fit into 13 GiB?",
-        "eigenstate-small-32k",
-        1,
-        ONE_TEXT,
+        *(1, ONE_TEXT),
         target={"peak_gib": 13.0},
     ),
-    profiled(
-        "eigenstate",
-        "And of the eigenstate network?",
-        "eigenstate-small-32k",
-        4,
-        ONE_TEXT,
-    ),
-    trained(
-        "gpt2-124m-fast/set",
+    "eigenstate-small-32k/profile": profiled("And of the eigenstate network?", 4, ONE_TEXT),
+    "gpt2-124m-fast/set": trained(
         "How fast is this size with a free choice of shape and Muon?",
-        "gpt2-124m-fast",
-        64,
-        "batch.accumulate=8",
+        *(64, "batch.accumulate=8"),
         seconds=130,
-        expected={"tokens_per_s": (560e3, 580e3)},
+        expected=rate(560, 580),
         target={"tokens_per_s": 620e3},
     ),
-    trained(
-        "gpt2-700m/set",
+    "gpt2-700m/set": trained(
         "How fast is the 700M class, in fp8?",
-        "gpt2-700m",
         16,
         speedups=f"{SET},+fp8",
         seconds=130,
-        expected={"tokens_per_s": (100e3, 110e3)},
+        expected=rate(100, 110),
         target={"tokens_per_s": 115e3},
         against="gpt2-700m/nanogpt",
     ),
-    peer(
-        "gpt2-700m/nanogpt",
+    "gpt2-700m/nanogpt": peer(
         "How fast is nanoGPT there?",
-        "nanogpt",
-        "gpt2-700m",
-        16,
-        "model.bias=false",
+        *("nanogpt", 16, NO_BIAS),
         seconds=100,
-        expected={"tokens_per_s": (101e3, 104e3)},
+        expected=rate(101, 104),
     ),
-    trained("gpt2-700m/bf16", "What does fp8 gain?", "gpt2-700m", 16, seconds=125),
-    trained(
-        "gpt2-124m-32k-wide-heads/set",
+    "gpt2-700m/bf16": trained("What does fp8 gain?", 16, seconds=125),
+    "gpt2-124m-32k-wide-heads/set": trained(
         "What do heads of 128 gain at 32,768 tokens?",
-        "gpt2-124m-32k-wide-heads",
         4,
-        expected={"tokens_per_s": (180e3, 195e3)},
+        expected=rate(180, 195),
         target={"tokens_per_s": 190e3},
     ),
-    peer(
-        "gpt2-124m/people",
+    "gpt2-124m/people": peer(
         "How fast is a hand-written loop: fp32, eager, .item() in every step?",
-        "people",
-        "gpt2-124m",
-        8,
-        "model.bias=false",
+        *("people", 8, NO_BIAS),
         seconds=40,
-        expected={"tokens_per_s": (41e3, 43e3), "peak_gib": (16.0, 17.4)},
+        expected=rate(41, 43, peak_gib=(16.0, 17.4)),
     ),
-    trained(
-        "gpt2-124m/none",
+    "gpt2-124m/none": trained(
         "How fast is speedups=none, which tokenises text in the step?",
-        "gpt2-124m",
         8,
         speedups="none",
         data="text",
-        expected={"tokens_per_s": (7e3, 9.5e3)},
+        expected=rate(7, 9.5),
     ),
-    peer(
-        "gpt2-124m/huggingface",
+    "gpt2-124m/huggingface": peer(
         "How fast is Hugging Face's GPT-2, eager, as people run it?",
-        "huggingface",
-        "gpt2-124m",
-        16,
-        "--eager",
+        *("huggingface", 16, "--eager"),
         seconds=45,
-        expected={"tokens_per_s": (150e3, 162e3), "peak_gib": (22.0, 23.6)},
+        expected=rate(150, 162, peak_gib=(22.0, 23.6)),
     ),
-    peer(
-        "gpt2-124m/huggingface-compiled",
-        "And compiled?",
-        "huggingface",
-        "gpt2-124m",
-        32,
-        expected={"tokens_per_s": (405e3, 425e3), "peak_gib": (20.6, 22.2)},
+    "gpt2-124m/huggingface-compiled": peer(
+        "And compiled?", "huggingface", 32, expected=rate(405, 425, peak_gib=(20.6, 22.2))
     ),
-    trained(
-        "gpt2-124m/set-bias",
-        "And with biases?",
-        "gpt2-124m",
-        64,
-        bias=True,
-        target={"times": 1.15},
-        against="gpt2-124m/nanogpt-bias",
+    "gpt2-124m/set-bias": trained(
+        "And with biases?", 64, BIAS, target={"times": 1.15}, against="gpt2-124m/nanogpt-bias"
     ),
-    peer("gpt2-124m/nanogpt-bias", "And nanoGPT?", "nanogpt", "gpt2-124m", 64, "model.bias=true"),
-    Step(
-        "diagnose",
+    "gpt2-124m/nanogpt-bias": peer("And nanoGPT?", "nanogpt", 64, BIAS),
+    "diagnose": Step(
         "Does diagnose name what limits a run on a GPU?",
         (
             *(*FLATOUT, "diagnose", "gpt2-124m", *SAME, "data.path={random}", "train.steps=400"),
@@ -327,34 +264,27 @@ STEPS_IN_ORDER = (
         ),
         150,
     ),
-    *(
-        trained(
-            f"{shape}/{title}",
+    **{
+        f"{recipe}/{title}": trained(
             f"What does {title} change?",
-            recipe,
-            rows,
-            *overrides,
+            *(rows, *overrides),
             speedups=speedups,
-            against=f"{shape}/set",
+            against=f"{recipe}/set",
         )
-        for shape, title, recipe, rows, speedups, overrides in (
-            ("gpt2-124m", "cuda-graphs", "gpt2-124m", 64, f"{SET},+cuda-graphs", ()),
-            ("gpt2-124m", "liger-ce", "gpt2-124m", 64, f"{SET},+liger-ce", ()),
+        for recipe, title, rows, speedups, overrides in (
+            ("gpt2-124m", "cuda-graphs", 64, f"{SET},+cuda-graphs", ()),
+            ("gpt2-124m", "liger-ce", 64, f"{SET},+liger-ce", ()),
+            ("gpt2-124m", "compile-blocks", 64, BY_BLOCK, ()),
+            ("gpt2-124m", "rows-32", 32, SET, ()),
+            ("gpt2-124m", "rows-128", 128, SET, ()),
             (
-                *("gpt2-124m", "compile-blocks", "gpt2-124m", 64),
-                *("auto,-compile,+compile-blocks,+collector", ()),
-            ),
-            ("gpt2-124m", "rows-32", "gpt2-124m", 32, SET, ()),
-            ("gpt2-124m", "rows-128", "gpt2-124m", 128, SET, ()),
-            (
-                *("eigenstate", "fast-scan", "eigenstate-small-32k", 4, f"{SET},+fast-scan"),
+                *("eigenstate-small-32k", "fast-scan", 4, f"{SET},+fast-scan"),
                 (ONE_TEXT, "model.chunk_size=128"),
             ),
         )
-    ),
-    trained("gpt2-124m/set-again", "How far apart are two measurements?", "gpt2-124m", 64),
-    Step(
-        "ladder",
+    },
+    "gpt2-124m/set-again": trained("How far apart are two measurements?", 64),
+    "ladder": Step(
         "What does each speedup add, one at a time?",
         (
             *(*FLATOUT, "bench", "gpt2-124m", *SAME, "data.path={text}", "{tiny}"),
@@ -364,60 +294,53 @@ STEPS_IN_ORDER = (
         480,
         target={"total_speedup": 70.0},
     ),
-)
+}
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the steps that are due, until the time is up, and write the table."""
     began_s = time.monotonic()
-    arguments = parser().parse_args(words)
-    steps = [step for step in STEPS_IN_ORDER if matches(step, arguments.only)]
-    if arguments.list:
-        for step in steps:
-            print(f"{step.seconds:5.0f} s  {step.name}: {step.question}")
+    given = parser().parse_args(words)
+    steps = {name: step for name, step in STEPS_IN_ORDER.items() if matches(name, given.only)}
+    if given.list:
+        for name, step in steps.items():
+            print(f"{step.seconds:5.0f} s  {name}: {step.question}")
         return
-    if arguments.out is None or not steps:
+    if given.out is None or not steps:
         raise SystemExit("Give --out DIR, and names of --list with --only.")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    results, rows = arguments.out / "results.jsonl", {}
-    for path in filter(None, (arguments.earlier, results)):
-        rows |= {row["step"]: row for row in rows_of(path)}
+    given.out.mkdir(parents=True, exist_ok=True)
+    results, rows = given.out / "results.jsonl", {}
+    for path in filter(None, (given.earlier, results)):
+        if path.exists():  # a last line that a killed command left torn is dropped
+            rows |= {row["step"]: row for row in read_lines(path)}
     write_rows(results, rows.values())  # so that this folder alone is enough to continue
-    arguments.commit, has_gpu = arguments.commit or commit(), bool(probe().gpus)
-    end_s = began_s + 60 * (arguments.minutes or math.inf)
+    versions = {"torch": version("torch"), "commit": given.commit or facts()["commit"]}
+    end_s, has_gpu = began_s + 60 * (given.minutes or math.inf), bool(probe().gpus)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no step is left running
-    for step in steps:
-        known = rows.get(step.name)
-        if known and known["status"] != "stopped" and not matches(step, arguments.again):
+    for name, step in steps.items():
+        is_known = name in rows and rows[name]["status"] != "stopped"
+        if is_known and not matches(name, given.again):
             continue
-        row = outcome(step, arguments, end_s - time.monotonic(), has_gpu=has_gpu)
-        if row is None:
-            print(f"{step.name}: no time left.", file=sys.stderr)
+        left_s = end_s - time.monotonic()
+        row: dict[str, Any] = {"step": name, "question": step.question}
+        if not given.tiny and not has_gpu:
+            row |= skipped("There is no NVIDIA GPU; --tiny uses the CPU.")
+        elif step.words[1:2] == ("nanogpt",) and given.nanogpt is None:
+            row |= skipped("Give nanoGPT's folder with --nanogpt.")
+        elif left_s < (0 if given.tiny else NEEDED * min(step.seconds, LONGEST_S)):
+            print(f"{name}: no time left.", file=sys.stderr)
             continue
-        row = {"step": step.name, "question": step.question, **row}
-        row |= {"torch": version("torch"), "commit": arguments.commit}
-        rows[step.name] = row
-        if row["status"] == "ok" and not arguments.tiny:
-            row |= compared(step, rows)
-        write_rows(results, [row], mode="a")
-        print(json.dumps(row), flush=True)
-    table = "\n".join(table_lines(rows, tiny=arguments.tiny))
-    (arguments.out / "table.md").write_text(table + "\n", encoding="utf-8")
-    print(table, file=sys.stderr)
-
-
-def outcome(
-    step: Step, arguments: argparse.Namespace, left_s: float, *, has_gpu: bool
-) -> dict[str, Any] | None:
-    """Run a step if it can run here, and return its row; None when there is no time for it."""
-    if not arguments.tiny and not has_gpu:
-        return {"status": "skipped", "reason": "There is no NVIDIA GPU; --tiny uses the CPU."}
-    if step.words[1:2] == ("nanogpt",) and arguments.nanogpt is None:
-        return {"status": "skipped", "reason": "Give nanoGPT's folder with --nanogpt."}
-    if left_s < (0 if arguments.tiny else NEEDED * min(step.seconds, LONGEST_S)):
-        return None
-    print(f"{step.name}: about {step.seconds:.0f} s.", file=sys.stderr, flush=True)
-    return run(step, arguments, left_s)
+        else:
+            print(f"{name}: about {step.seconds:.0f} s.", file=sys.stderr, flush=True)
+            row |= run(name, step, given, left_s)
+        rows[name] = row | versions
+        if row["status"] == "ok" and not given.tiny:
+            rows[name] |= compared(name, rows)
+        write_rows(results, [rows[name]], mode="a")
+        print(json.dumps(rows[name]), flush=True)
+    text = table(rows, tiny=given.tiny)
+    (given.out / "table.md").write_text(text, encoding="utf-8")
+    print(text, file=sys.stderr)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -437,22 +360,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def matches(step: Step, patterns: str) -> bool:
+def matches(name: str, patterns: str) -> bool:
     """Return whether comma-separated patterns match the name of a step."""
-    return any(fnmatch.fnmatchcase(step.name, word.strip()) for word in patterns.split(","))
+    return any(fnmatch.fnmatchcase(name, word.strip()) for word in patterns.split(","))
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a results file; a last line that a killed command left torn is dropped."""
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                print(f"{path}: a damaged line is ignored.", file=sys.stderr)
+def skipped(reason: str) -> dict[str, str]:
+    """Return the outcome of a step that cannot run here."""
+    return {"status": "skipped", "reason": reason}
 
 
-def write_rows(path: Path, rows: Any, mode: str = "w") -> None:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], mode: str = "w") -> None:
     """Write rows, one line each, and flush them to disk."""
     with path.open(mode, encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -460,30 +378,35 @@ def write_rows(path: Path, rows: Any, mode: str = "w") -> None:
         os.fsync(file.fileno())
 
 
-def run(step: Step, arguments: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    """Run a step in a process of its own, and return its row; its output goes to the log."""
+def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict[str, Any]:
+    """Run a step in a process of its own, and return its outcome; its output goes to the log."""
     limit_s = max(MOST * step.seconds, LEAST_LIMIT_S)
-    log = arguments.out / "output.txt"
+    log = given.out / "output.txt"
     began_s = time.monotonic()
+    SCRATCH.mkdir(exist_ok=True)
+    path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
+    cache = {"PYTHONPATH": path, "FLATOUT_CACHE": str(SCRATCH / "cache")}
     with tempfile.TemporaryDirectory(prefix="flatout-step-") as folder, log.open("ab") as written:
+        there: dict[str, Any] = {"stderr": written, "cwd": ROOT, "env": {**os.environ, **cache}}
         for kind in ("random", "text"):
             if any(f"{{{kind}}}" in word for word in step.words):
-                make_data(kind, data_path(kind, arguments), arguments, written)
-        words = filled(step, arguments, Path(folder), left_s)
-        written.write(f"\n===== {step.name}: python {' '.join(words)}\n".encode())
+                sizes = (TINY_VOCABULARY, 1 << 15) if given.tiny else (VOCABULARY, 1 << 23)
+                made = ["benchmarks/gpu_worker.py", "data", kind, data_path(kind, given), *sizes]
+                # if it fails, the step says that there is no dataset
+                subprocess.run([sys.executable, *map(str, made)], stdout=written, **there)
+        words = filled(name, step, given, Path(folder), left_s)
+        written.write(f"\n===== {name}: python {' '.join(words)}\n".encode())
         written.flush()
         with tempfile.TemporaryFile() as out:
             process = subprocess.Popen(
                 [sys.executable, *words],
                 stdout=out,
-                stderr=written,
                 stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                env=environment(),
                 start_new_session=True,
+                **there,
             )
             try:
-                code = process.wait(min(limit_s, left_s) if left_s < math.inf else limit_s)
+                code = process.wait(min(limit_s, left_s))
             except subprocess.TimeoutExpired:
                 code = None
             finally:
@@ -492,120 +415,90 @@ def run(step: Step, arguments: argparse.Namespace, left_s: float) -> dict[str, A
             printed = out.read()
         written.write(printed)
     row: dict[str, Any] = {"seconds": round(time.monotonic() - began_s, 1)}
-    lines = printed.decode(errors="replace").strip().splitlines()
-    try:
-        found = json.loads(lines[-1]) if lines else None
-    except ValueError:
-        found = None
     if code is None and left_s < limit_s:
         return row | {"status": "stopped", "reason": "The time of the command was up."}
     if code is None:
         return row | {"status": "timed-out", "reason": f"It took more than {limit_s:.0f} s."}
-    if not isinstance(found, dict):
-        reason = f"It exited with code {code} and without figures: {last_error(log)}"
+    found = object_or_none((printed.strip().splitlines() or [b""])[-1])
+    if found is None:
+        lines = log.read_bytes()[-4_000:].decode(errors="replace").splitlines()
+        last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "nothing")
+        reason = f"It exited with code {code} and without figures: {last}"
         return row | {"status": "failed", "reason": reason}
     figures = {k: v for k, v in found.items() if len(json.dumps(v)) < LONG_VALUE}
-    return row | judged(figures, code, tiny=arguments.tiny)
-
-
-def data_path(kind: str, arguments: argparse.Namespace) -> Path:
-    """Return the path of a dataset, which the next command finds again."""
-    return SCRATCH / f"{kind}{'-tiny' if arguments.tiny else ''}"
-
-
-def make_data(kind: str, path: Path, arguments: argparse.Namespace, log: Any) -> None:
-    """Make a dataset unless it is there; if that fails, the step says that there is none."""
-    sizes = (TINY_VOCABULARY, 1 << 15) if arguments.tiny else (VOCABULARY, 1 << 23)
-    words = ["benchmarks/gpu_worker.py", "data", kind, str(path), *map(str, sizes)]
-    given = {"stdout": log, "stderr": log, "cwd": ROOT, "env": environment()}
-    if not (path / "manifest.json").exists():
-        subprocess.run([sys.executable, *words], check=False, **given)
-
-
-def filled(step: Step, arguments: argparse.Namespace, folder: Path, left_s: float) -> list[str]:
-    """Return the words of a step's command for this machine."""
-    tiny = arguments.tiny
-    long = "32k" in " ".join(step.words)
-    values = {
-        **{kind: str(data_path(kind, arguments)) for kind in ("random", "text")},
-        "run": str(folder / "run"),
-        "steps": str(TINY_STEPS if tiny else STEPS),
-        "every": str((TINY_STEPS if tiny else STEPS) // 6),
-        "minutes": f"{max(min(left_s - 40, 1200) / 60, 1):.2f}" if not tiny else "0.5",
-        "tests": "--tiny" if tiny else "--essential",
-        "peer": str(arguments.nanogpt.resolve() if arguments.nanogpt else "-"),
-    }
-    words: list[str] = []
-    for word in step.words:
-        if word == "{tiny}":
-            heads = ["model.num_eigenstates=16"] if "eigenstate" in step.name else []
-            heads = heads or ["model.num_heads=2"]
-            words += [*TINY, f"data.seq_len={64 if long else 32}", *heads] if tiny else []
-        elif tiny and word.startswith("speedups=auto"):
-            words.append("speedups=auto" + ",+gpu_worker:FFT_SCAN" * ("FFT_SCAN" in word))
-        elif not (tiny and word.startswith(("batch.tokens_per_step", "model.chunk_size"))):
-            for name, value in values.items():
-                word = word.replace(f"{{{name}}}", value)
-            words.append(word)
-    return words
-
-
-def environment() -> dict[str, str]:
-    """Return the environment of a step: caches in the scratch folder, and this folder's modules."""
-    SCRATCH.mkdir(exist_ok=True)
-    path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, "PYTHONPATH": path, "FLATOUT_CACHE": str(SCRATCH / "cache")}
-
-
-def last_error(log: Path) -> str:
-    """Return the last line of the log that is not empty."""
-    lines = log.read_bytes()[-4_000:].decode(errors="replace").splitlines()
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "nothing")
-
-
-def judged(figures: dict[str, Any], code: int, *, tiny: bool) -> dict[str, Any]:
-    """Return the status of a step with figures."""
-    loss, guess = figures.get("train_loss"), math.log(TINY_VOCABULARY if tiny else VOCABULARY)
+    loss, guess = figures.get("train_loss"), math.log(TINY_VOCABULARY if given.tiny else VOCABULARY)
     reason = None
     if code or figures.get("error"):
         reason = str(figures.get("error") or f"Exit code {code}.")
     elif loss is not None and not loss <= (1 - LEAST_FALL) * guess:
         reason = f"It does not train: its loss is {loss:.3f}."
-    return {"status": "failed" if reason else "ok", "reason": reason, "figures": figures}
+    return row | {"status": "failed" if reason else "ok", "reason": reason, "figures": figures}
 
 
-def compared(step: Step, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def data_path(kind: str, given: argparse.Namespace) -> Path:
+    """Return the path of a dataset, which the next command finds again."""
+    return SCRATCH / f"{kind}{'-tiny' if given.tiny else ''}"
+
+
+def filled(
+    name: str, step: Step, given: argparse.Namespace, folder: Path, left_s: float
+) -> list[str]:
+    """Return the words of a step's command for this machine."""
+    tiny, recipe = given.tiny, name.partition("/")[0]
+    is_eigenstate = recipe.startswith("eigenstate")
+    steps = TINY_STEPS if tiny else STEPS
+    values = {
+        **{kind: str(data_path(kind, given)) for kind in ("random", "text")},
+        "recipe": recipe,
+        "run": str(folder / "run"),
+        "steps": str(steps),
+        "every": str(steps // 6),
+        "minutes": f"{max(min(left_s - 40, 1200) / 60, 1):.2f}" if not tiny else "0.5",
+        "tests": "--tiny" if tiny else "--essential",
+        "peer": str(given.nanogpt.resolve() if given.nanogpt else "-"),
+    }
+    heads = "model.num_eigenstates=16" if is_eigenstate else "model.num_heads=2"
+    shape = (*TINY, f"data.seq_len={64 if '32k' in recipe else 32}", heads)
+    several = {"{tiny}": shape if tiny else (), "{no bias}": () if is_eigenstate else (NO_BIAS,)}
+    words: list[str] = []
+    for word in step.words:
+        if word in several:
+            words += several[word]
+        elif tiny and word.startswith("speedups=auto"):
+            words.append("speedups=auto" + ",+gpu_worker:FFT_SCAN" * ("FFT_SCAN" in word))
+        elif not (tiny and word.startswith(("batch.tokens_per_step", "model.chunk_size"))):
+            for key, value in values.items():
+                word = word.replace(f"{{{key}}}", value)
+            words.append(word)
+    return words
+
+
+def compared(name: str, rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of a step beside its predictions and targets, on this machine.
 
     `off_by` is relative to the middle of the predicted range.
     """
-    found = dict(figures_of(rows, step.name))
+    step, found = STEPS_IN_ORDER[name], dict(figures_of(rows, name))
     theirs = figures_of(rows, step.against or "").get("tokens_per_s")
     if theirs and found.get("tokens_per_s"):
         found["times"] = found["tokens_per_s"] / theirs
     roof = figures_of(rows, "environment").get("roof_tflops") or H200_TFLOPS
     scale = {"tokens_per_s": roof / H200_TFLOPS}
     own = found.get("predicted") or {}
-    spans = {f"{name}, by train": (own[name],) * 2 for name in OWN if own.get(name)}
-    for name, span in step.expected.items():
-        spans[name] = tuple(figure * scale.get(name, 1.0) for figure in span)
-    measured = {name: found.get(name.partition(",")[0]) for name in spans}
-    return {
-        "times": found.get("times"),
-        "predicted": spans,
-        "off_by": {
-            name: round(figure / (sum(spans[name]) / 2) - 1, 4)
-            for name, figure in measured.items()
-            if figure is not None and sum(spans[name])
-        },
-        "kept": {
-            name: found[name] <= wanted
-            if name == "peak_gib"
-            else found[name] >= wanted * scale.get(name, 1.0)
-            for name, wanted in step.target.items()
-            if found.get(name) is not None
-        },
-    }
+    spans = {f"{key}, by train": (own[key],) * 2 for key in OWN if own.get(key)}
+    for key, span in step.expected.items():
+        spans[key] = tuple(figure * scale.get(key, 1.0) for figure in span)
+    off_by = {}
+    for key, span in spans.items():
+        figure = found.get(key.partition(",")[0])
+        if figure is not None and sum(span):
+            off_by[key] = round(figure / (sum(span) / 2) - 1, 4)
+    kept = {}
+    for key, wanted in step.target.items():
+        if (figure := found.get(key)) is not None:
+            is_most = key == "peak_gib"
+            kept[key] = figure <= wanted if is_most else figure >= wanted * scale.get(key, 1.0)
+    return {"times": found.get("times"), "predicted": spans, "off_by": off_by, "kept": kept}
 
 
 def figures_of(rows: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -613,33 +506,32 @@ def figures_of(rows: Mapping[str, Any], name: str) -> dict[str, Any]:
     return (rows.get(name) or {}).get("figures") or {}
 
 
-def table_lines(rows: Mapping[str, dict[str, Any]], *, tiny: bool) -> Iterator[str]:
-    """Yield the table of all steps with a row; toy shapes are not compared with predictions."""
-    machine = figures_of(rows, "environment").get("machine", "An unknown machine")
-    yield f"{machine}; torch {version('torch')}{'; toy shapes' if tiny else ''}."
-    yield ""
-    yield "| step | tokens/s | GiB | times | off by | targets | |"
-    yield "|---|---|---|---|---|---|---|"
-    for step in STEPS_IN_ORDER:
-        if (row := rows.get(step.name)) is None:
-            continue
-        found, beside = figures_of(rows, step.name), {} if tiny else compared(step, rows)
+def table(rows: Mapping[str, dict[str, Any]], *, tiny: bool) -> str:
+    """Return the table of all steps with a row; toy shapes are not compared with predictions."""
+
+    def shown(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    lines = []
+    for name in filter(rows.__contains__, STEPS_IN_ORDER):
+        row, found = rows[name], figures_of(rows, name)
+        beside = {} if tiny else compared(name, rows)
         kept = beside.get("kept", {}).items()
-        cells = (
-            step.name,
-            shown(found.get("tokens_per_s"), ",.0f"),
-            shown(found.get("peak_gib"), ".1f"),
-            shown(beside.get("times"), ".3f"),
-            "; ".join(f"{name} {off:+.1%}" for name, off in beside.get("off_by", {}).items()),
-            "; ".join(f"{name} {'kept' if is_kept else 'missed'}" for name, is_kept in kept),
-            "" if row["status"] == "ok" else f"{row['status']}: {row['reason'][:90]}",
+        lines.append(
+            (
+                name,
+                shown(found.get("tokens_per_s"), ",.0f"),
+                shown(found.get("peak_gib"), ".1f"),
+                shown(beside.get("times"), ".3f"),
+                "; ".join(f"{key} {off:+.1%}" for key, off in beside.get("off_by", {}).items()),
+                "; ".join(f"{key} {'kept' if is_kept else 'missed'}" for key, is_kept in kept),
+                "" if row["status"] == "ok" else f"{row['status']}: {row['reason'][:90]}",
+            )
         )
-        yield f"| {' | '.join(cells)} |"
-
-
-def shown(value: float | None, form: str) -> str:
-    """Return a number, or nothing."""
-    return "" if value is None else format(value, form)
+    machine = figures_of(rows, "environment").get("machine", "An unknown machine")
+    return f"{machine}; torch {version('torch')}{'; toy shapes' if tiny else ''}.\n\n" + markdown(
+        "step | tokens/s | GiB | times | off by | targets | status", lines
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -57,7 +57,7 @@ PYTEST = (
 
 FFT_SCAN = Speedup(
     name="fft-scan",
-    fills={"ops.scan": lazy("scan_fft:fft")},
+    fills={"ops.scan": lazy("gpu_worker:fft")},
     saves="nothing: a baseline that computes the recurrence by FFT, as public code does",
     promise=Promise.rounding(rtol=1e-3),
 )
@@ -78,12 +78,10 @@ def environment() -> dict[str, Any]:
 
     from flatout import roof
 
-    packages: dict[str, str | None] = {}
+    packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             packages[name] = version(name)
-        except PackageNotFoundError:
-            packages[name] = None
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     found = {
@@ -123,7 +121,7 @@ def tests(which: str) -> dict[str, Any]:
     sys.stderr.write(done.stdout)
     lines = [line for line in done.stdout.splitlines() if "::" in line]
     counts = Counter(found[1] for line in lines if (found := OUTCOME.search(line)))
-    made = {name.lower(): counts[name] for name in ("PASSED", "FAILED", "SKIPPED")}
+    made: dict[str, Any] = {kind: counts[kind.upper()] for kind in ("passed", "failed", "skipped")}
     made["failed"] += counts["ERROR"]
     failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
     error = None
@@ -160,6 +158,44 @@ def data(kind: str, out: str, vocabulary: str, tokens: str) -> dict[str, Any]:
     return {"path": out}
 
 
+def fft(
+    log_decay: Any,
+    angle: Any,
+    drive_BTE: Any,
+    *,
+    doc_ids_BT: Any = None,
+    start_BE: Any = None,
+    chunk_size: int = 128,
+) -> Any:
+    """Return the states of the recurrence as a convolution, padded to 2 T tokens.
+
+    Public code computes it so; the padding prevents wrap-around.
+
+    Documents, selective eigenvalues and a start are no convolution; `scan.chunked` handles them.
+
+    Shapes:  as `flatout.ops.scan.reference`.
+    Returns: as `flatout.ops.scan.reference`.
+    Cost:    O(B T K log T) FLOP, in complex tensors of 2 T tokens.
+    """
+    import torch
+
+    from flatout.ops import scan
+
+    if log_decay.dim() > 1 or doc_ids_BT is not None or start_BE is not None:
+        others = {"doc_ids_BT": doc_ids_BT, "start_BE": start_BE, "chunk_size": chunk_size}
+        return scan.chunked(log_decay, angle, drive_BTE, **others)
+    with torch.autocast(drive_BTE.device.type, enabled=False):
+        drive_BTE = drive_BTE.to(torch.promote_types(drive_BTE.dtype, torch.float32))
+        tokens = drive_BTE.shape[1]
+        exponents_T1 = torch.arange(tokens, device=angle.device, dtype=torch.float64)[:, None]
+        response_TK = torch.polar((log_decay * exponents_T1).exp(), angle * exponents_T1)
+        drive_BTK = torch.complex(*drive_BTE.chunk(2, dim=-1))
+        spectrum_BTK = torch.fft.fft(drive_BTK, n=2 * tokens, dim=1)
+        response_TK = torch.fft.fft(response_TK.to(drive_BTK.dtype), n=2 * tokens, dim=0)
+        states_BTK = torch.fft.ifft(spectrum_BTK * response_TK, dim=1)[:, :tokens]
+        return torch.cat((states_BTK.real, states_BTK.imag), dim=-1)
+
+
 @dataclass(frozen=True)
 class Peer:
     """A model ready to train."""
@@ -178,18 +214,23 @@ def train_peer(kind: str, recipe: str, rows: str, folder: str, *words: str) -> d
     """Train a peer's model of a recipe's shape; return its rate, its memory and its last loss."""
     import torch
 
+    from flatout.models.language_model import model_of
+
     config = load_config(recipe, [word for word in words if word != "--eager"])
     device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
-    compiled = "--eager" not in words and kind != "people" and device.type == "cuda"
+    on_gpu = device.type == "cuda"
+    compiled = "--eager" not in words and kind != "people" and on_gpu
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    peer = PEERS[kind](shape_of(config), config, device, compiled, Path(folder))
+    peer = PEERS[kind](model_of(config)[1], config, device, compiled, Path(folder))
     T, high = config.data.seq_len, (config.model.vocab_size or 0) // 2
     drawn = [torch.randint(high, (int(rows), T + 1), device=device) for _ in range(BATCHES)]
     parameters = list(peer.model.parameters())
     losses, marks = [], []
     for number in range(WARM_UP + STEPS + 1):
-        marks.append(mark(device))
+        marks.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
+        if on_gpu:
+            marks[-1].record()  # without waiting for the device
         row = drawn[number % BATCHES]
         with torch.autocast(device.type, torch.bfloat16) if peer.autocasts else nullcontext():
             loss = peer.loss(row[:, :-1].contiguous(), row[:, 1:].contiguous())
@@ -199,14 +240,13 @@ def train_peer(kind: str, recipe: str, rows: str, folder: str, *words: str) -> d
         peer.optimizer.zero_grad(set_to_none=True)
         peer.each_step(loss)
         losses.append(loss.detach())
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.synchronize()
     steps_ms = [
-        begin.elapsed_time(end) if device.type == "cuda" else 1e3 * (end - begin)
+        begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)
         for begin, end in itertools.pairwise(marks[WARM_UP:])
     ]
     step_ms = statistics.median(steps_ms)
-    on_gpu = device.type == "cuda"
     return {
         "tokens_per_s": int(rows) * T / (1e-3 * step_ms),
         "step_ms": step_ms,
@@ -214,24 +254,6 @@ def train_peer(kind: str, recipe: str, rows: str, folder: str, *words: str) -> d
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "train_loss": statistics.fmean(float(loss) for loss in losses[-3:]),
     }
-
-
-def mark(device: Any) -> Any:
-    """Return the start of a step, without waiting for the device."""
-    import torch
-
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def shape_of(config: RunConfig) -> Any:
-    """Return the shape that a peer must build."""
-    from flatout.models.language_model import model_of
-
-    return model_of(config)[1]
 
 
 def sizes_of(shape: Any) -> dict[str, int]:
@@ -276,13 +298,11 @@ def huggingface(shape: Any, config: RunConfig, device: Any, compiled: bool, _: P
     )
     model = transformers.GPT2LMHeadModel(settings).to(device).train()
     called: Any = torch.compile(model, dynamic=False) if compiled else model
-    decays = {True: WEIGHT_DECAY, False: 0.0}
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
-        {
-            "params": [p for p in model.parameters() if (p.dim() >= 2) == is_matrix],
-            "weight_decay": d,
-        }
-        for is_matrix, d in decays.items()
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=BETAS, fused=True)
     # The model shifts the labels itself, so it gets the inputs; the last token has no target.

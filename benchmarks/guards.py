@@ -14,8 +14,6 @@ step. Figures are CPU time of the process, on one core. Writes benchmarks/result
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -23,16 +21,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from main_job import RESULTS
+from measurement import facts, markdown, parser, save, verdict
 from training_runs import built, code_state
-from watch_cost import median_with_interval, ratios, share
+from watch_cost import decided, share
 
 from flatout import Dataset, load_config
 from flatout.assembly.run import Pulse, Run
 from flatout.commands.prepare import prepare
-from flatout.hardware import probe
 from flatout.optimizers.step_guard import StepGuard
 from flatout.training.metrics.alarms import Alarms
 from flatout.training.metrics.bad_steps import BadSteps
@@ -64,44 +62,30 @@ class NoPulse(Pulse):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
+    given = parser(__doc__, minutes=4.0).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         prepare([TEXT], out=Path(folder) / "data", tokenizer="byte")
-        found = measure(Path(folder) / "data", 60 * arguments.minutes, CALLS)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "guards.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.out / "guards.md").write_text(table(found))
+        found = measure(Path(folder) / "data", 60 * given.minutes, CALLS)
+    save(given.out, "guards", found, table(found))
     print(table(found))
 
 
-def measure(data: Path, seconds: float, calls: int) -> dict:
+def measure(data: Path, seconds: float, calls: int) -> dict[str, Any]:
     """Return the seconds of pairs of steps with and without guards, and of the guards' calls."""
     words = [f"data.path={data}", "train.device=cpu", "train.steps=20000", "speedups=auto,-compile"]
     run = built(load_config("shakespeare-char", words), Dataset.open(data))
-    every, alarms = run.config.log.every, new_alarms(run)
-    guards = (StepGuard(spikes=SPIKES), Pulse(), BadSteps(), alarms)
-
-    def guarded() -> float:
-        return step_s(run, every, *guards)
-
-    def plain() -> float:
-        return step_s(run, every, NoGuard(), NoPulse())
-
+    every = run.config.log.every
+    guarded = (StepGuard(spikes=SPIKES), Pulse(), BadSteps(), new_alarms(run))
+    plain = (NoGuard(), NoPulse())
     for _ in range(5):
-        guarded()
-    found: dict[str, list] = {"pairs": [], "noise": []}
+        step_s(run, every, *guarded)
+    found: dict[str, Any] = {"pairs": [], "noise": []}
     rng, end_s = random.Random(0), time.monotonic() + seconds
     while not found["pairs"] or time.monotonic() < end_s:
         if len(found["pairs"]) % NOISE_EVERY == NOISE_EVERY - 1:
-            found["noise"].append([plain(), plain()])
-        first, second = rng.sample([guarded, plain], 2)
-        times = {first: first(), second: second()}
+            found["noise"].append([step_s(run, every, *plain) for _ in range(2)])
+        times = {way: step_s(run, every, *way) for way in rng.sample((guarded, plain), 2)}
         found["pairs"].append([times[guarded], times[plain]])
     called = {name: [call(calls) for _ in range(REPEATS)] for name, call in each_guard(run).items()}
     run.feed.close()
@@ -112,7 +96,7 @@ def measure(data: Path, seconds: float, calls: int) -> dict:
         "parameters": sum(parameter.numel() for parameter in run.core.parameters()),
         "tokens_per_step": run.tokens_per_step,
         "micro_batches": run.config.batch.accumulate or 1,
-        "machine": probe().describe(),
+        **facts(),
         "commit": code_state(),
         "torch": torch.__version__,
     }
@@ -210,35 +194,30 @@ def timed(call: Callable[[int], object], calls: int) -> float:
     return (time.process_time() - began) / calls
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     step = statistics.median(plain_s for _, plain_s in found["pairs"])
-    rows = ["| guard against, or by | µs per step | share of a step |", "|---|---|---|"]
     middles = {what: statistics.median(seconds) for what, seconds in found["call_s"].items()}
-    for what, middle in middles.items():
-        rows.append(f"| {what} | {1e6 * middle:.1f} | {middle / step:.4%} |")
-    first = next(iter(middles))  # the second includes it
-    total = sum(middles.values()) - middles[first]
-    kept = "kept" if total / step < TARGET else "**missed**"
-    rows.append(f"| all | {1e6 * total:.1f} | **{total / step:.3%}**; goal 0.5%: {kept} |")
-    measured = ratios(found["pairs"])
-    _, low, high = median_with_interval(measured)
-    verdict = "kept" if high - 1 < TARGET else "missed" if low - 1 > TARGET else "not decided"
-    noise = f"; two steps without: {share(ratios(found['noise']))}" if found["noise"] else ""
-    return (
-        "\n".join(rows)
-        + f"\n\nMeasured by leaving all out, a step with guards takes {share(measured)} more CPU "
-        f"time (median of {len(measured)} pairs, 95% interval{noise}); goal 0.5%: {verdict}. "
+    total = sum(middles.values()) - next(iter(middles.values()))  # the second includes the first
+    goal = f"**{total / step:.3%}**; goal 0.5%: {verdict(total / step < TARGET)}"
+    noise = f"; two steps without: {share(found['noise'])}" if found["noise"] else ""
+    count = found["micro_batches"]
+    return markdown(
+        "guard against, or by | µs per step | share of a step",
+        [
+            *((what, f"{1e6 * s:.1f}", f"{s / step:.4%}") for what, s in middles.items()),
+            ("all", f"{1e6 * total:.1f}", goal),
+        ],
+        f"Measured by leaving all out, a step with guards takes {share(found['pairs'])} more CPU "
+        f"time (median of {len(found['pairs'])} pairs, 95% interval{noise}); goal 0.5%: "
+        f"{decided(found['pairs'], TARGET)}. "
         f"A step of {found['parameters'] / 1e6:.1f}M parameters, "
-        f"{found['tokens_per_step']:,} tokens and {count(found['micro_batches'])} takes "
-        f"{1e3 * step:.1f} ms without.\n\n{found['machine']}, one thread, torch {found['torch']}, "
-        f"commit {found['commit']}; `python benchmarks/guards.py`.\n"
+        f"{found['tokens_per_step']:,} tokens and {count} micro-batch{'es' * (count != 1)} takes "
+        f"{1e3 * step:.1f} ms without.",
+        "",
+        f"{found['machine']}, one thread, torch {found['torch']}, "
+        f"commit {found['commit']}; `python benchmarks/guards.py`.",
     )
-
-
-def count(micro_batches: int) -> str:
-    """Return a number of micro-batches, in words."""
-    return f"{micro_batches} micro-batch{'es' * (micro_batches != 1)}"
 
 
 if __name__ == "__main__":

@@ -12,18 +12,16 @@ Seeking moves to the last of 10^9 sequences and reads one. Writes benchmarks/res
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from main_job import RESULTS, commit, spread
+from measurement import facts, in_turns, markdown, parser, save, spread
 
 from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed
@@ -31,7 +29,6 @@ from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.store.order import shuffled
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import make_tokenizer
-from flatout.hardware import probe
 
 SHARDS = 100
 BATCH_TOKENS = 262_144
@@ -42,24 +39,16 @@ TARGETS = {"tokens_per_s": 1e9, "first_s": 0.1, "seek_s": 1e-3}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, help="dataset to read instead of a generated one")
-    parser.add_argument(
-        "--shard-mib", type=int, default=4, help="size of each of the 100 generated shards"
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=400, help="timed batches per repeat")
-    arguments = parser.parse_args()
+    made = parser(__doc__, repeats=5)
+    made.add_argument("--data", type=Path, help="dataset to read instead of a generated one")
+    made.add_argument("--shard-mib", type=int, default=4, help="of each of the 100 shards")
+    made.add_argument("--steps", type=int, default=400, help="timed batches per repeat")
+    given = made.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        data = arguments.data or make_data(Path(folder) / "data", arguments.shard_mib << 20)
-        found = measure(data, arguments.repeats, arguments.steps)
-    found |= {"machine": probe().describe(), "commit": commit()}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "loader.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "loader.md").write_text(table(found))
+        data = given.data or make_data(Path(folder) / "data", given.shard_mib << 20)
+        found = measure(data, given.repeats, given.steps) | facts()
+    save(given.out, "loader", found, table(found))
     print(table(found))
 
 
@@ -83,41 +72,26 @@ def measure(
     steps: int,
     seq_lens: tuple[int, ...] = SEQ_LENS,
     batch_tokens: int = BATCH_TOKENS,
-) -> dict:
+) -> dict[str, Any]:
     """Return every figure of every repeat."""
     manifest = Dataset.open(data).manifest
-    rows: dict[str, list[dict]] = {str(seq_len): [] for seq_len in seq_lens}
-    for repeat in range(-1, repeats):  # the first turn fills the page cache and is dropped
-        for seq_len in seq_lens:
-            row = read(data, seq_len, batch_tokens, steps)
-            if repeat >= 0:
-                rows[str(seq_len)].append(row)
-                print(
-                    f"repeat {repeat + 1}, {seq_len} tokens: {row['tokens_per_s'] / 1e6:,.0f} M"
-                    " tokens/s",
-                    file=sys.stderr,
-                )
+    ways = {str(length): partial(read, data, length, batch_tokens, steps) for length in seq_lens}
     return {
         "repeats": repeats,
         "steps": steps,
         "batch_tokens": batch_tokens,
         "tokens": manifest.tokens,
         "shards": len(manifest.splits["train"].shards),
-        "rows": rows,
+        "rows": in_turns(ways, repeats, warm_up=1),  # which fills the page cache
         "seek_s": [seek() for _ in range(max(repeats, 1) * 5)],
     }
 
 
-def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
+def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict[str, float]:
     """Open the dataset, read until each block is checked, then time the rest."""
     began = time.perf_counter()
-    feed = DirectFeed(
-        SequenceSteps(
-            Dataset.open(data).split("train"),
-            plan(seq_len, batch_tokens // seq_len),
-            ShardReader(),
-        )
-    )
+    plan = plan_of(seq_len, batch_tokens // seq_len)
+    feed = DirectFeed(SequenceSteps(Dataset.open(data).split("train"), plan, ShardReader()))
     next(feed)
     first_s = time.perf_counter() - began
     for _ in range(steps // 4):
@@ -125,25 +99,14 @@ def read(data: Path, seq_len: int, batch_tokens: int, steps: int) -> dict:
     began = time.perf_counter()
     for _ in range(steps):
         next(feed)
-    return {
-        "first_s": first_s,
-        "tokens_per_s": steps * batch_tokens / (time.perf_counter() - began),
-    }
+    tokens_per_s = steps * batch_tokens / (time.perf_counter() - began)
+    return {"first_s": first_s, "tokens_per_s": tokens_per_s}
 
 
-def plan(seq_len: int, rows: int) -> BatchPlan:
+def plan_of(seq_len: int, rows: int) -> BatchPlan:
     """Return the batch plan of one process that reads `rows` sequences per step."""
-    return BatchPlan(
-        seq_len=seq_len,
-        rows_per_device=rows,
-        accumulate=1,
-        rank=0,
-        world_size=1,
-        seed=0,
-        document_mask=False,
-        prefetch=1,
-        device="cpu",
-    )
+    alone = {"accumulate": 1, "rank": 0, "world_size": 1, "seed": 0, "document_mask": False}
+    return BatchPlan(seq_len=seq_len, rows_per_device=rows, prefetch=1, device="cpu", **alone)
 
 
 class ManySequences:
@@ -166,7 +129,7 @@ class ManySequences:
 
 def seek() -> float:
     """Return the seconds to seek to the last of 10^9 sequences and read a batch of one."""
-    feed = DirectFeed(SequenceSteps(ManySequences(), plan(1_024, 1), ShardReader()))
+    feed = DirectFeed(SequenceSteps(ManySequences(), plan_of(1_024, 1), ShardReader()))
     next(feed)
     began = time.perf_counter()
     feed.seek(NUM_SEQUENCES - 1)
@@ -174,55 +137,37 @@ def seek() -> float:
     return time.perf_counter() - began
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown with their targets."""
-    lines = [
-        "| random order, from the page cache | M tokens/s | first batch, ms after opening |",
-        "|---|---|---|",
-    ]
-    for seq_len, rows in found["rows"].items():
-        rates, firsts = (
-            [row["tokens_per_s"] / 1e6 for row in rows],
-            [1e3 * row["first_s"] for row in rows],
-        )
-        lines.append(f"| sequences of {int(seq_len):,} | **{spread(rates)}** | {spread(firsts)} |")
-    lines += [
-        f"| target | {TARGETS['tokens_per_s'] / 1e6:,.0f} | {1e3 * TARGETS['first_s']:,.0f} |",
+    rows = []
+    for seq_len, read_rows in found["rows"].items():
+        rates = spread(row["tokens_per_s"] / 1e6 for row in read_rows)
+        firsts = spread(1e3 * row["first_s"] for row in read_rows)
+        rows.append((f"sequences of {int(seq_len):,}", f"**{rates}**", firsts))
+    wanted = (f"{TARGETS['tokens_per_s'] / 1e6:,.0f}", f"{1e3 * TARGETS['first_s']:,.0f}")
+    return markdown(
+        "random order, from the page cache | M tokens/s | first batch, ms after opening",
+        [*rows, ("target", *wanted)],
+        "Seeking to the last of 10^9 sequences and reading a batch of one:"
+        f" {spread((1e3 * seconds for seconds in found['seek_s']), 2)} ms (target"
+        f" {1e3 * TARGETS['seek_s']:.0f}). {missed(found)}",
         "",
-        (
-            "Seeking to the last of 10^9 sequences and reading a batch of one:"
-            f" {spread([1e3 * seconds for seconds in found['seek_s']], 2)} ms (target"
-            f" {1e3 * TARGETS['seek_s']:.0f}). {missed(found)}"
-        ),
-        "",
-        (
-            f"{found['machine']}, one thread (four check blocks); {found['tokens']:,} tokens in"
-            f" {found['shards']} shards, {found['batch_tokens']:,} tokens per batch,"
-            f" {found['steps']} batches per repeat, {found['repeats']} repeats; median (smallest to"
-            f" largest); commit {found['commit']}; `python benchmarks/loader.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+        f"{found['machine']}, one thread (four check blocks); {found['tokens']:,} tokens in"
+        f" {found['shards']} shards, {found['batch_tokens']:,} tokens per batch,"
+        f" {found['steps']} batches per repeat, {found['repeats']} repeats; median (smallest to"
+        f" largest); commit {found['commit']}; `python benchmarks/loader.py`.",
+    )
 
 
-def missed(found: dict) -> str:
+def missed(found: dict[str, Any]) -> str:
     """Return the targets that the medians miss."""
-    every = [
-        (
-            f"tokens per second at {seq_len}",
-            TARGETS["tokens_per_s"] <= statistics.median(row["tokens_per_s"] for row in rows),
-        )
-        for seq_len, rows in found["rows"].items()
-    ]
-    every += [
-        (
-            f"the first batch at {seq_len}",
-            statistics.median(row["first_s"] for row in rows) <= TARGETS["first_s"],
-        )
-        for seq_len, rows in found["rows"].items()
-    ]
-    every += [("seeking", statistics.median(found["seek_s"]) <= TARGETS["seek_s"])]
-    short = [what for what, kept in every if not kept]
+    short = []
+    for what, key in (("tokens per second", "tokens_per_s"), ("the first batch", "first_s")):
+        for seq_len, rows in found["rows"].items():
+            median = statistics.median(row[key] for row in rows)
+            is_short = median < TARGETS[key] if key == "tokens_per_s" else median > TARGETS[key]
+            short += [f"{what} at {seq_len}"] * is_short
+    short += ["seeking"] * (statistics.median(found["seek_s"]) > TARGETS["seek_s"])
     return f"**Missed: {', '.join(short)}.**" if short else "Every target is met."
 
 

@@ -23,7 +23,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -34,16 +33,19 @@ from typing import Any
 
 import psutil
 import torch
-from main_job import RESULTS
-from models_report import LENGTHS, LONGER, STEPS, loss_of, table
-from training_runs import built, code_state, trained
+from main_job import text_parser
+from measurement import RESULTS, facts, json_of, markdown, ratios, save, spread
+from training_runs import best_of_grid, built, code_state, loss_of, remembered, trained
 
 from flatout import Dataset, load_config, prepare
 from flatout.config.schema import RunConfig
-from flatout.hardware import probe
+from flatout.json_io import read_json
 from flatout.training.metrics.device import GIB, process_peak_bytes
 from flatout.training.step import train_step
 
+TITLES = {"muon": "Muon", "adamw": "AdamW"}
+LENGTHS = (256, 1024, 4096)
+STEPS, LONGER = 200, 800
 SHARED = {
     "model.num_layers": 4,
     "model.d_model": 128,
@@ -124,25 +126,12 @@ def main() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = text_parser(__doc__)
     made.add_argument(
-        "--part",
-        choices=("loss", "speed"),
-        required=True,
-        help="speed needs an otherwise idle machine",
-    )
-    made.add_argument(
-        "--text", type=Path, required=True, help="text file named by the dataset card `shakespeare`"
+        "--part", choices=("loss", "speed"), required=True, help="speed needs an idle machine"
     )
     made.add_argument("--rounds", type=int, default=4, help="repeats of each timing")
-    made.add_argument(
-        "--work",
-        type=Path,
-        default=Path("data/models"),
-        help="directory for prepared data and finished runs",
-    )
+    made.add_argument("--work", type=Path, default=Path("data/models"), help="data, finished runs")
     made.add_argument(
         "--timed",
         nargs=2,
@@ -154,32 +143,11 @@ def parser() -> argparse.ArgumentParser:
 
 def keep(part: str, found: dict[str, Any]) -> None:
     """Write the current figures of a part; those of the other part stay."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "models.json"
-    whole = json.loads(path.read_text()) if path.exists() else {}
-    facts = {
-        "machine": probe().describe(),
-        "commit": code_state(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-    }
-    whole[part] = facts | found
-    path.write_text(json.dumps(whole, indent=1) + "\n")
-    (RESULTS / "models.md").write_text(table(whole))
-
-
-def remembered(
-    key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the result of a run, from the cache if this code has run it before."""
-    key = {**key, "shared": SHARED, "shapes": SHAPES, "code": code_state()}
-    for text in cache.read_text().splitlines() if cache.exists() else ():
-        if (known := json.loads(text))["key"] == json.loads(json.dumps(key)):
-            return known["found"]
-    found = run()
-    with cache.open("a") as file:
-        file.write(json.dumps({"key": key, "found": found}) + "\n")
-    return found
+    whole = read_json(path) if path.exists() else {}
+    machine = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    whole[part] = {**facts(), "commit": code_state(), **machine, **found}
+    save(RESULTS, "models", whole, table(whole))
 
 
 def configured(trial: Trial, dataset: Dataset) -> RunConfig:
@@ -199,22 +167,15 @@ def configured(trial: Trial, dataset: Dataset) -> RunConfig:
 def measure_loss(dataset: Dataset, cache: Path) -> None:
     """Tune, then run the seeds; the figures are written after every run."""
     rows: list[dict[str, Any]] = []
+    fixed = {"tokens_per_step": TOKENS_PER_STEP, "tuned_at": TUNED_AT, "tuning_seed": TUNING_SEED}
 
     def run(trial: Trial) -> dict[str, Any]:
         key = {**asdict(trial), **OPTIMIZERS[trial.optimizer], "tokens_per_step": TOKENS_PER_STEP}
+        key |= {"shared": SHARED, "shapes": SHAPES}
         row = asdict(trial) | remembered(key, cache, lambda: fitted(trial, dataset))
         if row not in rows:
             rows.append(row)
-            print(row, file=sys.stderr, flush=True)
-            keep(
-                "loss",
-                {
-                    "tokens_per_step": TOKENS_PER_STEP,
-                    "tuned_at": TUNED_AT,
-                    "tuning_seed": TUNING_SEED,
-                    "runs": rows,
-                },
-            )
+            keep("loss", {**fixed, "runs": rows})
         return row
 
     best = {}
@@ -238,13 +199,8 @@ def fitted(trial: Trial, dataset: Dataset) -> dict[str, Any]:
 def tuned(model: str, optimizer: str, run: Run) -> float:
     """Return the best learning rate on the tuning seed, strictly inside the grid."""
     first = Trial(model, optimizer, 0.0, TUNED_AT, TUNING_SEED)
-    losses = {rate: loss_of(run(replace(first, lr=rate))) for rate in RATES[optimizer]}
-    while True:
-        best = min(losses, key=losses.__getitem__)
-        if min(losses) < best < max(losses):
-            return best
-        rate = best / 2 if best == min(losses) else best * 2
-        losses[rate] = loss_of(run(replace(first, lr=rate)))
+    best, _ = best_of_grid(RATES[optimizer], lambda rate: run(replace(first, lr=rate)))
+    return best
 
 
 def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
@@ -255,29 +211,12 @@ def measure_speed(words: list[str], rounds: int, cache: Path) -> None:
     rows: list[dict[str, Any]] = []
     for number, seq_len in itertools.product(range(rounds), SPEED_LENGTHS):
         for model in list(SHAPES)[:: -1 if number % 2 else 1]:
-            key = {
-                "model": model,
-                "seq_len": seq_len,
-                "round": number,
-                "tokens": SPEED_TOKENS,
-                "threads": torch.get_num_threads(),
-            }
-            rows.append(
-                key
-                | remembered(
-                    key, cache, partial(in_a_process, [*words, "--timed", model, str(seq_len)])
-                )
-            )
-            print(rows[-1], file=sys.stderr, flush=True)
+            key = {"model": model, "seq_len": seq_len, "round": number, "tokens": SPEED_TOKENS}
+            key |= {"threads": torch.get_num_threads()}
+            command = [*words, "--timed", model, str(seq_len)]
+            known = {**key, "shared": SHARED, "shapes": SHAPES}
+            rows.append(key | remembered(known, cache, partial(json_of, command)))
             keep("speed", {"tokens": SPEED_TOKENS, "rounds": number + 1, "rows": rows})
-
-
-def in_a_process(command: list[str]) -> dict[str, Any]:
-    """Return the JSON in the last line of a command's output."""
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
 def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
@@ -303,6 +242,100 @@ def timed(model: str, seq_len: int, dataset: Dataset) -> dict[str, Any]:
         "steps": len(seconds),
         "gib": (process_peak_bytes() - before) / GIB,
     }
+
+
+def table(whole: dict[str, Any]) -> str:
+    """Return the figures of the parts that were measured as Markdown."""
+    parts = {"loss": loss_table, "speed": speed_table}
+    return "\n".join(write(whole[part]) for part, write in parts.items() if part in whole)
+
+
+def loss_table(found: dict[str, Any]) -> str:
+    """Return the table of losses by seed at the tuned rate, with a note on the rates."""
+    runs, lines = found["runs"], []
+    best = best_rates(runs, found["tuning_seed"])
+    for optimizer, seq_len, steps in itertools.product(TITLES, LENGTHS, (STEPS, LONGER)):
+        losses: dict[str, dict[int, float]] = {model: {} for model in SHAPES}
+        for row in runs:
+            case = (row["optimizer"], row["seq_len"], row["steps"], row["lr"])
+            rate = best.get((row["model"], optimizer))
+            if case == (optimizer, seq_len, steps, rate) and row["seed"] != found["tuning_seed"]:
+                losses[row["model"]][row["seed"]] = loss_of(row)
+        seeds = sorted(set.intersection(*(set(each) for each in losses.values())))
+        if seeds:
+            cells = [", ".join(f"{each[seed]:.3f}" for seed in seeds) for each in losses.values()]
+            ours, other = losses["eigenstate"], losses["transformer"]
+            apart = statistics.fmean(ours[seed] - other[seed] for seed in seeds)
+            case = f"{TITLES[optimizer]}, T = {seq_len:,}, {steps} steps"
+            lines.append((case, *cells, f"**{apart:+.3f}**"))
+    sizes = {row["model"]: f"{row['parameters']:,} ({row['model']})" for row in runs}
+    rates = "; ".join(
+        f"{model}, {TITLES[optimizer]}: {rate:g}" for (model, optimizer), rate in best.items()
+    )
+    return markdown(
+        "validation loss, by seed | transformer | eigenstate | eigenstate minus transformer, mean",
+        lines,
+        "Characters of Shakespeare, nats per token on the whole validation split;"
+        f" {' and '.join(sizes.values())} parameters; steps of {found['tokens_per_step']:,}"
+        f" tokens at every length; learning rates tuned at T = {found['tuned_at']:,}, {STEPS}"
+        f" steps, on another seed: {rates}. {beside(runs, best)}{found['machine']}, one thread,"
+        f" torch {found['torch']}; commit {found['commit']}; `python benchmarks/models.py"
+        " --part loss`.",
+    )
+
+
+def best_rates(runs: list[dict[str, Any]], tuning_seed: int) -> dict[tuple[str, str], float]:
+    """Return the best rate on the tuning seed so far, by model and optimizer."""
+    tuning = [row for row in sorted(runs, key=loss_of) if row["seed"] == tuning_seed]
+    return {(row["model"], row["optimizer"]): row["lr"] for row in reversed(tuning)}
+
+
+def beside(runs: list[dict[str, Any]], best: dict[tuple[str, str], float]) -> str:
+    """Return the losses at half and twice the tuned rate at the longest length."""
+    parts = []
+    for (model, optimizer), rate in best.items():
+        at_end = {
+            row["lr"]: f"{loss_of(row):.3f}"
+            for row in runs
+            if (row["model"], row["optimizer"], row["seq_len"], row["seed"])
+            == (model, optimizer, LENGTHS[-1], 1)
+        }
+        rates = (rate / 2, rate, rate * 2)
+        if {*rates} <= at_end.keys():
+            parts.append(f"{model} {', '.join(at_end[each] for each in rates)}")
+    losses = f"losses at half, once and twice the rate: {'; '.join(parts)}"
+    return f"At T = {LENGTHS[-1]:,}, {losses}. " if parts else ""
+
+
+def speed_table(found: dict[str, Any]) -> str:
+    """Return the table of rates and memory."""
+    lines = []
+    for seq_len in dict.fromkeys(row["seq_len"] for row in found["rows"]):
+        each = {
+            model: [
+                row for row in found["rows"] if (row["model"], row["seq_len"]) == (model, seq_len)
+            ]
+            for model in SHAPES
+        }
+        rounds = min(map(len, each.values()))  # the last round may have one model alone
+        rates = [[row["tokens_per_s"] for row in rows[:rounds]] for rows in each.values()]
+        if rounds:
+            gib = [
+                f"{statistics.median(row['gib'] for row in rows[:rounds]):.2f}"
+                for rows in each.values()
+            ]
+            times = f"**{spread(ratios(rates[1], rates[0]), 1)}**"
+            lines.append((f"T = {seq_len:,}", *map(spread, rates), times, *gib))
+    return markdown(
+        "training, tokens/s | transformer | eigenstate | times faster | GiB, transformer |"
+        " GiB, eigenstate",
+        lines,
+        f"The same models; steps of {found['tokens']:,} tokens in one micro-batch at every"
+        f" length; {found['rounds']} rounds, interleaved in fresh processes, median (smallest"
+        " to largest); GiB is the peak memory above that before the first step."
+        f" {found['machine']}, {found['threads']} threads, torch {found['torch']}; commit"
+        f" {found['commit']}; `python benchmarks/models.py --part speed`.",
+    )
 
 
 if __name__ == "__main__":

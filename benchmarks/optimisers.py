@@ -19,24 +19,25 @@ and needs an idle machine.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from main_job import RESULTS
-from optimisers_report import picture, summary, table
-from training_runs import built, code_state, trained
+from charts import Curve, beside, chart
+from main_job import text_parser
+from measurement import facts, in_turns, markdown, ratios, save, seconds_of
+from training_runs import best_of_grid, built, code_state, loss_of, remembered, trained
 
 from flatout import Dataset, load_config, prepare
+from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
-from flatout.hardware import probe
+from flatout.json_io import read_json
 from flatout.training.step import train_step
 
 SHARED = {
@@ -67,6 +68,12 @@ TUNED_AT = {"adamw": 1.0, "muon": 0.65}
 """Fraction of the tokens used to tune each optimiser."""
 FRACTIONS = {"adamw": (0.5, 1.0), "muon": (0.35, 0.5, 0.65)}
 """Fractions of the tokens, each a separate run with the tuned setting."""
+
+
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t for a two-sided 95% interval, by the number of values."""
+NAMES = {"adamw": "AdamW", "muon": "Muon"}
+COLOURS = {"adamw": "#d1603d", "muon": "#3d7dd1"}
 
 
 @dataclass(frozen=True)
@@ -124,55 +131,50 @@ def main() -> None:
     arguments = parser().parse_args()
     torch.set_num_threads(1)
     code_state()  # computed now, since files may change during the measurements
-    RESULTS.mkdir(exist_ok=True)
-    kept = RESULTS / "optimisers.json"
+    kept = arguments.out / "optimisers.json"
     sources = {"characters": arguments.text, "prose": arguments.prose}
     datasets = {
         corpus.name: prepared(corpus, sources[corpus.name], arguments.work / corpus.name)
         for corpus in CORPORA
     }
-    found = json.loads(kept.read_text()) if kept.exists() else {}
+    found = read_json(kept) if kept.exists() else {}
+    fixed = {**facts(), "commit": code_state()}
     if arguments.cost:
         costs = {corpus.name: step_ms(corpus, datasets[corpus.name]) for corpus in CORPORA}
-        found["cost"] = {"machine": probe().describe(), "commit": code_state(), "corpora": costs}
+        found["cost"] = {**fixed, "corpora": costs}
     else:
+        cache = arguments.work / "runs.jsonl"
+        corpora = [measure(corpus, datasets[corpus.name], cache) for corpus in CORPORA]
         found |= {
-            **facts(),
-            "corpora": [
-                measure(corpus, datasets[corpus.name], arguments.work / "runs.jsonl")
-                for corpus in CORPORA
-            ],
+            **fixed,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "shared": SHARED,
+            "rates": RATES,
+            "weight_decays": WEIGHT_DECAYS,
+            "other_decay": OTHER_DECAY,
+            "tuning_seed": TUNING_SEED,
+            "tuned_at": TUNED_AT,
+            "seeds": SEEDS,
+            "corpora": corpora,
         }
-    kept.write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "optimisers.md").write_text(table(found))
-    (RESULTS / "optimisers.svg").write_text(picture(found))
+    save(arguments.out, "optimisers", found, table(found))
+    (arguments.out / "optimisers.svg").write_text(picture(found))
     print(table(found))
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's arguments."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "--text", type=Path, required=True, help="text file named by the dataset card `shakespeare`"
-    )
+    made = text_parser(__doc__)
     made.add_argument(
         "--prose",
         type=Path,
         required=True,
         help="English prose: text files, or JSON lines with a `text` field",
     )
+    made.add_argument("--work", type=Path, default=Path("data/optimisers"), help="data, runs")
     made.add_argument(
-        "--work",
-        type=Path,
-        default=Path("data/optimisers"),
-        help="directory for prepared data and finished runs",
-    )
-    made.add_argument(
-        "--cost",
-        action="store_true",
-        help="measure the time per step instead, and add it to the results",
+        "--cost", action="store_true", help="add the time per step to the results instead"
     )
     return made
 
@@ -183,29 +185,12 @@ def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
     return Dataset.open(out)
 
 
-def facts() -> dict[str, Any]:
-    """Return the facts common to all runs."""
-    return {
-        "machine": probe().describe(),
-        "commit": code_state(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "shared": SHARED,
-        "rates": RATES,
-        "weight_decays": WEIGHT_DECAYS,
-        "other_decay": OTHER_DECAY,
-        "tuning_seed": TUNING_SEED,
-        "tuned_at": TUNED_AT,
-        "seeds": SEEDS,
-    }
-
-
 def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
     """Tune both optimisers and run the seeds; return every run of the corpus and a summary."""
     rows: list[dict[str, Any]] = []
 
     def trial(setting: Setting, fraction: float, seed: int) -> dict[str, Any]:
-        row = remembered(corpus, dataset, setting, fraction, seed, cache)
+        row = fitted(corpus, dataset, setting, fraction, seed, cache)
         if row not in rows:
             rows.append(row)
         return row
@@ -240,19 +225,10 @@ def tuned(kind: str, trial: Trial) -> Setting:
 def line(setting: Setting, rates: Iterable[float], trial: Trial) -> list[dict[str, Any]]:
     """Try a setting with several learning rates, adding more until the best is inside the grid."""
     fraction = TUNED_AT[setting.kind]
-    rows = [trial(replace(setting, lr=rate), fraction, TUNING_SEED) for rate in rates]
-    while True:
-        tried = sorted(row["lr"] for row in rows)
-        best = lowest(rows).lr
-        if tried[0] < best < tried[-1]:
-            return rows
-        rows.append(
-            trial(
-                replace(setting, lr=best / 2 if best == tried[0] else best * 2),
-                fraction,
-                TUNING_SEED,
-            )
-        )
+    _, rows = best_of_grid(
+        rates, lambda rate: trial(replace(setting, lr=rate), fraction, TUNING_SEED)
+    )
+    return rows
 
 
 def around(rate: float) -> tuple[float, float, float]:
@@ -261,7 +237,7 @@ def around(rate: float) -> tuple[float, float, float]:
 
 def lowest(rows: list[dict[str, Any]]) -> Setting:
     """Return the setting with the lowest loss; a diverged run counts as infinite."""
-    row = min(rows, key=lambda row: math.inf if row["val_loss"] is None else row["val_loss"])
+    row = min(rows, key=loss_of)
     return Setting(row["kind"], row["lr"], row["weight_decay"], row["beta2"], row["momentum"])
 
 
@@ -270,40 +246,27 @@ def configured(
 ) -> RunConfig:
     """Return the config of one run."""
     steps = round(corpus.tokens * fraction / SHARED["batch.tokens_per_step"])
-    optim = {
-        "optim.kind": setting.kind,
-        "optim.lr": setting.lr,
-        "optim.weight_decay": setting.weight_decay,
-    }
-    optim |= {"optim.betas": [0.9, setting.beta2], "optim.momentum": setting.momentum}
-    return load_config().with_values(
-        {
-            **SHARED,
-            **corpus.shape,
-            **optim,
-            "train.steps": steps,
-            "train.seed": seed,
-            "data.path": str(dataset.path),
-        }
-    )
+    keys = {"train.steps": steps, "train.seed": seed, "data.path": str(dataset.path)}
+    keys |= {"optim.kind": setting.kind, "optim.lr": setting.lr, "optim.momentum": setting.momentum}
+    keys |= {"optim.weight_decay": setting.weight_decay, "optim.betas": [0.9, setting.beta2]}
+    return load_config().with_values({**SHARED, **corpus.shape, **keys})
 
 
-def remembered(
+def fitted(
     corpus: Corpus, dataset: Dataset, setting: Setting, fraction: float, seed: int, cache: Path
 ) -> dict[str, Any]:
     """Return the row of a run, from the cache if this code has run it before."""
     trial = {**asdict(setting), "fraction": fraction, "seed": seed}
-    key = {"corpus": asdict(corpus), "shared": SHARED, "code": code_state(), **trial}
-    if cache.exists():
-        for text in cache.read_text().splitlines():
-            if (known := json.loads(text))["key"] == key:
-                return {**trial, **known["found"]}
-    run = built(configured(corpus, dataset, setting, fraction, seed), dataset)
-    found = {"tokens": run.last_step * run.tokens_per_step, **trained(run, corpus.eval_tokens)}
-    with cache.open("a") as file:
-        file.write(json.dumps({"key": key, "found": found}) + "\n")
-    print(f"{corpus.name}: {trial} {found}", file=sys.stderr, flush=True)
-    return {**trial, **found}
+
+    def run() -> dict[str, Any]:
+        made = built(configured(corpus, dataset, setting, fraction, seed), dataset)
+        tokens = made.last_step * made.tokens_per_step
+        return {"tokens": tokens, **trained(made, corpus.eval_tokens)}
+
+    return {
+        **trial,
+        **remembered({"corpus": asdict(corpus), "shared": SHARED, **trial}, cache, run),
+    }
 
 
 def step_ms(
@@ -314,25 +277,178 @@ def step_ms(
         kind: built(configured(corpus, dataset, Setting(kind, 1e-3, 0.1), 1.0, 0), dataset)
         for kind in ("adamw", "muon")
     }
-    taken: dict[str, list[float]] = {kind: [] for kind in runs}
-    for number in range(rounds + 1):
-        for kind, run in runs.items():
-            batches = [next(run.feed) for _ in range(steps)]
-            began = time.perf_counter()
-            for batch in batches:
-                train_step(run, batch)
-            if number:  # the first round warms up
-                taken[kind].append((time.perf_counter() - began) / steps * 1e3)
+
+    def step_of(run: Run) -> float:
+        batches = [next(run.feed) for _ in range(steps)]
+        return 1e3 / steps * seconds_of(lambda: [train_step(run, batch) for batch in batches])
+
+    ways = {kind: partial(step_of, run) for kind, run in runs.items()}
+    taken = in_turns(ways, rounds, warm_up=1)
     for run in runs.values():
         run.feed.close()
-    ratios = [muon / adamw for muon, adamw in zip(taken["muon"], taken["adamw"], strict=True)]
-    medians = {f"{kind}_step_ms": statistics.median(times) for kind, times in taken.items()}
+    found = ratios(taken["muon"], taken["adamw"])
     return {
-        **medians,
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
+        **{f"{kind}_step_ms": statistics.median(times) for kind, times in taken.items()},
+        "ratio": statistics.median(found),
+        "ratios": found,
         "threads": torch.get_num_threads(),
     }
+
+
+def summary(
+    rows: list[dict[str, Any]], settings: dict[str, dict[str, Any]], seeds: Sequence[int]
+) -> dict[str, Any]:
+    """Return the losses by optimiser and fraction, and the fraction of the tokens that Muon needs.
+
+    A seed fixes the initial weights and the order of the sequences, so both optimisers do the same
+    task for each seed. The fraction is given per seed and over all.
+    """
+    curves: dict[str, dict[float, list[float]]] = {}
+    for kind, setting in settings.items():
+        chosen = [
+            row
+            for row in rows
+            if row["seed"] in seeds and all(row[key] == value for key, value in setting.items())
+        ]
+        fractions = sorted({row["fraction"] for row in chosen})
+        by_seed = {(row["fraction"], row["seed"]): row["val_loss"] for row in chosen}
+        curves[kind] = {
+            fraction: [by_seed[fraction, seed] for seed in seeds] for fraction in fractions
+        }
+    target = curves["adamw"][1.0]
+    muon = curves["muon"]
+    needed = [
+        crossing([(fraction, losses[n]) for fraction, losses in muon.items()], target[n])
+        for n in range(len(seeds))
+    ]
+    known = [fraction for fraction in needed if fraction is not None]
+    whole = len(known) == len(needed)
+    listed = {
+        kind: [{"fraction": fraction, "val_losses": losses} for fraction, losses in curve.items()]
+        for kind, curve in curves.items()
+    }
+    over_seeds = (
+        {"needed": statistics.mean(known), "interval_95": interval(known)}
+        if whole
+        else {"needed": None, "interval_95": None}
+    )
+    return {"curves": listed, "needed_by_seed": needed, **over_seeds}
+
+
+def crossing(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """Return the fraction at which a falling curve of (fraction, loss) reaches `target`.
+
+    Interpolates linearly in the logarithm of the fraction. None when the curve does not reach it.
+    """
+    for (before, above), (after, below) in pairwise(points):
+        if above >= target >= below:
+            share = (above - target) / (above - below) if above > below else 0.0
+            return before * (after / before) ** share
+    return None
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% interval of the mean of a few values."""
+    half = T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    lines = []
+    for corpus in found.get("corpora", []):
+        losses = [loss_cell(corpus, "adamw", 1.0), loss_cell(corpus, "muon", 0.65)]
+        title = f"{corpus['title']}, {corpus['tokens'] / 1e6:.2f} M"
+        lines.append((title, *losses, needed_cell(corpus)))
+    notes = [small_print(found)] if "corpora" in found else []
+    if "cost" in found:
+        costs = "; ".join(
+            f"{name}: {cost['ratio']:.2f} times" for name, cost in found["cost"]["corpora"].items()
+        )
+        notes += [
+            "",
+            f"Time per step of Muon relative to AdamW ({found['cost']['machine']}, one thread,"
+            f" alternating, median): {costs}.",
+        ]
+    return markdown(
+        "corpus, all tokens | AdamW: loss by seed | Muon, 0.65 of the tokens: loss by seed |"
+        " tokens Muon needs for AdamW's loss",
+        lines,
+        *notes,
+    )
+
+
+def loss_cell(corpus: dict[str, Any], kind: str, fraction: float) -> str:
+    """Return an optimiser's setting and its losses at a fraction of the tokens."""
+    setting = corpus["best"][kind]
+    losses = next(
+        point["val_losses"] for point in corpus["curves"][kind] if point["fraction"] == fraction
+    )
+    decay = f"lr {setting['lr']:g}, decay {setting['weight_decay']:g}"
+    other = (
+        f"beta2 {setting['beta2']:g}" if kind == "adamw" else f"momentum {setting['momentum']:g}"
+    )
+    return f"{decay}, {other}: {', '.join(f'{loss:.4f}' for loss in losses)}"
+
+
+def needed_cell(corpus: dict[str, Any]) -> str:
+    """Return the fraction of the tokens with its interval."""
+    if corpus["needed"] is None:
+        first, last = (corpus["curves"]["muon"][n]["fraction"] for n in (0, -1))
+        return f"not between {first:g} and {last:g} for every seed"
+    low, high = corpus["interval_95"]
+    return f"**{corpus['needed']:.2f}** ({low:.2f} to {high:.2f})"
+
+
+def small_print(found: dict[str, Any]) -> str:
+    rates = ", ".join(f"{rate:g}" for rate in found["rates"])
+    decays = " and ".join(f"{decay:g}" for decay in found["weight_decays"])
+    shapes = "; ".join(
+        f"{c['name']}: {c['shape']['model.num_layers']} layers of width"
+        f" {c['shape']['model.d_model']}, sequences of {c['shape']['data.seq_len']}"
+        for c in found["corpora"]
+    )
+    runs = sum(len(corpus["runs"]) for corpus in found["corpora"])
+    return (
+        f"{shapes}; {found['shared']['batch.tokens_per_step']:,} tokens per step, cosine schedule"
+        f" over each run's own length. Both tuned on seed {found['tuning_seed']}: learning rates"
+        f" {rates} (extended by factors of 2 until the best is inside) and weight decay {decays};"
+        f" also AdamW with beta2 {found['other_decay']['adamw'][1]}, Muon with momentum"
+        f" {found['other_decay']['muon'][1]}; AdamW with all the tokens, Muon with"
+        f" {found['tuned_at']['muon']} of them. Then seeds {', '.join(map(str, found['seeds']))}:"
+        " validation loss in nats per token; the last column is a fraction, the mean over the seeds"
+        f" with its 95% interval (t, seed by seed). All {runs} runs are in the JSON."
+        f" {found['machine']}, {found['threads']} thread; torch {found['torch']}; commit"
+        f" {found['commit']}; `python benchmarks/optimisers.py`."
+    )
+
+
+def picture(found: dict[str, Any]) -> str:
+    """Return final loss against tokens as SVG, one chart per corpus."""
+    charts = []
+    for corpus in found.get("corpora", []):
+        curves, losses, fractions = [], [], set()
+        for kind, points in corpus["curves"].items():
+            dots = [(math.log(p["fraction"]), loss) for p in points for loss in p["val_losses"]]
+            means = [(math.log(p["fraction"]), statistics.mean(p["val_losses"])) for p in points]
+            curves.append(Curve(f"{NAMES[kind]}, tuned", COLOURS[kind], [means], dots))
+            losses += [loss for _, loss in dots]
+            fractions |= {p["fraction"] for p in points}
+            if kind == "adamw":
+                dashed = (means[-1][1], COLOURS[kind])
+        low, high = min(losses), max(losses)
+        heights = [low + number / 4 * (high - low) for number in range(5)]
+        charts.append(
+            chart(
+                corpus["title"],
+                "million training tokens per run (each point is a whole run)",
+                curves,
+                across={math.log(f): f"{corpus['tokens'] * f / 1e6:.2f}" for f in fractions},
+                down={height: f"{height:.2f}" for height in heights},
+                dashed=dashed,
+            )
+        )
+    return beside(charts)
 
 
 if __name__ == "__main__":

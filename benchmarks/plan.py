@@ -14,19 +14,17 @@ Writes benchmarks/results/plan.json and .md. It takes about ten minutes on two c
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from main_job import RESULTS, commit
+from measurement import facts, flatout, markdown, parser, save, verdict
 from torch.profiler import ProfilerActivity, profile
 from training_runs import built
 
@@ -34,7 +32,8 @@ from flatout import Dataset, load_config
 from flatout.assembly.memory import estimate
 from flatout.assembly.prediction import MemoryEstimate
 from flatout.assembly.resolve import workload_of
-from flatout.hardware import probe
+from flatout.assembly.run import Run
+from flatout.config.schema import RunConfig
 from flatout.training.step import train_step
 
 MIB = 2**20
@@ -60,25 +59,16 @@ class Case:
 
     def config(self, data: Path | str, rows: int | None = None) -> list[str]:
         """Return the case as overrides of the default configuration."""
-        return [
-            *self.overrides,
-            f"data.path={data}",
-            "train.device=cpu",
-            "train.precision=auto",
-            f"batch.rows_per_device={rows or self.rows}",
-            "batch.accumulate=1",
-        ]
+        fixed = ("train.device=cpu", "train.precision=auto", "batch.accumulate=1")
+        rows = rows or self.rows
+        return [*self.overrides, f"data.path={data}", *fixed, f"batch.rows_per_device={rows}"]
 
 
 def shape(layers: int, width: int, heads: int, seq_len: int, *more: str) -> tuple[str, ...]:
     """Return the overrides of a model and its length."""
-    return (
-        f"model.num_layers={layers}",
-        f"model.d_model={width}",
-        f"model.num_heads={heads}",
-        f"data.seq_len={seq_len}",
-        *more,
-    )
+    keys = ("model.num_layers", "model.d_model", "model.num_heads", "data.seq_len")
+    values = (layers, width, heads, seq_len)
+    return (*(f"{key}={value}" for key, value in zip(keys, values, strict=True)), *more)
 
 
 EAGER, PLAIN = "speedups=auto,-compile,-compile-blocks", "speedups=none"
@@ -107,46 +97,41 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", help="measure the cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=RUN_S, help="of each predicted run")
-    arguments = parser.parse_args()
-    cases = [case for case in CASES if (arguments.only or "") in case.name]
+    made = parser(__doc__)
+    made.add_argument("--only", help="measure the cases whose name contains this; writes nothing")
+    made.add_argument("--seconds", type=float, default=RUN_S, help="of each predicted run")
+    given = made.parse_args()
+    cases = [case for case in CASES if (given.only or "") in case.name]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
-        flatout(Path(folder), "prepare", TEXT, "--out", str(data), "--tokenizer", "byte")
-        rows = [measured(case, data, Path(folder), arguments.seconds) for case in cases]
-    found = {
-        "machine": probe().describe(),
-        "commit": commit(),
-        "torch": torch.__version__,
-        "seconds": arguments.seconds,
-        "rows": rows,
-    }
-    if not arguments.only:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
-        (RESULTS / "plan.md").write_text(table(found))
+        flatout("prepare", TEXT, "--out", data, "--tokenizer", "byte")
+        for number, case in enumerate(cases):
+            row = {"name": case.name, "rows": case.rows, "overrides": case.overrides}
+            row |= memory_of(case, data)
+            row |= time_of(case, data, Path(folder) / str(number), given.seconds)
+            rows.append(row)
+            print(row, file=sys.stderr)
+    found = {**facts(), "torch": torch.__version__, "seconds": given.seconds, "rows": rows}
+    if not given.only:
+        save(given.out, "plan", found, table(found))
     print(table(found))
 
 
-def measured(case: Case, data: Path, folder: Path, seconds: float) -> dict:
-    """Return the predicted and measured figures of a case."""
-    memory = memory_of(case, data)
-    time = time_of(case, data, folder / case.name.replace(" ", "-"), seconds)
-    row = {"name": case.name, "rows": case.rows, "overrides": case.overrides, **memory, **time}
-    print(json.dumps(row), file=sys.stderr)
-    return row
-
-
-def memory_of(case: Case, data: Path) -> dict:
+def memory_of(case: Case, data: Path) -> dict[str, Any]:
     """Return the predicted and the measured peak of the allocator, in MiB."""
-    found, peak = traced_and_measured(case, data, case.rows)
+
+    def traced_and_measured(rows: int) -> tuple[MemoryEstimate, int]:
+        config = load_config(None, [*case.config(data, rows), "train.steps=2000"])
+        torch._dynamo.reset()
+        run, found, peak = recorded(config, Dataset.open(data))
+        run.feed.close()
+        return found, peak
+
+    found, peak = traced_and_measured(case.rows)
     predicted = found.total
     if case.other_rows is not None:
-        other, other_peak = traced_and_measured(case, data, case.other_rows)
+        other, other_peak = traced_and_measured(case.other_rows)
         fixed = other.fixed + other.gradients
         share = (other_peak - fixed) / (other.total - other.fixed)
         predicted = int(fixed + share * (found.total - found.fixed))
@@ -159,20 +144,15 @@ def memory_of(case: Case, data: Path) -> dict:
     }
 
 
-def traced_and_measured(case: Case, data: Path, rows: int) -> tuple[MemoryEstimate, int]:
-    """Return the estimate for a micro-batch, and the allocator's peak in real steps."""
-    config = load_config(None, [*case.config(data, rows), "train.steps=2000"])
-    dataset = Dataset.open(data)
-    torch._dynamo.reset()
+def recorded(config: RunConfig, dataset: Dataset) -> tuple[Run, MemoryEstimate, int]:
+    """Return a run after its first steps, the estimate for it, and the allocator's peak."""
     gc.collect()  # what an earlier run frees would count as negative
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run = built(config, dataset)
         for _ in range(STEPS):
             train_step(run, next(run.feed))
             run.step += 1
-        run.feed.close()
-    found = estimate(workload_of(run.config), run.rows_per_device)
-    return found, peak_bytes(recorded)
+    return run, estimate(workload_of(run.config), run.rows_per_device), peak_bytes(record)
 
 
 def peak_bytes(recorded: profile) -> int:
@@ -185,14 +165,21 @@ def peak_bytes(recorded: profile) -> int:
     return peak
 
 
-def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict:
-    """Train twice, and return the predicted and the measured time of the second run."""
+def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict[str, Any]:
+    """Train twice with a cache of its own; return the predicted and the measured time."""
     folder.mkdir()
-    words = [*case.config(data), "log.every=10"]
-    first = train(folder, "first", [*words, f"train.steps={SHORT_STEPS}"])
+    (folder / "default.yaml").write_text("{}\n")
+
+    def train(name: str, steps: int) -> dict[str, Any]:
+        words = [*case.config(data), "log.every=10", f"train.steps={steps}"]
+        home = {**os.environ, "HOME": str(folder)}
+        recipe = folder / "default.yaml"
+        return flatout("train", recipe, *words, "--run-dir", folder / name, env=home)
+
+    first = train("first", SHORT_STEPS)
     tokens_per_step = first["tokens"] / SHORT_STEPS
     steps = int(min(max(seconds * first["tokens_per_s"] / tokens_per_step, 60), 20_000))
-    second = train(folder, "second", [*words, f"train.steps={steps}"])
+    second = train("second", steps)
     predicted = second["predicted"]
     return {
         "steps": steps,
@@ -203,62 +190,33 @@ def time_of(case: Case, data: Path, folder: Path, seconds: float) -> dict:
     }
 
 
-def train(folder: Path, name: str, words: list[str]) -> dict:
-    """Train in a fresh process with the cache of this case."""
-    (folder / "default.yaml").write_text("{}\n")
-    recipe = str(folder / "default.yaml")
-    return flatout(folder, "train", recipe, *words, "--run-dir", str(folder / name))
-
-
-def flatout(home: Path, *words: str) -> dict:
-    """Run a command with its own home directory, and so its own cache; return its --json."""
-    done = subprocess.run(
-        [sys.executable, "-m", "flatout", *words, "--json"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "HOME": str(home)},
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def table(found: dict) -> str:
-    """Return the figures as Markdown."""
-    lines = [
-        "| case | rows x tokens | predicted, MiB | allocated, MiB | error | predicted, s "
-        "| measured, s | error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def table(found: dict[str, Any]) -> str:
+    """Return the figures as Markdown, with the errors of both predictions against their targets."""
+    lines, verdicts = [], []
     for row in found["rows"]:
         seq_len = next(w for w in row["overrides"] if w.startswith("data.seq_len=")).split("=")[1]
-        lines.append(
-            f"| {row['name']} | {row['rows']} x {seq_len} | {row['predicted_mib']:,.1f} "
-            f"| {row['allocated_mib']:,.1f} | {row['memory_error']:+.1%} "
-            f"| {row['predicted_s']:.1f} | {row['wall_s']:.1f} | {row['time_error']:+.1%} |"
+        memory = (f"{row['predicted_mib']:,.1f}", f"{row['allocated_mib']:,.1f}")
+        times = (f"{row['predicted_s']:.1f}", f"{row['wall_s']:.1f}")
+        errors = [f"{row[f'{what}_error']:+.1%}" for what in TARGETS]
+        size = f"{row['rows']} x {seq_len}"
+        lines.append((row["name"], size, *memory, errors[0], *times, errors[1]))
+    for what, target in TARGETS.items():
+        errors = [abs(row[f"{what}_error"]) for row in found["rows"]]
+        kept = sum(error <= target for error in errors)
+        verdicts.append(
+            f"{what.capitalize()}: median error {statistics.median(errors):.1%}, largest "
+            f"{max(errors):.1%}; within {target:.0%} in {kept} of {len(errors)} cases, "
+            f"{verdict(kept == len(errors))}"
         )
-    lines += ["", f"{verdict(found, 'memory')}; {verdict(found, 'time')}. {how(found)}"]
-    return "\n".join(lines) + "\n"
-
-
-def verdict(found: dict, what: str) -> str:
-    """Return the errors of one prediction against its target."""
-    errors = [abs(row[f"{what}_error"]) for row in found["rows"]]
-    kept = sum(error <= TARGETS[what] for error in errors)
-    answer = "kept" if kept == len(errors) else "**missed**"
-    return (
-        f"{what.capitalize()}: median error {statistics.median(errors):.1%}, largest "
-        f"{max(errors):.1%}; within {TARGETS[what]:.0%} in {kept} of {len(errors)} cases, {answer}"
-    )
-
-
-def how(found: dict) -> str:
-    """Return how the figures were measured."""
-    return (
+    return markdown(
+        "case | rows x tokens | predicted, MiB | allocated, MiB | error | predicted, s "
+        "| measured, s | error",
+        lines,
+        f"{'; '.join(verdicts)}. "
         "Allocated is the peak of torch's allocator over three steps; compiled models are "
         "corrected by another micro-batch. Time is that of a whole run of about "
         f"{found['seconds']:.0f} s after one of {SHORT_STEPS} steps. {found['machine']}; torch "
-        f"{found['torch']}; commit {found['commit']}; one run each; `python benchmarks/plan.py`."
+        f"{found['torch']}; commit {found['commit']}; one run each; `python benchmarks/plan.py`.",
     )
 
 

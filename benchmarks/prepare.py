@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -26,11 +25,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
-from loader import plan
-from main_job import RESULTS, commit, spread
+from loader import plan_of
+from measurement import facts, in_turns, markdown, parser, save, spread, verdict
+from measurement import ratios as ratios_of
 from prepare_ways import NOT_INSTALLED, WAYS
 
 from flatout.data.load.baseline import TokenisingReader
@@ -38,7 +40,6 @@ from flatout.data.load.batches import SequenceReader, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import load_tokenizer
-from flatout.hardware import probe
 
 HERE = Path(__file__).parent
 CORPUS_MB = 150
@@ -61,64 +62,45 @@ SEQ_LEN, ROWS = 1_024, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    made = parser(__doc__, repeats=5, workers=2)
+    made.add_argument(
+        "--rows", type=Path, required=True, help='JSONL with a field "text", copied to 150 MB'
     )
-    parser.add_argument(
-        "--rows",
-        type=Path,
-        required=True,
-        help='JSONL with a field "text"; copied until there is enough',
-    )
-    parser.add_argument("--ranks", type=Path, required=True, help="gpt2.tiktoken")
-    parser.add_argument(
-        "--vocabulary", type=Path, required=True, help="the same vocabulary as tokenizer.json"
-    )
-    parser.add_argument(
+    made.add_argument("--ranks", type=Path, required=True, help="gpt2.tiktoken")
+    made.add_argument("--vocabulary", type=Path, required=True, help="it as tokenizer.json")
+    made.add_argument(
         "--peers", default=sys.executable, help="Python of the environment with the other tools"
     )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
-    arguments = parser.parse_args()
+    given = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), arguments)
-    found |= {
-        "machine": probe().describe(),
-        "commit": commit(),
-        "workers": arguments.workers,
-        "repeats": arguments.repeats,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "prepare.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "prepare.md").write_text(table(found))
+        found = measure(Path(folder), given)
+    found |= {**facts(), "workers": given.workers, "repeats": given.repeats}
+    save(given.out, "prepare", found, table(found))
     print(table(found))
 
 
-def measure(folder: Path, arguments: argparse.Namespace) -> dict:
+def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Return every figure of every repeat; the tools alternate."""
-    corpus = make_corpus(folder / "corpus", arguments.rows)
-    rows: dict[str, list[dict]] = {way: [] for way in WAYS}
+    corpus = make_corpus(folder / "corpus", given.rows)
     missing: dict[str, str] = {}
-    for repeat in range(-1, arguments.repeats):
-        for way in WAYS:
-            if way not in missing:
-                row = run(way, corpus, folder / "out", arguments)
-                if "missing" in row:
-                    missing[way] = row["missing"]
-                elif repeat >= 0:
-                    rows[way].append(row)
-                print(f"repeat {repeat + 1}: {way}: {row}", file=sys.stderr)
-    run(OURS, corpus, folder / "out", arguments)
-    feeds = feed_rates(
-        folder / "out" / "data", arguments.vocabulary, arguments.ranks, arguments.repeats
-    )
-    size = sum(file.stat().st_size for file in corpus.iterdir())
+
+    def once(way: str) -> dict[str, Any]:
+        if way in missing:
+            return {}
+        row = run(way, corpus, folder / "out", given)
+        if "missing" in row:
+            missing[way] = row["missing"]
+        return row
+
+    rows = in_turns({way: partial(once, way) for way in WAYS}, given.repeats, warm_up=1)
+    rows |= {way: [] for way in missing}
+    run(OURS, corpus, folder / "out", given)
     return {
-        "corpus_bytes": size,
+        "corpus_bytes": sum(file.stat().st_size for file in corpus.iterdir()),
         "copies": len(list(corpus.iterdir())),
         "rows": rows,
         "missing": missing,
-        "feeds": feeds,
+        "feeds": feed_rates(folder / "out" / "data", given.vocabulary, given.ranks, given.repeats),
     }
 
 
@@ -130,26 +112,14 @@ def make_corpus(folder: Path, rows: Path) -> Path:
     return folder
 
 
-def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dict:
+def run(way: str, corpus: Path, out: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Run a tool once; return the process's seconds, the tokens, and the peak memory."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    python = sys.executable if way in (OURS, ALONE) else arguments.peers
-    words = [
-        python,
-        str(HERE / "prepare_ways.py"),
-        way,
-        str(corpus),
-        str(out),
-        "--workers",
-        str(arguments.workers),
-    ]
-    words += [
-        "--ranks",
-        str(arguments.ranks.resolve()),
-        "--vocabulary",
-        str(arguments.vocabulary.resolve()),
-    ]
+    python = sys.executable if way in (OURS, ALONE) else given.peers
+    words = [python, str(HERE / "prepare_ways.py"), way, str(corpus), str(out)]
+    words += ["--workers", str(given.workers), "--ranks", str(given.ranks.resolve())]
+    words += ["--vocabulary", str(given.vocabulary.resolve())]
     environment = os.environ | {"HF_HOME": str(out / "hf"), "TOKENIZERS_PARALLELISM": "false"}
     began = time.perf_counter()
     process = subprocess.Popen(
@@ -171,19 +141,13 @@ def run(way: str, corpus: Path, out: Path, arguments: argparse.Namespace) -> dic
 def _watch(process: subprocess.Popen[str], peak: list[int]) -> None:
     """Track the peak of the summed memory of a process and its children, five times a second."""
     while process.poll() is None:
-        with contextlib.suppress(psutil.Error):  # the process has just ended
+        total = 0
+        with contextlib.suppress(psutil.Error):  # one of them has just ended
             top = psutil.Process(process.pid)
-            peak[0] = max(
-                peak[0], sum(_resident(one) for one in [top, *top.children(recursive=True)])
-            )
+            for one in (top, *top.children(recursive=True)):
+                total += one.memory_info().rss
+        peak[0] = max(peak[0], total)
         time.sleep(0.2)
-
-
-def _resident(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:
-        return 0
 
 
 def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[str, list[float]]:
@@ -193,86 +157,66 @@ def feed_rates(data: Path, vocabulary: Path, ranks: Path, repeats: int) -> dict[
     """
     plain, fast = load_tokenizer(vocabulary, end_of_text="<|endoftext|>"), load_tokenizer(ranks)
     readers: dict[str, tuple[int, Callable[[], SequenceReader]]] = {
-        "tokenised in the loop, tokenizers": (
-            300,
-            lambda: TokenisingReader(plain.with_engine("tokenizers")),
-        ),
-        "tokenised in the loop, tiktoken": (
-            300,
-            lambda: TokenisingReader(fast.with_engine("tiktoken")),
-        ),
-        "tokenised in the loop, gigatoken": (
-            1_000,
-            lambda: TokenisingReader(fast.with_engine("gigatoken")),
-        ),
-        "packed before": (50_000, ShardReader),
+        f"tokenised in the loop, {engine}": (
+            steps,
+            partial(TokenisingReader, tokenizer.with_engine(engine)),
+        )
+        for engine, steps, tokenizer in (
+            ("tokenizers", 300, plain),
+            ("tiktoken", 300, fast),
+            ("gigatoken", 1_000, fast),
+        )
     }
-    rates: dict[str, list[float]] = {name: [] for name in readers}
-    for _ in range(repeats):
-        for name, (steps, reader) in readers.items():
-            feed = DirectFeed(
-                SequenceSteps(Dataset.open(data).split("train"), plan(SEQ_LEN, ROWS), reader())
-            )
-            feed.prime(steps + 1)
+    readers["packed before"] = (50_000, ShardReader)
+    plan = plan_of(SEQ_LEN, ROWS)
+
+    def rate(steps: int, reader: Callable[[], SequenceReader]) -> float:
+        feed = DirectFeed(SequenceSteps(Dataset.open(data).split("train"), plan, reader()))
+        feed.prime(steps + 1)
+        next(feed)
+        began = time.perf_counter()
+        for _ in range(steps):
             next(feed)
-            began = time.perf_counter()
-            for _ in range(steps):
-                next(feed)
-            rates[name].append(steps * SEQ_LEN * ROWS / (time.perf_counter() - began))
-    return rates
+        return steps * SEQ_LEN * ROWS / (time.perf_counter() - began)
+
+    return in_turns({name: partial(rate, *one) for name, one in readers.items()}, repeats)
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown with their targets."""
-    lines = [
-        (
-            f"| {found['corpus_bytes'] / 1e6:,.0f} MB of JSONL to packed tokens, GPT-2 vocabulary,"
-            f" {found['workers']} workers | s | M tokens/s | peak MB | time relative to flatout |"
-        ),
-        "|---|---|---|---|---|",
-    ]
+    lines: list[tuple[object, ...]] = []
     for way, rows in found["rows"].items():
         if way in found["missing"]:
-            lines.append(f"| {way} | not installed ({found['missing'][way]}) | | | |")
+            lines.append((way, f"not installed ({found['missing'][way]})", "", "", ""))
         elif rows:
-            rate = [row["tokens"] / row["seconds"] / 1e6 for row in rows]
-            seconds = spread([row["seconds"] for row in rows], 2)
-            peak = statistics.median(row["peak_mb"] for row in rows)
-            lines.append(
-                f"| {way} | {seconds} | {spread(rate, 1)} | {peak:,.0f} |"
-                f" {spread(ratios(found, OURS, way), 1)} |"
-            )
-    lines += [
-        "",
+            seconds = spread((row["seconds"] for row in rows), 2)
+            rate = spread((row["tokens"] / row["seconds"] / 1e6 for row in rows), 1)
+            peak = f"{statistics.median(row['peak_mb'] for row in rows):,.0f}"
+            lines.append((way, seconds, rate, peak, spread(ratios(found, OURS, way), 1)))
+    tools = markdown(
+        f"{found['corpus_bytes'] / 1e6:,.0f} MB of JSONL to packed tokens, GPT-2 vocabulary,"
+        f" {found['workers']} workers | s | M tokens/s | peak MB | time relative to flatout",
+        lines,
         *kept(found),
-        "",
-        "| one thread feeds steps of 8 sequences of 1,024 | tokens/s |",
-        "|---|---|",
-    ]
-    lines += [f"| {name} | {spread(rates)} |" for name, rates in found["feeds"].items()]
-    lines += [
-        "",
-        (
-            f"{found['machine']}; {found['copies']} copies of one file of prose, in separate files;"
-            f" whole processes including start-up, interleaved, {found['repeats']} repeats; median"
-            " (smallest to largest), ratios within a repeat; the peak is the sum over all"
-            " processes, shared pages counted in each; every tool wrote"
-            f" {found['rows'][OURS][0]['tokens']:,} tokens; commit {found['commit']}; `python"
-            " benchmarks/prepare.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return f"{tools}\n" + markdown(
+        "one thread feeds steps of 8 sequences of 1,024 | tokens/s",
+        [(name, spread(rates)) for name, rates in found["feeds"].items()],
+        f"{found['machine']}; {found['copies']} copies of one file of prose, in separate files;"
+        f" whole processes including start-up, interleaved, {found['repeats']} repeats; median"
+        " (smallest to largest), ratios within a repeat; the peak is the sum over all"
+        " processes, shared pages counted in each; every tool wrote"
+        f" {found['rows'][OURS][0]['tokens']:,} tokens; commit {found['commit']}; `python"
+        " benchmarks/prepare.py`.",
+    )
 
 
-def ratios(found: dict, way: str, other: str) -> list[float]:
+def ratios(found: dict[str, Any], way: str, other: str) -> list[float]:
     """Return the ratio of `other`'s time to `way`'s for each repeat."""
-    return [
-        slow["seconds"] / fast["seconds"]
-        for fast, slow in zip(found["rows"][way], found["rows"][other], strict=True)
-    ]
+    return ratios_of(*([row["seconds"] for row in found["rows"][one]] for one in (other, way)))
 
 
-def kept(found: dict) -> list[str]:
+def kept(found: dict[str, Any]) -> list[str]:
     """Return the verdict on each target; refuses a comparison of different tokens."""
     counts = {row["tokens"] for rows in found["rows"].values() for row in rows}
     if len(counts) > 1:
@@ -280,20 +224,16 @@ def kept(found: dict) -> list[str]:
     rate = statistics.median(row["tokens"] / row["seconds"] for row in found["rows"][OURS])
     lines = [
         f"- {OURS}: {rate / 1e6:.1f} M tokens/s; target: {TARGET_TOKENS_PER_S / 1e6:.0f}:"
-        f" {_verdict(rate >= TARGET_TOKENS_PER_S)}."
+        f" {verdict(rate >= TARGET_TOKENS_PER_S)}."
     ]
     for way, other, wanted in TARGETS:
         if found["rows"][way] and found["rows"][other]:
             times = ratios(found, way, other)
             lines.append(
                 f"- {way} against {other}: {spread(times, 1)} times; target: {wanted:g}:"
-                f" {_verdict(statistics.median(times) >= wanted)}."
+                f" {verdict(statistics.median(times) >= wanted)}."
             )
     return lines
-
-
-def _verdict(is_kept: bool) -> str:
-    return "kept" if is_kept else "**missed**"
 
 
 if __name__ == "__main__":

@@ -161,26 +161,16 @@ def flatout(arguments: argparse.Namespace) -> int:
     """`flatout prepare` with its defaults."""
     from flatout.cli import main
 
-    words = [
-        "prepare",
-        str(arguments.corpus),
-        "--out",
-        str(arguments.out / "data"),
-        "--tokenizer",
-        str(arguments.ranks),
-    ]
-    sys.argv = ["flatout", *words, "--workers", str(arguments.workers)]
+    data = arguments.out / "data"
+    words = ["prepare", arguments.corpus, "--out", data, "--tokenizer", arguments.ranks]
+    sys.argv = ["flatout", *map(str, words), "--workers", str(arguments.workers)]
     try:
         main()
     except SystemExit as ended:
         if ended.code:
             raise
-    return sum(
-        split["tokens"]
-        for split in json.loads((arguments.out / "data" / "manifest.json").read_text())[
-            "splits"
-        ].values()
-    )
+    splits = json.loads((data / "manifest.json").read_text())["splits"]
+    return sum(split["tokens"] for split in splits.values())
 
 
 def flatout_tiktoken(arguments: argparse.Namespace) -> int:

@@ -9,20 +9,16 @@ benchmarks/results/report.json and .md. Takes about a minute.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from main_job import RESULTS, commit, spread
-
-from flatout.hardware import probe
+from measurement import facts, flatout, in_turns, markdown, parser, save, spread, verdict
 
 CASES = ((1, 1_000), (1, 100_000), (4, 25_000))
 """Runs, and records of each."""
@@ -33,39 +29,22 @@ EVENTS_EVERY = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    repeats = parser.parse_args().repeats
+    given = parser(__doc__, repeats=5).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(Path(folder), *case, repeats) for case in CASES]
-    found = {
-        "machine": probe().describe(),
-        "commit": commit(),
-        "repeats": repeats,
-        "rows": rows,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "report.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "report.md").write_text(table(found))
+        rows = [measure(Path(folder), *case, given.repeats) for case in CASES]
+    found = {**facts(), "repeats": given.repeats, "rows": rows}
+    save(given.out, "report", found, table(found))
     print(table(found))
 
 
-def measure(folder: Path, num_runs: int, records: int, repeats: int) -> dict:
+def measure(folder: Path, num_runs: int, records: int, repeats: int) -> dict[str, Any]:
     """Return the seconds of each repeat, and the size of the page."""
-    runs = [
-        write_run(folder / f"{records}-{number}", records, seed=number)
-        for number in range(num_runs)
-    ]
+    runs = [write_run(folder / f"{records}-{one}", records, seed=one) for one in range(num_runs)]
     out = folder / "report.html"
-    command = [sys.executable, "-m", "flatout", "report", *map(str, runs), "--out", str(out)]
-    seconds = []
-    for repeat in range(-1, repeats):  # the first fills the disk's cache and is dropped
-        began_s = time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True)
-        if repeat >= 0:
-            seconds.append(time.perf_counter() - began_s)
+    report = partial(flatout, "report", *runs, "--out", out)
+    # the first round fills the disk's cache
+    (rounds,) = in_turns({f"{num_runs} x {records}": report}, repeats, warm_up=1).values()
+    seconds = [found["process_s"] for found in rounds]
     return {"runs": num_runs, "records": records, "seconds": seconds, "bytes": out.stat().st_size}
 
 
@@ -116,27 +95,24 @@ def record(step: int, steps: int, draw: random.Random) -> dict:
     return figures | ({"val/loss": figures["train/loss"] + 0.1} if step % 100 == 0 else {})
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| runs | records of each | seconds | MB |", "|---|---|---|---|"]
-    lines += [
-        f"| {row['runs']} | {row['records']:,} | {spread(row['seconds'], 1)} |"
-        f" {row['bytes'] / 1e6:.1f} |"
-        for row in found["rows"]
-    ]
     longest = max(found["rows"], key=lambda row: row["records"])
-    seconds, size = statistics.median(longest["seconds"]), longest["bytes"] / 1e6
-    kept = "kept" if seconds < MAX_S and size < MAX_MB else "**missed**"
-    lines += [
-        "",
-        (
-            f"Target for one run of 100,000 records: under {MAX_S:.0f} s and {MAX_MB:.0f} MB:"
-            f" {kept}. {found['machine']}; made-up records with every figure of a run on a GPU;"
-            f" a fresh process each time; {found['repeats']} repeats; median (smallest to largest);"
-            f" commit {found['commit']}; `python benchmarks/report.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    is_kept = statistics.median(longest["seconds"]) < MAX_S and longest["bytes"] < 1e6 * MAX_MB
+    return markdown(
+        "runs | records of each | seconds | MB",
+        [
+            (
+                *(row["runs"], f"{row['records']:,}", spread(row["seconds"], 1)),
+                f"{row['bytes'] / 1e6:.1f}",
+            )
+            for row in found["rows"]
+        ],
+        f"Target for one run of 100,000 records: under {MAX_S:.0f} s and {MAX_MB:.0f} MB:"
+        f" {verdict(is_kept)}. {found['machine']}; made-up records with every figure of a run on a"
+        f" GPU; a fresh process each time; {found['repeats']} repeats; median (smallest to"
+        f" largest); commit {found['commit']}; `python benchmarks/report.py`.",
+    )
 
 
 if __name__ == "__main__":

@@ -13,20 +13,19 @@ characters; nanoGPT its own estimate of it. Writes benchmarks/results/shakespear
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from main_job import RESULTS, commit, flatout, spread
-
-from flatout.hardware import probe
+from charts import Curve, beside, chart
+from main_job import prepared, text_parser
+from measurement import facts, flatout, in_turns, json_lines, markdown, save, spread
 
 TARGETS = ((22.0, 1.88), (68.0, 1.60))
 """(wall seconds, validation loss): the loss to reach within that time."""
@@ -34,97 +33,54 @@ NANOGPT_OPTIONS = (
     "--device=cpu --compile=False --eval_iters=20 --log_interval=50 --block_size=64 --batch_size=12"
     " --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0"
 )
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 720, 400, 60, 30, 20, 50
-LOW, HIGH = 1.4, 2.6
-"""Losses at the bottom and the top of the picture."""
-TARGET_COLOUR = "#dc3c3c"
+HIGH = 2.6
+"""The loss at the top of the picture."""
 COLOURS = {"flatout": "#3d7dd1", "flatout, few steps": "#3a9d6e", "nanoGPT": "#d98324"}
-GREY = "#757b86"
-"""Colour of text and grid; like the others, it is readable on light and dark pages."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        required=True,
-        help="text file named by the dataset card `shakespeare`",
-    )
-    parser.add_argument("--nanogpt", type=Path, help="folder with nanoGPT, to compare with")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--nanogpt-repeats", type=int, default=5, help="repeats that also run nanoGPT"
-    )
-    parser.add_argument("--few-steps", type=int, default=150, help="steps of the short run")
-    arguments = parser.parse_args()
+    made = text_parser(__doc__, repeats=5)
+    made.add_argument("--nanogpt", type=Path, help="folder with nanoGPT, to compare with")
+    made.add_argument("--few-steps", type=int, default=150, help="steps of the short run")
+    given = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), arguments)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "shakespeare_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
-    (RESULTS / "shakespeare_cpu.md").write_text(table(found))
-    (RESULTS / "shakespeare_cpu.svg").write_text(picture(found))
+        runs = measure(Path(folder), given)
+    found = {**facts(), "repeats": given.repeats, "few_steps": given.few_steps, "runs": runs}
+    save(given.out, "shakespeare_cpu", found, table(found))
+    (given.out / "shakespeare_cpu.svg").write_text(picture(found))
     print(table(found))
 
 
-def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return every curve of every repeat."""
-    data = folder / "data"
-    flatout(
-        "prepare",
-        "shakespeare",
-        "--from",
-        str(arguments.text),
-        "--tokenizer",
-        "char",
-        "--out",
-        str(data),
-    )
+def measure(folder: Path, given: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Return every curve of every repeat; each repeat has a seed of its own."""
+    data = prepared(folder / "data", given.text)
+    few = (f"train.steps={given.few_steps}", "train.eval_every=0")
     runs: dict[str, list[dict[str, Any]]] = {}
-    for repeat in range(arguments.repeats):
-        for name, more in (
-            ("flatout", []),
-            ("flatout, few steps", [f"train.steps={arguments.few_steps}", "train.eval_every=0"]),
-        ):
-            runs.setdefault(name, []).append(
-                train(folder / f"{name}-{repeat}", data, f"train.seed={repeat}", *more)
+    for seed in range(given.repeats):
+        run, key = folder / f"run-{seed}", f"train.seed={seed}"
+        ways = {
+            "flatout": partial(train, run / "whole", data, key),
+            "flatout, few steps": partial(train, run / "few", data, key, *few),
+        }
+        if given.nanogpt:
+            ways["nanoGPT"] = partial(
+                nanogpt, given.nanogpt, run / "nanogpt", given.text, seed=1337 + seed
             )
-        if arguments.nanogpt and repeat < arguments.nanogpt_repeats:
-            runs.setdefault("nanoGPT", []).append(
-                nanogpt(
-                    arguments.nanogpt,
-                    folder / f"nanogpt-{repeat}",
-                    arguments.text,
-                    seed=1337 + repeat,
-                )
-            )
-        for name, repeats in runs.items():  # prints nanoGPT's last run after its last repeat
-            print(
-                f"repeat {repeat + 1}: {name}: loss {repeats[-1]['val_loss']:.4f} in"
-                f" {repeats[-1]['wall_s']:.1f} s",
-                file=sys.stderr,
-            )
-    return {
-        "machine": probe().describe(),
-        "commit": commit(),
-        "repeats": arguments.repeats,
-        "few_steps": arguments.few_steps,
-        "runs": runs,
-    }
+        for name, rows in in_turns(ways, 1).items():
+            runs.setdefault(name, []).extend(rows)
+    return runs
 
 
 def train(run: Path, data: Path, *overrides: str) -> dict[str, Any]:
     """Train the recipe; return its validation losses by seconds since the process started."""
     began = time.time()
     summary = flatout(
-        "train", "shakespeare-char", f"data.path={data}", *overrides, "--run-dir", str(run)
+        "train", "shakespeare-char", f"data.path={data}", *overrides, "--run-dir", run
     )
-    start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
+    start = json_lines(run / "events.jsonl")[0]
     # the clock of metrics.jsonl starts when the run is built
     before_s = start["time"] - start["wall_s"] - began
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = json_lines(run / "metrics.jsonl")
     curve = [
         (before_s + record["wall_s"], record["val/loss"])
         for record in records
@@ -143,22 +99,12 @@ def nanogpt(source: Path, folder: Path, text: Path, *, seed: int) -> dict[str, A
     """Train nanoGPT's recipe in a copy of its folder; return the validation losses by seconds."""
     shutil.copytree(source, folder)
     shutil.copyfile(text, folder / "data" / "shakespeare_char" / "input.txt")
-    subprocess.run(
-        [sys.executable, "data/shakespeare_char/prepare.py"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
-    (folder / "train.py").write_text(
-        (folder / "train.py").read_text().replace("manual_seed(1337", f"manual_seed({seed}")
-    )
-    words = [
-        sys.executable,
-        "-u",
-        "train.py",
-        "config/train_shakespeare_char.py",
-        *NANOGPT_OPTIONS.split(),
-    ]
+    prepare = [sys.executable, "data/shakespeare_char/prepare.py"]
+    subprocess.run(prepare, cwd=folder, check=True, capture_output=True)
+    code = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(code.replace("manual_seed(1337", f"manual_seed({seed}"))
+    words = [sys.executable, "-u", "train.py", "config/train_shakespeare_char.py"]
+    words += NANOGPT_OPTIONS.split()
     began = time.time()
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
         lines = [(time.time() - began, line) for line in process.stdout or ()]
@@ -180,101 +126,44 @@ def reached_s(curve: list[tuple[float, float]], loss: float) -> float | None:
 
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
-    lines = [
-        "| | validation loss at the end | whole process, s | tokens | "
-        + " | ".join(f"{loss:g} reached after, s" for _, loss in TARGETS)
-        + " |"
-    ]
-    lines.append("|---|---|---|---|" + "---|" * len(TARGETS))
-    for name, repeats in found["runs"].items():
-        cells = [
-            spread([run["val_loss"] for run in repeats], 3),
-            spread([run["wall_s"] for run in repeats], 1),
-            f"{repeats[0]['tokens'] / 1e6:.2f} M",
-        ]
+    lines = []
+    for name, runs in found["runs"].items():
+        losses = spread((run["val_loss"] for run in runs), 3)
+        cells = [losses, spread((run["wall_s"] for run in runs), 1)]
+        cells.append(f"{runs[0]['tokens'] / 1e6:.2f} M")
         for _, loss in TARGETS:
-            times = [reached_s(run["curve"], loss) for run in repeats]
-            cells.append(
-                spread([second for second in times if second], 1) if all(times) else "not reached"
-            )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+            times = [reached_s(run["curve"], loss) for run in runs]
+            cells.append(spread(filter(None, times), 1) if all(times) else "not reached")
+        lines.append((name, *cells))
     wanted = " and ".join(f"{loss:g} within {second:g} s" for second, loss in TARGETS)
-    lines += [
-        "",
-        (
-            f"Targets: {wanted}. {found['machine']}; {found['repeats']} repeats (seeds),"
-            " alternating in fresh processes, median (smallest to largest); seconds count from the"
-            " start of the process, evaluations included; flatout scores the whole validation"
-            f" split, nanoGPT a sample of it; commit {found['commit']}; `python"
-            " benchmarks/shakespeare_cpu.py`."
-        ),
-    ]
-    return "\n".join(lines) + "\n"
+    return markdown(
+        "| validation loss at the end | whole process, s | tokens | "
+        + " | ".join(f"{loss:g} reached after, s" for _, loss in TARGETS),
+        lines,
+        f"Targets: {wanted}. {found['machine']}; {found['repeats']} repeats (seeds),"
+        " alternating in fresh processes, median (smallest to largest); seconds count from the"
+        " start of the process, evaluations included; flatout scores the whole validation"
+        f" split, nanoGPT a sample of it; commit {found['commit']}; `python"
+        " benchmarks/shakespeare_cpu.py`.",
+    )
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return loss against wall seconds as SVG, for light and dark pages.
-
-    Each repeat is a line, each evaluation a dot, each target a cross.
-    """
-    curves = [(name, run["curve"]) for name, repeats in found["runs"].items() for run in repeats]
-    last = max([*(second for _, curve in curves for second, _ in curve), *(s for s, _ in TARGETS)])
-
-    def position(second: float, loss: float) -> tuple[float, float]:
-        down = (HIGH - min(loss, HIGH)) / (HIGH - LOW)
-        return (
-            round(LEFT + second / last * (WIDTH - LEFT - RIGHT), 1),
-            round(TOP + down * (HEIGHT - TOP - BOTTOM), 1),
-        )
-
-    drawn = axes(last, position)
-    for name, curve in curves:
-        points = [position(second, loss) for second, loss in curve]
-        line = " ".join(f"{x},{y}" for x, y in points)
-        colour = COLOURS[name]
-        drawn.append(
-            f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-opacity="0.6"/>'
-        )
-        drawn += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour}"/>' for x, y in points]
-    for x, y in (position(second, loss) for second, loss in TARGETS):
-        cross = f"M{x - 6:.1f},{y} h12 M{x},{y - 6:.1f} v12"
-        drawn.append(f'<path d="{cross}" stroke="{TARGET_COLOUR}" stroke-width="2"/>')
-    legend = [*((name, COLOURS[name]) for name in found["runs"]), ("target", TARGET_COLOUR)]
-    drawn += [
-        label(WIDTH - RIGHT - 10, TOP + 18 * (number + 1), name, "end", colour)
-        for number, (name, colour) in enumerate(legend)
-    ]
-    opening = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-        f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="12">'
+    """Return loss against wall seconds as SVG; each repeat is a line, each evaluation a dot."""
+    curves = []
+    for name, runs in found["runs"].items():
+        lines = [[(second, min(loss, HIGH)) for second, loss in run["curve"]] for run in runs]
+        curves.append(Curve(name, COLOURS[name], lines, [dot for line in lines for dot in line]))
+    last = max(second for curve in curves for second, _ in curve.dots)
+    drawn = chart(
+        "validation loss, nats per character",
+        "seconds since the process started; crosses are targets",
+        curves,
+        across={second: str(second) for second in range(0, int(last) + 1, 10)},
+        down={tenth / 10: f"{tenth / 10:.1f}" for tenth in range(14, 27, 2)},
+        crosses=TARGETS,
     )
-    return "\n".join([opening, *drawn, "</svg>"]) + "\n"
-
-
-def axes(last: float, position: Callable[[float, float], tuple[float, float]]) -> list[str]:
-    """Return the grid lines and the labels of both axes."""
-    drawn: list[str] = []
-    for loss in (tenth / 10 for tenth in range(14, 27, 2)):
-        x, y = position(0, loss)
-        drawn += [
-            f'<line x1="{x}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="{GREY}" '
-            'stroke-opacity="0.3"/>',
-            label(LEFT - 8, round(y + 4, 1), f"{loss:.1f}", "end"),
-        ]
-    drawn += [
-        label(position(second, LOW)[0], HEIGHT - BOTTOM + 18, str(second), "middle")
-        for second in range(0, int(last) + 1, 10)
-    ]
-    return [
-        *drawn,
-        label(WIDTH / 2, HEIGHT - 10, "seconds since the process started", "middle"),
-        label(LEFT, 18, "validation loss, nats per character", "start"),
-    ]
-
-
-def label(x: float, y: float, text: str, anchor: str, colour: str = GREY) -> str:
-    """Return a text element."""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}">{text}</text>'
+    return beside([drawn])
 
 
 if __name__ == "__main__":

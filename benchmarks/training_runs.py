@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 import statistics
 import subprocess
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from main_job import RESULTS
+from measurement import RESULTS, json_lines
 
 from flatout import Dataset
 from flatout.assembly.resolve import resolve
@@ -47,19 +50,13 @@ def code_state(root: Path = RESULTS.parents[1]) -> str:
     return f"{commit}+{digest.hexdigest()[:8]}"
 
 
-def built(config: RunConfig, dataset: Dataset) -> Run:
+def built(config: RunConfig, dataset: Dataset, folder: Path = Path("unused")) -> Run:
     """Return the run that a config describes, in this process."""
     machine = probe()
     resolved, decisions = resolve(config, machine=machine, dataset=dataset, world_size=1)
     mesh = make_mesh(resolved.parallel, "cpu")
-    return build(
-        resolved,
-        machine=machine,
-        mesh=mesh,
-        dataset=dataset,
-        folder=Path("unused"),
-        decisions=decisions,
-    )
+    given = {"machine": machine, "mesh": mesh, "dataset": dataset, "decisions": decisions}
+    return build(resolved, folder=folder, **given)
 
 
 def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
@@ -81,3 +78,39 @@ def trained(run: Run, eval_tokens: int | None) -> dict[str, Any]:
         "val_loss": val_loss,
         "train_loss": statistics.mean(losses[-max(1, len(losses) // 20) :]),
     }
+
+
+def remembered(
+    key: dict[str, Any], cache: Path, run: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the result of a run, from the cache if this code has run it before."""
+    key = json.loads(json.dumps({**key, "code": code_state()}))
+    for known in json_lines(cache) if cache.exists() else ():
+        if known["key"] == key:
+            return known["found"]
+    found = run()
+    with cache.open("a") as file:
+        file.write(json.dumps({"key": key, "found": found}) + "\n")
+    print(key, found, file=sys.stderr, flush=True)
+    return found
+
+
+def loss_of(row: dict[str, Any]) -> float:
+    """Return the validation loss of a run, or infinity if it diverged."""
+    return math.inf if row["val_loss"] is None else float(row["val_loss"])
+
+
+def best_of_grid(
+    rates: Iterable[float], run: Callable[[float], dict[str, Any]]
+) -> tuple[float, list[dict[str, Any]]]:
+    """Run learning rates, and more by factors of two until the best is inside the grid.
+
+    Returns the best rate and the rows of all runs.
+    """
+    rows = {rate: run(rate) for rate in rates}
+    while True:
+        best = min(rows, key=lambda rate: loss_of(rows[rate]))
+        if min(rows) < best < max(rows):
+            return best, [*rows.values()]
+        rate = best / 2 if best == min(rows) else best * 2
+        rows[rate] = run(rate)

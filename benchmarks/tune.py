@@ -21,12 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from main_job import RESULTS, commit, spread
+from measurement import facts, markdown, parser, save, spread, verdict
 
 import flatout
 from flatout.config.schema import RunConfig, load_config
-from flatout.hardware import probe
 from flatout.json_io import append_line, read_lines
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.experiments.resolving import resolve_here
@@ -56,21 +56,17 @@ TIMEOUT_S = 120.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=9, help="of the final comparison")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of measured steps per trial")
-    parser.add_argument("--rows", type=int, nargs="*", help="of the grid; all by default")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
-    options = parser.parse_args()
-    options.out.mkdir(exist_ok=True)
-    done = Measurements(options.out / "tune-trials.jsonl")
+    made = parser(__doc__)
+    made.add_argument("--repeats", type=int, default=9, help="of the final comparison")
+    made.add_argument("--seconds", type=float, default=1.0, help="of measured steps per trial")
+    made.add_argument("--rows", type=int, nargs="*", help="of the grid; all by default")
+    given = made.parse_args()
+    given.out.mkdir(exist_ok=True)
+    done = Measurements(given.out / "tune-trials.jsonl")
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(None, [*OVERRIDES, f"data.path={prepare(Path(folder))}"])
-        found = measure(config, Path(folder), options, done)
-    (options.out / "tune.json").write_text(json.dumps(found, indent=1) + "\n")
-    (options.out / "tune.md").write_text(table(found))
+        found = measure(config, Path(folder), given, done)
+    save(given.out, "tune", found, table(found))
     done.path.unlink()
     print(table(found))
 
@@ -79,7 +75,7 @@ class Measurements:
     """What has been measured at this commit; each result is written as soon as there is one."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._commit = path, commit()
+        self.path, self._commit = path, facts()["commit"]
         lines = read_lines(path) if path.exists() else ()
         self._known = {line["name"]: line for line in lines if line["commit"] == self._commit}
 
@@ -133,8 +129,7 @@ def measure(
             rates[setting].append(rate_of(setting, number)["tokens_per_s"])
     best_of_grid = max(top, key=lambda setting: statistics.median(rates[setting]))
     return {
-        "machine": probe().describe(),
-        "commit": commit(),
+        **facts(),
         "repeats": options.repeats,
         "grid_trials": len(grid),
         "grid_s": grid_s,
@@ -201,34 +196,29 @@ def described(setting: Setting) -> str:
     return ", ".join([rows, str(policy), *on])
 
 
-def table(found: dict) -> str:
+def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     best = found["best_of_grid"]
-    best_rate = statistics.median(best["rates"])
-    lines = [
-        "| | setting | tokens/s | of the grid's best | trials | seconds |",
-        "|---|---|---|---|---|---|",
-        f"| grid | {best['setting']} | {spread(best['rates'], 0)} | | {found['grid_trials']} | "
-        f"{found['grid_s']:.0f} |",
+    shares = [
+        statistics.median(row["rates"]) / statistics.median(best["rates"]) for row in found["tuned"]
     ]
-    shares = []
-    for row in found["tuned"]:
-        shares.append(statistics.median(row["rates"]) / best_rate)
-        lines.append(
-            f"| tune from {row['start']} | {row['setting']} | {spread(row['rates'], 0)} | "
-            f"{shares[-1]:.0%} | {row['trials']} | {row['seconds']:.0f} |"
-        )
-    kept = "kept" if min(shares) >= WITHIN else "**missed**"
-    lines += [
-        "",
+    rows = [
         (
-            f"Target: at least {WITHIN:.0%} of the grid's best in a fifth of its time: {kept}. "
-            f"{found['machine']}; 4 layers, width 128, 128 tokens, 4,096 tokens per step; "
-            f"{found['repeats']} repeats of the best settings in alternation; median (smallest to "
-            f"largest); commit {found['commit']}; `python benchmarks/tune.py`."
-        ),
+            *(f"tune from {row['start']}", row["setting"], spread(row["rates"])),
+            *(f"{share:.0%}", row["trials"], f"{row['seconds']:.0f}"),
+        )
+        for row, share in zip(found["tuned"], shares, strict=True)
     ]
-    return "\n".join(lines) + "\n"
+    grid = (spread(best["rates"]), "", found["grid_trials"], f"{found['grid_s']:.0f}")
+    return markdown(
+        "| setting | tokens/s | of the grid's best | trials | seconds",
+        [("grid", best["setting"], *grid), *rows],
+        f"Target: at least {WITHIN:.0%} of the grid's best in a fifth of its time: "
+        f"{verdict(min(shares) >= WITHIN)}. "
+        f"{found['machine']}; 4 layers, width 128, 128 tokens, 4,096 tokens per step; "
+        f"{found['repeats']} repeats of the best settings in alternation; median (smallest to "
+        f"largest); commit {found['commit']}; `python benchmarks/tune.py`.",
+    )
 
 
 if __name__ == "__main__":

@@ -12,20 +12,18 @@ benchmarks/results/watch_cost.json and .md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from diagnose_loop import ROWS, TOKENS, Loop
-from main_job import RESULTS, commit, spread
+from measurement import facts, markdown, parser, ratios, save, spread
 
 import flatout
-from flatout.hardware import probe
 from flatout.measure.steps.lines import LONGEST_INTERVAL_S
 from flatout.measure.watch.loop import SAMPLED_EVERY_S
 from flatout.measure.watch.watch import Watch
@@ -46,34 +44,18 @@ RESAMPLES = 10_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--steps", type=int, default=10, help="per block")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    found = cost(60 * arguments.minutes, arguments.steps) | {
-        "machine": probe().describe(),
-        "commit": commit(),
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "watch_cost.json").write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.out / "watch_cost.md").write_text(table(found))
+    made = parser(__doc__, minutes=6.0)
+    made.add_argument("--steps", type=int, default=10, help="per block")
+    given = made.parse_args()
+    found = cost(60 * given.minutes, given.steps) | facts()
+    save(given.out, "watch_cost", found, table(found))
     print(table(found))
 
 
-def cost(seconds: float, steps: int) -> dict:
+def cost(seconds: float, steps: int) -> dict[str, Any]:
     """Return the seconds of each pair of blocks and of the first steps, for at least one round."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found: dict = {
-        "pairs": [],
-        "noise": [],
-        "first": [],
-        "alone": [],
-        "steps": steps,
-        "device": device,
-    }
+    found: dict[str, Any] = {name: [] for name in ("pairs", "noise", "first", "alone")}
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         loop = Loop(device, Path(folder))
@@ -85,16 +67,12 @@ def cost(seconds: float, steps: int) -> dict:
             for number in range(PAIRS):
                 if number % NOISE_EVERY == 0:
                     found["noise"].append([unwatched(loop, steps, watch) for _ in range(2)])
-                elif rng.random() < 0.5:
-                    found["pairs"].append(
-                        [watched(loop, steps, watch), unwatched(loop, steps, watch)]
-                    )
-                else:
-                    plain_s = unwatched(loop, steps, watch)
-                    found["pairs"].append([watched(loop, steps, watch), plain_s])
+                    continue
+                times = {way: way(loop, steps, watch) for way in rng.sample(WAYS, 2)}
+                found["pairs"].append([times[way] for way in WAYS])
             found["alone"].append(alone(watch))
             watch._loop.close()
-            print(f"{len(found['pairs'])} pairs: {share(ratios(found['pairs']))}", flush=True)
+            print(f"{len(found['pairs'])} pairs: {share(found['pairs'])}", flush=True)
     return found | {"steps": steps, "device": device}
 
 
@@ -142,9 +120,7 @@ def wait_for(loop: Loop) -> None:
         torch.cuda.synchronize()
 
 
-def ratios(pairs: list[list[float]]) -> list[float]:
-    """Return the first block's time over the second's, of each pair."""
-    return [first_s / second_s for first_s, second_s in pairs]
+WAYS = (watched, unwatched)
 
 
 def median_with_interval(values: list[float]) -> tuple[float, float, float]:
@@ -156,47 +132,43 @@ def median_with_interval(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(values), medians[RESAMPLES // 40], medians[-RESAMPLES // 40]
 
 
-def share(values: list[float]) -> str:
-    """Return the median of some ratios, less one, with its interval."""
-    middle, low, high = (100 * (value - 1) for value in median_with_interval(values))
+def share(pairs: list[list[float]]) -> str:
+    """Return how much longer the first of each pair takes: the median with its interval."""
+    found = median_with_interval(ratios(*zip(*pairs, strict=True)))
+    middle, low, high = (100 * (value - 1) for value in found)
     return f"{middle:+.2f}% ({low:+.2f} to {high:+.2f}%)"
 
 
-def table(found: dict) -> str:
+def decided(pairs: list[list[float]], target: float) -> str:
+    """Return whether a cost is below its target, if its whole interval is on one side."""
+    _, low, high = median_with_interval(ratios(*zip(*pairs, strict=True)))
+    return "kept" if high - 1 < target else "missed" if low - 1 > target else "not decided"
+
+
+def table(found: dict[str, Any]) -> str:
     """Return the cost as Markdown."""
-    steps = found["steps"]
-    unwatched_s = [plain_s / steps for _, plain_s in found["pairs"]]
-    step_s = statistics.median(unwatched_s)
-    measured = ratios(found["pairs"])
-    _, low, high = median_with_interval(measured)
-    verdict = "kept" if high - 1 < TARGET else "missed" if low - 1 > TARGET else "not decided"
-    if len(measured) < MIN_PAIRS:
-        verdict = "not decided"
-    once = [first_s - step_s * FIRST for first_s in found["first"]]
-    return (
-        "\n".join(
-            [
-                "| what | median (95% interval) |",
-                "|---|---|",
-                f"| watched steps against unwatched ones | {share(measured)} |",
-                "| unwatched steps against unwatched ones (noise) | "
-                f"{share(ratios(found['noise']))} |",
-                "",
-                f"Target: watching takes less than {TARGET:.0%} of a step: **{verdict}**. A step "
-                f"takes {spread([1e3 * each for each in unwatched_s], 1)} ms; the first "
-                f"{FIRST} steps of a watch, some of which are recorded, take "
-                f"{spread(once, 2)} s more, once.",
-                f"By itself, a watched step without work takes "
-                f"{spread([1e6 * one['hooks_s'] for one in found['alone']])} us, and a sample "
-                f"{spread([1e3 * one['sample_s'] for one in found['alone']], 2)} ms: one every "
-                f"{1e3 * SAMPLED_EVERY_S:.0f} ms at first, every {1e3 * LONGEST_INTERVAL_S:.0f} ms "
-                "after a minute.",
-                "",
-                f"{found['machine']}, on {found['device']}; {len(measured)} pairs of blocks of "
-                f"{steps} steps; commit {found['commit']}; `python benchmarks/watch_cost.py`.",
-            ]
-        )
-        + "\n"
+    steps, pairs = found["steps"], found["pairs"]
+    plain_s = [plain_s / steps for _, plain_s in pairs]
+    once = [first_s - statistics.median(plain_s) * FIRST for first_s in found["first"]]
+    answer = decided(pairs, TARGET) if len(pairs) >= MIN_PAIRS else "not decided"
+    return markdown(
+        "what | median (95% interval)",
+        [
+            ("watched steps against unwatched ones", share(pairs)),
+            ("unwatched steps against unwatched ones (noise)", share(found["noise"])),
+        ],
+        f"Target: watching takes less than {TARGET:.0%} of a step: **{answer}**. A step "
+        f"takes {spread((1e3 * each for each in plain_s), 1)} ms; the first "
+        f"{FIRST} steps of a watch, some of which are recorded, take "
+        f"{spread(once, 2)} s more, once.",
+        f"By itself, a watched step without work takes "
+        f"{spread(1e6 * one['hooks_s'] for one in found['alone'])} us, and a sample "
+        f"{spread((1e3 * one['sample_s'] for one in found['alone']), 2)} ms: one every "
+        f"{1e3 * SAMPLED_EVERY_S:.0f} ms at first, every {1e3 * LONGEST_INTERVAL_S:.0f} ms "
+        "after a minute.",
+        "",
+        f"{found['machine']}, on {found['device']}; {len(pairs)} pairs of blocks of "
+        f"{steps} steps; commit {found['commit']}; `python benchmarks/watch_cost.py`.",
     )
 
 

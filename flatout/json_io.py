@@ -140,7 +140,7 @@ def finite_numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class LineReader:
-    """Reads a file of JSON lines that may still grow: each call of `read` yields the new lines.
+    """Reads a file of JSON lines, which may still grow.
 
     A line that is not a JSON object is left out, and listed in `damaged`. A missing file has no
     lines.
@@ -150,18 +150,12 @@ class LineReader:
         """Read all lines, or only those that start in the last `tail_bytes` of the file."""
         self.path = path
         self._tail_bytes = tail_bytes
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was read: the next `read` starts at the first line."""
         self.damaged: list[int] = []
         """The numbers of the lines that were left out, counted from 1."""
         self.is_cut_off = False
         """Whether the file ends within a line."""
         self.lines = 0
         """Lines read so far, without the one that is cut off."""
-        self._offset = 0
-        self._file: tuple[int, int] | None = None
 
     def notes(self, *, is_growing: bool = False) -> list[str]:
         """Return what was left out, as sentences; the last line of a file that grows may be cut."""
@@ -176,18 +170,8 @@ class LineReader:
             found.append(f"{name} has {lines} (the first is line {self.damaged[0]}), left out.")
         return found
 
-    def was_replaced(self) -> bool:
-        """Return whether the file was replaced or shortened since the last `read`."""
-        if self._file is None:
-            return False
-        try:
-            now = self.path.stat()
-        except OSError:
-            return True
-        return (now.st_dev, now.st_ino) != self._file or now.st_size < self._offset
-
     def read(self) -> Iterator[JsonObject]:
-        """Yield the lines since the last call.
+        """Yield the objects, once.
 
         Raises: CheckpointError when the file cannot be read.
         """
@@ -200,20 +184,15 @@ class LineReader:
                 f"Cannot read {self.path}: {error.strerror}.", fix=RESTORE
             ) from error
         with os.fdopen(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            self._file = (status.st_dev, status.st_ino)
-            if self._tail_bytes is not None and status.st_size > self._tail_bytes:
-                file.seek(status.st_size - self._tail_bytes)
+            size = os.fstat(descriptor).st_size
+            if self._tail_bytes is not None and size > self._tail_bytes:
+                file.seek(size - self._tail_bytes)
                 file.readline()
-                self._offset = file.tell()
-            file.seek(self._offset)
-            self.is_cut_off = False
             for line in file:
                 document = object_or_none(line)
                 if document is None and not line.endswith(b"\n"):
                     self.is_cut_off = True
                     return
-                self._offset += len(line)
                 self.lines += 1
                 if document is not None:
                     yield document

@@ -69,32 +69,3 @@ def readable_memory(num_bytes: float) -> str:
 def counted(number: int, one: str, more: str = "") -> str:
     """Return a number with its noun; `more` is an irregular plural."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in readable form: 0.4 s, 8 s, 1 min 02 s, 2 h 05 min."""
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def amount(number: float, unit: str = "") -> str:
-    """Return a number with its unit in short form: 12.3 MB, 61.2 K tokens, 1,234 documents.
-
-    A unit in the plural loses its `s` after 1.
-    """
-    if unit in {"bytes", "B"}:
-        for step, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-            if number >= step:
-                return f"{number / step:.1f} {name}"
-        return f"{number:.0f} bytes"
-    for least, step, name in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "K")):
-        if number >= least:
-            return f"{number / step:.1f} {name} {unit}".rstrip()
-    short = f"{number:.1f}" if number < 10 and number != int(number) else f"{number:,.0f}"
-    return f"{short} {unit.removesuffix('s') if short == '1' else unit}".rstrip()

@@ -36,6 +36,10 @@ NOT_TOKENS = (
     b"MZ",
 )
 """How binary files of other kinds start."""
+_TO_NUMPY = (
+    "Read it with the package that wrote it, save the tokens with `numpy.save`, and import that "
+    "file: `flatout import tokens.npy --out data/NAME --tokenizer FILE`."
+)
 _MEGATRON = (b"MMIDIDX\x00\x00", b"TNTIDX\x00\x00")
 """Start of an index of Megatron."""
 _WIDE_ENCODINGS = ("utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be")
@@ -234,7 +238,7 @@ def token_shards(folder: Path) -> Recognised | None:
             head = file.read(HEAD_BYTES)
         for mark, name in ((b'"column_encodings"', "MDS shards"), (b'"chunk_bytes"', "litdata")):
             if mark in head:
-                return Recognised(folder, f"a directory of {name}", _import_it(folder))
+                return Recognised(folder, f"a directory of {name}", _TO_NUMPY)
     return None
 
 

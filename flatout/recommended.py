@@ -8,8 +8,8 @@ from pathlib import Path
 from flatout.config.schema import RunConfig, load_config
 from flatout.documents import read_document
 from flatout.errors import FlatoutError, in_shell
+from flatout.figures import duration
 from flatout.hardware import ASSUMED_MFU, Machine
-from flatout.terminal import duration
 from flatout.training.run_dir.layout import REQUESTED
 
 MAX_EPOCHS = 15

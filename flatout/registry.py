@@ -22,7 +22,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from flatout.documents import read_document
 from flatout.errors import ConfigError
 from flatout.recognised import require_local
 from flatout.words import name_for
@@ -155,7 +154,7 @@ class Folder:
         root, files = PACKAGE_DIR / self.folder, {}
         for path in [*root.glob("*.py"), *root.glob("*/__init__.py")]:
             name = _module(path)
-            if not name.startswith("_") and self.attribute in _assigned(path):
+            if not name.startswith("_") and re.search(rf"^{self.attribute}\b", _text(path), re.M):
                 files[name.rstrip("_").replace("_", "-")] = path
         return dict(sorted(files.items()))
 
@@ -165,7 +164,8 @@ class Folder:
 
     def describe(self, name: str) -> str:
         """Return the first line of the entry's module docstring, without importing it."""
-        return (ast.get_docstring(_parsed(self._files[name])) or "").split("\n", 1)[0]
+        first = re.match(r'"""(.*?)(?:"""|\n)', _text(self._files[name]))
+        return first[1] if first else ""
 
     def stated(self, name: str, constant: str) -> Any:
         """Return the literal that the entry's file assigns to `constant`, without importing it.
@@ -251,6 +251,8 @@ class YamlFolder:
 
     def get(self, name: str) -> dict[str, Any]:
         """Return the entry's parsed document; errors as for `path`."""
+        from flatout.documents import read_document  # imports yaml
+
         return read_document(self.path(name))
 
 
@@ -260,8 +262,13 @@ def _module(path: Path) -> str:
 
 
 @cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
 def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(_text(path))
 
 
 @cache

@@ -11,8 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flatout.documents import read_document
-
 TABLE = Path(__file__).with_suffix(".yaml")
 
 
@@ -73,6 +71,8 @@ class Tool:
 
 @cache
 def _document() -> dict[str, Any]:
+    from flatout.documents import read_document  # imports yaml
+
     return read_document(TABLE)
 
 

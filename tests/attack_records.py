@@ -60,11 +60,9 @@ def record(attack: str, case: str, tries: int, survived: int, *, results: Path =
 def measured() -> dict[str, str]:
     """Return the machine and the commit."""
     sys.path.append(str(ROOT / "benchmarks"))
-    from main_job import commit
+    from measurement import facts
 
-    from flatout.hardware import probe
-
-    return {"machine": probe().describe(), "commit": commit()}
+    return facts()
 
 
 def table(found: dict) -> str:

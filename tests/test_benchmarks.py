@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -116,26 +115,3 @@ def test_ways_of_preparing_are_compared_per_repeat(monkeypatch):
     rows[benchmark.NANOGPT][0]["tokens"] += 1
     with pytest.raises(SystemExit, match="different numbers of tokens"):
         benchmark.table(found)
-
-
-def test_scans_are_compared_by_their_necessary_memory_traffic(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark = importlib.import_module("scan")
-    monkeypatch.setattr(benchmark, "COPIED_BYTES", {"cpu": 1_000})
-    # Without git in PATH, the measurement must still be saved.
-    monkeypatch.setenv("PATH", str(tmp_path))
-    found = benchmark.measure(
-        "cpu", repeats=2, tokens=(4, 6), rows=(1, 2), eigenstates=3, out=tmp_path / "out"
-    )
-    assert found["commit"] == "unknown"
-    assert json.loads((tmp_path / "out" / "scan-cpu.json").read_text()) == found
-    assert [row["way"] for row in found["rows"]] == ["reference", "chunked", "fft"] * 4
-    assert all(len(row["seconds"]) == 2 for row in found["rows"])
-    found |= {
-        "bytes_per_s": [1e9],
-        "rows": [
-            {"way": "some", "rows": 1, "tokens": 1_000, "bytes": 10**6, "seconds": [2e-3, 2e-3]}
-        ],
-    }
-    assert "| some | 1 x 1,000 | 2.000 (2.000 to 2.000) | 0.50 | 50.0% |" in benchmark.table(found)
-    assert "this says nothing about a GPU" in benchmark.table(found)

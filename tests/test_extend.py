@@ -88,7 +88,7 @@ def test_the_guide_has_an_example_of_every_kind_of_entry():
         for path in (ROOT / "flatout").iterdir()
         if path.is_dir() and path.name.endswith("s")
     }
-    assert folders == kinds - {"ops"} | {"findings", "tokenizers"}
+    assert folders == kinds - {"ops"} | {"rules", "tokenizers"}
 
 
 def test_every_list_shows_its_new_entry(folder):
@@ -114,7 +114,7 @@ def test_every_list_shows_its_new_entry(folder):
     )
     for name in written_files():
         kind, entry = (part.replace("_", "-") for part in (Path(name).parent.name, Path(name).stem))
-        if kind == "findings":
+        if kind == "rules":
             continue
         assert re.search(
             rf"\b{entry}\b", shown["--help" if kind == "commands" else f"list {kind}"]

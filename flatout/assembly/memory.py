@@ -14,7 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import Any
@@ -76,31 +76,31 @@ class Workload:
     model_config: LanguageModelConfig
     seq_len: int
     ops: Ops
-    autocast: torch.dtype | None = None
+    autocast: torch.dtype | None
     """Dtype of the matrix products if it differs from the weights'."""
-    moments: Callable[[int], int] = two_in_fp32
+    moments: Callable[[int], int]
     """Number of weights of a tensor -> bytes that AdamW keeps for it."""
-    num_shards: int = 1
+    num_shards: int
     """Processes over which weights, gradients and optimizer state are sharded."""
-    whole_gradients: bool = False
+    whole_gradients: bool
     """Whether each process keeps unsharded gradients of sharded weights between micro-batches."""
-    gathers: torch.dtype | None = None
+    gathers: torch.dtype | None
     """Dtype in which sharded blocks are gathered if it differs from the weights'."""
-    transforms: tuple[Callable[[LanguageModel, Mesh | None], LanguageModel], ...] = ()
+    transforms: tuple[Callable[[LanguageModel, Mesh | None], LanguageModel], ...]
     """Transforms that change what the model keeps; (model, mesh) -> model."""
-    document_mask: bool = False
+    document_mask: bool
     """Whether attention gets document ids, from which it may build a mask in every block."""
-    gradients_stay: bool = False
+    gradients_stay: bool
     """Whether gradients keep their memory between steps."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: OptimConfig
     """The optimizer, whose step may need more memory than the loss."""
-    newton_schulz: Callable[[Tensor], Tensor] | None = None
-    """Muon's orthogonalisation; None for optimizers that have none."""
-    adamw_copies: int = 0
+    newton_schulz: Callable[[Tensor], Tensor]
+    """Muon's orthogonalisation."""
+    adamw_copies: int
     """Temporary copies of its largest parameter that AdamW's step makes."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig
     """Adapters; with them, all other weights have no gradients and no optimizer state."""
-    on_gpu: bool = True
+    on_gpu: bool
     """Whether it runs on a GPU, where some ops work in larger pieces."""
 
 
@@ -239,14 +239,21 @@ def _trace(workload: Workload, rows: int, gradients_exist: bool) -> _Traced:
             limits = {"softcap": config.logit_softcap, "z_loss": config.z_loss}
             return model.ops.cross_entropy(normed_BTD, weight_VD, targets_BT, **limits)[0]
 
+        with precision:
+            shared = model.shared_by_blocks(tokens_BT, doc_ids_BT)
+
         def through(block: nn.Module, hidden_BTD: Tensor) -> Tensor:
-            return block(hidden_BTD, doc_ids_BT)  # type: ignore[no-any-return]
+            return block(hidden_BTD, doc_ids_BT, *shared)  # type: ignore[no-any-return]
 
         block_of = {repr(block): block for block in model.blocks}
         part_of = {name: traced(partial(through, block)) for name, block in block_of.items()}
         return _Traced(
             model,
-            bytes_of(each for each in (tokens_BT, targets_BT, doc_ids_BT) if each is not None),
+            bytes_of(
+                each
+                for each in tree_leaves((tokens_BT, targets_BT, doc_ids_BT, shared))
+                if isinstance(each, Tensor)
+            ),
             traced(lambda _: model.embed(tokens_BT), None),
             [part_of[repr(block)] for block in model.blocks],
             traced(loss),
@@ -310,7 +317,7 @@ def _optimizer_peak(workload: Workload) -> int:
     with _without_values(workload) as model, Live() as live:
         parameters = _trained(model)
         adamw = 4 * workload.adamw_copies * max((each.numel() for each in parameters), default=0)
-        if workload.optim.kind == "adamw" or workload.newton_schulz is None:
+        if workload.optim.kind == "adamw":
             return adamw
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flatout.data.store.shards import Split
     from flatout.data.tokenizers import Tokenizer
     from flatout.models.language_model import LanguageModel
+    from flatout.ops import Ops
     from flatout.optimizers.groups import AdamWFactory
     from flatout.parallel.mesh import Mesh
 
@@ -288,6 +289,12 @@ class Recipe:
     def with_parts(self, **parts: Any) -> Recipe:
         """Return this recipe with other values for some slots; parts are not imported for it."""
         return Recipe(**vars(self) | parts)
+
+    def ops(self) -> Ops:
+        """Return the ops that a model is built with."""
+        from flatout.ops import Ops
+
+        return Ops(**{each.name: getattr(self, each.name) for each in fields(Ops)})
 
     def arithmetic(self, device: str) -> str:
         """Return the arithmetic of the matrix products on `device`: fp32, tf32, bf16 or fp16."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from flatout.architectures.source import find_model, is_foreign
@@ -22,7 +22,7 @@ from flatout.errors import ConfigError, FlatoutError, HardwareError
 from flatout.hardware import ASSUMED_MFU, Machine
 from flatout.launch import replicas
 from flatout.models.language_model import Flops, LanguageModel, LanguageModelConfig, model_of
-from flatout.ops import Ops, scan
+from flatout.ops import scan
 from flatout.progress import readable_memory
 from flatout.registry import MODELS
 from flatout.roof import peak_tflops
@@ -223,7 +223,7 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
     """
     model_class, model_config = model_of(config)
     recipe = recipe or recipe_of(config)
-    ops = ops_of(recipe)
+    ops = recipe.ops()
     if ops.scan is scan.reference:
         # Stepping through 16,384 tokens takes minutes; the chunked scan keeps only 2% less memory.
         ops = replace(ops, scan=scan.chunked)
@@ -247,11 +247,6 @@ def workload_of(config: RunConfig, recipe: Recipe | None = None) -> Workload:
         adamw_copies=0 if "optimizer" in recipe.filled_by else 3,
         on_gpu=config.train.device.startswith("cuda"),
     )
-
-
-def ops_of(recipe: Recipe) -> Ops:
-    """Return the ops that a model is built with."""
-    return Ops(**{field.name: getattr(recipe, field.name) for field in fields(Ops)})
 
 
 def _resolve_model(config: RunConfig, dataset: AnyDataset | None) -> RunConfig:

@@ -15,7 +15,7 @@ from torch import nn
 
 from flatout.assembly.memory import memory_bytes
 from flatout.assembly.recipe import Readback, Recipe, zero_in_place
-from flatout.assembly.resolve import known_peak, ops_of
+from flatout.assembly.resolve import known_peak
 from flatout.assembly.selection import Decision, recipe_of
 from flatout.config.schema import RunConfig
 from flatout.data.load.batches import BatchPlan, SequenceReader
@@ -166,6 +166,11 @@ class Run:
     pulse: Pulse = field(default_factory=Pulse)
 
     @property
+    def speedups(self) -> list[str]:
+        """The speedups that are on."""
+        return [decision.name for decision in self.decisions if decision.on]
+
+    @property
     def last_step(self) -> int:
         """Optimizer steps of the whole run."""
         return self.config.train.steps or 0
@@ -289,7 +294,7 @@ def _model(
             fix="Choose a smaller model: lower model.num_layers, model.d_model "
             "or model.vocab_size.",
         )
-    core = with_adapters(new_model(config, ops_of(recipe)), config.lora)
+    core = with_adapters(new_model(config, recipe.ops()), config.lora)
     model: nn.Module = core
     is_sharded = mesh.device_mesh is not None
     if not is_sharded:

@@ -238,20 +238,21 @@ def select(
     ladder = {speedup.name: speedup for speedup in all_speedups(named)}
     found: dict[str, Decision] = {}
     for name, speedup in ladder.items():
-        if name in named:
-            if against := speedup.reason_against(machine, config):
-                raise HardwareError(
-                    f"The speedup {name!r} cannot be used: {against}",
-                    fix=f"Leave it out: {_without(name, config)}.",
-                )
-            found[name] = Decision(name, True, "requested")
-        elif name in request.dropped:
-            found[name] = Decision(name, False, "left out by speedups")
+        against: str | None = "not among speedups"
+        if name in request.dropped:
+            against = "left out by speedups"
         elif name in excluded:
-            found[name] = Decision(name, False, f"train.precision={precision}")
-        elif not request.auto:
-            found[name] = Decision(name, False, "not among speedups")
-        elif against := speedup.reason_against(machine, config):
+            against = f"train.precision={precision}"
+        elif request.auto or name in named:
+            against = speedup.reason_against(machine, config)
+        if against and name in named:
+            raise HardwareError(
+                f"The speedup {name!r} cannot be used: {against}",
+                fix=f"Leave it out: {_without(name, config)}.",
+            )
+        if name in named:
+            found[name] = Decision(name, True, "requested")
+        elif against:
             found[name] = Decision(name, False, against)
         else:
             found[name] = decide(speedup, device, minutes, gains.get(name))

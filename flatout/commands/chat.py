@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from flatout.assembly.preflight import check_sampling
 from flatout.commands import CheckpointName, Command, ModelName, Option, RunName, TrustCode
-from flatout.commands.generate import MAX_SEED, Temperature, TopK, TopP
+from flatout.commands.generate import MAX_SEED, Temperature, TopK, TopP, show_pieces
 from flatout.conversation.templates import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -22,7 +22,7 @@ from flatout.conversation.templates import (
 )
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
-from flatout.errors import ConfigError, DataError, Interrupted
+from flatout.errors import ConfigError, DataError
 from flatout.inference.exported import is_run
 from flatout.json_io import Result, Stored
 from flatout.progress import SILENT, Progress
@@ -136,7 +136,7 @@ def _converse(
         elif content:
             try:
                 _require_turn(content)
-                _show_reply(session.reply(content), show)
+                show_pieces(session.reply(content), show)
             except DataError as error:
                 if not on_terminal:
                     raise
@@ -178,17 +178,6 @@ def typed_lines(show: Callable[[str], object], *, prompting: bool) -> Iterator[s
                 show("\n")
             return
         yield line
-
-
-def _show_reply(pieces: Iterable[str], show: Callable[[str], object]) -> None:
-    """Show the pieces of a reply as they are written, and end the line."""
-    try:
-        for piece in pieces:
-            show(piece)
-    except (KeyboardInterrupt, Interrupted):
-        show("\n")  # the error message starts on a new line
-        raise
-    show("\n")
 
 
 def _spoken(session: ChatSession) -> list[list[ChatTurn]]:

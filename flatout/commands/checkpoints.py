@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
 from flatout.commands import Command, Option, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
+from flatout.figures import age, aligned, amount, optional
 from flatout.files import folder_bytes, writing_run
 from flatout.json_io import Result, Stored
+from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
-from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, retention
 from flatout.training.checkpoint.info import CheckpointInfo, read_info
 from flatout.training.checkpoint.location import require_own_folder
 from flatout.training.run_dir import layout, lookup
 from flatout.training.run_dir.lock import hold_lock, is_locked
 
-LOSSES = ("train/loss", "val/loss")
 State = Literal["valid", "sizes match", "not valid"]
-VALID: dict[State, bool | None] = {"valid": True, "sizes match": None, "not valid": False}
+PASSED: tuple[State, State] = ("valid", "sizes match")
+"""The state of a checkpoint without problems, in full and with --quick."""
 
 
 class CheckpointItem(Stored):
@@ -37,7 +37,7 @@ class CheckpointItem(Stored):
     """Whether its state is `valid`; null if only sizes were compared, and match."""
     problems: list[str]
     """Why it is not valid: one sentence per file."""
-    best: bool | None
+    best: bool | None = None
     """Whether it has the lowest validation loss of the run; null with --quick, which does not check
     the file that says so."""
     train_loss: float | None
@@ -81,8 +81,17 @@ class CheckpointsResult(Result):
         if self.items:
             total = amount(sum(item.bytes for item in self.items), "bytes")
             lines.append(f"{self.run}: {counted(len(self.items), 'checkpoint')}, {total}")
-            head = ("step", "loss", "val loss", "size", "age", "state")
-            lines += aligned([head, *map(_row, self.items)], left=0)
+            rows = [
+                (
+                    f"{item.step:,}",
+                    *(optional(loss, ".4f") for loss in (item.train_loss, item.val_loss)),
+                    amount(item.bytes, "bytes"),
+                    age(item.age_s),
+                    f"{item.state}, best" if item.best else item.state,
+                )
+                for item in self.items
+            ]
+            lines += aligned([("step", "loss", "val loss", "size", "age", "state"), *rows], left=0)
             lines += [item.problems[0] for item in self.items if item.problems]
         else:
             lines.append(
@@ -91,11 +100,12 @@ class CheckpointsResult(Result):
             )
         if self.aside:
             lines.append("Set aside, because the run went back to an earlier step:")
-            rows = [
-                (f"  {Path(item.path).name}", amount(item.bytes, "bytes"), age(item.age_s))
-                for item in self.aside
-            ]
-            lines += aligned(rows)
+            lines += aligned(
+                [
+                    (f"  {Path(one.path).name}", amount(one.bytes, "bytes"), age(one.age_s))
+                    for one in self.aside
+                ]
+            )
             lines.append(f"`flatout checkpoints {in_shell(self.run)} --remove-aside` deletes them.")
         return "\n".join(lines)
 
@@ -159,48 +169,41 @@ def _items(folder: Path, progress: Progress, *, quick: bool) -> list[CheckpointI
     A loss that a checkpoint does not state is that of the record of its step in metrics.jsonl.
     """
     steps = catalog.steps(folder)
-    losses: dict[float, dict[str, float]] = {step: {} for step in steps}
-    for record in layout.read_records(folder) if steps else ():
+    losses: dict[float, dict[str, float | None]] = {step: {} for step in steps}
+    for record in RunLog(folder).records() if steps else ():
         if record["step"] in losses:
-            losses[record["step"]] |= {key: record[key] for key in LOSSES if key in record}
+            losses[record["step"]] |= record
     found = []
     check = catalog.check_size if quick else catalog.check_file
-    passed: State = "sizes match" if quick else "valid"
     for step in steps:
         path = catalog.checkpoint_path(folder, step)
         try:
             problems = catalog.verify(path, check=check, progress=progress)
         except OSError as error:
             problems = [f"{error.filename or path} cannot be read: {error.strerror}."]
-        if path.exists():
-            found.append(
-                _item(path, step, "not valid" if problems else passed, problems, losses[step])
+        if not path.exists():
+            continue
+        info, state = read_info(path), "not valid" if problems else PASSED[quick]
+        stated = {"train/loss": info and info.train_loss, "val/loss": info and info.val_loss}
+        known = losses[step] | {name: loss for name, loss in stated.items() if loss is not None}
+        found.append(
+            CheckpointItem(
+                path=str(path),
+                step=step,
+                state=state,
+                valid=None if state == PASSED[True] else not problems,
+                problems=problems,
+                train_loss=known.get("train/loss"),
+                val_loss=known.get("val/loss"),
+                bytes=folder_bytes(path),
+                age_s=_age_s(path, info),
+                info=info,
             )
+        )
     if quick:
         return found
     best = next((_best_step(item) for item in reversed(found) if item.valid), None)
     return [item.model_copy(update={"best": item.step == best}) for item in found]
-
-
-def _item(
-    path: Path, step: int, state: State, problems: list[str], losses: Mapping[str, float]
-) -> CheckpointItem:
-    info = read_info(path)
-    train_loss = info.train_loss if info and info.train_loss is not None else losses.get(LOSSES[0])
-    val_loss = info.val_loss if info and info.val_loss is not None else losses.get(LOSSES[1])
-    return CheckpointItem(
-        path=str(path),
-        step=step,
-        state=state,
-        valid=VALID[state],
-        problems=problems,
-        best=None,
-        train_loss=train_loss,
-        val_loss=val_loss,
-        bytes=folder_bytes(path),
-        age_s=_age_s(path, info),
-        info=info,
-    )
 
 
 def _best_step(newest: CheckpointItem) -> int | None:
@@ -212,11 +215,9 @@ def _best_step(newest: CheckpointItem) -> int | None:
 
 def _age_s(path: Path, info: CheckpointInfo | None) -> float:
     """Return the seconds since a checkpoint was saved, by its own statement or its last change."""
-    if info is not None:
-        return round(max(time.time() - info.saved_at, 0.0), 1)
-    manifest = path / catalog.MANIFEST
-    written = next((one.stat().st_mtime for one in (manifest, path) if one.exists()), time.time())
-    return round(max(time.time() - written, 0.0), 1)
+    written = (one.stat().st_mtime for one in (path / catalog.MANIFEST, path) if one.exists())
+    saved_at = next(written, time.time()) if info is None else info.saved_at
+    return round(max(time.time() - saved_at, 0.0), 1)
 
 
 def _remove(
@@ -256,17 +257,6 @@ def _remove(
             retention.delete_aside(path)
             removed.append(str(path))
     return removed
-
-
-def _row(item: CheckpointItem) -> tuple[str, ...]:
-    losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
-    return (
-        f"{item.step:,}",
-        *losses,
-        amount(item.bytes, "bytes"),
-        age(item.age_s),
-        f"{item.state}, best" if item.best else item.state,
-    )
 
 
 COMMAND = Command(checkpoints, example="flatout checkpoints runs/demo")

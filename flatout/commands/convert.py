@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import Field
 
 from flatout.commands import Argument, Command, Option
 from flatout.config.convert import Conversion, Item, convert, read_settings
@@ -51,12 +50,24 @@ class ConvertResult(Result):
     """The tool's own defaults that the recipe states, by the tool's keys."""
     prepare: list[str]
     """The commands that prepare the data, with the options that the config's keys ask for."""
-    closing: str = Field(exclude=True, repr=False)
-    """The summary, as text."""
 
     def summary(self) -> str:
         """Return each key with its counterpart, and the next step."""
-        return self.closing
+        tool = f" ({self.tool})" if self.tool else ""
+        lines = [f"{self.path}  written{tool}"]
+        for outcome, heading in HEADINGS.items():
+            items = [item for item in self.items if item.outcome == outcome]
+            width = min(40, max((len(_shown(item)) for item in items), default=0))
+            lines += ["", f"{heading}: {len(items)}"] if items else []
+            for item in items:
+                becomes = (f"{key}={value}" for key, value in item.becomes.items())
+                result = " ".join([*becomes, *([item.why] if item.why else [])])
+                lines.append(f"  {_shown(item):<{width}}  {result}")
+        if self.defaults:
+            stated = ", ".join(f"{key}={value}" for key, value in self.defaults.items())
+            lines += ["", f"Added, as defaults of {self.tool}: {stated}"]
+        lines += ["", f"Next: flatout plan {self.path}"]
+        return "\n".join([*lines, *(f"{PREPARE}: {command}" for command in self.prepare)])
 
 
 def convert_config(
@@ -80,22 +91,26 @@ def convert_config(
             f"{source} has no key with a counterpart in flatout.",
             fix="Name the config of a training tool; docs/coming-from.md lists the keys.",
         )
-    text = _recipe(source, found)
+    tool, commands = found.tool.name if found.tool else None, _preparation(found)
+    lines = [f"{MARK} from {source.name}{f' ({tool})' if tool else ''}"]
+    lines += [
+        f"# Not converted: {_shown(item)}: {item.why}"
+        for item in found.items
+        if item.outcome in ("missing", "unknown")
+    ]
+    lines += [f"# {PREPARE}: {command}" for command in commands]
+    comments = "\n".join(" ".join(line.split()) for line in lines)
+    body = yaml.safe_dump(nested(found.values), sort_keys=False, allow_unicode=True)
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_text(target, text)
-    counts = {name: sum(item.outcome == name for item in found.items) for name in HEADINGS}
+        write_text(target, f"{comments}\n{body}")
     return ConvertResult(
         path=str(target),
-        tool=found.tool.name if found.tool else None,
+        tool=tool,
         items=found.items,
         defaults=found.defaults,
-        prepare=_preparation(found),
-        closing=_closing(source, target, found),
-        mapped=counts["mapped"],
-        unnecessary=counts["unnecessary"],
-        missing=counts["missing"],
-        unknown=counts["unknown"],
+        prepare=commands,
+        **{name: sum(item.outcome == name for item in found.items) for name in HEADINGS},
     )
 
 
@@ -110,31 +125,6 @@ def _require_free(target: Path) -> None:
         MARK
     ):
         raise ConfigError(f"{target} exists, and `flatout convert` did not write it.", fix=other)
-
-
-def _recipe(source: Path, found: Conversion) -> str:
-    """Return the recipe as YAML, with what it lacks as comments."""
-    body = yaml.safe_dump(nested(found.values), sort_keys=False, allow_unicode=True)
-    lacks = [item for item in found.items if item.outcome in ("missing", "unknown")]
-    lines = [f"{MARK} from {source.name}{_of_tool(found)}"]
-    lines += [f"# Not converted: {_shown(item)}: {item.why}" for item in lacks]
-    lines += [f"# {PREPARE}: {command}" for command in _preparation(found)]
-    return "\n".join(" ".join(line.split()) for line in lines) + f"\n{body}"
-
-
-def _closing(source: Path, target: Path, found: Conversion) -> str:
-    lines = [f"{target}  written from {source}{_of_tool(found)}"]
-    for outcome, heading in HEADINGS.items():
-        items = [item for item in found.items if item.outcome == outcome]
-        width = min(40, max((len(_shown(item)) for item in items), default=0))
-        lines += ["", f"{heading}: {len(items)}"] if items else []
-        lines += [f"  {_shown(item):<{width}}  {_result(item)}" for item in items]
-    if found.defaults and found.tool:
-        stated = ", ".join(f"{key}={value}" for key, value in found.defaults.items())
-        lines += ["", f"Added, as defaults of {found.tool.name}: {stated}"]
-    lines += ["", f"Next: flatout plan {target}"]
-    lines += [f"{PREPARE}: {command}" for command in _preparation(found)]
-    return "\n".join(lines)
 
 
 def _preparation(found: Conversion) -> list[str]:
@@ -153,18 +143,9 @@ def _preparation(found: Conversion) -> list[str]:
     ]
 
 
-def _of_tool(found: Conversion) -> str:
-    return f" ({found.tool.name})" if found.tool else ""
-
-
 def _shown(item: Item) -> str:
     text = f"{item.key}={item.value}"
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _result(item: Item) -> str:
-    becomes = " ".join(f"{key}={value}" for key, value in item.becomes.items())
-    return " ".join(part for part in (becomes, item.why) if part)
 
 
 COMMAND = Command(

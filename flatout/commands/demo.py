@@ -90,18 +90,15 @@ def _next_steps(run: str, width: int) -> str:
     beside = [f"  {what:<22}{command}" for what, command in steps.items()]
     if max(map(len, beside)) <= width:
         return "\n".join(beside)
-    return "\n".join(
-        f"  {what}\n    {_folded(command, width - 4)}" for what, command in steps.items()
-    )
-
-
-def _folded(command: str, width: int) -> str:
-    """Return a long command on several lines of a shell; a quoted path is left as it is."""
-    if len(command) <= width or "'" in command:
-        return command
-    return " \\\n      ".join(
-        textwrap.wrap(command, max(width - 4, 1), break_long_words=False, break_on_hyphens=False)
-    )
+    lines = []
+    for what, command in steps.items():
+        pieces = [command]
+        if "'" not in command:  # a quoted path is left as it is
+            pieces = textwrap.wrap(
+                command, width - 8, break_long_words=False, break_on_hyphens=False
+            )
+        lines += [f"  {what}", "    " + " \\\n      ".join(pieces)]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -139,14 +136,14 @@ def demo(
     file = Path(file) if file else None
     check(file, minutes)
     device, _ = pick_device("auto", probe())
-    subject = about_file(file, device) if file else about_python(device)
-    config = _stored_config(subject.run)
-    is_shortest = config is not None and config.train.steps == MIN_STEPS
-    if config is not None and is_shortest and read_summary(subject.run) is None:
+    subject = subject_of(file, device)
+    config, is_finished = _stored_config(subject.run), read_summary(subject.run) is not None
+    if config is not None and config.train.steps == MIN_STEPS and not is_finished:
         subject, config = _timed_again(subject, config, device, minutes, progress)
+        is_finished = read_summary(subject.run) is not None
     if config is None:
         config = _new_config(subject, device, minutes, progress)
-    elif read_summary(subject.run) is not None:
+    elif is_finished:
         progress.say(f"{subject.run} is finished; see below. Delete it to train again.")
     else:
         progress.say(f"Resuming {subject.run}.")
@@ -235,36 +232,27 @@ def require_text_file(file: Path) -> None:
         raise DataError(f"{file} is empty.", fix=MORE_TEXT)
 
 
-def about_python(device: str) -> Subject:
-    """Return the default subject: this Python's standard library, present on every machine."""
-    return Subject(
-        source="python_stdlib",
-        tokenizer="train:4096",
-        split="hash 0.02",
-        data=Path("data") / f"python-{platform.python_version()}",
-        run=Path("runs") / "demo",
-        recipe="demo-gpu" if device.startswith("cuda") else "demo",
-    )
+def subject_of(file: Path | None, device: str) -> Subject:
+    """Return the subject of a user's text, or of this Python's standard library without one.
 
-
-def about_file(file: Path, device: str) -> Subject:
-    """Return the subject of a user's text; its directories are named after file and content.
-
-    Raises: DataError when there is no such file, or it is empty.
+    The directories of a text are named after file and content.
     """
-    require_text_file(file)
-    with file.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()[:8]
-    name = f"demo-{file.stem}-{digest}"
-    large = file.stat().st_size >= LARGE_TEXT
-    on_gpu = device.startswith("cuda")
+    source, is_large, split = "python_stdlib", True, "hash 0.02"
+    data, run = f"python-{platform.python_version()}", "demo"
+    if file is not None:
+        with file.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()[:8]
+        source, is_large = str(file), file.stat().st_size >= LARGE_TEXT
+        split = "tail 0.02" if is_large else "tail 0.1"
+        data = run = f"demo-{file.stem}-{digest}"
+    recipe = "demo-gpu" if device.startswith("cuda") else "demo"
     return Subject(
-        source=str(file),
-        tokenizer="train:4096" if large else "char",
-        split="tail 0.02" if large else "tail 0.1",
-        data=Path("data") / name,
-        run=Path("runs") / name,
-        recipe="demo-gpu" if on_gpu and large else "demo" if large else "demo-char",
+        source=source,
+        tokenizer="train:4096" if is_large else "char",
+        split=split,
+        data=Path("data") / data,
+        run=Path("runs") / run,
+        recipe=recipe if is_large else "demo-char",
     )
 
 

@@ -12,10 +12,9 @@ from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option, Overrides
 from flatout.config.schema import RunConfig, load_config
 from flatout.errors import ConfigError, in_shell
-from flatout.json_io import JsonObject, Result
+from flatout.json_io import Result
 from flatout.measure.diagnose.diagnose import (
     DEFAULT_SECONDS,
-    Measured,
     diagnose_recipe,
     diagnose_run,
     measure_briefly,
@@ -37,30 +36,14 @@ from flatout.training.run_dir import layout
 from flatout.training.run_dir.lookup import RUNS, run_names
 
 
-class DiagnoseResult(Result):
-    """A verdict, and its evidence."""
+class DiagnoseResult(Diagnosis, Result):
+    """A verdict and its evidence, and what --fix did."""
 
-    verdict: str
-    """One line."""
-    source: str
-    """measured run, recorded run, watched loop, or preflight when no step could be taken."""
-    step_s: float | None
-    """Seconds of an average step."""
-    shares: dict[str, float]
-    """Share of an average step by phase; phases that were not measured are missing."""
-    counterfactual_s: dict[str, float]
-    """Seconds of an average step with one thing replaced, such as synthetic-data."""
-    roof: JsonObject
-    """The distance to what the device can do: peak and achieved rate, MFU, tokens per second."""
-    findings: list[JsonObject]
-    """One object per finding, the worst first: name, verdict, harm, figures, share, site, fixes."""
-    notes: list[str]
-    """What could not be measured, and why."""
-    fixes_tried: list[JsonObject]
-    """With --fix: one object per fix, with its measured gain, and whether it is kept."""
-    recipe: str | None
+    fixes_tried: tuple[FixOutcome, ...] = ()
+    """With --fix: each fix, with its measured gain, and whether it is kept."""
+    recipe: str | None = None
     """With --fix: the recipe that was written; null when no fix holds."""
-    path: str | None
+    path: str | None = None
     """findings.json in the run directory; null when there is no run directory."""
 
     @property
@@ -69,20 +52,17 @@ class DiagnoseResult(Result):
 
         With a fix that makes it work, and for a recorded run, it is 0.
         """
-        fails = any(finding["harm"] == "fails" for finding in self.findings)
+        fails = any(finding.harm == "fails" for finding in self.findings)
         if not fails or self.recipe is not None:
             return 0
         return {"preflight": 2, "measured run": 1}.get(self.source, 0)
 
     def summary(self) -> str:
         """Return the verdict, the breakdown, the findings, and what --fix did."""
-        found = Diagnosis.model_validate(
-            {name: getattr(self, name) for name in Diagnosis.model_fields if hasattr(self, name)}
-        )
-        tried = [f"Tried: {one['text']} {one['reason']}" for one in self.fixes_tried]
+        tried = [f"Tried: {one.text} {one.reason}" for one in self.fixes_tried]
         if self.recipe is not None:
             tried.append(f"Written: {self.recipe}")
-        return "\n\n".join([text_of(found), *(["\n".join(tried)] if tried else [])])
+        return "\n\n".join([text_of(self), *(["\n".join(tried)] if tried else [])])
 
 
 def diagnose(
@@ -123,30 +103,36 @@ def diagnose(
     if out is not None:
         require_recipe_path(out, "--out ")
     if watched is not None and not fix and not overrides:
-        return _result(read_watched(watched), path=watched / FILE)
+        return DiagnoseResult(**dict(read_watched(watched)), path=str(watched / FILE))
     if folder is not None and not fix and not overrides:
         found = diagnose_run(folder).diagnosis
-        return _result(found, path=_write(found, folder, progress))
+        return DiagnoseResult(**dict(found), path=_write(found, folder, progress))
     config = _config(recipe, folder, overrides)
+    written = out or Path(f"{config.name}-fixed.yaml")
     if fix:
-        require_writable(_destination(config, out))
+        require_writable(written)
     measured = diagnose_recipe(
         config, seconds=seconds, cache=default_cache(), callbacks=callbacks, progress=progress
     )
-    tried: list[FixOutcome] = []
-    written: Path | None = None
-    if fix:
-        tried, written = _fixed(config, measured, out, seconds, progress)
+    measure = partial(measure_briefly, seconds=seconds)
+    evidence, found = measured.evidence, measured.diagnosis
+    tried = try_fixes(evidence, found, measure, progress=progress) if fix else []
+    kept = next((outcome for outcome in tried if outcome.kept), None)
+    if kept is not None:
+        write_recipe(written, applied(config, kept.overrides), tried)
     run = RUNS / layout.run_name(config) if folder is None else folder
-    has_run = (run / layout.CONFIG).exists()
-    path = _write(measured.diagnosis, run, progress) if has_run else None
-    return _result(measured.diagnosis, path=path, tried=tried, recipe=written)
+    return DiagnoseResult(
+        **dict(found),
+        fixes_tried=tuple(tried),
+        recipe=None if kept is None else str(written),
+        path=_write(found, run, progress) if (run / layout.CONFIG).exists() else None,
+    )
 
 
-def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> Path | None:
+def _write(diagnosis: Diagnosis, folder: Path, progress: Progress) -> str | None:
     """Write findings.json and return its path; None when the run directory cannot be written."""
     try:
-        return diagnosis.write(folder)
+        return str(diagnosis.write(folder))
     except OSError as error:
         progress.say(
             f"{folder / FILE} cannot be written ({error.strerror or error}), so `flatout report` "
@@ -186,22 +172,13 @@ def read_watched(folder: Path) -> Diagnosis:
 
 
 def _config(recipe: str | Path, folder: Path | None, overrides: list[str] | None) -> RunConfig:
-    """Return the configuration to measure; that of a run is the one it was started with."""
-    if folder is None:
-        _require_no_records(recipe)
-        name, known = str(recipe), RECIPES.names()
-        if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
-            raise unknown_name("recipe or run", name, [*known, *run_names()])
-        return load_config(recipe, overrides or ())
-    return load_config(layout.settings_file(folder), overrides or ())
+    """Return the configuration to measure; that of a run is the one it was started with.
 
-
-def _require_no_records(name: str | Path) -> None:
-    """Check that a name is neither a loop that `flatout.watch` watched nor a run that is not there.
-
-    Raises: ConfigError.
+    Raises: UsageError, also for a loop that `flatout.watch` watched.
     """
-    path, watched = Path(name), watched_folder(name)
+    if folder is not None:
+        return load_config(layout.settings_file(folder), overrides or ())
+    path, name, known, watched = Path(recipe), str(recipe), RECIPES.names(), watched_folder(recipe)
     if watched is not None:
         raise ConfigError(
             f"{watched} has the records of a loop without a recipe, and flatout cannot repeat it.",
@@ -210,44 +187,9 @@ def _require_no_records(name: str | Path) -> None:
         )
     if len(path.parts) > 1 and path.parent == RUNS and not path.exists():
         raise ConfigError(f"There is no run directory {path}.", fix="`flatout runs` lists them.")
-
-
-def _fixed(
-    config: RunConfig, measured: Measured, out: Path | None, seconds: float, progress: Progress
-) -> tuple[list[FixOutcome], Path | None]:
-    """Try the fixes; return what was tried, and the recipe with the one that holds."""
-    tried = try_fixes(
-        measured.evidence,
-        measured.diagnosis,
-        partial(measure_briefly, seconds=seconds),
-        progress=progress,
-    )
-    kept = next((outcome for outcome in tried if outcome.kept), None)
-    if kept is None:
-        return tried, None
-    path = _destination(config, out)
-    write_recipe(path, applied(config, kept.overrides), tried)
-    return tried, path
-
-
-def _destination(config: RunConfig, out: Path | None) -> Path:
-    return out or Path(f"{config.name}-fixed.yaml")
-
-
-def _result(
-    diagnosis: Diagnosis,
-    *,
-    path: Path | None,
-    tried: list[FixOutcome] | None = None,
-    recipe: Path | None = None,
-) -> DiagnoseResult:
-    found = diagnosis.model_dump(mode="json", exclude={"format_version"})
-    return DiagnoseResult(
-        **found,
-        fixes_tried=[outcome.model_dump(mode="json") for outcome in tried or ()],
-        recipe=None if recipe is None else str(recipe),
-        path=None if path is None else str(path),
-    )
+    if not {"/", "."} & set(name) and name not in known and not Path(f"{name}.yaml").exists():
+        raise unknown_name("recipe or run", name, [*known, *run_names()])
+    return load_config(recipe, overrides or ())
 
 
 def check(

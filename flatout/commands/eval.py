@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from flatout.commands import Argument, CheckpointName, Command, Option, RunName
 from flatout.errors import ConfigError, MissingPackage
+from flatout.figures import aligned, optional
 from flatout.inference.exported import is_export, open_export, require_scorable, require_tasks
 from flatout.json_io import Result, Stored
 from flatout.progress import SILENT, Progress
-from flatout.terminal.figures import aligned
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest
 
@@ -62,71 +61,59 @@ class EvalResult(Result):
     """The run directory, or the export."""
     checkpoint: str
     """The checkpoint that was scored, or the export."""
-    val_loss: float | None
+    val_loss: float | None = None
     """Mean loss per token, in nats; for a mix, the datasets' losses weighted by their shares.
 
     Null with --tasks, as are the next three."""
-    perplexity: float | None
+    perplexity: float | None = None
     """exp(val_loss)."""
-    bits_per_byte: float | None
+    bits_per_byte: float | None = None
     """Bits per byte of text, comparable between tokenizers."""
-    tokens: int | None
+    tokens: int | None = None
     """Tokens that were predicted."""
-    by_dataset: list[DatasetScore]
+    by_dataset: tuple[DatasetScore, ...] = ()
     """The score on each dataset, even if there is only one."""
     tasks: tuple[TaskScore, ...] = ()
     """The scores on the tasks of --tasks."""
 
     def summary(self) -> str:
         """Return the scores, one per line; for several datasets, a table with a total."""
-        if self.val_loss is None or self.perplexity is None or self.tokens is None:
-            return f"{self.checkpoint}\n{task_table(self.tasks)}"
-        head = f"{self.checkpoint}, {self.tokens:,} validation tokens"
-        if len(self.by_dataset) > 1:
-            total = DatasetScore(
-                name="total",
-                path="",
-                val_loss=self.val_loss,
-                perplexity=self.perplexity,
-                bits_per_byte=self.bits_per_byte,
-                tokens=self.tokens,
+        if self.tasks:
+            head = ("task", "metric", "value", "error", "samples", "examples")
+            rows = (
+                (
+                    *(score.task, score.metric, f"{score.value:.4f}"),
+                    optional(score.stderr, ".4f"),
+                    *(optional(count, ",") for count in (score.samples, score.num_fewshot)),
+                )
+                for score in self.tasks
             )
-            return f"{head}\n{score_table([*self.by_dataset, total])}"
-        unknown = "unknown: only a part was scored, or the dataset does not state its bytes"
-        bits = unknown if self.bits_per_byte is None else f"{self.bits_per_byte:.4f}"
-        return "\n".join(
-            [
-                head,
-                f"Loss           {self.val_loss:.4f} nats per token",
-                f"Perplexity     {perplexity_text(self.perplexity)}",
-                f"Bits per byte  {bits}",
-            ]
+            return "\n".join([self.checkpoint, *aligned([head, *rows])])
+        head_line = f"{self.checkpoint}, {self.tokens or 0:,} validation tokens"
+        total = self.model_dump(include={"val_loss", "perplexity", "bits_per_byte", "tokens"})
+        scores = [*self.by_dataset, DatasetScore(name="total", path="", **total)]
+        if len(self.by_dataset) > 1:
+            return f"{head_line}\n{score_table(scores)}"
+        loss, perplexity, bits = _figures(scores[-1])
+        if self.bits_per_byte is None:
+            bits = "unknown: only a part was scored, or the dataset does not state its bytes"
+        return (
+            f"{head_line}\nLoss           {loss} nats per token\nPerplexity     {perplexity}\n"
+            f"Bits per byte  {bits}"
         )
-
-
-def perplexity_text(perplexity: float) -> str:
-    """Return a perplexity with two decimals, or in short form from 1e9 up."""
-    return f"{perplexity:.2f}" if perplexity < 1e9 else f"{perplexity:.2g}"
-
-
-def task_table(scores: Sequence[TaskScore]) -> str:
-    """Return a table with one line per task and metric."""
-    rows = [["task", "metric", "value", "error", "samples", "examples"]]
-    for score in scores:
-        error = "" if score.stderr is None else f"{score.stderr:.4f}"
-        counts = ["" if n is None else f"{n:,}" for n in (score.samples, score.num_fewshot)]
-        rows.append([score.task, score.metric, f"{score.value:.4f}", error, *counts])
-    return "\n".join(aligned(rows))
 
 
 def score_table(scores: Sequence[DatasetScore]) -> str:
     """Return a table with one line per dataset."""
-    rows = [("dataset", "loss", "perplexity", "bits per byte", "tokens")]
-    for score in scores:
-        bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
-        loss, perplexity = f"{score.val_loss:.4f}", perplexity_text(score.perplexity)
-        rows.append((score.name, loss, perplexity, bits, f"{score.tokens:,}"))
-    return "\n".join(aligned(rows))
+    head = ("dataset", "loss", "perplexity", "bits per byte", "tokens")
+    rows = ((score.name, *_figures(score), f"{score.tokens:,}") for score in scores)
+    return "\n".join(aligned([head, *rows]))
+
+
+def _figures(score: DatasetScore) -> tuple[str, str, str]:
+    form = ".2f" if score.perplexity < 1e9 else ".2g"
+    bits = "unknown" if score.bits_per_byte is None else f"{score.bits_per_byte:.4f}"
+    return f"{score.val_loss:.4f}", format(score.perplexity, form), bits
 
 
 OtherData = Annotated[
@@ -197,90 +184,54 @@ def evaluate(
     Raises: CheckpointError when the run has no such checkpoint; DataError when a dataset cannot be
             read; ConfigError for an unknown task; MissingPackage; UntrustedCode.
     """
-    check_options(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
+    names = _require_fitting(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
     from flatout.inference.load import load_run
     from flatout.inference.scoring import score_run
 
-    names = task_names(tasks)
-    score = partial(
-        on_tasks,
-        tasks=names,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        folder=Path(task_dir) if task_dir else None,
-        progress=progress,
-    )
+    scored: LoadedRun | ExportedModel
     if run is not None and is_export(run):
-        return score(open_export(Path(run), trust_code=trust_code, progress=progress))
-    loaded = load_run(
-        run_or_newest(run, progress=progress),
-        checkpoint,
-        precision="trained",
-        trust_code=trust_code,
-        progress=progress,
-    )
+        scored = open_export(Path(run), trust_code=trust_code, progress=progress)
+    else:
+        folder = run_or_newest(run, progress=progress)
+        scored = loaded = load_run(
+            folder, checkpoint, precision="trained", trust_code=trust_code, progress=progress
+        )
+    model = {"run": str(scored.folder), "checkpoint": str(scored.checkpoint)}
     if names:
-        return score(loaded)
-    evaluation = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
+        from flatout.inference.harness import score_tasks
+
+        own = Path(task_dir) if task_dir else None
+        rows = score_tasks(
+            scored, names, limit=limit, num_fewshot=num_fewshot, folder=own, progress=progress
+        )
+        return EvalResult(**model, tasks=tuple(TaskScore(**row) for row in rows))
+    found = score_run(loaded, data=data or (), max_tokens=max_tokens, progress=progress)
     return EvalResult(
-        run=str(loaded.folder),
-        checkpoint=str(loaded.checkpoint),
-        val_loss=evaluation.loss,
-        perplexity=evaluation.perplexity,
-        bits_per_byte=evaluation.bits_per_byte,
-        tokens=evaluation.tokens,
-        by_dataset=[DatasetScore(**one.to_dict()) for one in evaluation.by_dataset],
+        **model,
+        val_loss=found.loss,
+        perplexity=found.perplexity,
+        bits_per_byte=found.bits_per_byte,
+        tokens=found.tokens,
+        by_dataset=tuple(DatasetScore(**one.to_dict()) for one in found.by_dataset),
     )
 
 
-def on_tasks(
-    scored: LoadedRun | ExportedModel,
-    tasks: Sequence[str],
-    *,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    folder: Path | None = None,
-    progress: Progress = SILENT,
-) -> EvalResult:
-    """Score a loaded run or an export on tasks; arguments and errors are those of `score_tasks`."""
-    from flatout.inference.harness import score_tasks
-
-    rows = score_tasks(
-        scored, tasks, limit=limit, num_fewshot=num_fewshot, folder=folder, progress=progress
-    )
-    return EvalResult(
-        run=str(scored.folder),
-        checkpoint=str(scored.checkpoint),
-        val_loss=None,
-        perplexity=None,
-        bits_per_byte=None,
-        tokens=None,
-        by_dataset=[],
-        tasks=tuple(TaskScore(**row) for row in rows),
-    )
-
-
-def task_names(tasks: Sequence[str] | None) -> list[str]:
-    """Return the names of tasks, each of which may be several with commas between them."""
-    words = [tasks] if isinstance(tasks, str) else tasks or ()
-    return [name.strip() for word in words for name in word.split(",") if name.strip()]
-
-
-def check_options(
+def _require_fitting(
     run: str | Path | None,
     checkpoint: str,
-    tasks: Sequence[str] | None = None,
-    data: Sequence[str | Path] | None = None,
-    max_tokens: int | None = None,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    task_dir: str | Path | None = None,
-) -> None:
-    """Check that the options fit together, and that the harness is installed if it is needed.
+    tasks: Sequence[str] | None,
+    data: Sequence[str | Path] | None,
+    max_tokens: int | None,
+    limit: int | None,
+    num_fewshot: int | None,
+    task_dir: str | Path | None,
+) -> list[str]:
+    """Return the names of tasks, after checking that the options fit together.
 
-    Raises: ConfigError; MissingPackage with the install line.
+    Raises: ConfigError; MissingPackage with the install line of the harness.
     """
-    names = task_names(tasks)
+    words = [tasks] if isinstance(tasks, str) else tasks or ()
+    names = [name.strip() for word in words for name in word.split(",") if name.strip()]
     of_text = {"data": data, "max_tokens": max_tokens}
     of_tasks = {"limit": limit, "num_fewshot": num_fewshot, "task_dir": task_dir}
     for name, value in (of_text if names else of_tasks).items():
@@ -300,25 +251,25 @@ def check_options(
             "--tasks needs the package lm-eval, which is not installed.",
             fix='Install it: `pip install "flatout[tasks]"`.',
         )
+    return names
 
 
 def check(
     run: RunName,
-    checkpoint: str = "best",
-    trust_code: bool = False,
-    tasks: list[str] | None = None,
-    data: list[str] | None = None,
-    max_tokens: int | None = None,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    task_dir: Path | None = None,
+    checkpoint: str,
+    trust_code: bool,
+    tasks: list[str] | None,
+    data: list[str] | None,
+    max_tokens: int | None,
+    limit: int | None,
+    num_fewshot: int | None,
+    task_dir: Path | None,
 ) -> None:
     """Check that the run exists, that any code it names may be imported, and the options.
 
-    Raises: CheckpointError with the nearest run; UntrustedCode; as `check_options` and
-            `require_scorable`.
+    Raises: UsageError, also UntrustedCode.
     """
-    check_options(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
+    _require_fitting(run, checkpoint, tasks, data, max_tokens, limit, num_fewshot, task_dir)
     if run is not None and is_export(run):
         require_scorable(Path(run), trust_code=trust_code)
     else:

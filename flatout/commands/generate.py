@@ -94,11 +94,11 @@ def generate(
             stop=stop or (),
             max_context=loaded.config.data.seq_len,
         )
-        samples.append(prompt + _show_pieces(pieces, show))
+        samples.append(prompt + show_pieces(pieces, show))
     return GenerateResult(samples=samples)
 
 
-def _show_pieces(pieces: Iterable[str], show: Callable[[str], object]) -> str:
+def show_pieces(pieces: Iterable[str], show: Callable[[str], object]) -> str:
     """Show the pieces of a text as they are written, end the line, and return the text."""
     text = []
     try:

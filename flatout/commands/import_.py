@@ -18,7 +18,7 @@ TokenFiles = Annotated[
     Path | str,
     Argument(
         "Token files, or their directory: train.bin and val.bin, .npy, .npz, Megatron's .bin with "
-        ".idx, litdata, MDS, llm.c, or chunk_NNNNNN.pt."
+        ".idx, llm.c, or chunk_NNNNNN.pt."
     ),
 ]
 Out = Annotated[
@@ -36,8 +36,8 @@ TokenizerName = Annotated[
 DocumentEnds = Annotated[
     Documents | None,
     Option(
-        "Where documents end: at an end-of-text token, where the format stores it (Megatron, "
-        "litdata, MDS), or at the end of each chunk or file. By default where the format stores "
+        "Where documents end: at an end-of-text token, where the format stores it "
+        "(Megatron), or at the end of each chunk or file. By default where the format stores "
         "it, or else at end-of-text tokens."
     ),
 ]
@@ -59,7 +59,7 @@ Dtype = Annotated[
 ]
 FieldName = Annotated[
     str | None,
-    Option("The array, key or column with the tokens; input_ids, tokens or the only one."),
+    Option("The array or key with the tokens; input_ids, tokens or the only one."),
 ]
 
 

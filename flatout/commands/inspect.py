@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
 from flatout.commands import Argument, Command, Option
 from flatout.data.store.manifest import MANIFEST, TOKENIZER
 from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
-from flatout.data.tokenizers import Tokenizer, kind_named
+from flatout.data.tokenizers import kind_named
 from flatout.data.tokenizers.hub import is_repository
 from flatout.files import sha256
 from flatout.hardware import probe
@@ -27,6 +28,13 @@ from flatout.training.run_dir.lookup import RUNS
 from flatout.transfer.urls import is_url
 
 BAR_WIDTH = 40
+MAIN = (
+    *("recipe", "tokens", "targets", "documents", "size_bytes", "bytes_per_token", "tokenizer"),
+    *("vocab_size", "train", "val", "median_document", "longest_document", "skipped"),
+)
+"""Facts that are shown without --all."""
+SHOWN_LINES = 3
+"""Lines of the first text that are shown without --all."""
 MASK_CHUNK = 1 << 24
 """Mask values read at a time."""
 MASKED = "«{}»"
@@ -49,40 +57,42 @@ class InspectResult(Result):
     """The directory, or the URL."""
     items: list[Fact]
     """The facts, in reading order."""
+    shows_all: bool = Field(default=False, exclude=True, repr=False)
+    """Whether `summary` has every fact."""
 
     def value(self, name: str) -> Any:
         """Return the value of the fact called `name`, or None when there is none."""
         return next((fact.value for fact in self.items if fact.name == name), None)
 
     def summary(self) -> str:
-        """Return the facts, one per line, the document lengths as bars, and the first text."""
-        drawn = {"document_lengths", "beginning"}
-        plain = [fact for fact in self.items if fact.name not in drawn]
-        width = max(len(fact.name) for fact in plain)
+        """Return what matters on one screen; with --all, every fact and all of the text."""
+        facts: JsonObject = {fact.name: fact.value for fact in self.items}
+        beginning, lengths = printable(facts.pop("beginning")).splitlines(), []
+        if self.shows_all:
+            lengths = facts.pop("document_lengths", [])
+        else:
+            facts = {name: facts[name] for name in MAIN if facts.get(name)}
+            beginning = beginning[:SHOWN_LINES]
+        width = max(map(len, facts))
         lines = [
             f"Dataset {self.path}",
             "",
-            *(f"  {fact.name:<{width}}  {_one_line(fact.value)}" for fact in plain),
+            *(f"  {name:<{width}}  {_one_line(value)}" for name, value in facts.items()),
+            *(["", "  tokens per document", *_bars(lengths)] if lengths else []),
         ]
-        if self.value("document_lengths"):
-            lines += ["", "  tokens per document", *_bars(self.value("document_lengths"))]
-        if self.value("beginning"):
-            marked = (
-                f"; text in {MASKED.format('')} is excluded from the loss"
-                if self.value("targets") is not None
-                else ""
-            )
-            lines += [
-                "",
-                f"  first text{marked}",
-                *(f"  | {line}" for line in printable(self.value("beginning")).splitlines()),
-            ]
+        if beginning:
+            is_masked = self.value("targets") is not None
+            mask = f"; text in {MASKED.format('')} is excluded from the loss" if is_masked else ""
+            lines += ["", f"  first text{mask}", *(f"  | {line}" for line in beginning)]
+        if not self.shows_all:
+            lines += ["", "--all shows more."]
         return "\n".join(lines)
 
 
 def inspect(
     data: Annotated[str | Path, Argument("Directory written by `flatout prepare`, or its URL.")],
     tokens: Annotated[int, Option("How many of the first tokens to show as text.", min=0)] = 64,
+    all: Annotated[bool, Option("Show every fact that --json has, and document lengths.")] = False,
     *,
     progress: Progress = SILENT,
 ) -> InspectResult:
@@ -94,30 +104,52 @@ def inspect(
     Raises: DataError when it is not a complete dataset.
     """
     dataset = open_dataset(data, progress=progress)
+    manifest = dataset.manifest
     with progress.task(f"Reading document lengths of {data}"):
-        lengths = np.concatenate(
-            [
-                np.diff(dataset.split(name).document_ends, prepend=0)
-                for name in dataset.manifest.splits
-            ]
-        )
+        ends = [dataset.split(name).document_ends for name in manifest.splits]
+        lengths = np.concatenate([np.diff(each, prepend=0) for each in ends])
     targets = _targets(dataset, progress)
-    facts = {
-        **_origin(dataset),
-        **_overview(dataset, targets),
-        **_splits(dataset),
-        **_length_facts(lengths),
-        "special_tokens": _special_tokens(dataset.tokenizer),
-        "skipped": {entry.reason: entry.count for entry in dataset.manifest.skipped},
-        "skipped_first": {
-            rows.reason: list(map(str, rows.first)) for rows in dataset.manifest.skipped
+    counts = manifest.tokens if targets is None else targets
+    files = [entry.size_bytes for entry in manifest.files]
+    files += [(dataset.path / n).stat().st_size for n in (manifest.tokenizer.file, MANIFEST)]
+    written = datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone()
+    since = written.isoformat(timespec="seconds")
+    is_copy = is_url(dataset.origin)  # a remote dataset may be older than its copy
+    facts: JsonObject = {
+        **({"copy": str(dataset.path), "copied": since} if is_copy else {"prepared": since}),
+        "size_bytes": sum(files),
+        "documents": manifest.documents,
+        **({"cut_documents": manifest.cut_documents} if manifest.cut_documents else {}),
+        "tokens": manifest.tokens,
+        **({} if targets is None else {"targets": targets}),
+        "text_bytes": manifest.text_bytes,  # of the text in the loss
+        "bytes_per_token": round(manifest.text_bytes / counts, 3) if counts else None,
+        "vocab_size": manifest.vocab_size,
+        "dtype": manifest.dtype,
+        "tokenizer": manifest.tokenizer.name,
+        "tokenizer_sha256": manifest.tokenizer.digest,
+        "source": manifest.source,
+        "split_rule": manifest.split_rule,
+        "format_version": manifest.format_version,
+        **{
+            name: {
+                "documents": entry.documents,
+                "tokens": entry.tokens,
+                "text_bytes": entry.text_bytes,
+                "shards": len(entry.shards),
+                "loss_mask": bool(entry.masks),
+            }
+            for name, entry in manifest.splits.items()
         },
+        **_length_facts(lengths),
+        "special_tokens": dict(sorted(dataset.tokenizer.special_tokens().items())),
+        "skipped": {entry.reason: entry.count for entry in manifest.skipped},
+        "skipped_first": {rows.reason: list(map(str, rows.first)) for rows in manifest.skipped},
         "recipe": _recipe(dataset),
         "beginning": _first_text(dataset, tokens),
     }
-    return InspectResult(
-        path=dataset.origin, items=[Fact(name=name, value=value) for name, value in facts.items()]
-    )
+    items = [Fact(name=name, value=value) for name, value in facts.items()]
+    return InspectResult(path=dataset.origin, items=items, shows_all=all)
 
 
 def _recipe(dataset: Dataset) -> JsonObject | str:
@@ -152,74 +184,20 @@ def _model_of(dataset: Dataset) -> str | None:
     return next((str(run) for run in runs if sha256(run / TOKENIZER) == digest), "MODEL")
 
 
-def _origin(dataset: Dataset) -> JsonObject:
-    """Return when the directory was written; a remote dataset may be older than its local copy."""
-    written = datetime.fromtimestamp((dataset.path / MANIFEST).stat().st_mtime).astimezone()
-    since = written.isoformat(timespec="seconds")
-    if is_url(dataset.origin):
-        return {"copy": str(dataset.path), "copied": since}
-    return {"prepared": since}
-
-
 def _targets(dataset: Dataset, progress: Progress) -> int | None:
     """Return the number of tokens that count in the loss, None when all of them do."""
     splits = [dataset.split(name) for name in dataset.manifest.splits]
     if not any(split.has_mask for split in splits):
         return None
-    found = 0
-    with progress.task(
-        f"Reading the mask of {dataset.origin}", total=dataset.manifest.tokens, unit="tokens"
-    ) as task:
+    what, found = f"Reading the mask of {dataset.origin}", 0
+    with progress.task(what, total=dataset.manifest.tokens, unit="tokens") as task:
         for split in splits:
             for start in range(0, split.num_tokens, MASK_CHUNK):
                 stop = min(start + MASK_CHUNK, split.num_tokens)
-                found += (
-                    int(split.read_mask_range(start, stop).sum())
-                    if split.has_mask
-                    else stop - start
-                )
+                learned = split.read_mask_range(start, stop).sum() if split.has_mask else None
+                found += stop - start if learned is None else int(learned)
                 task.advance(stop - start)
     return found
-
-
-def _overview(dataset: Dataset, targets: int | None) -> JsonObject:
-    """Return sizes and origin.
-
-    text_bytes counts only text that is in the loss, so it is divided by the tokens of that text.
-    """
-    manifest = dataset.manifest
-    counted = manifest.tokens if targets is None else targets
-    files = [entry.size_bytes for entry in manifest.files]
-    files += [(dataset.path / n).stat().st_size for n in (manifest.tokenizer.file, MANIFEST)]
-    return {
-        "size_bytes": sum(files),
-        "documents": manifest.documents,
-        **({"cut_documents": manifest.cut_documents} if manifest.cut_documents else {}),
-        "tokens": manifest.tokens,
-        **({} if targets is None else {"targets": targets}),
-        "text_bytes": manifest.text_bytes,
-        "bytes_per_token": round(manifest.text_bytes / counted, 3) if counted else None,
-        "vocab_size": manifest.vocab_size,
-        "dtype": manifest.dtype,
-        "tokenizer": manifest.tokenizer.name,
-        "tokenizer_sha256": manifest.tokenizer.digest,
-        "source": manifest.source,
-        "split_rule": manifest.split_rule,
-        "format_version": manifest.format_version,
-    }
-
-
-def _splits(dataset: Dataset) -> JsonObject:
-    return {
-        name: {
-            "documents": entry.documents,
-            "tokens": entry.tokens,
-            "text_bytes": entry.text_bytes,
-            "shards": len(entry.shards),
-            "loss_mask": bool(entry.masks),
-        }
-        for name, entry in dataset.manifest.splits.items()
-    }
 
 
 def _length_facts(lengths: np.ndarray[Any, Any]) -> JsonObject:
@@ -236,18 +214,6 @@ def _length_facts(lengths: np.ndarray[Any, Any]) -> JsonObject:
         "median_document": int(np.median(lengths)),
         "longest_document": int(lengths.max()),
         "document_lengths": bins,
-    }
-
-
-def _special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
-    """Return the tokens that text never encodes to, end-of-text first."""
-    end = {tokenizer.decode([tokenizer.eot_id]): tokenizer.eot_id}
-    # a tokenizer.json may define more
-    definition: JsonObject = getattr(tokenizer, "definition", {})
-    return end | {
-        entry["content"]: int(entry["id"])
-        for entry in definition.get("added_tokens", [])
-        if entry.get("special")
     }
 
 

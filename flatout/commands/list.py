@@ -8,10 +8,11 @@ from typing import Annotated
 
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.recipe import On
-from flatout.assembly.selection import all_speedups, is_measured, select
+from flatout.assembly.selection import all_speedups, is_measured, select, speedup_named
 from flatout.cache import default_cache
 from flatout.commands import Argument, Command, Option
 from flatout.config.schema import RunConfig, load_config
+from flatout.figures import duration
 from flatout.hardware import ASSUMED_MFU, Machine, probe
 from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
@@ -30,7 +31,6 @@ from flatout.registry import (
     YamlFolder,
     unknown_name,
 )
-from flatout.terminal import duration
 
 FOLDERS: dict[str, Folder | YamlFolder] = {
     "architectures": ARCHITECTURES,
@@ -67,34 +67,25 @@ class ListResult(Result):
     gain, as text or null."""
 
     def summary(self) -> str:
-        """Return one line per entry, and more lines for a speedup with figures."""
-        width = max((len(item["name"]) for item in self.items), default=0)
-        lines = [self._line(item, width) for item in self.items]
-        return (
-            "\n".join([*([self.note] if self.note else []), *lines])
-            if lines
-            else f"There are no {self.kind}."
-        )
-
-    def _line(self, item: JsonObject, width: int) -> str:
-        if "on" not in item:
-            return f"{item['name']:<{width}}  {item['description']}"
-        gain = item["gain"]
-        under = [item["reason"]]
-        if item["reason"] != item["description"]:
-            under.append(f"saves {item['description']}")
-        if gain and gain not in item["reason"]:
-            under.append(f"measured here: {gain}")
-        if item["predicted"] and not gain:
-            under.append(f"predicted: {gain_alone(item['predicted'])}")
-        state, label = "on" if item["on"] else "off", LABELS[item["measured"]]
-        start = f"{state:<3}  {label:<{LABEL_WIDTH}}  {item['name']}"
-        return "\n".join([start, *(f"     {line}" for line in under)])
-
-
-def gain_alone(predicted: str) -> str:
-    """Return a predicted gain up to its first colon or full stop; docs/speedups.md has the rest."""
-    return re.split(r"[.:;] ", predicted, maxsplit=1)[0]
+        """Return one line per entry; below a speedup, the reason why it is on or off."""
+        if not self.items:
+            return f"There are no {self.kind}."
+        width = max(len(item["name"]) for item in self.items)
+        lines = [self.note] if self.note else []
+        for item in self.items:
+            if "on" not in item:
+                lines.append(f"{item['name']:<{width}}  {item['description']}")
+                continue
+            state, label = "on" if item["on"] else "off", LABELS[item["measured"]]
+            gain, reason, about = item["gain"], item["reason"], ""
+            if gain and gain not in reason:
+                about = f"  (measured here: {gain})"
+            elif item["predicted"] and not gain:  # docs/speedups.md has the rest
+                first = re.split(r"[.:;] ", item["predicted"], maxsplit=1)[0]
+                about = f"  (predicted: {first})"
+            name = f"{item['name']}{about}"
+            lines += [f"{state:<3}  {label:<{LABEL_WIDTH}}  {name}", f"     {reason}"]
+        return "\n".join(lines)
 
 
 def list_entries(
@@ -121,32 +112,43 @@ def list_entries(
     if kind == "speedups":
         return _speedups(recipe, progress)
     if kind == "tokenizers":
-        return ListResult(kind=kind, items=_tokenizers())
-    if kind == "machines":
-        return ListResult(kind=kind, items=_machines(probe()))
-    if kind not in FOLDERS:
+        stated = TOKENIZERS.stated  # each as it is written after --tokenizer
+        items = {
+            stated(name, "LISTED_AS") or stated(name, "SPEC") or name: TOKENIZERS.describe(name)
+            for name in TOKENIZERS.names()
+        }
+    elif kind == "machines":
+        machine = probe()
+        items = {"(this machine)": machine.describe()}
+        items |= {name: MACHINES.describe(name) for name in MACHINES.names()}
+        if machine.row:
+            items[machine.row.name] += "; this machine's GPU"
+    elif kind in FOLDERS:
+        items = {name: FOLDERS[kind].describe(name) for name in FOLDERS[kind].names()}
+    else:
         raise unknown_name("kind of entry", kind, [*FOLDERS, "machines", "speedups", "tokenizers"])
-    folder = FOLDERS[kind]
-    return ListResult(
-        kind=kind,
-        items=[{"name": name, "description": folder.describe(name)} for name in folder.names()],
-    )
+    listed = [{"name": name, "description": text} for name, text in items.items()]
+    return ListResult(kind=kind, items=listed)
 
 
 def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
-    machine = probe()
-    config = load_config(recipe)
-    device = (
-        config.train.device if config.train.device != "auto" else "cuda" if machine.gpus else "cpu"
-    )
-    speedups = {speedup.name: speedup for speedup in all_speedups()}
-    minutes, length = (
-        _expected_length(config, machine, progress) if device.startswith("cuda") else (None, None)
-    )
+    machine, config = probe(), load_config(recipe)
+    device = config.train.device
+    if device == "auto":
+        device = "cuda" if machine.gpus else "cpu"
+    minutes, notes = None, []
+    if device.startswith("cuda"):
+        if not machine.gpus:
+            notes.append(
+                f"This recipe needs a GPU (train.device={device}), and there is none here; on a "
+                "GPU it would use:"
+            )
+        minutes, length = _expected_length(config, machine, progress)
+        notes += [length] if length else []
     gains = gains_here(machine, device, default_cache())
     items = []
     for decision in select(config, machine, device=device, minutes=minutes, measured=gains):
-        speedup, gain = speedups[decision.name], gains.get(decision.name)
+        speedup, gain = speedup_named(decision.name), gains.get(decision.name)
         items.append(
             {
                 "name": decision.name,
@@ -159,16 +161,7 @@ def _speedups(recipe: str | Path | None, progress: Progress) -> ListResult:
                 "predicted": speedup.predicted,
             }
         )
-    elsewhere = device.startswith("cuda") and not machine.gpus
-    note = (
-        f"This recipe needs a GPU (train.device={device}), and there is none here; on a GPU it "
-        "would use:"
-        if elsewhere
-        else None
-    )
-    return ListResult(
-        kind="speedups", note=" ".join(filter(None, (note, length))) or None, items=items
-    )
+    return ListResult(kind="speedups", note=" ".join(notes) or None, items=items)
 
 
 def _expected_length(
@@ -182,51 +175,24 @@ def _expected_length(
     """
     if config.train.steps is None and config.train.tokens is None:
         return None, None
-    if machine.gpus and (machine.row is None or "bf16" not in machine.row.peak_tflops):
+    here = machine.row
+    if machine.gpus and (here is None or "bf16" not in here.peak_tflops):
         return None, None
     with progress.task("Loading torch"):
         from flatout.assembly.resolve import expected_minutes
-    if machine.row is not None:
-        minutes = expected_minutes(config, machine.row.peak_tflops["bf16"].value * ASSUMED_MFU)
+    if here is not None:
+        minutes = expected_minutes(config, here.peak_tflops["bf16"].value * ASSUMED_MFU)
         how = f"at {ASSUMED_MFU:.0%} of the peak of one {machine.gpus[0].name}"
         return minutes, f"Estimated length of a run: {duration((minutes or 0) * 60)}, {how}."
-    tflops, fastest = max(
-        (row["peak_tflops"].get("bf16", {}).get("value", 0), name)
-        for name in MACHINES.names()
-        for row in [MACHINES.get(name)]
-    )
-    least = expected_minutes(config, tflops)
+    rows = {name: MACHINES.get(name)["peak_tflops"] for name in MACHINES.names()}
+    tflops = {name: row.get("bf16", {}).get("value", 0) for name, row in rows.items()}
+    fastest = max(tflops, key=lambda name: tflops[name])
+    least = expected_minutes(config, tflops[fastest])
     defaults = [default for speedup in all_speedups() for default in speedup.auto.values()]
-    longest = max(default.from_minutes for default in defaults if isinstance(default, On))
-    if least is None or least < longest:
+    if least is None or least < max(one.from_minutes for one in defaults if isinstance(one, On)):
         return None, None
-    return (
-        least,
-        f"A run takes at least {duration(least * 60)}, on one {fastest}, the fastest known GPU, "
-        "at its peak rate.",
-    )
-
-
-def _tokenizers() -> list[JsonObject]:
-    """Return the kinds of tokenizers, each as it is written after `--tokenizer`."""
-    stated = TOKENIZERS.stated
-    return [
-        {
-            "name": stated(kind, "LISTED_AS") or stated(kind, "SPEC") or kind,
-            "description": TOKENIZERS.describe(kind),
-        }
-        for kind in TOKENIZERS.names()
-    ]
-
-
-def _machines(machine: Machine) -> list[JsonObject]:
-    """Return this machine, and the data sheet of each known GPU."""
-    here = machine.row.name if machine.row else None
-    items = [{"name": "(this machine)", "description": machine.describe()}]
-    for name in MACHINES.names():
-        mark = "; this machine's GPU" if name == here else ""
-        items.append({"name": name, "description": MACHINES.describe(name) + mark})
-    return items
+    how = f"on one {fastest}, the fastest known GPU, at its peak rate"
+    return least, f"A run takes at least {duration(least * 60)}, {how}."
 
 
 COMMAND = Command(list_entries, example="flatout list speedups")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 from flatout.commands import Argument, CheckpointName, Command, Option, TrustCode
 from flatout.commands.export import DEFAULT_SHARD_MIB, Dtype, Format, ShardSize
-from flatout.errors import ConfigError, RunFailed
+from flatout.errors import ConfigError
+from flatout.files import writing_run
 from flatout.json_io import Result
 from flatout.progress import SILENT, Progress, readable_size
 from flatout.training.run_dir.layout import trusted_config
@@ -78,8 +77,8 @@ def push(
     check(run, repository, trust_code)
     folder = find_run(run)
     source = open_source(folder, checkpoint, dtype=dtype, trust_code=trust_code, progress=progress)
-    with _working_in(folder) as work:
-        made = export_run(source, work / "export", to, shard_mib=shard_mib, progress=progress)
+    with writing_run(folder), tempfile.TemporaryDirectory(prefix="push-", dir=folder) as work:
+        made = export_run(source, Path(work) / "export", to, shard_mib=shard_mib, progress=progress)
         url = push_folder(
             made.path,
             repository,
@@ -99,22 +98,6 @@ def push(
         wall_s=round(time.perf_counter() - began_s, 2),
         notes=made.written.notes,
     )
-
-
-@contextmanager
-def _working_in(folder: Path) -> Iterator[Path]:
-    """Yield a temporary directory in a run directory.
-
-    Raises: RunFailed when the disk refuses.
-    """
-    try:
-        with tempfile.TemporaryDirectory(prefix="push-", dir=folder) as work:
-            yield Path(work)
-    except OSError as error:
-        raise RunFailed(
-            f"Cannot write {error.filename or folder}: {error.strerror or error}.",
-            fix="Free space there, or copy the run directory to another disk.",
-        ) from error
 
 
 def check(run: str | Path, repository: str, trust_code: bool = False) -> None:

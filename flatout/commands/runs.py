@@ -11,10 +11,11 @@ from typing import Annotated
 
 from flatout.commands import Argument, Command
 from flatout.errors import CheckpointError, FlatoutError
+from flatout.figures import age, aligned, amount, optional
 from flatout.files import folder_bytes
 from flatout.json_io import JsonObject, Result, Stored
+from flatout.measure.runlog import RunLog
 from flatout.recognised import require_local
-from flatout.terminal.figures import age, aligned, amount
 from flatout.training.checkpoint import catalog, location
 from flatout.training.run_dir import layout
 from flatout.training.run_dir.state import run_state
@@ -22,6 +23,8 @@ from flatout.training.run_dir.state import run_state
 DEFAULT_ROOT = Path("runs")
 TAIL_BYTES = 256 * 1024
 """How much of metrics.jsonl is read: its end has the last losses."""
+WRITTEN = (layout.METRICS, layout.EVENTS, layout.SUMMARY, layout.EXIT_CODE, layout.CONFIG)
+"""Files whose times say when a run was last written."""
 
 
 class RunItem(Stored):
@@ -63,18 +66,18 @@ class RunsResult(Result):
         if not self.items:
             return "There are no runs yet. `flatout demo` starts one."
         base = os.path.commonpath([os.path.dirname(item.run) for item in self.items])
-        rows = [
-            ("run", "state", "step", "loss", "val loss", "size", "age"),
-            *((os.path.relpath(item.run, base or None), *_row(item)) for item in self.items),
-        ]
-        lines = aligned(rows, left=2)
-        below = [f"    {text}" if text else "" for text in ("", *map(_settings_text, self.items))]
-        return "\n".join(
-            [
-                f"In {base or '.'}:",
-                *(line for pair in zip(lines, below, strict=True) for line in pair if line),
-            ]
-        )
+        rows: list[tuple[str, ...]] = [("run", "state", "step", "loss", "val loss", "size", "age")]
+        for item in self.items:
+            step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
+            losses = (optional(loss, ".4f") for loss in (item.train_loss, item.val_loss))
+            name, size = os.path.relpath(item.run, base or None), amount(item.bytes, "bytes")
+            rows.append((name, item.state, step, *losses, size, age(item.age_s)))
+        head, *lines = aligned(rows, left=2)
+        shown = [f"In {base or '.'}:", head]
+        for line, item in zip(lines, self.items, strict=True):
+            text = _settings_text(item)
+            shown += [line, f"    {text}"] if text else [line]
+        return "\n".join(shown)
 
 
 def runs(
@@ -145,48 +148,28 @@ def _item(path: Path, settings: JsonObject) -> RunItem:
         config = layout.read_config(path)
         checkpoints, state = catalog.steps(path), run_state(path)
         size = folder_bytes(path)
-        checkpoints_dir = location.checkpoints_folder(path)
-        size += 0 if checkpoints_dir.is_relative_to(path) else folder_bytes(checkpoints_dir)
-        records = list(layout.read_records(path, tail_bytes=TAIL_BYTES))
+        elsewhere = location.checkpoints_folder(path)
+        size += 0 if elsewhere.is_relative_to(path) else folder_bytes(elsewhere)
+        log = RunLog(path, tail_bytes=TAIL_BYTES)
+        records = list(log.records())
+        state = state if log.is_readable else "damaged"
     except FlatoutError:
         config, checkpoints, state, size, records = None, [], "damaged", folder_bytes(path), []
-    step = max(checkpoints, default=0)
-    losses: dict[str, float] = {}
-    for record in records:
-        step = int(record["step"])
-        losses |= {name: record[name] for name in ("train/loss", "val/loss") if name in record}
+    last = {name: value for record in records for name, value in record.items()}
+    written = [path / name for name in WRITTEN if (path / name).exists()]
+    age_s = time.time() - max(file.stat().st_mtime for file in written)
     return RunItem(
         run=str(path),
         state=state,
-        step=step,
+        step=int(last.get("step", max(checkpoints, default=0))),
         last_step=config.train.steps if config else None,
-        train_loss=losses.get("train/loss"),
-        val_loss=losses.get("val/loss"),
+        train_loss=last.get("train/loss"),
+        val_loss=last.get("val/loss"),
         checkpoints=checkpoints,
         bytes=size,
-        age_s=round(max(time.time() - _last_written(path), 0.0), 1),
+        age_s=round(max(age_s, 0.0), 1),
         settings=settings,
     )
-
-
-def _last_written(path: Path) -> float:
-    files = (
-        path / name
-        for name in (
-            layout.METRICS,
-            layout.EVENTS,
-            layout.SUMMARY,
-            layout.EXIT_CODE,
-            layout.CONFIG,
-        )
-    )
-    return max(file.stat().st_mtime for file in files if file.exists())
-
-
-def _row(item: RunItem) -> tuple[str, ...]:
-    step = f"{item.step:,}" + (f"/{item.last_step:,}" if item.last_step else "")
-    losses = ("-" if loss is None else f"{loss:.4f}" for loss in (item.train_loss, item.val_loss))
-    return (item.state, step, *losses, amount(item.bytes, "bytes"), age(item.age_s))
 
 
 COMMAND = Command(runs, example="flatout runs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +11,7 @@ from flatout.commands import Argument, Command, Option, Overrides, TrustCode
 from flatout.config.schema import load_config
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
-from flatout.data.store.verify import Verified, verify_dataset, verify_remote
+from flatout.data.store.verify import verify_dataset, verify_remote
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
 from flatout.files import folder_bytes, sha256
 from flatout.json_io import Result, Stored
@@ -55,9 +54,9 @@ class VerifyResult(Result):
     """Whether everything is intact, or the recipe resumes exactly."""
     problems: list[str]
     """One sentence per problem, with the file and the offset where there is one."""
-    files: int
+    files: int = 0
     """Files that the manifests list."""
-    blocks: int
+    blocks: int = 0
     """Blocks of a dataset that were read, up to 4 MiB each."""
     bytes: int
     """Bytes that were read."""
@@ -85,15 +84,14 @@ class VerifyResult(Result):
         read += f", {self.bytes / 1e6:,.1f} MB"
         if self.ok:
             return f"{self.path} is intact: {read}."
+        damage = f"{self.path} is damaged: {counted(len(self.problems), 'problem')}; {read}."
         fix = "Fix: delete it and run `flatout prepare` again, or copy it again."
-        return "\n".join(
-            [f"{self.path} is damaged: {_count(self.problems)}; {read}.", *self.problems, fix]
-        )
+        return "\n".join([damage, *self.problems, fix])
 
     def _checkpoint_lines(self) -> list[str]:
         read = f"{counted(self.files, 'file')} read, {readable_size(self.bytes)}"
-        state = "is valid" if self.ok else f"is damaged: {_count(self.problems)}"
-        lines = [f"{self.path} {state}; {read}.", *self.problems]
+        damage = f"is damaged: {counted(len(self.problems), 'problem')}"
+        lines = [f"{self.path} {'is valid' if self.ok else damage}; {read}.", *self.problems]
         if self.kind == "run":
             valid = [f"step {item.step}" for item in self.checkpoints if item.is_valid]
             lines.append(f"Valid checkpoints: {', '.join(valid) or 'none'}.")
@@ -141,40 +139,37 @@ def verify(
     Raises: UsageError when it is none of these, or a store does not answer; RunFailed when the
             recipe cannot be trained.
     """
+    shown, given = str(path), [*(overrides or ()), *(["--steps"] if steps is not None else [])]
+    given += ["--trust-code"] if trust_code else []
     if resume:
         return _verify_resume(path, overrides, steps, trust_code, progress)
-    _require_plain(overrides, steps, trust_code)
-    shown = str(path)
+    if given:
+        raise ConfigError(
+            f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
+            fix=f"Leave {given[0]} out, or add --resume.",
+        )
+    folder, run = Path(path), None if is_url(shown) else run_at(Path(path))
+    if run is not None or catalog.is_checkpoint(folder):
+        return _verify_checkpoints(run, folder, progress)
     if is_url(shown):
-        return _of_dataset(shown, verify_remote(dataset_url(shown), progress=progress))
-    folder = Path(path)
-    run = run_at(folder)
-    if run is not None:
-        return _verify_run(run, progress)
-    if catalog.is_checkpoint(folder):
-        return _verify_checkpoint(folder, progress)
-    _require_dataset(shown)
-    return _of_dataset(shown, verify_dataset(folder, progress=progress))
+        found = verify_remote(dataset_url(shown), progress=progress)
+    else:
+        _require_dataset(shown)
+        found = verify_dataset(folder, progress=progress)
+    return VerifyResult(
+        path=shown,
+        ok=not found.problems,
+        problems=list(found.problems),
+        files=found.files,
+        blocks=found.blocks,
+        bytes=found.num_bytes,
+    )
 
 
 def run_at(path: Path) -> Path | None:
     """Return the run directory at a path, or of that name under runs/; None when there is none."""
     candidates = [path] if path.exists() else [RUNS / path]
     return next((one for one in candidates if (one / layout.CONFIG).is_file()), None)
-
-
-def _require_plain(overrides: list[str] | None, steps: str | None, trust_code: bool) -> None:
-    """Check that nothing is given that only --resume uses.
-
-    Raises: ConfigError.
-    """
-    given = [*(overrides or ()), *(["--steps"] if steps is not None else [])]
-    given += ["--trust-code"] if trust_code else []
-    if given:
-        raise ConfigError(
-            f"`flatout verify` uses {given[0]} only with --resume, which trains a recipe.",
-            fix=f"Leave {given[0]} out, or add --resume.",
-        )
 
 
 def _require_dataset(path: str) -> None:
@@ -203,57 +198,49 @@ def _require_dataset(path: str) -> None:
         )
 
 
-def _of_dataset(path: str, report: Verified) -> VerifyResult:
-    return VerifyResult(
-        path=path,
-        ok=not report.problems,
-        problems=list(report.problems),
-        files=report.files,
-        blocks=report.blocks,
-        bytes=report.num_bytes,
-    )
+def _verify_checkpoints(run: Path | None, checkpoint: Path, progress: Progress) -> VerifyResult:
+    """Check a checkpoint; or all those of a run, its configuration and its tokenizer.
 
-
-def _verify_checkpoint(checkpoint: Path, progress: Progress) -> VerifyResult:
-    item = _item(checkpoint, progress)
-    return _of_checkpoints(str(checkpoint), "checkpoint", [item], [])
-
-
-def _verify_run(run: Path, progress: Progress) -> VerifyResult:
-    """Check all checkpoints of a run, its configuration and its tokenizer.
-
-    Raises: CheckpointError when it has no checkpoint.
+    Raises: CheckpointError when the run has no checkpoint.
     """
-    items = []
-    for step in catalog.steps(run):
-        path = catalog.checkpoint_path(run, step)
-        item = _item(path, progress)
-        if path.exists():  # a run that is training deletes old ones
-            items.append(item)
+    paths, items = [checkpoint], []
+    if run is not None:
+        paths = [catalog.checkpoint_path(run, step) for step in catalog.steps(run)]
+    for path in paths:
+        problems, files = contents.problems_of(path, progress=progress), 0
+        with suppress(CheckpointError):
+            files = len(catalog.read_manifest(path).files)
+        if run is None or path.exists():  # a run that is training deletes old ones
+            items.append(
+                CheckpointItem(
+                    path=str(path),
+                    step=catalog.step_of(path),
+                    files=files,
+                    bytes=folder_bytes(path),
+                    problems=problems,
+                )
+            )
     if not items:
         raise CheckpointError(
             f"The run {run} has no checkpoint yet.",
             fix="Train it first: `flatout train` saves every ten minutes and at the end.",
         )
-    return _of_checkpoints(str(run), "run", items, _run_problems(run, items))
-
-
-def _item(checkpoint: Path, progress: Progress) -> CheckpointItem:
-    problems = contents.problems_of(checkpoint, progress=progress)
-    files = 0
-    with suppress(CheckpointError):
-        files = len(catalog.read_manifest(checkpoint).files)
-    step = catalog.step_of(checkpoint)
-    return CheckpointItem(
-        path=str(checkpoint),
-        step=step,
-        files=files,
-        bytes=folder_bytes(checkpoint),
+    valid = [item.path for item in items if item.is_valid]
+    problems = [] if run is None else _run_problems(run, Path(valid[-1]) if valid else None)
+    problems += [problem for item in items for problem in item.problems]
+    return VerifyResult(
+        path=str(run or checkpoint),
+        ok=not problems,
         problems=problems,
+        files=sum(item.files for item in items),
+        bytes=sum(item.bytes for item in items),
+        kind="checkpoint" if run is None else "run",
+        checkpoints=tuple(items),
+        newest_valid=valid[-1] if valid else None,
     )
 
 
-def _run_problems(run: Path, items: Sequence[CheckpointItem]) -> list[str]:
+def _run_problems(run: Path, newest_valid: Path | None) -> list[str]:
     """Return what is wrong with the configuration and the tokenizer of a run."""
     problems = []
     try:
@@ -262,33 +249,12 @@ def _run_problems(run: Path, items: Sequence[CheckpointItem]) -> list[str]:
             require_unedited(run / layout.CONFIG, stored, free=layout.UNSEALED_KEYS)
     except FlatoutError as error:
         problems.append(error.what)
-    valid = [item for item in items if item.is_valid]
-    known = catalog.tokenizer_of(Path(valid[-1].path)) if valid else None
-    kept = run / TOKENIZER
+    known, kept = newest_valid and catalog.tokenizer_of(newest_valid), run / TOKENIZER
     if known is not None and kept.exists() and sha256(kept) != known:
         problems.append(
             f"{kept} is damaged or was replaced: the model was trained with another tokenizer."
         )
     return problems
-
-
-def _of_checkpoints(
-    path: str, kind: Literal["checkpoint", "run"], items: list[CheckpointItem], own: list[str]
-) -> VerifyResult:
-    """Return the result for checkpoints, and for the problems of their run."""
-    problems = [*own, *(problem for item in items for problem in item.problems)]
-    valid = [item.path for item in items if item.is_valid]
-    return VerifyResult(
-        path=path,
-        ok=not problems,
-        problems=problems,
-        files=sum(item.files for item in items),
-        blocks=0,
-        bytes=sum(item.bytes for item in items),
-        kind=kind,
-        checkpoints=tuple(items),
-        newest_valid=valid[-1] if valid else None,
-    )
 
 
 def _verify_resume(
@@ -309,16 +275,10 @@ def _verify_resume(
         path=str(recipe),
         ok=proof.is_equal,
         problems=[] if proof.is_equal else proof.differences,
-        files=0,
-        blocks=0,
         bytes=proof.bytes,
         kind="resume",
         resume=proof,
     )
-
-
-def _count(problems: list[str]) -> str:
-    return "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
 
 
 COMMAND = Command(call=verify, example="flatout verify data/book")

@@ -49,7 +49,7 @@ PREFERRED = (
 SECRETS = ("hub_token", "api_key", "password", "secret")
 """Ends of keys whose values are not repeated."""
 EVERY_MODEL = {"model.kind", "model.vocab_size", "model.logit_softcap", "model.z_loss"}
-FREE_OF_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_size"}
+BESIDE_WEIGHTS = {"model.kind", "model.dropout", "model.z_loss", "model.chunk_size"}
 """Keys of the model that stay beside train.init_from; the weights have a shape of their own."""
 DEPENDENT = ("schedule.min_lr", "train.patience", "lora.alpha", "lora.dropout", "lora.targets")
 """Keys that are valid only beside others."""
@@ -290,7 +290,7 @@ class _Reading:
             self._drop(self._keys_of("lora"), Unneeded(why))
         if "train.init_from" in values:
             why = "The shape is that of the weights which train.init_from names."
-            self._drop(self._keys_of("model") - FREE_OF_WEIGHTS, Unneeded(why))
+            self._drop(self._keys_of("model") - BESIDE_WEIGHTS, Unneeded(why))
         kind = values.get("schedule.kind", "wsd")
         if kind == "constant":
             self._drop(["schedule.min_lr"], Unneeded("The rate is constant."))

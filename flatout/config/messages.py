@@ -82,7 +82,8 @@ def unknown_key(key: str, value: object, known: list[str]) -> ConfigError:
     word = None if dotted in known else word_for(key)
     if word is not None:
         return ConfigError(f"There is no config key {key!r}.", fix=_advice(word, value))
-    guess = dotted if dotted in known else same_key(last, known)
+    beside = next((siblings[name] for name in siblings if last in name.split("_")), None)
+    guess = dotted if dotted in known else beside or same_key(last, known)
     known_as = (siblings, tops, _by_last(known))
     near = [names[close] for names in known_as if (close := misspelt(last, names))]
     theirs = None if guess or near else misspelt(last, known_words())

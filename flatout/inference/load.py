@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 from flatout.architectures.exported import OWN_TOKENIZER
 from flatout.architectures.source import ForeignWeights, find_model, is_foreign
 from flatout.assembly.recipe import Recipe, Speedup
-from flatout.assembly.resolve import ops_of
 from flatout.assembly.selection import assemble
 from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import TOKENIZER
@@ -104,7 +103,7 @@ def load_run(
     device, _ = pick_device(device, probe())
     with progress.task(f"Loading {path.name} of {folder.name}"):
         recipe = assemble(_usable_speedups(config, precision))
-        model = new_model(config, ops_of(recipe))
+        model = new_model(config, recipe.ops())
         allocate(model, "cpu", draws=False)
         try:
             model.load_state_dict(read_merged(path))
@@ -155,7 +154,7 @@ def load_model(
     )
     device, _ = pick_device("auto", probe())
     recipe = Recipe()
-    built = new_model(config, ops_of(recipe))
+    built = new_model(config, recipe.ops())
     allocate(built, "cpu", draws=False)
     weights = ForeignWeights(found, built.config)
     weights.require_fit(shapes_of(built))

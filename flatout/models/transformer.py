@@ -15,13 +15,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.attention.flex_attention import BlockMask
 
 from flatout.errors import ConfigError
 from flatout.models import layers
 from flatout.models.language_model import Decoder, EmbeddingModel, Flops, LanguageModelConfig
-from flatout.ops import Ops, float64_device
-from flatout.ops.attention import block_masks
+from flatout.ops import Ops, float64_device, product_dtype
+from flatout.ops.attention import Mask, masks
 
 INIT_STD = 0.02
 """Standard deviation of initial weights (GPT-2: Radford et al. 2019)."""
@@ -296,11 +295,11 @@ class Attention(nn.Module):
         self,
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
-        masks: dict[int | None, BlockMask] | None = None,
+        shared: dict[int | None, Mask] | None = None,
         cache: KeyValueCache | None = None,
         start: int = 0,
     ) -> Tensor:
-        """Return the output of attention for each token; `masks` has `attention.block_masks`.
+        """Return the output of attention for each token; `shared` has `attention.masks`.
 
         With a cache the tokens continue a document at the position `start`, and are added to it.
 
@@ -332,7 +331,7 @@ class Attention(nn.Module):
             doc_ids_BT=doc_ids_BT,
             window=self.window,
             softcap=self.softcap,
-            blocks=masks.get(self.window) if masks else None,
+            mask=shared.get(self.window) if shared else None,
         )
         return layers.normed(self.output(out_BHTC.transpose(1, 2).flatten(2)), self.post_norm)
 
@@ -389,15 +388,15 @@ class Block(layers.ResidualBlock):
         self,
         hidden_BTD: Tensor,
         doc_ids_BT: Tensor | None = None,
-        masks: dict[int | None, BlockMask] | None = None,
+        shared: dict[int | None, Mask] | None = None,
     ) -> Tensor:
-        """Return the hidden states after this block; `masks` has `attention.block_masks`.
+        """Return the hidden states after this block; `shared` has `attention.masks`.
 
         Shapes:  hidden_BTD (B, T, D); doc_ids_BT (B, T) integers.
         Returns: hidden_BTD.
         """
         normed_BTD = self.attention_norm(hidden_BTD)
-        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, masks))
+        return self.added(hidden_BTD, self.attention(normed_BTD, doc_ids_BT, shared))
 
     def decode(self, hidden_BTD: Tensor, cache: KeyValueCache, start: int) -> Tensor:
         """Return the hidden states of the next tokens of a document, and add them to the cache.
@@ -458,13 +457,15 @@ class Transformer(EmbeddingModel):
         return CachingDecoder(self, self.token_limit(max_tokens))
 
     def shared_by_blocks(self, tokens_BT: Tensor, doc_ids_BT: Tensor | None) -> tuple[object, ...]:
-        """Return the masks of FlexAttention, if the attention in use needs them.
+        """Return the masks of attention, if documents or windows need any.
 
         Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
         """
         windows = map(self.config.window_of, range(self.config.num_layers))
-        masks = block_masks(self.ops.attention, tokens_BT, doc_ids_BT, windows)
-        return (masks,) if masks else ()
+        weight = self.token_embedding.weight
+        dtype = product_dtype(weight, weight)
+        found = masks(self.ops.attention, tokens_BT, doc_ids_BT, windows, dtype)
+        return (found,) if found else ()
 
     def init_weights(self) -> None:
         """Initialise every parameter: matrices normal(0, 0.02), biases 0, norms 1.

@@ -35,6 +35,10 @@ FLEX_HEADS = range(16, 257)
 shared memory of a multiprocessor.
 """
 FLEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Mask = Tensor | BlockMask | None
+"""What is added to the scores, 0 or minus infinity, (T, S) or (B, 1, T, S); or the blocks of
+FlexAttention.
+"""
 
 
 def reference(
@@ -45,17 +49,17 @@ def reference(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """Return the values of the visible keys, weighted by the softmax of the scaled scores.
 
     The queries are the last T of the S positions. A query sees its own position and earlier ones:
     with `window`, only the last `window` positions, its own included; with `doc_ids_BT`, only
     positions of its own document. Query head h reads key head h // (H / G). `softcap` limits the
-    scaled scores to plus or minus that value with a tanh. `blocks` is the same mask for `flex`,
-    built once for all layers; other variants ignore it. Masked keys and values have no effect as
-    long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products over
-    all pairs are the definition; every variant must match them, gradients included.
+    scaled scores to plus or minus that value with a tanh. `mask` is the mask of these documents
+    and this window, if `masks` has built it for all layers. Masked keys and values have no effect
+    as long as they are finite: their weight is 0, and 0 x NaN is NaN. These plain matrix products
+    over all pairs are the definition; every variant must match them, gradients included.
 
     Shapes:  q_BHTC (B, H, T, C); k_BGSC, v_BGSC (B, G, S, C), G divides H, S >= T; doc_ids_BT (B,
              T) integers, then S = T.
@@ -71,8 +75,8 @@ def reference(
     scores_BHTS = at_least_fp32(q_BHTC @ k_BHSC.transpose(-2, -1)) / math.sqrt(q_BHTC.shape[-1])
     if softcap is not None:
         scores_BHTS = torch.tanh(scores_BHTS / softcap) * softcap
-    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
-    weights_BHTS = scores_BHTS.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    added = _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
+    weights_BHTS = (scores_BHTS + added).softmax(dim=-1)
     return weights_BHTS.to(v_BHSC.dtype) @ v_BHSC
 
 
@@ -84,16 +88,16 @@ def fused(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """`reference` through scaled_dot_product_attention, which never stores all scores.
 
     torch tries cuDNN first on GPUs of capability 9.x and 10.x (from cuDNN 9.15.1 on, which torch
     2.11 to 2.13 ship), flash elsewhere, and falls back to the next kernel: cuDNN does not support
     heads above 128 or head sizes that are not a multiple of 8. No mask is needed without documents
-    when the window covers everything and there is one query or as many as keys. Otherwise a boolean
-    mask (T, S), or (B, 1, T, S) with documents, is built and the kernel skips nothing. `reference`
-    handles a softcap, which the kernel does not support.
+    when the window covers everything and there is one query or as many as keys. Otherwise the mask
+    is added, and the kernel skips nothing. `reference` handles a softcap, which the kernel does not
+    support.
 
     Shapes:  as `reference`.
     Returns: out_BHTC, laid out in memory as (B, T, H, C).
@@ -102,9 +106,8 @@ def fused(
     Source:  Dao 2023, arXiv:2307.08691.
     """
     if softcap is not None:
-        return reference(
-            q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap
-        )
+        options: Any = {"window": window, "softcap": softcap, "mask": mask}
+        return reference(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
     _check(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT)
     num_queries, num_keys = q_BHTC.shape[2], k_BGSC.shape[2]
     is_plain = (
@@ -116,7 +119,7 @@ def fused(
         q_BHTC,
         k_BGSC,
         v_BGSC,
-        attn_mask=None if is_plain else _visible(q_BHTC, k_BGSC, doc_ids_BT, window),
+        attn_mask=None if is_plain else _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask),
         is_causal=is_plain and num_queries > 1,
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
@@ -130,7 +133,7 @@ def flex(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """`reference` through FlexAttention, which skips blocks of 128 tokens that are fully masked.
 
@@ -154,14 +157,17 @@ def flex(
     if not fits or not runs_triton(q_BHTC):
         if fits and isinstance(q_BHTC, FakeTensor):  # estimates a GPU run, which builds no mask
             doc_ids_BT = window = None
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap)
+        options: Any = {"window": window, "softcap": softcap, "mask": mask}
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
     dtype = product_dtype(q_BHTC, q_BHTC)
     kernel: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
     out_BHTC: Tensor = kernel(
         q_BHTC.to(dtype),
         k_BGSC.to(dtype),
         v_BGSC.to(dtype),
-        block_mask=block_mask(q_BHTC[:, 0, :, 0], doc_ids_BT, window) if blocks is None else blocks,
+        block_mask=mask
+        if isinstance(mask, BlockMask)
+        else block_mask(q_BHTC[:, 0, :, 0], doc_ids_BT, window),
         enable_gqa=q_BHTC.shape[1] != k_BGSC.shape[1],
     )
     return out_BHTC
@@ -172,20 +178,33 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def block_masks(
+def masks(
     attend: Callable[..., Tensor],
     tokens_BT: Tensor,
     doc_ids_BT: Tensor | None,
     windows: Iterable[int | None],
-) -> dict[int | None, BlockMask]:
-    """Return the `blocks` of a micro-batch by window, if this variant uses FlexAttention on a GPU.
+    dtype: torch.dtype,
+) -> dict[int | None, Mask]:
+    """Return the `mask` of a micro-batch by window, for all layers; without those of whole rows.
+
+    `dtype` is that of queries and keys.
 
     Shapes:  tokens_BT, doc_ids_BT (B, T) integers.
+    Memory:  B T^2 elements per window with documents, T^2 without.
     """
-    if attend is not flex or not tokens_BT.is_cuda:
-        return {}
-    masked = {w for w in windows if _masks_blocks(tokens_BT.shape[1], doc_ids_BT, w)}
-    return {w: block_mask(tokens_BT, doc_ids_BT, w) for w in masked}
+    found: dict[int | None, Mask] = {}
+    if attend is flex and isinstance(tokens_BT, FakeTensor):
+        return found  # estimates a GPU run, whose blocks take little memory
+    for window in {*windows}:
+        if doc_ids_BT is None and (window is None or window >= tokens_BT.shape[1]):
+            continue
+        if attend is flex and tokens_BT.is_cuda:
+            if _masks_blocks(tokens_BT.shape[1], doc_ids_BT, window):
+                found[window] = block_mask(tokens_BT, doc_ids_BT, window)
+        else:
+            rows_BHTC = tokens_BT[:, None, :, None]
+            found[window] = _added(rows_BHTC.to(dtype), rows_BHTC, doc_ids_BT, window)
+    return found
 
 
 def _masks_blocks(num_tokens: int, doc_ids_BT: Tensor | None, window: int | None) -> bool:
@@ -275,7 +294,7 @@ def bf16(
     doc_ids_BT: Tensor | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    blocks: BlockMask | None = None,
+    mask: Mask = None,
 ) -> Tensor:
     """`reference` with products in bfloat16 and the softmax in fp32, for CPUs with bf16 products.
 
@@ -294,11 +313,12 @@ def bf16(
     )
     fits = softcap is None and q_BHTC.shape[2] >= FEWEST_QUERIES and k_BGSC.shape[2] <= MOST_KEYS
     if not is_fp32 or not fits:
-        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, window=window, softcap=softcap)
-    visible = _visible(q_BHTC, k_BGSC, doc_ids_BT, window)
+        options: Any = {"window": window, "softcap": softcap, "mask": mask}
+        return fused(q_BHTC, k_BGSC, v_BGSC, doc_ids_BT=doc_ids_BT, **options)
+    added = _added(q_BHTC, k_BGSC, doc_ids_BT, window, mask)
     if q_BHTC.shape[1] != k_BGSC.shape[1]:
         k_BGSC, v_BGSC = _repeat_groups(q_BHTC, k_BGSC), _repeat_groups(q_BHTC, v_BGSC)
-    return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, torch.where(visible, 0.0, float("-inf")))  # type: ignore[no-any-return, no-untyped-call]
+    return _Bf16.apply(q_BHTC, k_BGSC, v_BGSC, added)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Bf16(torch.autograd.Function):
@@ -339,10 +359,16 @@ def _repeat_groups(q_BHTC: Tensor, kv_BGSC: Tensor) -> Tensor:
     return kv_BGSC.repeat_interleave(q_BHTC.shape[1] // kv_BGSC.shape[1], dim=1)
 
 
-def _visible(
-    q_BHTC: Tensor, k_BGSC: Tensor, doc_ids_BT: Tensor | None, window: int | None
+def _added(
+    q_BHTC: Tensor,
+    k_BGSC: Tensor,
+    doc_ids_BT: Tensor | None,
+    window: int | None,
+    mask: Mask = None,
 ) -> Tensor:
-    """Return which keys each query sees: (T, S), or (B, 1, T, S) with documents."""
+    """Return what is added to the scores, in the dtype of the queries: the mask, if it is known."""
+    if isinstance(mask, Tensor):
+        return mask.to(q_BHTC.dtype)
     num_queries, num_keys, device = q_BHTC.shape[2], k_BGSC.shape[2], q_BHTC.device
     query_T = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     key_S = torch.arange(num_keys, device=device)[None, :]
@@ -351,7 +377,8 @@ def _visible(
         visible = visible & (key_S > query_T - window)
     if doc_ids_BT is not None:
         visible = visible & (doc_ids_BT[:, None, :, None] == doc_ids_BT[:, None, None, :])
-    return visible
+    nothing = torch.zeros((), dtype=q_BHTC.dtype, device=device)
+    return torch.where(visible, nothing, float("-inf"))
 
 
 def _check(q_BHTC: Tensor, k_BGSC: Tensor, v_BGSC: Tensor, doc_ids_BT: Tensor | None) -> None:

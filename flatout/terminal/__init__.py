@@ -7,18 +7,17 @@ seconds.
 
 from __future__ import annotations
 
-from flatout.terminal.figures import amount, columns, duration, wrapped
+from flatout.terminal.closing import closing
 from flatout.terminal.lines import Terminal
 from flatout.terminal.picture import curve
-from flatout.terminal.report import RunReport, closing
+from flatout.terminal.run import RunReport
+from flatout.terminal.screen import columns, wrapped
 
 __all__ = [
     "RunReport",
     "Terminal",
-    "amount",
     "closing",
     "columns",
     "curve",
-    "duration",
     "wrapped",
 ]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.progress import Progress
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import without_secrets
+from flatout.figures import amount, duration
 from flatout.streams import printable
-from flatout.terminal.cell import CELL_COLUMNS, CellBlock
-from flatout.terminal.figures import amount, duration, wrapped
+from flatout.terminal.screen import wrapped
 
 APPEARS_AFTER_S = 0.1
 PLAIN_EVERY_S = 5.0
@@ -28,15 +31,16 @@ UNCOUNTED_EVERY_S = 15.0
 TICK_S = 0.25
 REDRAWS_PER_S = 6
 RATE_WINDOW_S = 10.0
+CELL_COLUMNS = 100
 MAX_BAR, MIN_BAR = 24, 6
 """Columns of a progress bar; with fewer than MIN_BAR left, there is none."""
 
 
 class OpenTask:
-    """One operation in progress: a rich task, and the facts shown about it."""
+    """One operation in progress, and the facts shown about it."""
 
     def __init__(
-        self, progress: Progress, what: str, total: float | None, unit: str, done: float
+        self, clock: Callable[[], float], what: str, total: float | None, unit: str, done: float
     ) -> None:
         self.what = printable(without_secrets(what))
         self.unit = unit
@@ -47,14 +51,18 @@ class OpenTask:
         """Returns the lines below it on a screen of so many columns; called in another thread."""
         self.shown_s: float | None = None
         """When the log last had a line about it."""
-        self._progress = progress
-        self._done_before = done
-        self._id = progress.add_task(self.what, total=total, completed=int(done))
-        self._task = next(task for task in progress.tasks if task.id == self._id)
+        self._clock, self._began_s = clock, clock()
+        self._total, self._done, self._done_before = total, done, done
+        self._recent: deque[tuple[float, float]] = deque()
+        """When something was done in the last RATE_WINDOW_S, and how much was done then."""
 
     def advance(self, amount: float = 1) -> None:
         """Add `amount` units to those done."""
-        self._progress.advance(self._id, amount)
+        now_s = self._clock()
+        self._done += amount
+        self._recent.append((now_s, self._done))
+        while self._recent[0][0] < now_s - RATE_WINDOW_S:
+            self._recent.popleft()
 
     def note(self, text: str) -> None:
         """Show a short text beside the operation, replacing the previous one."""
@@ -63,26 +71,24 @@ class OpenTask:
     @property
     def elapsed(self) -> float:
         """Seconds since the start of the operation."""
-        return self._task.elapsed or 0.0
+        return self._clock() - self._began_s
 
     @property
     def is_counted(self) -> bool:
         """Whether later lines about it show more than the elapsed time."""
-        return bool(self._task.total or self.unit)
-
-    def is_in_log(self) -> bool:
-        """Return whether the log has a line about it that a closing line would only repeat."""
-        is_new = self.elapsed < UNCOUNTED_EVERY_S
-        return self.shown_s is not None and not self.is_counted and is_new
+        return bool(self._total or self.unit)
 
     @property
     def share(self) -> float | None:
         """The share that is done, None without a total."""
-        return self._task.percentage / 100 if self._task.total else None
+        return min(self._done / self._total, 1.0) if self._total else None
 
     def rate(self) -> float:
         """Return units per second over the last ten seconds, 0 while it is unknown."""
-        return self._task.speed or 0.0
+        if len(self._recent) < 2:
+            return 0.0
+        (start_s, before), (end_s, after) = self._recent[0], self._recent[-1]
+        return (after - before) / (end_s - start_s) if end_s > start_s else 0.0
 
     def facts(self, text: str | None = None) -> list[str]:
         """Return the facts that a line shows after the name, with `text` in place of the note.
@@ -90,22 +96,23 @@ class OpenTask:
         An operation without a unit gives its rate and the time left in its note.
         """
         text = self.text if text is None else text
-        rate, left = self.rate() if self.unit else 0.0, self._task.remaining
+        rate = self.rate() if self.unit else 0.0
         found = [f"{self.share:.0%}"] if self.share is not None else []
-        if text:
-            found.append(text)
+        found += [text] if text else []
         if rate > 0:
             found.append(f"{amount(rate, self.unit)}/s")
-        elif self.unit or not self._task.total or self._task.completed == self._done_before:
+        elif self.unit or not self._total or self._done == self._done_before:
             found.append(duration(self.elapsed))
-        if left and left > 0 and rate > 0:
-            found.append(f"{duration(left / rate)} left")
+        if self._total and rate > 0 and self._done < self._total:
+            found.append(f"{duration((self._total - self._done) / rate)} left")
         return found
 
-    def closing_line(self) -> str:
-        """Return the permanent line printed at the end of the operation."""
-        done = self._task.completed
-        counted = f"{amount(done, self.unit)} in " if self.unit and done else ""
+    def closing_line(self) -> str | None:
+        """Return the permanent line for the end of the operation; None if it would say nothing."""
+        is_in_log = self.shown_s is not None and not self.is_counted
+        if self.elapsed < 1 or (is_in_log and self.elapsed < UNCOUNTED_EVERY_S):
+            return None
+        counted = f"{amount(self._done, self.unit)} in " if self.unit and self._done else ""
         return f"{self.what}: {counted}{duration(self.elapsed)}"
 
     def block(self, width: int, height: int, *, nested: bool) -> RenderableType:
@@ -136,23 +143,51 @@ class OpenTask:
         return row
 
 
-class _Lines(Progress):
-    """rich's live display, with the lines of a terminal's operations."""
+class CellBlock:
+    """The block of output of a notebook's cell, updated in place: lines, and what is in progress.
 
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
-        super().__init__(
-            console=terminal.console,
-            transient=True,
-            redirect_stdout=False,
-            refresh_per_second=REDRAWS_PER_S,
-            speed_estimate_period=RATE_WINDOW_S,
-            get_time=terminal.clock,
-        )
+    Each execution has its own block. IPython is running.
+    """
 
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield one line per operation."""
-        yield self._terminal.lines()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cell: int | None = None
+        self._handle: Any = None
+        self._lines: list[str] = []
+        self._in_progress = ""
+        self._shown = ""
+
+    def say(self, line: str) -> None:
+        """Add a permanent line."""
+        with self._lock:
+            self._start_block()
+            self._lines.append(line)
+            self._show()
+
+    def draw(self, in_progress: str) -> None:
+        """Replace the lines of the operations in progress."""
+        with self._lock:
+            self._start_block()
+            self._in_progress = in_progress
+            self._show()
+
+    def _start_block(self) -> None:
+        cell = importlib.import_module("IPython").get_ipython().execution_count
+        if cell != self._cell:
+            self._cell, self._handle, self._lines = cell, None, []
+            self._in_progress = self._shown = ""
+
+    def _show(self) -> None:
+        text = "\n".join(filter(None, [*self._lines, self._in_progress]))
+        if text == self._shown:
+            return
+        self._shown, bundle = text, {"text/plain": text}
+        if self._handle is None:
+            self._handle = importlib.import_module("IPython.display").display(
+                bundle, raw=True, display_id=True
+            )
+        else:
+            self._handle.update(bundle, raw=True)
 
 
 class Terminal:
@@ -168,7 +203,7 @@ class Terminal:
         self.clock = clock
         self._lock = threading.RLock()
         self._open: list[OpenTask] = []
-        self._progress = _Lines(self)
+        self._live: Live | None = None
         self._ticker: threading.Thread | None = None
         self._all_closed = threading.Event()
         self._last_plain = -math.inf
@@ -184,6 +219,11 @@ class Terminal:
         """Whether it writes to the cell of a notebook."""
         return self._cell is not None
 
+    @property
+    def encoding(self) -> str:
+        """The encoding of what is shown."""
+        return "utf-8" if self.is_cell else self.console.encoding
+
     @contextmanager
     def task(
         self, what: str, *, total: float | None = None, unit: str = "", done: float = 0.0
@@ -194,9 +234,7 @@ class Terminal:
         """
         with self._lock:
             outermost = not self._open
-            if outermost:
-                self._progress = _Lines(self)
-            task = OpenTask(self._progress, what, total, unit, done)
+            task = OpenTask(self.clock, what, total, unit, done)
             self._open.append(task)
             if outermost:
                 self._start()
@@ -211,8 +249,9 @@ class Terminal:
                 empty = not self._open
             if empty:
                 self._stop()
-            if outermost and not failed and task.elapsed >= 1 and not task.is_in_log():
-                self.say(task.closing_line())
+            line = task.closing_line()
+            if outermost and not failed and line:
+                self.say(line)
 
     def say(self, line: str) -> None:
         """Print one permanent line; a terminal wraps it at spaces."""
@@ -231,7 +270,14 @@ class Terminal:
 
     def _start(self) -> None:
         if self.interactive:
-            self._progress.start()
+            self._live = Live(
+                console=self.console,
+                get_renderable=self.lines,
+                transient=True,
+                redirect_stdout=False,
+                refresh_per_second=REDRAWS_PER_S,
+            )
+            self._live.start()
             return
         self._all_closed = threading.Event()
         self._last_plain = max(self._last_plain, self.clock() - PLAIN_EVERY_S + 2)
@@ -243,8 +289,9 @@ class Terminal:
 
     def _stop(self) -> None:
         ticker, self._ticker = self._ticker, None
-        if self._progress.live.is_started:
-            self._progress.stop()
+        live, self._live = self._live, None
+        if live:
+            live.stop()
         if ticker:
             self._all_closed.set()
             ticker.join()

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from flatout.terminal.lines import Terminal
-from flatout.terminal.report import RunReport
+from flatout.terminal.run import RunReport
 
 
 def shown_in_cell(function: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from flatout.json_io import is_finite
 from flatout.streams import can_show
 
 BARS = "▁▂▃▄▅▆▇█"
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of a Braille character by row and column."""
 
 
 def curve(
@@ -32,20 +35,31 @@ def curve(
         return ""
     fine = can_show("⣿│└●", encoding)
     across, down = (2, 4) if fine else (1, 1)
-    values = [y for _, y in line + dots]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    steps = [x for x, _ in line + dots]
-    first, last = min(steps), max(steps)
-    columns = _columns(line, first, last, width * across)
-    rows = [
-        None if math.isnan(y) else round((high - y) / span * (height * down - 1)) for y in columns
-    ]
-    cells = _braille(rows, width, height) if fine else _stars(rows, width, height)
+    steps, values = zip(*line, *dots, strict=True)
+    first, last, low, high = min(steps), max(steps), min(values), max(values)
+    length, span = (last - first) or 1, (high - low) or 1.0
+    columns = _columns(line, first, length, width * across)
+    rows = [(high - y) / span * (height * down - 1) for y in columns]
+    bits = [[0] * width for _ in range(height)]
+    for column, row in _strokes(rows):
+        bits[row // down][column // across] |= DOTS[row % down][column % across]
+    cells = [[(chr(0x2800 + one) if fine else "*") if one else " " for one in row] for row in bits]
+    side, corner, floor, dot = ("│", "└", "─", "●") if fine else ("|", "+", "-", "o")
     for x, y in dots:
-        column = round((x - first) / ((last - first) or 1) * (width - 1))
-        cells[round((high - y) / span * (height - 1))][column] = "●" if fine else "o"
-    return _framed(cells, low, high, f"{first:,.0f}", f"{last:,.0f}", bool(dots), fine)
+        column = round((x - first) / length * (width - 1))
+        cells[round((high - y) / span * (height - 1))][column] = dot
+    labels = {i: high - (high - low) * i / (height - 1) for i in (0, height // 2, height - 1)}
+    lines = [
+        f"{f'{labels[i]:8.3f}' if i in labels else '':8} {side}{''.join(row)}".rstrip()
+        for i, row in enumerate(cells)
+    ]
+    ends = f"{first:,.0f}", f"{last:,.0f}"
+    room = width - sum(map(len, ends))
+    names = ("loss over steps ({} validation)", "loss ({} validation)", "loss ({})", "loss")
+    titles = [name.format(dot) for name in names] if dots else ["loss over steps", "loss"]
+    title = next((title for title in titles if len(title) <= room - 2), "")
+    axis = f"{'':8} {corner}{floor * width}"
+    return "\n".join([*lines, axis, f"{'':10}{ends[0]}{title:^{max(1, room)}}{ends[1]}"])
 
 
 def sparkline(values: Sequence[float], width: int, *, encoding: str = "utf-8") -> str:
@@ -62,68 +76,24 @@ def sparkline(values: Sequence[float], width: int, *, encoding: str = "utf-8") -
     return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
 
 
-def _columns(line: list[tuple[float, float]], first: float, last: float, count: int) -> list[float]:
+def _columns(line: list[tuple[float, float]], first: float, length: float, count: int) -> Any:
     """Return the mean of the points in each column, with straight lines in between, NaN outside."""
     x, y = np.transpose(line)
-    column = np.rint((x - first) / ((last - first) or 1) * (count - 1)).astype(int)
+    column = np.rint((x - first) / length * (count - 1)).astype(int)
     filled, members = np.unique(column, return_counts=True)
     means = np.bincount(column, y)[filled] / members
-    values = np.interp(np.arange(count), filled, means, left=math.nan, right=math.nan)
-    return list(map(float, values))
+    return np.interp(np.arange(count), filled, means, left=math.nan, right=math.nan)
 
 
-def _strokes(rows: list[int | None]) -> Iterator[tuple[int, int]]:
+def _strokes(rows: Sequence[float]) -> Iterator[tuple[int, int]]:
     """Yield every (column, row) of a line with one row per column, steep parts filled in."""
     before: int | None = None
-    for column, row in enumerate(rows):
-        if row is None:
+    for column, at in enumerate(rows):
+        if math.isnan(at):
             continue
+        row = round(at)
         start = row if before is None else before + (row > before) - (row < before)
         step = 1 if row >= start else -1
         for r in range(start, row + step, step):
             yield column, r
         before = row
-
-
-def _braille(rows: list[int | None], width: int, height: int) -> list[list[str]]:
-    bits = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-    cells = [[0] * width for _ in range(height)]
-    for column, row in _strokes(rows):
-        cells[row // 4][column // 2] |= bits[row % 4][column % 2]
-    return [[chr(0x2800 + cell) if cell else " " for cell in line] for line in cells]
-
-
-def _stars(rows: list[int | None], width: int, height: int) -> list[list[str]]:
-    cells = [[" "] * width for _ in range(height)]
-    for column, row in _strokes(rows):
-        cells[row][column] = "*"
-    return cells
-
-
-def _framed(
-    cells: list[list[str]], low: float, high: float, first: str, last: str, marked: bool, fine: bool
-) -> str:
-    side, corner, floor, dot = ("│", "└", "─", "●") if fine else ("|", "+", "-", "o")
-    height, width = len(cells), len(cells[0])
-    lines = []
-    for i, row in enumerate(cells):
-        label = (
-            f"{high - (high - low) * i / (height - 1):8.3f}"
-            if i in {0, height // 2, height - 1}
-            else " " * 8
-        )
-        lines.append(f"{label} {side}{''.join(row)}".rstrip())
-    lines.append(f"{'':8} {corner}{floor * width}")
-    title = _title(width - len(first) - len(last) - 2, dot if marked else "")
-    lines.append(f"{'':10}{first}{title:^{max(1, width - len(first) - len(last))}}{last}")
-    return "\n".join(lines)
-
-
-def _title(room: int, dot: str) -> str:
-    """Return the longest title that fits."""
-    titles = (
-        (f"loss over steps ({dot} validation)", f"loss ({dot} validation)", f"loss ({dot})")
-        if dot
-        else ("loss over steps",)
-    )
-    return next((title for title in (*titles, "loss") if len(title) <= room), "")

@@ -1,7 +1,7 @@
 """Megatron's indexed datasets: NAME.bin with NAME.idx, as Megatron-LM, NeMo and fairseq write them.
 
-Two kinds of index are in use: `MMIDIDX`, and the older `TNTIDX`; fairseq's variants of both list no
-documents, so that each of their sequences is one.
+fairseq's variant of the index lists no documents, so that each of its sequences is one. The older
+index, `TNTIDX`, is not read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from flatout.files import Array
 from flatout.token_formats import Piece, Reading, TokenFormat, Tokens, damaged
 
 MAPPED = b"MMIDIDX\x00\x00"
-OLD = b"TNTIDX\x00\x00"
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2", 9: "<u4", 10: "<u8"}
 """Integer types by their number in an index."""
 GROUP = 1 << 18
@@ -151,8 +150,6 @@ def _read_index(path: Path) -> _Index:
     try:
         if head.startswith(MAPPED):
             return _read_mapped(path, head)
-        if head.startswith(OLD):
-            return _read_old(path, head)
     except struct.error as error:
         raise damaged(path, "is truncated") from error
     raise DataError(
@@ -177,27 +174,6 @@ def _read_mapped(path: Path, head: bytes) -> _Index:
         _array(path, "<i4", count, start),
         _array(path, "<i8", count, start + 4 * count),
         _documents(path, documents, start + 12 * count, count),
-    )
-
-
-def _read_old(path: Path, head: bytes) -> _Index:
-    version, code, itemsize, count, num_sizes = struct.unpack_from("<QQQQQ", head, 8)
-    dtype = _dtype(path, version, code)
-    (documents,) = struct.unpack_from("<Q", head, 48)
-    size = path.stat().st_size
-    numbers = 2 * (count + 1) + num_sizes
-    with_documents = size == 56 + 8 * (numbers + documents)
-    if not with_documents and size != 48 + 8 * numbers:
-        raise damaged(path, f"is truncated or damaged: it states {count:,} sequences")
-    if num_sizes != count or itemsize != dtype.itemsize:
-        raise damaged(path, "does not describe rows of tokens")
-    start = (56 if with_documents else 48) + 8 * (count + 1)
-    offsets = _array(path, "<i8", count + 1, start)
-    return _Index(
-        dtype,
-        np.diff(offsets),
-        np.asarray(offsets[:-1]) * dtype.itemsize,
-        _documents(path, documents if with_documents else 0, 56 + 8 * numbers, count),
     )
 
 

@@ -24,7 +24,8 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, location
-from flatout.training.checkpoint.base import Base, base_of, digest_of, find_base
+from flatout.training.checkpoint.base import base_of, digest_of, find_base
+from flatout.training.checkpoint.catalog import Base
 from flatout.training.checkpoint.foreign import load_foreign
 from flatout.training.checkpoint.merged import MergedWeights, fill_merged, shapes_of
 from flatout.training.checkpoint.read_write import load_weights
@@ -166,7 +167,9 @@ def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject 
     rows = {plain_name(name): adapter.rows for name, adapter in adapters.items()}
     digest = known.digest if known is not None else digest_of(source)
     scale = next(iter(adapters.values())).scale  # the same in all layers
-    return source, Base(str(source.resolve()), digest, scale, rows).to_dict()
+    return source, Base(
+        path=str(source.resolve()), digest=digest, scale=scale, rows=rows
+    ).model_dump()
 
 
 def _another_kind(checkpoint: Path, rank: int | None) -> CheckpointError:

@@ -167,9 +167,8 @@ def train_plan(request: RunRequest, plan: RunPlan) -> JsonObject:
         stack.enter_context(closing_saver(run, log))
         log_start(run, log, request, plan, differences)
         if not is_resumed and run.config.train.init_from is not None:
-            with log.aside(
-                "checkpoint"
-            ):  # so that the run no longer depends on the source of its weights
+            # the run then no longer depends on the source of its weights
+            with log.aside("checkpoint"):
                 save_last(run, log)
         predicted = predict(run, known)
         log.event("predicted", **predicted)

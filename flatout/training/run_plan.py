@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from flatout.assembly.preflight import for_world_size, open_dataset
-from flatout.assembly.resolve import ops_of, resolve, with_evaluations_in_steps
+from flatout.assembly.resolve import resolve, with_evaluations_in_steps
 from flatout.assembly.selection import Decision, recipe_of, stored_decisions
 from flatout.config.schema import RunConfig, flat
 from flatout.data.store.mix import AnyDataset, members_of
@@ -183,7 +183,7 @@ def _plan_new(request: RunRequest, checkpoint: Path | None) -> RunPlan:
     if checkpoint is None:
         require_weights(config.lora, config.train.init_from)
     require_steps_left(request.folder, config, checkpoint)
-    ops = ops_of(recipe_of(config))
+    ops = recipe_of(config).ops()
     config = resolve_init_from(config, dataset, ops, progress=request.progress)
     return RunPlan(
         with_absolute_paths(_with_fewer_rows(request, config)),

@@ -131,18 +131,6 @@ CASES = [
         ("Create it",),
     ),
     Case(
-        "a report both served and written",
-        "report first --serve --out x.html",
-        ("--serve writes no file",),
-        ("Leave out one of them",),
-    ),
-    Case(
-        "a port that does not exist",
-        "report first --serve --port 70000",
-        ("--port 70000 is not a port",),
-        ("65535",),
-    ),
-    Case(
         "a URL as the directory of `runs`",
         "runs gs://bucket/runs",
         ("gs://bucket/runs is a URL",),

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import random
-from pathlib import Path
 
 import pytest
 
 import flatout
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("chat")
 
 
 @pytest.mark.slow

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("chat_templates")
 
 
 @pytest.mark.parametrize("family", ["chatml", "qwen 3", "llama 2", "marked"])

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("convert")
 
 
 def test_every_key_of_every_tool_is_answered(benchmark):

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("copy_task")
 
 
 @pytest.mark.slow

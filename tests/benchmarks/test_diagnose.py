@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("diagnose")
 
 
 def row(fault, strength, *findings):
@@ -77,6 +65,6 @@ def test_every_fault_is_tried_before_one_is_repeated(benchmark):
 
 def test_results_so_far_are_written(benchmark, tmp_path):
     part = found(row("recipe: slow save", 1, "slow-save"))
-    benchmark.write(tmp_path, part)
+    benchmark.save(tmp_path, "diagnose", part, benchmark.table(part))
     assert "1 of 7 trials were run" in (tmp_path / "diagnose.md").read_text()
     assert json.loads((tmp_path / "diagnose.json").read_text())["rows"] == part["rows"]

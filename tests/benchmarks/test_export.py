@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 
 @pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    module = importlib.import_module("export")
-    monkeypatch.setitem(module.SHAPE, "d_model", 32)
-    monkeypatch.delitem(module.WAYS, "gguf, bfloat16")
-    return module
+def benchmark(benchmark, monkeypatch):
+    monkeypatch.setitem(benchmark.SHAPE, "d_model", 32)
+    monkeypatch.delitem(benchmark.WAYS, "gguf, bfloat16")
+    return benchmark
 
 
 @pytest.mark.slow

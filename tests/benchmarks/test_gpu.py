@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +13,10 @@ from flatout import Dataset
 from flatout.hardware import probe
 from flatout.registry import RECIPES, SPEEDUPS
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def gpu(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    module = importlib.import_module("gpu")
+def gpu(benchmark, monkeypatch, tmp_path):
+    module = benchmark
     monkeypatch.setattr(module, "SCRATCH", tmp_path / "scratch")
     monkeypatch.setattr(module.signal, "signal", lambda *_: None)
     monkeypatch.setattr(module, "probe", lambda: replace(probe(), gpus=()))
@@ -44,7 +39,7 @@ def programs(gpu, monkeypatch):
     """Replace the steps with small programs, by name."""
 
     def replaced(**programs):
-        steps = tuple(gpu.Step(name, "?", ("-c", code), 1.0) for name, code in programs.items())
+        steps = {name: gpu.Step("?", ("-c", code), 1.0) for name, code in programs.items()}
         monkeypatch.setattr(gpu, "STEPS_IN_ORDER", steps)
 
     return replaced
@@ -52,22 +47,17 @@ def programs(gpu, monkeypatch):
 
 def test_every_step_is_known_here(gpu):
     """Its recipe, its speedups and the step it is compared with exist."""
-    names = [step.name for step in gpu.STEPS_IN_ORDER]
-    assert len(set(names)) == len(names)
-    for step in gpu.STEPS_IN_ORDER:
-        text = " ".join(step.words)
-        assert step.against in {None, *names}
-        assert set(
-            re.findall(
-                r"[+-]([a-z][a-z0-9-]+)(?=,|$)", text.partition("speedups=")[2].split(" ")[0]
-            )
-        ) <= set(SPEEDUPS.names())
-        assert any(word in RECIPES.names() for word in step.words) or "/" not in step.name
+    for name, step in gpu.STEPS_IN_ORDER.items():
+        speedups = " ".join(step.words).partition("speedups=")[2].split(" ")[0]
+        wanted = re.findall(r"[+-]([a-z][a-z0-9-]+)(?=,|$)", speedups)
+        assert {*wanted} <= {*SPEEDUPS.names()}
+        assert step.against in {None, *gpu.STEPS_IN_ORDER}
+        assert name.partition("/")[0] in RECIPES.names() or "/" not in name
 
 
 def test_without_a_gpu_every_step_is_a_skipped_line(gpu, rows, tmp_path):
     gpu.main(["--out", str(tmp_path / "out")])
-    assert list(rows()) == [step.name for step in gpu.STEPS_IN_ORDER]
+    assert list(rows()) == list(gpu.STEPS_IN_ORDER)
     assert {row["status"] for row in rows().values()} == {"skipped"}
     assert "| tests |" in (tmp_path / "out" / "table.md").read_text()
 
@@ -121,7 +111,7 @@ def test_no_step_starts_that_would_end_too_late(gpu, programs, rows, tmp_path, m
     assert rows() == {}
 
 
-def test_figures_are_compared_with_predictions_for_this_gpu(gpu):
+def test_figures_are_compared_with_predictions_for_this_gpu(gpu, monkeypatch):
     rows = {
         "environment": {"figures": {"roof_tflops": gpu.H200_TFLOPS / 2}},
         "theirs": {"figures": {"tokens_per_s": 40.0}},
@@ -134,7 +124,6 @@ def test_figures_are_compared_with_predictions_for_this_gpu(gpu):
         },
     }
     step = gpu.Step(
-        "ours",
         "?",
         (),
         1.0,
@@ -142,7 +131,8 @@ def test_figures_are_compared_with_predictions_for_this_gpu(gpu):
         target={"tokens_per_s": 130.0, "times": 1.4, "peak_gib": 10.5},
         against="theirs",
     )
-    found = gpu.compared(step, rows)
+    monkeypatch.setattr(gpu, "STEPS_IN_ORDER", {"ours": step})
+    found = gpu.compared("ours", rows)
     assert found["predicted"]["tokens_per_s"] == (45.0, 55.0)
     assert found["off_by"] == {
         "tokens_per_s": 0.2,
@@ -176,7 +166,7 @@ class GPT(nn.Module):
         return torch.optim.AdamW(self.parameters(), lr=30 * lr, betas=betas)
 """
     )
-    wanted = "environment,gpt2-124m/set,gpt2-124m/people,gpt2-124m/nanogpt,eigenstate/fft"
+    wanted = "environment,gpt2-124m/set,gpt2-124m/people,gpt2-124m/nanogpt,eigenstate-small-32k/fft"
     words = ["--tiny", "--only", wanted, "--nanogpt", str(tmp_path)]
     gpu.main(["--out", str(tmp_path / "out"), *words])
     found = rows()

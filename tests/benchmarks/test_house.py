@@ -1,8 +1,7 @@
-"""The figures of size and layers, on sources small enough to count by hand."""
+"""The size of code, on sources small enough to count by hand."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import sys
 from pathlib import Path
@@ -25,14 +24,3 @@ def test_comments_docstrings_and_layout_are_not_code(house):
     plain = "def f(a):\n    return a + 1\n"
     explained = '"""Module."""\n\n# Why\ndef f(\n    a,\n):\n    """Add one."""\n    return a + 1\n'
     assert house.code_tokens(plain) == house.code_tokens(explained) == 10
-
-
-def test_layers_count_the_longest_chain_of_imports(house):
-    modules = {
-        "p.low": "",
-        "p.middle": "from p.low import thing",
-        "p.high": "from p import low\nimport p.middle",
-    }
-    graph = house.imports({name: ast.parse(text) for name, text in modules.items()})
-    assert graph["p.high"] == {"p.low", "p.middle"}
-    assert house.import_layers(graph) == {"p.low": 1, "p.middle": 2, "p.high": 3}

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 from flatout.data.store.shards import Dataset
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("loader")
 
 
 def test_the_benchmark_reads_its_own_dataset(benchmark, tmp_path):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,12 +15,11 @@ CHARACTERS = 65
 
 
 @pytest.fixture
-def benchmark(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    module = importlib.import_module("models")
-    monkeypatch.setattr(module, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(module, "code_state", lambda: "1a2b3c4")
-    return module
+def benchmark(benchmark, load, monkeypatch, tmp_path):
+    monkeypatch.setattr(benchmark, "RESULTS", tmp_path / "results")
+    for module in (benchmark, load("training_runs")):
+        monkeypatch.setattr(module, "code_state", lambda: "1a2b3c4")
+    return benchmark
 
 
 @pytest.fixture
@@ -123,7 +120,7 @@ def test_models_are_timed_in_turns_with_their_memory(toy, monkeypatch, tiny_set,
     dataset, turns = Dataset.open(tiny_set), []
     monkeypatch.setattr(toy, "SPEED_LENGTHS", (16, 32))
 
-    def in_a_process(command):
+    def json_of(command):
         assert command[:2] == ["python", "--timed"]
         turns.append(command[2:])
         return {
@@ -132,7 +129,7 @@ def test_models_are_timed_in_turns_with_their_memory(toy, monkeypatch, tiny_set,
             "steps": 2,
         }
 
-    monkeypatch.setattr(toy, "in_a_process", in_a_process)
+    monkeypatch.setattr(toy, "json_of", json_of)
     for _ in range(2):
         toy.measure_speed(["python"], 2, tmp_path / "models.jsonl")
     order = ["transformer", "eigenstate"]

@@ -1,25 +1,18 @@
-"""Both optimisers are tuned alike, and the best value is never at the edge of the grid."""
+"""Both optimisers are tuned alike, and the share of tokens is computed from the runs."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import shutil
 import subprocess
 from dataclasses import asdict
-from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from flatout import Dataset
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    return importlib.import_module("optimisers")
+SETTINGS = {"adamw": {"kind": "adamw", "lr": 0.004}, "muon": {"kind": "muon", "lr": 0.008}}
 
 
 def bowl(best_rate, seen):
@@ -78,21 +71,22 @@ def test_runs_differ_only_in_the_tuned_values(benchmark, tiny_set):
 
 @pytest.mark.slow
 def test_a_finished_run_is_not_repeated_with_the_same_code(
-    benchmark, monkeypatch, tiny_set, tmp_path
+    benchmark, load, monkeypatch, tiny_set, tmp_path
 ):
-    monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4")
+    runs = load("training_runs")
+    monkeypatch.setattr(runs, "code_state", lambda: "1a2b3c4")
     dataset, cache = Dataset.open(tiny_set), tmp_path / "runs.jsonl"
     tiny = {"model.num_layers": 1, "model.d_model": 16, "model.num_heads": 2, "data.seq_len": 16}
     corpus = benchmark.Corpus("tiny", "made-up sentences", "byte", 2048 * 2, 128, tiny)
     setting = benchmark.Setting("muon", 0.004, 0.1)
-    first = benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache)
+    first = benchmark.fitted(corpus, dataset, setting, 1.0, 1, cache)
     assert first["tokens"] == 4096
     assert 4 < first["val_loss"] < 6
     monkeypatch.setattr(benchmark, "built", lambda *_: pytest.fail("the run was repeated"))
-    assert benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache) == first
-    monkeypatch.setattr(benchmark, "code_state", lambda: "1a2b3c4+5d6e7f80")
+    assert benchmark.fitted(corpus, dataset, setting, 1.0, 1, cache) == first
+    monkeypatch.setattr(runs, "code_state", lambda: "1a2b3c4+5d6e7f80")
     with pytest.raises(pytest.fail.Exception, match="the run was repeated"):
-        benchmark.remembered(corpus, dataset, setting, 1.0, 1, cache)
+        benchmark.fitted(corpus, dataset, setting, 1.0, 1, cache)
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="takes git")
@@ -130,3 +124,55 @@ def test_the_state_of_the_code_is_a_commit_and_later_changes(benchmark, tmp_path
     git("commit", "-m", "second")
     assert "+" not in state()
     assert state() != clean
+
+
+def row(kind, lr, fraction, seed, loss):
+    return {"kind": kind, "lr": lr, "fraction": fraction, "seed": seed, "val_loss": loss}
+
+
+def falling(first, *, adamw=2.0):
+    """Return runs in which Muon's loss falls by 0.4 per doubling and AdamW ends at `adamw`.
+
+    They include a tuning run, which must not be counted.
+    """
+    rows = [row("adamw", 0.004, 1.0, 7, 1.0), row("muon", 0.016, 0.5, 1, 1.0)]
+    for n, seed in enumerate((1, 2, 3)):
+        rows += [
+            row("muon", 0.008, 0.25 * 2**k, seed, first + 0.01 * n - 0.4 * k) for k in range(3)
+        ]
+        rows += [
+            row("adamw", 0.004, fraction, seed, adamw + (1 - fraction) + 0.01 * n)
+            for fraction in (0.5, 1.0)
+        ]
+    return rows
+
+
+def test_the_fraction_is_interpolated_per_seed(benchmark):
+    found = benchmark.summary(falling(2.2), SETTINGS, (1, 2, 3))
+    assert found["needed_by_seed"] == pytest.approx([0.25 * math.sqrt(2)] * 3)
+    assert found["interval_95"] == pytest.approx((found["needed"], found["needed"]))
+    assert [point["fraction"] for point in found["curves"]["adamw"]] == [0.5, 1.0]
+
+
+def test_a_loss_outside_all_runs_has_no_fraction(benchmark):
+    assert benchmark.summary(falling(1.9), SETTINGS, (1, 2, 3))["needed"] is None
+    assert benchmark.summary(falling(2.9), SETTINGS, (1, 2, 3))["needed"] is None
+    assert benchmark.crossing([(0.5, 2.0), (1.0, 2.0)], 2.0) == 0.5
+
+
+def test_the_interval_uses_students_distribution(benchmark):
+    low, high = benchmark.interval([0.4, 0.5, 0.6])
+    assert (low + high) / 2 == pytest.approx(0.5)
+    assert (high - low) / 2 == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+
+
+def test_the_picture_has_a_point_for_every_seed(benchmark):
+    corpus = {
+        "title": "a text",
+        "tokens": 1_000_000,
+        **benchmark.summary(falling(2.2), SETTINGS, (1, 2, 3)),
+    }
+    drawn = ElementTree.fromstring(benchmark.picture({"corpora": [corpus, corpus]}))
+    assert len([element for element in drawn.iter() if element.tag.endswith("circle")]) == 2 * (
+        9 + 6
+    )

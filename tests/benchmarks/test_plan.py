@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("plan")
 
 
 def test_there_are_at_least_twelve_cases(benchmark):

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
-from flatout.measure.report.reading import RunReader
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("report")
+from flatout.measure.report.curves import RunData
 
 
 def test_a_made_up_run_can_be_read(benchmark, tmp_path):
-    run = RunReader(benchmark.write_run(tmp_path / "run", 200, seed=1), "run").read()
-    assert (run.num_records, run.notes, len(run.events)) == (200, (), 6)
+    run = RunData(benchmark.write_run(tmp_path / "run", 200, seed=1), "run")
+    assert (run.num_records, run.notes, len(run.events)) == (200, [], 6)
     assert len(run.curves["val/loss"].step) == 2
     assert run.settings["train.steps"] == 200
 

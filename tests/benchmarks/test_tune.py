@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 
 from flatout.measure.experiments.space import Setting
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    return importlib.import_module("tune")
 
 
 def test_the_grid_has_every_combination_once(benchmark, tiny_config):

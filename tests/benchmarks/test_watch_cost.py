@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("watch_cost")
 
 
 def found(*watched_s):

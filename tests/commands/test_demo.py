@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flatout.commands import demo as module
-from flatout.commands.demo import about_file, about_python, demo, fit_text, with_length
+from flatout.commands.demo import demo, fit_text, subject_of, with_length
 from flatout.config.schema import load_config
 from flatout.errors import ConfigError, DataError, Stopped
 from flatout.json_io import read_lines
@@ -84,26 +84,26 @@ def test_next_steps_can_be_copied_from_any_terminal(width):
 def test_a_changed_text_starts_another_run(quick):
     file = quick / "a.txt"
     file.write_text("one text " * 100)
-    first = about_file(file, "cpu")
+    first = subject_of(file, "cpu")
     file.write_text("another text " * 100)
-    second = about_file(file, "cpu")
+    second = subject_of(file, "cpu")
     assert first.run != second.run
     assert first.data != second.data
 
 
 def test_the_recipe_of_the_default_demo_depends_on_the_device():
-    assert about_python("cpu").recipe == "demo"
-    assert about_python("cuda").recipe == "demo-gpu"
-    assert about_python("cpu").source == "python_stdlib"
+    assert subject_of(None, "cpu").recipe == "demo"
+    assert subject_of(None, "cuda").recipe == "demo-gpu"
+    assert subject_of(None, "cpu").source == "python_stdlib"
 
 
 def test_a_long_text_gets_a_trained_vocabulary(quick, monkeypatch):
     file = quick / "a.txt"
     file.write_text("a text " * 100)
-    assert about_file(file, "cpu").tokenizer == "char"
+    assert subject_of(file, "cpu").tokenizer == "char"
     monkeypatch.setattr(module, "LARGE_TEXT", 100)
-    assert about_file(file, "cpu").tokenizer.startswith("train:")
-    assert about_file(file, "cuda").recipe == "demo-gpu"
+    assert subject_of(file, "cpu").tokenizer.startswith("train:")
+    assert subject_of(file, "cuda").recipe == "demo-gpu"
 
 
 @pytest.mark.parametrize("recipe", ["demo", "demo-char", "demo-gpu"])
@@ -170,7 +170,7 @@ def test_a_stopped_demo_resumes_with_its_length(quick, monkeypatch):
     (quick / "a.txt").write_text("a text of some length. " * 100)
     with pytest.raises(Stopped):
         demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
-    run = about_file(quick / "a.txt", "cpu").run
+    run = subject_of(quick / "a.txt", "cpu").run
     assert read_summary(run) is None
     monkeypatch.setattr(module, "seconds_per_step", lambda config: 1.0)  # still busy
     progress = RecordedLines()
@@ -184,7 +184,7 @@ def test_a_demo_that_was_timed_on_a_busy_machine_is_timed_again(quick, monkeypat
     (quick / "a.txt").write_text("a text of some length. " * 100)
     with pytest.raises(Stopped):
         demo(quick / "a.txt", minutes=0.001, observers=[InterruptsAt(2)])
-    run = about_file(quick / "a.txt", "cpu").run
+    run = subject_of(quick / "a.txt", "cpu").run
     progress, longer = RecordedLines(), run.with_name(f"{run.name}-longer")
     monkeypatch.setattr(module, "seconds_per_step", lambda config: 0.01)
     demo(quick / "a.txt", minutes=0.002, progress=progress)

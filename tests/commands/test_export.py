@@ -81,14 +81,14 @@ def test_without_the_package_the_error_names_the_install_line(tiny_run, tmp_path
 
 
 def test_custom_code_is_only_exported_as_safetensors(tiny_run, tmp_path, monkeypatch):
-    from flatout.inference.export.huggingface import _modeling_file
+    from flatout.inference.export.huggingface import _wrapper
     from flatout.inference.export.source import open_source
 
     source = open_source(tiny_run)
     mine = source.config.with_values({"model.kind": "mine:MODEL"})
     object.__setattr__(source, "config", mine)
     with pytest.raises(ConfigError, match="its code is not a part of flatout") as refused:
-        _modeling_file(source)
+        _wrapper(source)
     assert "--to safetensors" in refused.value.fix
 
 

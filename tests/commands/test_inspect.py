@@ -16,6 +16,7 @@ from flatout.data.store.manifest import SkippedRows
 from flatout.data.tokenizers import make_tokenizer
 from flatout.errors import DataError
 from flatout.progress import SILENT
+from flatout.terminal import wrapped
 
 
 def prepare(out, train, val=(), *, skipped=()):
@@ -161,14 +162,28 @@ def test_document_lengths_fall_into_powers_of_two(folder):
 
 
 def test_the_summary_is_readable_text(folder):
-    lines = inspect(folder).summary().splitlines()
-    assert lines[0] == f"Dataset {folder}"
-    assert any(line.split() == ["vocab_size", "257"] for line in lines)
-    assert any("not UTF-8: 1,234" in line for line in lines)
+    short, lines = (inspect(folder, all=every).summary().splitlines() for every in (False, True))
+    for shown in (short, lines):
+        assert shown[0] == f"Dataset {folder}"
+        assert any(line.split() == ["vocab_size", "257"] for line in shown)
+        assert any("not UTF-8: 1,234" in line for line in shown)
+        assert "  | Hello" in shown
+        assert "  | world" in "\n".join(shown)
+    assert short[-1] == "--all shows more."
     assert any(line.strip().startswith("32 to 63") and line.endswith("█ 1") for line in lines)
     assert any(line.strip().startswith("16 to 31") and "█" not in line for line in lines)
-    assert "  | Hello" in lines
-    assert "  | world" in "\n".join(lines)
+    assert {line.split()[0] for line in lines[2:] if line.startswith("  ")} >= {
+        fact.name
+        for fact in inspect(folder).items
+        if fact.name not in ("beginning", "document_lengths")
+    }
+
+
+def test_the_summary_fits_a_screen(tmp_path):
+    made = prepare(tmp_path / "set", ["line\n" * 200], ["valid"])
+    text = wrapped(inspect(made, tokens=500).summary(), 80)
+    assert len(text.splitlines()) < 24
+    assert "flatout train" in text or "too little text" in text
 
 
 def test_json_is_path_and_items(folder):

@@ -54,6 +54,18 @@ def test_speedups_are_on_or_off_with_a_reason():
     assert any(line.startswith("off") for line in lines)
 
 
+def test_a_speedup_of_your_own_is_listed(tmp_path, monkeypatch):
+    (tmp_path / "listed_own.py").write_text(
+        "from flatout.assembly.recipe import Promise, Speedup\n"
+        'FAST = Speedup(name="fast", saves="time", promise=Promise.exact())\n'
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("speedups: auto,+listed_own:FAST\n")
+    own = list_entries("speedups", str(recipe)).items[-1]
+    assert (own["name"], own["description"], own["on"]) == ("listed_own:FAST", "time", True)
+
+
 def test_speedups_of_a_recipe(tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("speedups: none\n")
@@ -147,17 +159,18 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path
     gpu = Gpu("NVIDIA H200", 141.0, (9, 0), "1")
     monkeypatch.setattr(list_command, "probe", lambda: replace(probe(), gpus=(gpu,)))
     monkeypatch.setenv("FLATOUT_CACHE", str(tmp_path))
-    foreseen = [
-        replace(speedup, predicted="2%: half of 4%") if speedup.name == "bf16" else speedup
-        for speedup in all_speedups()
-    ]
-    monkeypatch.setattr(list_command, "all_speedups", lambda: foreseen)
+    foreseen = replace(SPEEDUPS.get("bf16"), predicted="2%: half of 4%")
+    monkeypatch.setattr(
+        list_command,
+        "speedup_named",
+        lambda name: foreseen if name == "bf16" else SPEEDUPS.get(name),
+    )
     result = list_entries("speedups")
     assert (
         next(item["predicted"] for item in result.items if item["name"] == "bf16")
         == "2%: half of 4%"
     )
-    assert "  predicted: 2%\n" in result.summary()
+    assert "  bf16  (predicted: 2%)\n" in result.summary()
     keep(gpu.name, tmp_path, {"bf16": GAIN})
     assert "2%: half of 4%" not in list_entries("speedups").summary()
 

@@ -9,7 +9,7 @@ import pytest
 
 from flatout import cli
 from flatout.commands.report import FILE_NAME, report
-from flatout.errors import CheckpointError, ConfigError, DataError, MissingPackage, OutputInUse
+from flatout.errors import CheckpointError, DataError, MissingPackage, OutputInUse
 from flatout.measure.report.page import MARK
 
 
@@ -52,7 +52,7 @@ def test_one_run_is_reported_in_its_directory(make_run):
     text = (folder / FILE_NAME).read_text()
     assert text.startswith(MARK)
     assert found.bytes == len(text.encode())
-    assert (found.records, found.runs, found.notes, found.url) == (3, ["runs/a"], [], None)
+    assert (found.records, found.runs, found.notes) == (3, ["runs/a"], [])
     assert found.path in found.summary()
 
 
@@ -95,8 +95,6 @@ def test_out_may_be_a_directory(make_run, tmp_path):
     [
         ({"runs": ["nowhere"]}, CheckpointError, "no run directory nowhere or runs/nowhere"),
         ({"runs": ["a"], "out": "no/such/file.html"}, DataError, "There is no directory"),
-        ({"runs": ["a"], "out": "x.html", "serve": True}, ConfigError, "--serve writes no file"),
-        ({"runs": ["a"], "serve": True, "port": 70_000}, ConfigError, "70000 is not a port"),
     ],
 )
 def test_mistakes_are_errors_with_a_fix(make_run, options, error, words):

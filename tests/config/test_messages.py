@@ -119,6 +119,8 @@ def test_the_fix_contains_the_default_and_the_help():
         ("save_steps", "checkpoint.every_steps"),
         ("use_compile", "speedups"),
         ("n_layer", "model.num_layers"),
+        ("checkpoint.every", "checkpoint.every_steps"),
+        ("data.len", "data.seq_len"),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(key, expected):

@@ -6,7 +6,8 @@ from attention_cases import CASES, LONG, random_inputs, with_gradients
 from op_variants import variants
 
 from flatout.errors import ShapeError
-from flatout.ops import attention
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, attention
 
 VARIANTS = variants(attention)
 CLOSE = {"bf16": 2e-2}
@@ -143,3 +144,19 @@ def test_mismatched_shapes_are_rejected_with_a_fix():
         for tensors, options in wrong:
             with pytest.raises(ShapeError, match="Fix:"):
                 function(*tensors, **options)
+
+
+@pytest.mark.parametrize("name", ["reference", "fused", "bf16"])
+def test_all_layers_share_the_mask_of_a_micro_batch(name, monkeypatch):
+    """The mask of documents is built once per window, not once per layer."""
+    built, compare = [], torch.Tensor.__eq__
+    monkeypatch.setattr(
+        torch.Tensor, "__eq__", lambda *pair: built.append(pair[0].shape) or compare(*pair)
+    )
+    shape = {"vocab_size": 64, "num_layers": 4, "d_model": 32, "num_heads": 2}
+    shape |= {"window": 8, "full_attention_every": 2}
+    config = Transformer.check(shape, seq_len=32)
+    model = Transformer(config, Ops.plain(attention=VARIANTS[name]))
+    tokens_BT = torch.zeros(2, 32, dtype=torch.int64)
+    model(tokens_BT, tokens_BT, (torch.arange(32) >= 10).int().expand(2, -1))
+    assert [list(one) for one in built if len(one) == 4] == [[2, 1, 32, 1]] * 2

@@ -109,10 +109,12 @@ def built(as_on_gpu, monkeypatch):
     monkeypatch.setattr(attention, "block_mask", build)
     monkeypatch.setattr(
         transformer,
-        "block_masks",
-        lambda attend, tokens_BT, *inputs: attention.block_masks(
+        "masks",
+        lambda attend, tokens_BT, *inputs: attention.masks(
             attend,
-            SimpleNamespace(shape=tokens_BT.shape, device=tokens_BT.device, is_cuda=True),
+            SimpleNamespace(shape=tokens_BT.shape, device=tokens_BT.device, is_cuda=True)
+            if attend is attention.flex
+            else tokens_BT,
             *inputs,
         ),
     )

@@ -21,6 +21,7 @@ HOUSE = (
     "json_io",
     "documents",
     "words",
+    "figures",
     "registry",
     "trust",
     "progress",

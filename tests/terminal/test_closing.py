@@ -5,8 +5,9 @@ import tracemalloc
 
 import pytest
 
+from flatout.measure.runlog import RunLog
 from flatout.terminal import closing
-from flatout.terminal.report import _points
+from flatout.terminal.closing import _points
 
 SUMMARY = {
     "steps": 500,
@@ -201,7 +202,7 @@ def test_the_curve_of_a_long_run_does_not_keep_its_records(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     tracemalloc.start()
     try:
-        losses, validation = _points(tmp_path / "metrics.jsonl", "train/loss", "val/loss")
+        losses, validation = _points(RunLog(tmp_path), "train/loss", "val/loss")
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -1,6 +1,6 @@
 """Lines about epochs."""
 
-from flatout.terminal.epochs import Epochs
+from flatout.terminal.run import Epochs
 
 
 def lines_of(epochs, count, *, every=10, seconds_per_step=1.0, steps_per_epoch=20):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.terminal.mirror import mirror_line
+from flatout.terminal.run import event_line
 
 URL = "s3://bucket/runs/x"
 
@@ -38,4 +38,4 @@ URL = "s3://bucket/runs/x"
     ],
 )
 def test_what_is_said_about_an_upload(event, line):
-    assert mirror_line(event | {"url": URL}) == line
+    assert event_line(event | {"url": URL}) == line

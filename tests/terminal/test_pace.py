@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.terminal.pace import Pace
+from flatout.terminal.run import Pace
 
 
 def test_the_rate_is_unknown_before_two_steps_and_a_second():

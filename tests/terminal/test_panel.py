@@ -1,11 +1,13 @@
 """The panel of a run: a few calm lines, which fit every terminal."""
 
+import io
 import itertools
 
 import pytest
+from rich.console import Console
 
-from flatout.terminal import panel as module
-from flatout.terminal.panel import Panel
+from flatout.terminal import RunReport, Terminal
+from flatout.terminal import run as module
 
 
 class Clock:
@@ -14,6 +16,18 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+class Paper(io.StringIO):
+    """A file with an encoding."""
+
+    encoding = "utf-8"
+
+
+def report(encoding="utf-8"):
+    paper = Paper()
+    paper.encoding = encoding
+    return RunReport(Terminal(Console(file=paper, width=100), clock=Clock()))
 
 
 def record(step, loss, **more):
@@ -28,23 +42,25 @@ GPU = {
     "mem/reserved_gib": 33.5,
     "gpu/util_pct": 97.0,
     "gpu/power_w": 412.3,
+    "perf/steps_per_s": 30.0,
+    "perf/tokens_per_s": 61_200.0,
+    "perf/mfu": 0.341,
 }
 
 
 @pytest.fixture
 def panel():
-    panel = Panel(Clock())
+    panel = report()
     for i in range(100):
-        panel.record(record(10 * (i + 1), 4 - 0.02 * i, **GPU))
-    panel.record({"step": 1000, "val/loss": 2.2})
-    panel.rates(["61.2 K tokens/s", "MFU 34.1%"])
-    panel.event({"event": "save", "step": 900})
-    panel._clock.now = 70.0
+        panel.on_record(record(10 * (i + 1), 4 - 0.02 * i, **GPU))
+    panel.on_record({"step": 1000, "val/loss": 2.2})
+    panel.on_event({"event": "save", "step": 900, "path": "step-900"})
+    panel.terminal.clock.now = 70.0
     return panel
 
 
 def texts(panel, width=80):
-    return [line.plain for line in panel.lines(width)]
+    return [line.plain for line in panel.panel(width)]
 
 
 def test_all_that_is_known_is_shown(panel):
@@ -59,19 +75,19 @@ def test_all_that_is_known_is_shown(panel):
 
 
 def test_figures_that_a_run_lacks_are_left_out():
-    panel = Panel(Clock())
-    panel.record(record(1, 2.0))
+    panel = report()
+    panel.on_record(record(1, 2.0))
     assert texts(panel) == ["  loss    2.000", "  saved   nothing yet"]
 
 
 def test_there_is_no_panel_before_the_first_loss_or_on_a_sliver(panel):
-    assert texts(Panel(Clock())) == []
+    assert texts(report()) == []
     assert texts(panel, 39) == []
 
 
 @pytest.mark.parametrize("width", range(40, 121, 5))
 def test_every_line_fits(panel, width):
-    panel.event({"event": "alarm", "kind": "throughput", "text": "Throughput fell. " * 20})
+    panel.on_event({"event": "alarm", "kind": "throughput", "text": "Throughput fell. " * 20})
     lines = texts(panel, width)
     assert len(lines) == 5
     assert max(map(len, lines)) <= width
@@ -79,16 +95,16 @@ def test_every_line_fits(panel, width):
 
 
 def test_the_newest_alarm_is_shown_until_it_is_over_and_all_are_counted(panel):
-    panel.event({"event": "alarm", "kind": "throughput", "text": "Throughput fell."})
+    panel.on_event({"event": "alarm", "kind": "throughput", "text": "Throughput fell."})
     assert texts(panel)[-2:] == [
         "  saved   step 900, 1 min ago · 1 alarm",
         "  alarm   Throughput fell.",
     ]
-    panel.event({"event": "alarm", "kind": "memory", "text": "Memory grows.\x1b[2J"})
+    panel.on_event({"event": "alarm", "kind": "memory", "text": "Memory grows.\x1b[2J"})
     assert texts(panel)[-1] == "  alarm   Memory grows.\ufffd[2J"
-    panel.event({"event": "alarm_over", "kind": "memory", "text": ""})
+    panel.on_event({"event": "alarm_over", "kind": "memory", "text": ""})
     assert texts(panel)[-1] == "  alarm   Throughput fell."
-    panel.event({"event": "alarm_over", "kind": "throughput", "text": ""})
+    panel.on_event({"event": "alarm_over", "kind": "throughput", "text": ""})
     assert texts(panel)[-1] == "  saved   step 900, 1 min ago · 2 alarms"
 
 
@@ -97,23 +113,23 @@ def test_the_newest_alarm_is_shown_until_it_is_over_and_all_are_counted(panel):
     [(3, "just now"), (42, "42 s ago"), (119, "1 min ago"), (7500, "2 h 05 min ago")],
 )
 def test_the_age_of_a_save_changes_calmly(panel, seconds, text):
-    panel._clock.now = seconds
+    panel.terminal.clock.now = seconds
     assert texts(panel)[-1] == f"  saved   step 900, {text}"
 
 
 def test_a_long_run_keeps_few_losses_and_its_last_one():
-    panel = Panel(Clock())
+    panel = report()
     for step in range(1, 5001):
-        panel.record(record(step, step / 1000))
+        panel.on_record(record(step, step / 1000))
     assert module.MAX_LOSSES / 2 <= len(panel._losses) < module.MAX_LOSSES
     assert texts(panel)[0].startswith("  loss    5.000 ▁▁▂▂▃▃▃▄▄▄▅▅")
     assert " · +1.8" in texts(panel)[0]
-    steps = [loss.step for loss in panel._losses]
+    steps = [step for step, _ in panel._losses]
     assert {b - a for a, b in itertools.pairwise(steps)} == {16}
 
 
 def test_a_terminal_without_bars_shows_the_figures_alone():
-    panel = Panel(Clock(), encoding="ascii")
+    panel = report("ascii")
     for step in range(1, 20):
-        panel.record(record(step, 2.0))
+        panel.on_record(record(step, 2.0))
     assert texts(panel)[0] == "  loss    2.000 · +0.000 since step 10"

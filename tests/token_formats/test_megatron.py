@@ -1,4 +1,4 @@
-"""Megatron's indexed datasets, with both kinds of index, of Megatron and of fairseq."""
+"""Megatron's indexed datasets, of Megatron and of fairseq."""
 
 import struct
 
@@ -7,7 +7,7 @@ import pytest
 
 from flatout.errors import DataError
 from flatout.token_formats import megatron
-from flatout.token_formats.megatron import MAPPED, OLD
+from flatout.token_formats.megatron import MAPPED
 
 RNG = np.random.default_rng(0)
 CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
@@ -38,30 +38,13 @@ def write_mapped(prefix, sequences, documents, dtype="uint16", modes=b""):
     return prefix
 
 
-def write_old(prefix, sequences, documents, dtype="uint16"):
-    """Write a dataset with the older index."""
-    write_data(prefix, sequences, dtype)
-    sizes = [len(sequence) for sequence in sequences]
-    count = len(sizes)
-    counts = [1, CODES[dtype], np.dtype(dtype).itemsize, count, count]
-    if documents is not None:
-        counts.append(len(documents))
-    numbers = [*range(count + 1), *np.cumsum([0, *sizes]), *sizes, *(documents or [])]
-    prefix.with_name(prefix.name + ".idx").write_bytes(
-        OLD + struct.pack(f"<{len(counts)}Q", *counts) + np.array(numbers, "<i8").tobytes()
-    )
-    return prefix
-
-
-WRITERS = {"mapped": write_mapped, "old": write_old}
 SEQUENCES = [RNG.integers(0, 256, length) for length in (5, 3, 40, 1, 51, 10)]
 WHOLE = np.concatenate(SEQUENCES).tolist()
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "int32", "int64", "uint16"])
-@pytest.mark.parametrize("kind", WRITERS)
-def test_tokens_and_documents_are_kept(tmp_path, imported, kind, dtype):
-    prefix = WRITERS[kind](tmp_path / "corpus_text_document", SEQUENCES, [0, 2, 3, 4, 6], dtype)
+def test_tokens_and_documents_are_kept(tmp_path, imported, dtype):
+    prefix = write_mapped(tmp_path / "corpus_text_document", SEQUENCES, [0, 2, 3, 4, 6], dtype)
     made = imported(prefix)
     assert made.train + made.val == WHOLE
     assert len(made.train) == 99
@@ -71,10 +54,9 @@ def test_tokens_and_documents_are_kept(tmp_path, imported, kind, dtype):
     assert made.manifest.source["chunks"] == 2
 
 
-@pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("documents", [None, [0]])
-def test_without_documents_each_sequence_is_one(tmp_path, imported, kind, documents):
-    made = imported(WRITERS[kind](tmp_path / "corpus", SEQUENCES, documents))
+def test_without_documents_each_sequence_is_one(tmp_path, imported, documents):
+    made = imported(write_mapped(tmp_path / "corpus", SEQUENCES, documents))
     assert made.train_ends == [5, 8, 48, 49, 99]
 
 
@@ -172,13 +154,12 @@ def test_damage_is_named_and_nothing_is_kept(tmp_path, imported, nothing_kept, k
 
 
 def test_any_truncation_of_an_index_is_an_error(tmp_path, imported, nothing_kept):
-    for write in WRITERS.values():
-        prefix = write(tmp_path / "a", SEQUENCES, [0, 6])
-        whole = (tmp_path / "a.idx").read_bytes()
-        for keep in range(0, len(whole), 5):
-            (tmp_path / "a.idx").write_bytes(whole[:keep])
-            with pytest.raises(DataError, match=r"a\.idx"):
-                imported(prefix)
+    prefix = write_mapped(tmp_path / "a", SEQUENCES, [0, 6])
+    whole = (tmp_path / "a.idx").read_bytes()
+    for keep in range(0, len(whole), 5):
+        (tmp_path / "a.idx").write_bytes(whole[:keep])
+        with pytest.raises(DataError, match=r"a\.idx"):
+            imported(prefix)
 
 
 def test_documents_out_of_order_are_refused(tmp_path, imported, nothing_kept):

@@ -1,4 +1,4 @@
-"""An export for transformers: a class of its own where the shape fits one, else a modeling file."""
+"""An export for transformers: as one of its classes where the shape fits, else as flatout's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flatout.inference.export.tokenizer_files import (
 from flatout.json_io import JsonObject, write_json
 from flatout.models.transformer import TransformerConfig
 from flatout.progress import Progress
-from flatout.registry import ARCHITECTURES
+from flatout.registry import ARCHITECTURES, MODELS
 
 MODELING = "modeling_flatout"
 """The name of the modeling file in an export."""
@@ -64,7 +64,7 @@ def write_huggingface(
         planned = list(foreign_tensors(source, family))
         found = Written(str(config["architectures"][0]))
     else:
-        file = _modeling_file(source)
+        file = _wrapper(source)
         config = own_config(source) | {
             "architectures": [OWN_CLASS],
             "auto_map": {
@@ -84,7 +84,7 @@ def write_huggingface(
     }
     name = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     write_json(folder / "config.json", config | {"dtype": name} | special)
-    no_cache = {"use_cache": False} if not _has_cache(source, found) else {}
+    no_cache = {"use_cache": False} if found.needs_code else {}
     write_json(
         folder / "generation_config.json",
         special
@@ -128,8 +128,9 @@ def no_stock_class(reasons: dict[str, str]) -> str:
         names.setdefault(reason, []).append(name)
     why = " ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())
     return (
-        f"No class of transformers has the shape of this model, so the export contains its own, in "
-        f"{MODELING}.py: load it with trust_remote_code=True. {why}".rstrip()
+        f"No class of transformers has the shape of this model, so the export has {MODELING}.py, "
+        "which wraps flatout's own: load it with trust_remote_code=True where flatout is "
+        f"installed. {why}".rstrip()
     )
 
 
@@ -205,24 +206,19 @@ def own_config(source: Source) -> JsonObject:
     }
 
 
-def _modeling_file(source: Source) -> Path:
-    """Return the modeling file of the model's kind.
+def _wrapper(source: Source) -> Path:
+    """Return the class of transformers that wraps a model of flatout.
 
-    Raises: ConfigError when there is none: the model is the user's own code.
+    Raises: ConfigError when the model is the user's own code.
     """
     kind = source.config.model.kind
-    path = Path(str(modeling.__file__)).with_name(f"{kind}.py")
-    if not kind.isidentifier() or not path.is_file():
+    if kind not in MODELS.names():
         raise ConfigError(
             f"The model {kind!r} cannot be exported for transformers: its code is not a part of "
             "flatout.",
             fix="Export its weights under their own names with --to safetensors.",
         )
-    return path
-
-
-def _has_cache(source: Source, found: Written) -> bool:
-    return not found.needs_code or isinstance(source.model, TransformerConfig)
+    return Path(str(modeling.__file__)).with_name("wrapper.py")
 
 
 def write_tokenizer(source: Source, folder: Path, chat_template: str | None) -> list[str]:

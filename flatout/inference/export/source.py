@@ -19,10 +19,9 @@ from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import tensors
 from flatout.training.checkpoint.base import WEIGHTS, base_of
-from flatout.training.checkpoint.catalog import tokenizer_of
+from flatout.training.checkpoint.catalog import Entry, tokenizer_of
 from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import stored_weights
-from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_and_aliases
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import find_checkpoint, find_run
@@ -127,7 +126,10 @@ def open_source(
     entries = {name.removeprefix(WEIGHTS): entry for name, entry in stored_weights(path).items()}
     merged = MergedWeights(path) if base_of(path) is not None else None
     if merged is not None:
-        entries = {name: Entry("float32", shape, ()) for name, shape in merged.shapes.items()}
+        entries = {
+            name: Entry(dtype="float32", shape=shape, slices=())
+            for name, shape in merged.shapes.items()
+        }
     wanted = weights_and_aliases(model_class.on_meta(model_config, Ops.plain()))[0]
     shapes = {name.removeprefix(WEIGHTS): tuple(one.shape) for name, one in wanted.items()}
     stored = {name: entry.shape for name, entry in entries.items()}

@@ -11,15 +11,14 @@ from pathlib import Path
 from statistics import fmean
 
 from flatout.config.schema import RunConfig
-from flatout.json_io import is_finite, read_lines
 from flatout.measure.diagnose.diagnosis import Diagnosis, diagnosis_of
 from flatout.measure.diagnose.process import measure_apart
 from flatout.measure.diagnose.recorded import recorded_evidence
 from flatout.measure.diagnose.spec import MeasureSpec
+from flatout.measure.runlog import RunLog
 from flatout.measure.steps.evidence import Evidence, HostFacts
 from flatout.progress import SILENT, Progress
 from flatout.training.metrics.observers import Observer
-from flatout.training.run_dir import layout
 
 DEFAULT_SECONDS = 4.0
 """Seconds of ordinary steps that are measured."""
@@ -101,16 +100,17 @@ def recorded_cores(folder: Path) -> HostFacts:
     `other_busy_cores` is the mean of the windows in which they left too few for the run's threads,
     if there are any, and `busy_share` is the share of these windows in the recorded time.
     """
-    starts = [e for e in layout.read_events(folder) if e.get("event") in ("start", "resume")]
+    log = RunLog(folder)
+    starts = [event for event in log.events if event["event"] in ("start", "resume")]
     environment = starts[-1].get("environment") if starts else None
     threads = environment.get("threads") if isinstance(environment, dict) else None
     threads = threads if isinstance(threads, int) and threads > 0 else 1
     windows: list[tuple[float, float, float]] = []  # others, cores, seconds
     since_s = 0.0
-    for record in read_lines(folder / layout.METRICS):
-        others, cores, at_s = map(record.get, ("cpu/other_cores", "cpu/cores", "elapsed_s"))
-        if is_finite(others) and is_finite(cores) and is_finite(at_s) and at_s > since_s:
-            windows.append((others, cores, at_s - since_s))
+    for record in log.records():
+        at_s = record.get("elapsed_s", 0.0)
+        if {"cpu/other_cores", "cpu/cores"} <= record.keys() and at_s > since_s:
+            windows.append((record["cpu/other_cores"], record["cpu/cores"], at_s - since_s))
             since_s = at_s
     if not windows:
         return HostFacts()

@@ -9,7 +9,6 @@ from flatout.assembly.memory import Workload, estimate, memory_bytes, most_rows
 from flatout.assembly.prediction import GIB
 from flatout.assembly.preflight import open_dataset
 from flatout.assembly.resolve import epoch_tokens, known_peak, resolve, workload_of
-from flatout.assembly.selection import Decision
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import MixedDataset, members_of
 from flatout.data.store.shards import Dataset
@@ -101,7 +100,7 @@ def _known(known: Evidence, resolved: Resolved) -> Evidence:
     return known.model_copy(
         update={
             "config": config,
-            "speedups": tuple(d.name for d in resolved.decisions if d.on),
+            "speedups": tuple(resolved.speedups),
             "host": known.host.model_copy(update={"disk_needed_gib": needed / GIB}),
             "memory": memory_facts(workload, config, machine),
             "data": data_facts(dataset),
@@ -109,7 +108,7 @@ def _known(known: Evidence, resolved: Resolved) -> Evidence:
             "tokens_per_step": tokens_per_step,
             "planned_steps": steps,
             "epochs": steps / per_epoch,
-            "roof": _expected(config, machine, resolved.decisions),
+            "roof": _expected(config, machine),
         }
     )
 
@@ -140,7 +139,7 @@ def data_facts(dataset: Dataset | MixedDataset) -> DataFacts:
     )
 
 
-def _expected(config: RunConfig, machine: Machine, decisions: list[Decision]) -> Roof:
+def _expected(config: RunConfig, machine: Machine) -> Roof:
     """Return the throughput that the device should reach."""
     device = config.train.device
     arithmetic = "bf16" if config.train.precision in ("bf16", "fp16") else "fp32"

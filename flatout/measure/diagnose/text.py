@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flatout.figures import digits, milliseconds
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.diagnose.finding import Finding, Fix
 
@@ -94,17 +95,7 @@ def fix_text(fix: Fix) -> str:
 def figures_text(figures: Mapping[str, float | int | str | None]) -> str:
     """Return the known figures in one line."""
     return ", ".join(
-        f"{name} {value if isinstance(value, str) else number_text(value)}"
+        f"{name} {value if isinstance(value, str) else digits(value)}"
         for name, value in figures.items()
         if value is not None
     )
-
-
-def number_text(value: float) -> str:
-    """Return a number with up to four digits, or all those before the decimal point."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a time with its unit: 12.3 ms, 1.23 s."""
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"

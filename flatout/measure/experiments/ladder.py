@@ -1,6 +1,6 @@
 """Chooses the sets of speedups to measure, and the set that each is compared with.
 
-The ladder starts at `baseline()`, with a typical hand-written micro-batch
+The ladder starts at the plain `Recipe()`, with a typical hand-written micro-batch
 (`recipe.rows_people_write`), and adds one speedup at a time up to the full set, which is the one
 that `train` would use; `micro-batch` is one of them. The ablations follow: each speedup is left out
 of the full set, and each one that `auto` leaves off but that can run here is added to it.

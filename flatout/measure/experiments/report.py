@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from flatout.errors import in_shell
+from flatout.figures import duration
 from flatout.json_io import Result
 from flatout.measure.experiments.records import (
     INTERRUPTED,
@@ -21,7 +22,7 @@ from flatout.measure.experiments.records import (
     Row,
     Trial,
 )
-from flatout.progress import counted, duration
+from flatout.progress import counted
 from flatout.streams import can_show
 
 FORMAT_VERSION = 3

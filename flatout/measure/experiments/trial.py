@@ -124,7 +124,7 @@ def measure(spec: TrialSpec) -> TrialResult:
 
 
 def _timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
-    wanted = {decision.name for decision in run.decisions if decision.on}
+    wanted = run.speedups
     run.feed.prime(min(spec.loss_steps, run.last_step))
     with Log(run) as log, closing_saver(run, log):
         warm_up(run, log, eval_shapes=batch_shapes(run) if spec.rehearse else ())
@@ -159,7 +159,7 @@ def _timed(run: Run, spec: TrialSpec, start_s: float) -> TrialResult:
         measured_steps=spent.steps,
         rows_per_device=run.rows_per_device,
         accumulate=run.config.batch.accumulate,
-        speedups=[decision.name for decision in run.decisions if decision.on],
+        speedups=run.speedups,
         compile_s=log.compile_s,
         rehearsed=rehearsed,
         environment=fingerprint(str(run.mesh.device)),

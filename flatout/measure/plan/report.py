@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flatout.figures import amount, duration
 from flatout.json_io import JsonObject, Result, Stored
-from flatout.progress import amount, counted, duration
+from flatout.progress import counted
 
 NAMES = 13
 """Columns of the names."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flatout.measure.report.reading import Curve, RunData
-from flatout.measure.report.sampling import outline, trend
+from flatout.measure.report.curves import Curve, RunData, outline, trend
 
 NUM_COLORS = 8
 """Colours in page.css; they repeat after that."""

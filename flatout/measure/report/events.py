@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flatout.measure.report.charts import NUM_COLORS
-from flatout.measure.report.reading import Curve, RunData
+from flatout.measure.report.curves import Curve, RunData
 
 KINDS = {
     "start": "start",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from flatout.errors import MissingPackage
 from flatout.measure.report.charts import DrawnChart, Line
+from flatout.measure.report.curves import POSITIONS, Curve
 from flatout.measure.report.events import Marks
-from flatout.measure.report.reading import POSITIONS, Curve
 
 if TYPE_CHECKING:
     from bokeh.models import Range1d
@@ -24,18 +24,19 @@ FAINT = 0.35
 """Opacity of a curve that its trend is drawn over."""
 
 
-def require_bokeh() -> None:
-    """Check that Bokeh is installed, without importing it.
+def require_packages() -> None:
+    """Check that the packages of a report are installed, without importing them.
 
     Raises: MissingPackage with the install line.
     """
     from importlib.util import find_spec
 
-    if find_spec("bokeh") is None:
-        raise MissingPackage(
-            "The charts of a report need the package bokeh, which is not installed.",
-            fix='Install it: `pip install "flatout[report]"`.',
-        )
+    for package in ("bokeh", "jinja2"):
+        if find_spec(package) is None:
+            raise MissingPackage(
+                f"A report needs the package {package}, which is not installed.",
+                fix='Install it: `pip install "flatout[report]"`.',
+            )
 
 
 def library() -> str:
@@ -56,20 +57,16 @@ def charts_json(charts: Sequence[DrawnChart], marks: Sequence[Marks]) -> dict[st
     from bokeh.models import Range1d
 
     x_range = Range1d(start=0, end=1, name="x")
-    document = Document()
-    shown: list[dict[str, Any]] = []
-    for drawn in charts:
-        plot = _plot(drawn, x_range)
-        document.add_root(plot)
-        shown.append({"key": drawn.chart.key, "root": plot.id, "lines": _legend(drawn.lines)})
+    plots = {drawn.chart.key: _plot(drawn, x_range) for drawn in charts}
     if marks:
-        plot = _events_plot(marks, x_range)
+        plots["events"] = _events_plot(marks, x_range)
+    document = Document()
+    for plot in plots.values():
         document.add_root(plot)
-        shown.append({"key": "events", "root": plot.id, "lines": []})
     curves = [line.curve for drawn in charts for line in drawn.lines]
     return {
         "document": json.loads(serialize_json(document.to_json(deferred=False))),
-        "charts": shown,
+        "charts": [{"key": key, "root": plot.id} for key, plot in plots.items()],
         "bounds": {name: _bounds(curves, name) for name in POSITIONS},
     }
 
@@ -174,10 +171,6 @@ def _empty_plot(height: int, **options: Any) -> figure:
     plot.axis.minor_tick_line_color = None
     plot.axis.major_label_text_font = "system-ui, sans-serif"
     return plot
-
-
-def _legend(lines: Iterable[Line]) -> list[Mapping[str, Any]]:
-    return [{"key": line.key, "trend": line.trend is not None} for line in lines]
 
 
 def _bounds(curves: Iterable[Curve], name: str) -> list[float] | None:

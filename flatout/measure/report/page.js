@@ -1,4 +1,4 @@
-// The page's own script: shows the charts, moves a cursor over all of them, and follows a live run.
+// The page's own script: shows the charts, and moves a cursor over all of them.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -204,62 +204,4 @@ function sayEvents(at, reach) {
   place.textContent = near.slice(0, 3).map((pair) => pair[1]).join(" · ");
 }
 
-// A live page fetches itself again when the server says that the run has moved on.
-async function follow() {
-  const place = document.getElementById("live");
-  for (;;) {
-    try {
-      const answer = await (await fetch("version", { cache: "no-store" })).json();
-      if (answer.version !== data.version) await update();
-      place.textContent = "live";
-      place.className = "";
-      await sleep(answer.wait_ms);
-    } catch (error) {
-      console.warn(error);
-      place.textContent = "the server has ended; the page shows its last state";
-      place.className = "lost";
-      await sleep(5000);
-    }
-  }
-}
-
-const sleep = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
-
-async function update() {
-  const text = await (await fetch("./", { cache: "no-store" })).text();
-  const page = new DOMParser().parseFromString(text, "text/html");
-  const newer = JSON.parse(page.getElementById("data").textContent);
-  if (JSON.stringify(newer.structure) !== JSON.stringify(data.structure)) {
-    location.reload();
-    return;
-  }
-  const isWhole = showsWholeRun();
-  for (const root of bokeh.constructor.from_json(newer.document).roots()) {
-    for (const renderer of root.renderers) {
-      bokeh.get_model_by_name(renderer.data_source.name).data = renderer.data_source.data;
-    }
-  }
-  data.bounds = newer.bounds;
-  data.marks = newer.marks;
-  data.version = newer.version;
-  if (isWhole) wholeRun();
-  find("[data-live][id]").forEach((section) => replace(section, page));
-}
-
-function showsWholeRun() {
-  const [low, high] = data.bounds[axis] ?? [0, 1];
-  return range().start <= low && range().end >= high;
-}
-
-function replace(section, page) {
-  const newer = page.getElementById(section.id);
-  if (!newer || newer.innerHTML === section.innerHTML) return;
-  const open = find("details", section).map((details) => details.open);
-  section.replaceChildren(...newer.childNodes);
-  section.hidden = newer.hidden;
-  find("details", section).forEach((details, index) => (details.open = open[index] ?? details.open));
-}
-
-show().then(() => {
-  if (document.documentElement.dataset.live) follow();
-});
+show();

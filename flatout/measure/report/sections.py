@@ -1,121 +1,251 @@
-"""The other sections of the page: plan against reality, findings, samples and events."""
+"""What the page says about runs, as rows of plain text, which page.html lays out and escapes."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flatout.config.schema import flat
+from flatout.figures import UNKNOWN, duration
+from flatout.json_io import is_finite
+from flatout.measure.report.curves import RunData
 from flatout.measure.report.events import described
-from flatout.measure.report.reading import RunData
-from flatout.measure.report.values import UNKNOWN, escape, number, plain, table, time
 
-PREDICTED: Mapping[str, tuple[str, Callable[[object], str]]] = {
-    "wall_s": ("time in total", time),
-    "score_s": ("time of an evaluation", time),
-    "tokens_per_s": ("tokens/s", lambda value: number(value, ",.0f")),
-    "peak_gib": ("peak memory, GiB", lambda value: number(value, ".2f")),
+if TYPE_CHECKING:
+    from markupsafe import Markup
+
+Row = tuple[str, ...]
+Found = tuple[str, list[tuple[str, str]]]
+"""A finding: its sentence, and what is known about it, by label; text or HTML."""
+PREDICTED = {
+    "wall_s": ("time in total", "time"),
+    "score_s": ("time of an evaluation", "time"),
+    "tokens_per_s": ("tokens/s", ",.0f"),
+    "peak_gib": ("peak memory, GiB", ".2f"),
 }
 """Predictions by their name in the summary: the label, and the form of the number."""
+STEP_PARTS = {
+    "step": "perf/step_ms",
+    "device": "perf/device_ms",
+    "host": "perf/host_ms",
+    "waiting for data": "perf/data_wait_ms",
+}
+LONGEST_VALUE = 2_000
+"""Characters of one value of a run that the page shows."""
+LONGEST_SAMPLE = 20_000
 MAX_SAMPLES = 50
 """Samples of one run in the page: the first, and the last ones."""
-LONGEST_SAMPLE = 20_000
 MAX_EVENTS = 500
 """Events of one run in the table: the last ones."""
 
 
-def plan(runs: Sequence[RunData]) -> str:
-    """Return what was predicted before each run against what was measured; empty when unknown."""
-    rows = [
-        (f"{escape(run.name)}: {name}" if len(runs) > 1 else name, *cells)
-        for run in runs
-        for name, *cells in _predictions(run)
-    ]
-    head = ["", "predicted", "measured", "predicted / measured"]
-    return table(head, rows, kind="figures") if rows else ""
+def contents(runs: Sequence[RunData]) -> dict[str, Any]:
+    """Return what page.html shows below its header, without the charts."""
+    several = len(runs) > 1
+    return {
+        "notes": [f"{run.name}: {n}" if several else n for run in runs for n in run.notes],
+        "results": results(runs),
+        "comparability": comparability(runs),
+        "differences": [row for row in settings(runs) if len(set(row[1:])) > 1],
+        "step_parts": list(STEP_PARTS),
+        "step_times": list(step_times(runs)),
+        "plan": list(plan(runs)),
+        "findings": list(findings(runs)),
+        "samples": list(samples(runs)),
+        "events": list(events(runs)),
+        "settings": settings(runs),
+    }
 
 
-def _predictions(run: RunData) -> Iterator[tuple[str, str, str, str]]:
-    """Yield each predicted number beside what the summary has measured under its name.
+def cut(value: object, *, longest: int = LONGEST_VALUE) -> Any:
+    """Return a value for the page: text without its characters after `longest`, HTML as it is."""
+    if hasattr(value, "__html__"):
+        return value
+    text = str(value)
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text):,} characters)"
+
+
+def number(value: object, form: str = "") -> str:
+    """Return a number in the format `form`, by default with four digits; UNKNOWN for anything else.
+
+    The form `time` is that of a duration. Without a form, whole numbers keep all their digits.
+    """
+    if not is_finite(value):
+        return UNKNOWN
+    if form == "time":
+        return duration(value)
+    if form:
+        return format(value, form)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def plain(value: Any) -> str:
+    """Return a value of a configuration or a finding as text."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return number(value)
+    return json.dumps(value, default=str, ensure_ascii=False)
+
+
+def results(runs: Sequence[RunData]) -> list[Row]:
+    """Return a row for each result that some run has: its label, and that of each run."""
+    columns = list(map(_results, runs))
+    rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
+    return [row for row in rows if any(cell != UNKNOWN for cell in row[1:])]
+
+
+def _results(run: RunData) -> dict[str, str]:
+    """Return what a run reached; of an unfinished one, what its records say."""
+    from markupsafe import Markup
+
+    def reached(
+        name: str, form: str, figure: str = "", reduce: Callable[[Any], Any] = lambda v: v[-1]
+    ) -> str:
+        known, values = number(run.summary.get(name), form), run.values(figure)
+        return number(float(reduce(values)), form) if known == UNKNOWN and len(values) else known
+
+    def position(name: str, form: str = ",.0f") -> str:
+        return number(float(getattr(run.longest, name)[-1]), form) if run.longest else UNKNOWN
+
+    def count(*kinds: str) -> str:
+        total = sum(event["event"] in kinds for event in run.events)
+        return f"{total:,}" if total else UNKNOWN
+
+    steps, total = position("step"), run.settings.get("train.steps")
+    if isinstance(total, int) and run.state != "finished":
+        steps = f"{steps} of {total:,}"
+    mfu, source = reached("mfu", ".1%", "perf/mfu", np.median), run.summary.get("mfu_of")
+    if source:
+        mfu = Markup("{} <small>{}</small>").format(mfu, cut(source))
+    return {
+        "state": run.state,
+        "steps": steps,
+        "tokens": position("tokens"),
+        "training loss": reached("train_loss", ".4f", "train/loss"),
+        "validation loss": reached("val_loss", ".4f", "val/loss"),
+        "best validation loss": reached("best_val_loss", ".4f", "val/loss", np.min),
+        "bits per byte": reached("bits_per_byte", ".4f"),
+        "tokens/s": reached("tokens_per_s", ",.0f", "perf/tokens_per_s", np.median),
+        "model FLOPs utilisation": mfu,
+        "peak memory, GiB": reached("peak_gib", ".2f", "mem/peak_gib", np.max),
+        "time of compiling": number(run.summary.get("compile_s"), "time"),
+        "time in total": position("elapsed_s", "time"),
+        "resumed": count("resume"),
+        "skipped steps": count("skip", "bad_step"),
+        "recompilations": count("recompiled"),
+        "alarms": count("alarm"),
+    }
+
+
+def step_times(runs: Sequence[RunData]) -> Iterator[Row]:
+    """Yield where the time of a step went, on average over the records, for each run that knows."""
+    for run in runs:
+        known = [run.values(figure) for figure in STEP_PARTS.values()]
+        step, *parts = (float(values.mean()) if len(values) else None for values in known)
+        if step:
+            shares = ("" if mean is None else f" ms ({mean / step:.0%})" for mean in parts)
+            cells = (number(mean) + share for mean, share in zip(parts, shares, strict=True))
+            yield run.name, f"{number(step)} ms", *cells
+
+
+def comparability(runs: Sequence[RunData]) -> list[str]:
+    """Return why the losses of these runs cannot be compared directly."""
+    found = []
+    sizes = {plain(run.settings.get("model.vocab_size")) for run in runs} - {UNKNOWN}
+    if len(sizes) > 1:
+        shown = ", ".join(sorted(sizes))
+        found.append(
+            f"The runs have vocabularies of different sizes ({shown}): a loss per token means "
+            "something else in each. Compare bits per byte."
+        )
+    known = [run.settings for run in runs if run.settings]
+    data = {plain(each.get("data.path") or each.get("data.mix")) for each in known}
+    if len(data) > 1:
+        shown = ", ".join(sorted(data))
+        found.append(f"The runs were trained and evaluated on different datasets ({shown}).")
+    return found
+
+
+def settings(runs: Sequence[RunData]) -> list[Row]:
+    """Return a row for every setting of any run."""
+    names = dict.fromkeys(key for run in runs for key in run.settings)
+    return [(name, *(plain(run.settings.get(name)) for run in runs)) for name in names]
+
+
+def plan(runs: Sequence[RunData]) -> Iterator[Row]:
+    """Yield each number that was predicted before a run beside what its summary has measured.
 
     Early stopping is not part of a prediction, so the time of such a run is no measurement of it.
     """
-    predicted = run.summary.get("predicted")
-    if not isinstance(predicted, dict):
-        return
-    for name, value in flat(predicted).items():
-        measured = run.summary.get(name)
-        if name == "wall_s" and run.summary.get("stopped_early"):
-            measured = None
-        label, form = PREDICTED.get(name, (escape(name), number))
-        shown, real = form(value), form(measured)
-        if shown != UNKNOWN:
-            ratio = f"{value / measured:.2f}" if real != UNKNOWN and measured else UNKNOWN
-            yield label, shown, real, ratio
-
-
-def findings(runs: Sequence[RunData]) -> str:
-    """Return what `flatout diagnose` found; empty when it was not asked."""
-    shown = []
     for run in runs:
-        diagnosis = run.findings if isinstance(run.findings, Mapping) else {}
-        if not diagnosis.get("verdict"):
-            continue
-        name = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
-        shown.append(f"{name}<p><strong>{escape(diagnosis['verdict'])}</strong></p>")
-        shown += map(_finding, _mappings(diagnosis.get("findings")))
-    return "".join(shown)
+        predicted = run.summary.get("predicted")
+        for name, value in flat(predicted).items() if isinstance(predicted, dict) else ():
+            measured = run.summary.get(name)
+            if name == "wall_s" and run.summary.get("stopped_early"):
+                measured = None
+            label, form = PREDICTED.get(name, (name, ""))
+            shown, real = number(value, form), number(measured, form)
+            if shown != UNKNOWN:
+                ratio = f"{value / measured:.2f}" if real != UNKNOWN and measured else UNKNOWN
+                yield f"{run.name}: {label}" if len(runs) > 1 else label, shown, real, ratio
 
 
-def _finding(finding: Mapping[str, Any]) -> str:
-    """Return one finding: its sentence, the evidence, the line of code, and what to do."""
+def findings(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[Found]]]:
+    """Yield what `flatout diagnose` found in each run: its name, the verdict, and the findings."""
+    for run in runs:
+        if isinstance(run.findings, Mapping) and (verdict := run.findings.get("verdict")):
+            yield run.name, verdict, list(map(_finding, _mappings(run.findings.get("findings"))))
+
+
+def _finding(finding: Mapping[str, Any]) -> Found:
+    from markupsafe import Markup
+
     figures, site = finding.get("figures"), finding.get("site")
     parts: list[tuple[str, str]] = []
     if isinstance(figures, Mapping):
         known = (f"{name} {plain(value)}" for name, value in figures.items() if value is not None)
-        parts.append(("evidence", escape(", ".join(known))))
-    if number(finding.get("share")) != UNKNOWN:
+        parts.append(("evidence", ", ".join(known)))
+    if is_finite(finding.get("share")):
         parts.append(("share of the step", number(finding.get("share"), ".0%")))
     if isinstance(site, Mapping):
-        place = f"{site.get('file')}:{site.get('line')}"
-        parts.append(("where", f"{escape(place)} <code>{escape(site.get('text') or '')}</code>"))
-    fixes = [escape(fix.get("text")) for fix in _mappings(finding.get("fixes"))]
-    if fixes:
-        parts.append(("what to do", "<br>".join(fixes)))
-    rows = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in parts if value)
-    title = escape(finding.get("verdict") or finding.get("name") or "")
-    return f'<article class="finding"><h4>{title}</h4><dl>{rows}</dl></article>'
+        place = cut(f"{site.get('file')}:{site.get('line')}")
+        where = Markup("{} <code>{}</code>").format(place, cut(site.get("text") or ""))
+        parts.append(("where", where))
+    fixes = [cut(fix.get("text")) for fix in _mappings(finding.get("fixes"))]
+    parts.append(("what to do", Markup("<br>").join(fixes)))
+    title = finding.get("verdict") or finding.get("name") or ""
+    return title, [(label, text) for label, text in parts if text]
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
-def samples(runs: Sequence[RunData]) -> str:
-    """Return the samples that the runs generated while they trained, the last one open."""
-    shown = []
+def samples(runs: Sequence[RunData]) -> Iterator[tuple[str, Markup, bool]]:
+    """Yield the samples that the runs generated while they trained; the last one is open."""
+    from markupsafe import escape
+
     for run in runs:
-        found = [event for event in run.events if event.get("event") == "sample"]
+        found = [event for event in run.events if event["event"] == "sample"]
         kept = found if len(found) <= MAX_SAMPLES else [found[0], *found[1 - MAX_SAMPLES :]]
         for event in kept:
             step = number(event.get("step"))
-            name = f"{escape(run.name)}, step {step}" if len(runs) > 1 else f"Step {step}"
-            text = escape(event.get("text", ""), longest=LONGEST_SAMPLE)
-            is_last = " open" if event is kept[-1] else ""
-            shown.append(f"<details{is_last}><summary>{name}</summary><pre>{text}</pre></details>")
-    return "".join(shown)
+            name = f"{run.name}, step {step}" if len(runs) > 1 else f"Step {step}"
+            text = escape(cut(event.get("text", ""), longest=LONGEST_SAMPLE))
+            yield name, text, event is kept[-1]
 
 
-def events(runs: Sequence[RunData]) -> str:
-    """Return the last events of each run."""
-    shown = []
+def events(runs: Sequence[RunData]) -> Iterator[tuple[str, str, list[Row]]]:
+    """Yield the last events of each run: its name, the number of earlier ones, and the rows."""
     for run in runs:
-        if not run.events:
-            continue
         kept = run.events[-MAX_EVENTS:]
-        rows = [(time(event.get("wall_s")), escape(described(event))) for event in kept]
-        left_out = len(run.events) - len(kept)
-        note = f"<p>{left_out:,} earlier events are in events.jsonl.</p>" if left_out else ""
-        name = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else ""
-        shown.append(f"{name}{note}{table(['since the start', 'event'], rows, kind='events')}")
-    return "".join(shown)
+        rows: list[Row] = [(number(e.get("wall_s"), "time"), described(e)) for e in kept]
+        earlier = len(run.events) - len(kept)
+        if kept:
+            yield run.name, f"{earlier:,}" if earlier else "", rows

@@ -18,12 +18,8 @@ from numpy.typing import NDArray
 from flatout.config.schema import flat
 from flatout.json_io import JsonObject, parsing
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.contents import (
-    IndexedTensor,
-    TensorFile,
-    read_index,
-    read_state,
-)
+from flatout.training.checkpoint.catalog import Entry, read_index
+from flatout.training.checkpoint.contents import TensorFile, read_state
 from flatout.training.run_dir.layout import read_records
 
 TIMES = ("values.elapsed_s",)
@@ -166,7 +162,7 @@ class _Files:
 
 
 def _compare_tensor(
-    name: str, left: IndexedTensor, right: IndexedTensor, files: tuple[_Files, _Files]
+    name: str, left: Entry, right: Entry, files: tuple[_Files, _Files]
 ) -> tuple[int, Difference | None]:
     """Return how many bytes of a tensor were compared, and its difference, if any."""
     if left != right:

@@ -16,8 +16,8 @@ from flatout.errors import OutputInUse
 from flatout.files import write_text
 from flatout.json_io import append_line
 from flatout.measure.diagnose.diagnosis import Diagnosis
+from flatout.measure.report.curves import RunData
 from flatout.measure.report.page import render
-from flatout.measure.report.reading import RunReader
 from flatout.training.metrics.phases import PhaseTimer
 from flatout.training.metrics.readback import DelayedReadback
 from flatout.training.run_dir.layout import METRICS
@@ -95,14 +95,14 @@ class LoopRecords:
         """
         self.flush()
         if self._folder is not None:
-            html = render([RunReader(self._folder, name).read()])
+            html = render([RunData(self._folder, name)])
         else:
             with tempfile.TemporaryDirectory() as temporary:
                 folder = Path(temporary)
                 for record in self._kept:
                     append_line(folder / METRICS, record)
                 diagnosis.write(folder)
-                html = render([RunReader(folder, name).read()])
+                html = render([RunData(folder, name)])
         write_text(path, html)
 
     def _position(self) -> dict[str, float]:

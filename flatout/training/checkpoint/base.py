@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flatout.errors import CheckpointError
 from flatout.files import sha256
-from flatout.json_io import JsonObject, parsing, read_json
 from flatout.training.checkpoint import catalog
+from flatout.training.checkpoint.catalog import Base
 
 WEIGHTS = "model/"
 """Prefix of the weights' names in an index."""
@@ -23,36 +21,12 @@ IMPORTED = ("config.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Endings of files of another program's model."""
 
 
-@dataclass(frozen=True)
-class Base:
-    """The base of a LoRA checkpoint, and how the adapters are added to it."""
-
-    path: str
-    """The base: another checkpoint, or the files of another program's model."""
-    digest: str
-    """Digest of its weights."""
-    scale: float
-    """Factor of the adapters' output."""
-    rows: Mapping[str, tuple[int, int]]
-    """For each adapter, the first row of its weight, and the one after its last."""
-
-    def to_dict(self) -> JsonObject:
-        """Return the entry of index.json."""
-        return asdict(self)
-
-
 def base_of(checkpoint: Path) -> Base | None:
     """Return the base of a LoRA checkpoint; None for a checkpoint of whole weights.
 
     Raises: CheckpointError when its index is missing or damaged.
     """
-    path = checkpoint / catalog.INDEX
-    with parsing(path):
-        found = read_json(path).get("base")
-        if found is None:
-            return None
-        rows = {str(name): (int(first), int(end)) for name, (first, end) in found["rows"].items()}
-        return Base(str(found["path"]), str(found["digest"]), float(found["scale"]), rows)
+    return catalog.read_index(checkpoint).base
 
 
 def digest_of(checkpoint: Path) -> str:

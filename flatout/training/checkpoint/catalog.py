@@ -14,9 +14,9 @@ import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from flatout.errors import CheckpointError
 from flatout.files import sha256, sync
@@ -26,6 +26,7 @@ from flatout.training.checkpoint.location import checkpoints_folder
 
 FORMAT_VERSION = 1
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.json"
+Size = Annotated[int, Field(ge=0, strict=True)]
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -47,6 +48,58 @@ class Manifest(BaseModel):
     """The step at which it was saved: N of `step-N`."""
     files: dict[Annotated[str, Field(pattern=r"^[\w.-]+$")], FileFacts]
     """Every other file of the checkpoint."""
+
+
+class Slice(BaseModel, frozen=True):
+    """One box of a tensor, and the file that contains it under the tensor's name."""
+
+    file: str
+    """File name in the checkpoint."""
+    offset: tuple[Size, ...]
+    """Where the box starts in the tensor."""
+    shape: tuple[Size, ...]
+    """Its shape."""
+
+
+class Entry(BaseModel, frozen=True):
+    """One tensor of a checkpoint."""
+
+    dtype: str
+    """As torch names it."""
+    shape: tuple[Size, ...]
+    """Shape of the whole tensor."""
+    slices: tuple[Slice, ...]
+    """The boxes that cover it."""
+
+
+class Base(BaseModel, frozen=True):
+    """The base of a LoRA checkpoint, and how the adapters are added to it."""
+
+    path: str
+    """The base: another checkpoint, or the files of another program's model."""
+    digest: str
+    """Digest of its weights."""
+    scale: float
+    """Factor of the adapters' output."""
+    rows: dict[str, tuple[int, int]]
+    """For each adapter, the first row of its weight, and the one after its last."""
+
+
+class Index(BaseModel, frozen=True):
+    """The content of a checkpoint's index.json."""
+
+    tensors: dict[str, Entry]
+    """By name."""
+    aliases: dict[str, str]
+    """The other names of shared weights, with the name under which they are stored."""
+    base: Base | None = None
+    """Of a LoRA checkpoint, which contains the adapters and their optimizer state only."""
+
+    @model_validator(mode="after")
+    def _aliases_exist(self) -> Self:
+        if lost := sorted({*self.aliases.values()} - self.tensors.keys()):
+            raise ValueError(f"no tensor {lost[0]}")
+        return self
 
 
 class NewerVersion(CheckpointError):
@@ -126,7 +179,17 @@ def read_manifest(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def environment_of(checkpoint: Path) -> JsonObject:
+def read_index(checkpoint: Path) -> Index:
+    """Return a checkpoint's index.
+
+    Raises: CheckpointError when it is missing or damaged.
+    """
+    document = read_json(checkpoint / INDEX)  # JSON has lists where the model has tuples
+    with parsing(checkpoint / INDEX):
+        return Index.model_validate(document)
+
+
+def recorded_environment(checkpoint: Path) -> JsonObject:
     """Return the environment in which a checkpoint was written.
 
     Raises: CheckpointError when the state cannot be read.
@@ -141,7 +204,7 @@ def tokenizer_of(checkpoint: Path) -> str | None:
     None when an earlier version wrote the checkpoint.
     Raises: CheckpointError when the state cannot be read.
     """
-    digest = environment_of(checkpoint).get("tokenizer")
+    digest = recorded_environment(checkpoint).get("tokenizer")
     return digest if digest is None else str(digest)
 
 
@@ -207,12 +270,10 @@ def not_listed(path: Path) -> str:
 
 def _required_files(checkpoint: Path) -> set[str]:
     """Return the files needed to read a checkpoint, including those that its index names."""
-    path = checkpoint / INDEX
     required = {INDEX, STATE}
-    if path.is_file():
-        with parsing(path):
-            for entry in read_json(path)["tensors"].values():
-                required.update(piece["file"] for piece in entry["slices"])
+    if (checkpoint / INDEX).is_file():
+        for entry in read_index(checkpoint).tensors.values():
+            required.update(piece.file for piece in entry.slices)
     return required
 
 

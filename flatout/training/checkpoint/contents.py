@@ -10,19 +10,18 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from flatout.errors import CheckpointError
 from flatout.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.base import base_of, find_base
+from flatout.training.checkpoint.base import find_base
+from flatout.training.checkpoint.catalog import Entry, Size, Slice, read_index
 
-Size = Annotated[int, Field(ge=0)]
 LENGTH_BYTES = 8
 """A safetensors file starts with the length of its header, a little-endian integer."""
 MOST_HEADER_BYTES = 100_000_000
@@ -44,35 +43,6 @@ STORED_DTYPES = {
 """Names of dtypes in an index, which are torch's, and in a safetensors file."""
 
 
-class IndexedSlice(BaseModel):
-    """One box of a tensor, and the file that contains it."""
-
-    file: str
-    """File name in the checkpoint."""
-    offset: tuple[Size, ...]
-    """Where the box starts in the tensor."""
-    shape: tuple[Size, ...]
-    """Its shape."""
-
-
-class IndexedTensor(BaseModel):
-    """The entry of a tensor in index.json."""
-
-    dtype: str
-    """As torch names it."""
-    shape: tuple[Size, ...]
-    """Shape of the whole tensor."""
-    slices: tuple[IndexedSlice, ...]
-    """The boxes that cover it."""
-
-
-class Index(BaseModel):
-    """The content of index.json, as far as it describes tensors."""
-
-    tensors: dict[str, IndexedTensor]
-    """By name."""
-
-
 class StoredTensor(BaseModel):
     """The entry of a tensor in the header of a safetensors file."""
 
@@ -82,16 +52,6 @@ class StoredTensor(BaseModel):
     """Its shape."""
     data_offsets: tuple[Size, Size]
     """Where its bytes start and end, counted from the end of the header."""
-
-
-def read_index(checkpoint: Path) -> Index:
-    """Return the tensors that a checkpoint's index names.
-
-    Raises: CheckpointError when it is missing or damaged.
-    """
-    document = read_json(checkpoint / catalog.INDEX)  # JSON has lists where the model has tuples
-    with parsing(checkpoint / catalog.INDEX):
-        return Index.model_validate(document)
 
 
 class TensorFile:
@@ -140,8 +100,7 @@ def content_problems(checkpoint: Path) -> list[str]:
     """
     try:
         problems = [*_tensor_problems(checkpoint), *_state_problems(checkpoint)]
-        base = base_of(checkpoint)
-        if base is not None:
+        if base := read_index(checkpoint).base:
             find_base(checkpoint, base)
     except CheckpointError as error:
         return [error.what]
@@ -178,7 +137,7 @@ def _tensor_problems(checkpoint: Path) -> Iterator[str]:
                 yield f"{checkpoint / catalog.INDEX}: the slices of {name} do not cover it."
 
 
-def _lies_within(entry: IndexedTensor, piece: IndexedSlice) -> bool:
+def _lies_within(entry: Entry, piece: Slice) -> bool:
     """Return whether a slice lies within its tensor."""
     return len(piece.offset) == len(piece.shape) == len(entry.shape) and all(
         offset + size <= whole

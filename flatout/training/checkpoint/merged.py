@@ -15,9 +15,14 @@ from flatout.models.meta import offset_of
 from flatout.ops import Ops
 from flatout.registry import MODELS
 from flatout.training.checkpoint import catalog, tensors
-from flatout.training.checkpoint.base import WEIGHTS, Base, base_of, find_base
-from flatout.training.checkpoint.catalog import Check
-from flatout.training.checkpoint.read_write import check_files, read_index, read_weights
+from flatout.training.checkpoint.base import WEIGHTS, find_base
+from flatout.training.checkpoint.catalog import Base, Check
+from flatout.training.checkpoint.read_write import (
+    check_files,
+    checked_index,
+    read_weights,
+    weights_in,
+)
 from flatout.training.checkpoint.weights import weights_and_aliases
 
 
@@ -52,19 +57,18 @@ class MergedWeights:
         check_base: Check | None = None,
     ) -> None:
         self.checkpoint = checkpoint
-        index, aliases, manifest = read_index(checkpoint, check)
-        stored = {name: entry for name, entry in index.items() if name.startswith(WEIGHTS)}
+        index, manifest = checked_index(checkpoint, check)
+        stored = weights_in(index)
         files = {piece.file for entry in stored.values() for piece in entry.slices}
         check_files(checkpoint, manifest, files, check)
         self._index = {name.removeprefix(WEIGHTS): entry for name, entry in stored.items()}
         self._aliases = {
             alias.removeprefix(WEIGHTS): name.removeprefix(WEIGHTS)
-            for alias, name in aliases.items()
+            for alias, name in index.aliases.items()
         }
         self._base: MergedWeights | _ImportedWeights | None = None
         self._deltas: Mapping[str, list[Delta]] = {}
-        base = base_of(checkpoint)
-        if base is not None:
+        if base := index.base:
             path = find_base(checkpoint, base)
             self._base = (
                 _ImportedWeights(path)

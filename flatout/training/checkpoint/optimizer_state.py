@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from flatout.errors import CheckpointError
 from flatout.json_io import JsonObject
 from flatout.optimizers.moments import how_to_resume, kept_by, stored_as
-from flatout.training.checkpoint.tensors import Entry, dtype_of, empty
+from flatout.training.checkpoint.catalog import Entry
+from flatout.training.checkpoint.tensors import dtype_of, empty
 from flatout.training.checkpoint.weights import parameter_names
 
 if TYPE_CHECKING:

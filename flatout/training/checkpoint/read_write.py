@@ -29,9 +29,8 @@ from flatout.progress import SILENT, Progress, Task
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, tensors
 from flatout.training.checkpoint.base import WEIGHTS
-from flatout.training.checkpoint.catalog import Check, FileFacts
+from flatout.training.checkpoint.catalog import Check, Entry, FileFacts, Index
 from flatout.training.checkpoint.state import STATE, VERSION, StateItem
-from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_of
 
 if TYPE_CHECKING:
@@ -74,11 +73,12 @@ def read_weights(checkpoint: Path, check: Check = catalog.check_file) -> dict[st
     Shapes: as in the model.
     Raises: CheckpointError when a file is missing or damaged.
     """
-    index, aliases, manifest = read_index(checkpoint, check)
-    targets = {name: tensors.empty(entry) for name, entry in _weights_in(index).items()}
-    check_files(checkpoint, manifest, tensors.files_needed(targets, index), check)
-    tensors.fill(targets, index, checkpoint)
-    weights = targets | {alias: targets[name] for alias, name in aliases.items()}
+    index, manifest = checked_index(checkpoint, check)
+    entries = weights_in(index)
+    targets = {name: tensors.empty(entry) for name, entry in entries.items()}
+    check_files(checkpoint, manifest, tensors.files_needed(targets, entries), check)
+    tensors.fill(targets, entries, checkpoint)
+    weights = targets | {alias: targets[name] for alias, name in index.aliases.items()}
     return {name.removeprefix(WEIGHTS): tensor for name, tensor in weights.items()}
 
 
@@ -94,7 +94,8 @@ def load_weights(
     targets = weights_of(run)
 
     def open_files(task: Task) -> dict[str, Entry]:
-        index, _, manifest = read_index(checkpoint, check)
+        found, manifest = checked_index(checkpoint, check)
+        index = found.tensors
         tensors.check_fits(targets, index, prefix=WEIGHTS, source=checkpoint)
         check_files(checkpoint, manifest, tensors.files_needed(targets, index), check, task)
         return index
@@ -109,7 +110,7 @@ def stored_weights(checkpoint: Path) -> dict[str, Entry]:
 
     Raises: CheckpointError when its index is missing or damaged.
     """
-    return _weights_in(read_index(checkpoint, catalog.check_file)[0])
+    return weights_in(checked_index(checkpoint, catalog.check_file)[0])
 
 
 def weights_sha256(checkpoint: Path) -> str:
@@ -121,25 +122,19 @@ def weights_sha256(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def _weights_in(index: Mapping[str, Entry]) -> dict[str, Entry]:
-    return {name: entry for name, entry in index.items() if name.startswith(WEIGHTS)}
+def weights_in(index: Index) -> dict[str, Entry]:
+    """Return the entry of every weight in an index, by its name there."""
+    return {name: entry for name, entry in index.tensors.items() if name.startswith(WEIGHTS)}
 
 
-def read_index(
-    checkpoint: Path, check: Check
-) -> tuple[dict[str, Entry], dict[str, str], dict[str, FileFacts]]:
-    """Return the entries of the tensors, the aliases, and the manifest's files.
+def checked_index(checkpoint: Path, check: Check) -> tuple[Index, dict[str, FileFacts]]:
+    """Return a checkpoint's index, whose file was checked, and the manifest's files.
 
     Raises: CheckpointError when a file is missing or damaged.
     """
     manifest = catalog.read_manifest(checkpoint).files
     check_files(checkpoint, manifest, {catalog.INDEX}, check)
-    document = read_json(checkpoint / catalog.INDEX)
-    with parsing(checkpoint / catalog.INDEX):
-        index = {name: Entry.from_dict(entry) for name, entry in document["tensors"].items()}
-        if lost := sorted(name for name in document["aliases"].values() if name not in index):
-            raise KeyError(lost[0])
-        return index, document["aliases"], manifest
+    return catalog.read_index(checkpoint), manifest
 
 
 def check_files(
@@ -169,7 +164,8 @@ def _open(
 
     Returns: the index, the state, the items to restore, the tensors to fill.
     """
-    index, _, manifest = read_index(checkpoint, check)
+    found, manifest = checked_index(checkpoint, check)
+    index = found.tensors
     check_files(checkpoint, manifest, {catalog.STATE}, check, task)
     state = read_json(checkpoint / catalog.STATE)
     with parsing(checkpoint / catalog.STATE):

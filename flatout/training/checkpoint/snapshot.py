@@ -19,9 +19,9 @@ from flatout.files import sha256, sync
 from flatout.json_io import JsonObject, read_json
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint import tensors as slices
+from flatout.training.checkpoint.catalog import Entry
 from flatout.training.checkpoint.info import INFO
 from flatout.training.checkpoint.state import STATE, VERSION, StateItem
-from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_and_aliases
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def write_share(snapshot: Snapshot, temporary: Path) -> None:
         slices.write(path, tensors)
         sync(path)
         files[name] = facts(path)
-    entries = {name: entry.to_dict() for name, entry in snapshot.entries.items()}
+    entries = {name: entry.model_dump() for name, entry in snapshot.entries.items()}
     _write(
         _share(temporary, snapshot.rank),
         {"tensors": entries, "files": files, "values": snapshot.values},
@@ -147,7 +147,7 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
     paths = [_share(temporary, rank) for rank in range(snapshot.world_size)]
     shares = [read_json(path) for path in paths]
     index = slices.merge(
-        {name: Entry.from_dict(entry) for name, entry in share["tensors"].items()}
+        {name: Entry.model_validate(entry) for name, entry in share["tensors"].items()}
         for share in shares
     )
     per_rank = {item.name for item in STATE if item.reseed}
@@ -155,7 +155,7 @@ def complete(snapshot: Snapshot, temporary: Path) -> list[Path]:
     _write(
         temporary / catalog.INDEX,
         {
-            "tensors": {name: entry.to_dict() for name, entry in index.items()},
+            "tensors": {name: entry.model_dump() for name, entry in index.items()},
             "aliases": snapshot.aliases,
             **({"base": snapshot.base} if snapshot.base else {}),
         },

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flatout.json_io import JsonObject
+from flatout.training.checkpoint.catalog import Entry
 from flatout.training.checkpoint.optimizer_state import (
     PREFIX,
     missing_optimizer_tensors,
@@ -24,7 +25,6 @@ from flatout.training.checkpoint.optimizer_state import (
     optimizer_value,
     restore_groups,
 )
-from flatout.training.checkpoint.tensors import Entry
 from flatout.training.checkpoint.weights import weights_of
 
 if TYPE_CHECKING:

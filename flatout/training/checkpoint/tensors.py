@@ -7,9 +7,8 @@ share the work. Any number of ranks can read what any other number wrote.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,57 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
 from flatout.files import disk_fix
-from flatout.json_io import RESTORE, JsonObject
+from flatout.json_io import RESTORE
 
 # The public API has no offset of a DTensor's local part; torch's own checkpoints use this too.
 from flatout.models.meta import offset_of
 from flatout.progress import Task
-
-
-@dataclass(frozen=True)
-class Slice:
-    """One box of a tensor, and the file that contains it under the tensor's name."""
-
-    file: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of a checkpoint."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
-
-    def to_dict(self) -> JsonObject:
-        """Return the entry as plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, document: JsonObject) -> Entry:
-        """Return the entry that `to_dict` turned into plain values."""
-        slices = tuple(
-            Slice(str(s["file"]), _sizes(s["offset"]), _sizes(s["shape"]))
-            for s in document["slices"]
-        )
-        return cls(str(document["dtype"]), _sizes(document["shape"]), slices)
-
-
-def _sizes(values: Sequence[object]) -> tuple[int, ...]:
-    """Return the numbers of a shape or an offset.
-
-    Raises: CheckpointError when one is not an integer >= 0.
-    """
-    if not isinstance(values, (list, tuple)) or any(
-        type(value) is not int or value < 0 for value in values
-    ):
-        raise CheckpointError(
-            f"The index of the checkpoint is damaged: {values!r} is not a shape.",
-            fix="Use another checkpoint.",
-        )
-    return tuple(values)
+from flatout.training.checkpoint.catalog import Entry, Slice
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -114,9 +68,11 @@ def entries(file: str, tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
     """
     return {
         name: Entry(
-            _dtype_name(tensor),
-            tuple(tensor.shape),
-            (Slice(file, offset_of(tensor), tuple(local_part(tensor).shape)),),
+            dtype=_dtype_name(tensor),
+            shape=tuple(tensor.shape),
+            slices=(
+                Slice(file=file, offset=offset_of(tensor), shape=tuple(local_part(tensor).shape)),
+            ),
         )
         for name, tensor in tensors.items()
     }
@@ -138,7 +94,7 @@ def merge(parts: Iterable[Mapping[str, Entry]]) -> dict[str, Entry]:
     for part in parts:
         for name, entry in part.items():
             known = merged[name].slices if name in merged else ()
-            merged[name] = replace(entry, slices=known + entry.slices)
+            merged[name] = entry.model_copy(update={"slices": known + entry.slices})
     return merged
 
 

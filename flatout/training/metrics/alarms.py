@@ -16,7 +16,7 @@ from typing import Literal
 
 from flatout.json_io import JsonObject
 from flatout.training.metrics.detectors import Change, Creep, Shift, Spike
-from flatout.training.metrics.surroundings import Own, Surroundings
+from flatout.training.metrics.surroundings import Surroundings
 
 MIN_FALL, MIN_WAIT = 0.08, 0.10
 """Smallest fall of the logarithm of tokens/s, and rise of the share of a step spent waiting."""
@@ -26,10 +26,6 @@ SAMPLE_S = 1.25
 """Records are combined until they cover this time, so that no change shorter than 7.5 s counts."""
 THROTTLING_EVERY_S = 5.0
 """Time between two looks at what slows the device down; two in a row are an alarm."""
-EVENTS = ("recompiled", "skip", "save")
-"""Events that may be the cause of an alarm."""
-MIN_FAULTS_PER_S = 50.0
-"""Page faults per second that slow a run down."""
 MEMORY = {
     "mem/allocated_gib": ("memory", "The GPU memory of this run"),
     "mem/process_gib": ("host_memory", "The memory of this process"),
@@ -50,9 +46,6 @@ class Sample:
     wait_ms: float
     host_ms: float
     device_ms: float
-    faults_per_s: float
-    full_collections: float
-    """Per second."""
 
     @property
     def wait_share(self) -> float:
@@ -82,17 +75,10 @@ class Alarms:
         }
         self._samples: deque[Sample] = deque(maxlen=256)
         self._bucket: list[Mapping[str, float]] = []
-        self._bucket_began: tuple[float, Own] | None = None
-        self._events: deque[tuple[str, int]] = deque(maxlen=64)
+        self._bucket_began_s: float | None = None
         self._open: set[str] = set()
         self._throttled: tuple[float, int, str | None] = (0.0, 0, None)
-        self._rates: deque[float] = deque(maxlen=2)
         self.num_alarms = 0
-
-    def note(self, event: str, step: int) -> None:
-        """Remember an event of the run, which may explain a later alarm."""
-        if event in EVENTS:
-            self._events.append((event, step))
 
     def see(self, record: Mapping[str, float]) -> list[Alarm]:
         """Take a line of metrics.jsonl; return the alarms that begin or are over with it."""
@@ -108,7 +94,6 @@ class Alarms:
         if "train/loss" not in record:
             return
         step, norm = int(record["step"]), record.get("train/grad_norm")
-        self._rates.append(record.get("train/lr", 0.0))
         change = self._spike.see(step, record["train/loss"], norm)
         if change is None:
             return
@@ -116,22 +101,15 @@ class Alarms:
             text = f"The training loss is back at {change.now:.3f} at step {step:,}."
             yield _event("loss_spike", step, change, None, text)
             return
-        cause = self._cause_of_spike(change, norm)
+        usual = self._spike.usual_norm()
+        cause = "the gradients are as before, so it is probably the text at these steps"
+        if usual is not None and norm is not None and self._spike.is_steep(norm):
+            cause = f"the gradient norm rose from {usual:.3g} to {norm:.3g}"
         text = (
             f"The training loss jumped from {change.usual:.3f} to {change.now:.3f} at step "
             f"{change.since_step:,}: {cause}."
         )
         yield _event("loss_spike", step, change, cause, text)
-
-    def _cause_of_spike(self, change: Change, norm: float | None) -> str:
-        if self._num_events("skip", change.since_step):
-            return "float16 overflowed at the same time"
-        usual = self._spike.usual_norm()
-        if usual is None or norm is None or not self._spike.is_steep(norm):
-            return "the gradients are as before, so it is probably the text at these steps"
-        is_rising = len(self._rates) == 2 and self._rates[1] > self._rates[0]
-        also = " while the learning rate rises" if is_rising else ""
-        return f"the gradient norm rose from {usual:.3g} to {norm:.3g}{also}"
 
     def _see_memory(self, record: Mapping[str, float]) -> Iterator[Alarm]:
         for name, creep in self._creeps.items():
@@ -154,8 +132,6 @@ class Alarms:
                 full = step + (have - change.now) / rate
                 end = f"all {have:.1f} GiB will be in use at step {full:,.0f}"
             cause = "objects are kept from step to step"
-            if self._num_events("recompiled", change.since_step):
-                cause = "the model is compiled again and again"
             text = (
                 f"{subject} grows by {1e3 * rate:.2f} GiB per 1,000 steps since step "
                 f"{change.since_step:,}, from {change.usual:.2f} to {change.now:.2f} GiB; "
@@ -186,16 +162,13 @@ class Alarms:
         """Return the sample that a record completes; the first record includes the warm-up."""
         if "perf/tokens_per_s" not in record or "wall_s" not in record:
             return None
-        if self._bucket_began is None:
-            self._bucket_began = record["wall_s"], Own.read()
+        if self._bucket_began_s is None:
+            self._bucket_began_s = record["wall_s"]
             return None
         self._bucket.append(record)
-        began_s, own_before = self._bucket_began
-        seconds = record["wall_s"] - began_s
-        if seconds < SAMPLE_S:
+        if record["wall_s"] - self._bucket_began_s < SAMPLE_S:
             return None
-        own, bucket, self._bucket = Own.read(), self._bucket, []
-        self._bucket_began = record["wall_s"], own
+        bucket, self._bucket, self._bucket_began_s = self._bucket, [], record["wall_s"]
 
         def mean(name: str) -> float:
             return fmean(one.get(name, 0.0) for one in bucket)
@@ -207,8 +180,6 @@ class Alarms:
             wait_ms=mean("perf/data_wait_ms"),
             host_ms=mean("perf/host_ms"),
             device_ms=mean("perf/device_ms"),
-            faults_per_s=(own.faults - own_before.faults) / seconds,
-            full_collections=(own.full_collections - own_before.full_collections) / seconds,
         )
 
     def _see_sample(self, sample: Sample) -> Iterator[Alarm]:
@@ -233,7 +204,7 @@ class Alarms:
         self._open.add(kind)
         before, during = self._around(change.since_step)
         slower = 1 - during.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 0.0
-        cause = self._cause(change.since_step, before, during, kind)
+        cause = self._cause(before, during, kind)
         rates = f"{before.tokens_per_s:,.0f} to {during.tokens_per_s:,.0f} tokens/s"
         what = f"Throughput fell {slower:.0%} at step {change.since_step:,}, from {rates}"
         if kind == "data_wait":
@@ -265,57 +236,21 @@ class Alarms:
         before, during = self._around(since)
         return during.wait_ms - before.wait_ms > 0.5 * (during.step_ms - before.step_ms)
 
-    def _cause(self, since: int, before: Sample, during: Sample, kind: str) -> str:
-        """Return the most likely cause: what else changed at that step."""
-        again = self._num_events("recompiled", since)
-        if again:
-            return f"the model was compiled again, {again} times since then"
-        throttled = self._surroundings.throttled_by() or self._surroundings.gpu_change()
-        if throttled:
-            return throttled
-        if during.faults_per_s > max(MIN_FAULTS_PER_S, 10 * before.faults_per_s):
-            return (
-                f"{during.faults_per_s:,.0f} pages per second are read from disk, because memory "
-                "is short or the dataset is not in memory"
-            )
-        others = self._surroundings.other_load()
-        if others:
-            return others
-        return _where_the_time_went(before, during, kind) + (
-            ", while a checkpoint is written" if self._num_events("save", since) else ""
-        )
-
-    def _num_events(self, event: str, since: int) -> int:
-        return sum(name == event and step >= since for name, step in self._events)
-
-
-def _where_the_time_went(before: Sample, during: Sample, kind: str) -> str:
-    """Return the part of a step that grew most."""
-    grown = {
-        "data_wait": during.wait_ms - before.wait_ms,
-        "host": during.host_ms - before.host_ms,
-        "device": during.device_ms - before.device_ms,
-    }
-    if kind == "data_wait":
-        return (
-            f"the next batch takes {during.wait_ms:.1f} ms, before it took {before.wait_ms:.1f} ms"
-        )
-    most = max(grown, key=lambda name: grown[name])
-    if most == "data_wait":
-        return (
-            f"waiting for data rose from {before.wait_ms:.1f} to {during.wait_ms:.1f} ms per step"
-        )
-    collections = during.full_collections - before.full_collections
-    if most == "host" and collections > 0.2:
-        return f"Python's garbage collector runs {collections:.1f} more full collections per second"
-    if most == "host":
-        return (
-            f"work on the host rose from {before.host_ms:.1f} to {during.host_ms:.1f} ms per step"
-        )
-    return (
-        f"the device takes {during.device_ms:.1f} ms per step, before it was "
-        f"{before.device_ms:.1f}; nothing else changed"
-    )
+    def _cause(self, before: Sample, during: Sample, kind: str) -> str:
+        """Return the most likely cause: the clocks, other processes, or what grew in a step."""
+        known = self._surroundings.throttled_by() or self._surroundings.gpu_change()
+        if known := known or self._surroundings.other_load():
+            return known
+        if kind == "data_wait":
+            was = f"before it took {before.wait_ms:.1f} ms"
+            return f"the next batch takes {during.wait_ms:.1f} ms, {was}"
+        grown = {
+            "waiting for data": (before.wait_ms, during.wait_ms),
+            "work on the host": (before.host_ms, during.host_ms),
+            "work on the device": (before.device_ms, during.device_ms),
+        }
+        most = max(grown, key=lambda name: grown[name][1] - grown[name][0])
+        return "{} rose from {:.1f} to {:.1f} ms per step".format(most, *grown[most])
 
 
 def _exp(change: Change) -> Change:

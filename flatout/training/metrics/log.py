@@ -192,8 +192,6 @@ class Log:
         if not self._run.mesh.is_main:
             return
         line: JsonObject = {"step": self._run.step, "wall_s": round(self.wall_s, 3), **fields}
-        if self._alarms:
-            self._alarms.note(kind, line["step"])
         event = {"event": kind, "time": time.time(), **line}
         self._events.append(event)
         self._tell_refusal(self._events)

@@ -1,13 +1,10 @@
 """What else the machine does during a run: the likely causes of an alarm. No torch.
 
-Own counters of the process are read with every sample. Readings of the whole machine cost more, so
-they are taken at the start, at the first suspicion and with the alarm.
+Readings of the machine are taken at the start, at the first suspicion and with the alarm.
 """
 
 from __future__ import annotations
 
-import gc
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -24,24 +21,6 @@ FULL_MACHINE = 0.75
 """Busy share of all cores from which processes compete for them."""
 LIMITED_SHARE = 0.5
 """Share of the scheduler's periods stopped by a container's CPU limit that counts as throttling."""
-
-
-class Own(NamedTuple):
-    """Counters of this process, from its start."""
-
-    cpu_s: float
-    faults: int
-    """Page faults that waited for a disk: swap, or a mapped file that was not in memory."""
-    full_collections: int
-    """Collections of the garbage collector's oldest generation."""
-
-    @classmethod
-    def read(cls) -> Own:
-        """Return the counters now; takes a few microseconds."""
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(
-            usage.ru_utime + usage.ru_stime, usage.ru_majflt, gc.get_stats()[-1]["collections"]
-        )
 
 
 class GpuState(NamedTuple):

@@ -136,7 +136,7 @@ def _fetch_description(store: MirrorStore, stored: Stored, checkpoint: Path) -> 
         files = _manifest(stored.manifest, checkpoint)
         if catalog.STATE in files:
             _fetch_of(remote, catalog.STATE, files, remote.files(), checkpoint)
-        catalog.environment_of(checkpoint)
+        catalog.recorded_environment(checkpoint)
     except (NothingThere, CheckpointError):
         shutil.rmtree(checkpoint)
 

@@ -91,7 +91,7 @@ def relocated(data: DataConfig, run_folder: Path, checkpoint: Path) -> DataConfi
         if data.mix
         else {"path": found[data.path or ""]}
     )
-    trained_on = catalog.environment_of(checkpoint).get("data")
+    trained_on = catalog.recorded_environment(checkpoint).get("data")
     return moved if data_digest(open_data(moved)) == trained_on else None
 
 
@@ -218,7 +218,7 @@ def require_same_data(run_folder: Path, dataset: AnyDataset, checkpoint: Path) -
     Paths may differ, and validation tokens may: `load` reports those.
     Raises: CheckpointError naming the datasets that have changed, and how.
     """
-    environment = catalog.environment_of(checkpoint)
+    environment = catalog.recorded_environment(checkpoint)
     before, now = environment.get("data"), data_digest(dataset)
     if before in (None, now):
         return

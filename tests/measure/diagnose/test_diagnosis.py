@@ -96,7 +96,8 @@ def record_run(folder, others):
     layout.append_event(folder, "start", environment={"threads": 2})
     for number, value in enumerate(others, 1):
         figures = {} if value is None else {"cpu/other_cores": value, "cpu/cores": 4}
-        append_line(folder / layout.METRICS, {"elapsed_s": 2.0 * number, **figures})
+        record = {"step": number, "elapsed_s": 2.0 * number}
+        append_line(folder / layout.METRICS, record | figures)
 
 
 def test_recorded_windows_say_how_busy_the_machine_was(tmp_path):

@@ -108,7 +108,7 @@ def test_values_of_other_types_are_left_out(run):
         file.write("\n".join([*lines, wrong]) + "\n")
     found = recorded_evidence(folder)
     assert (found.steps, found.roof.peak_tflops) == (400, None)
-    assert found.notes == ("Records of metrics.jsonl without a step were left out: 2.",)
+    assert found.notes == ("2 records of metrics.jsonl without a step, left out.",)
     assert names(found) == []
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from flatout.measure.report.reading import RunReader, names_of
+from flatout.measure.report.curves import read_runs
 
 CONFIG = "name: tiny\nmodel: {vocab_size: 257}\ndata: {path: data/book}\ntrain: {steps: 40}\n"
 
@@ -59,7 +59,6 @@ def read():
     """Read run directories as a report does."""
 
     def read(*folders):
-        names = names_of(list(folders))
-        return [RunReader(*pair).read() for pair in zip(folders, names, strict=True)]
+        return read_runs(list(folders))
 
     return read

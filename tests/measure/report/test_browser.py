@@ -6,14 +6,11 @@ Needs the package playwright, and Chromium: from the system, or by `playwright i
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 
 import pytest
 
-from flatout.measure.report import serve
 from flatout.measure.report.page import render
-from flatout.measure.report.reading import RunReader
 
 playwright = pytest.importorskip(
     "playwright.sync_api", reason="the package playwright is not installed"
@@ -219,29 +216,3 @@ def test_a_page_without_records(make_run, read, show):
     tab = show(read(make_run(records=[])))
     assert tab.wrong == []
     assert "no records yet" in tab.page.inner_text("#notes")
-
-
-def test_a_live_page_shows_what_the_run_writes(make_run, browser, monkeypatch):
-    monkeypatch.setattr(serve, "MIN_WAIT_S", 0.2)
-    monkeypatch.setattr(serve, "MAX_SHARE", 1.0)
-    folder = make_run()
-    page = serve.LivePage([RunReader(folder, "run")])
-    with serve.make_server(page, 0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            tab = Tab(browser, f"http://127.0.0.1:{server.server_port}/")
-            tab.page.wait_for_timeout(500)
-            line = '{"step": 40, "tokens": 4000, "elapsed_s": 20, "train/loss": 0.0125}\n'
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write(line)
-            tab.wait_for("range().end > 40")
-            assert "0.0125" in tab.page.inner_text("#results")
-            with (folder / "metrics.jsonl").open("a") as file:
-                file.write('{"step": 41, "val/loss": 0.5}\n')  # a new line: the page is reloaded
-            tab.page.wait_for_selector('button[data-line="0|val/loss"]', timeout=WAIT_MS)
-        finally:
-            server.shutdown()
-            thread.join()
-    tab.page.wait_for_selector("#live.lost", timeout=WAIT_MS)
-    tab.context.close()

@@ -15,7 +15,7 @@ from flatout.measure.report.events import marks_of
 def test_a_missing_package_names_its_install_line(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackage) as caught:
-        figures.require_bokeh()
+        figures.require_packages()
     assert 'pip install "flatout[report]"' in caught.value.fix
 
 

@@ -277,7 +277,7 @@ def test_a_report_without_bokeh_is_a_warning(capsys, caplog, monkeypatch, tmp_pa
     def missing():
         raise MissingPackage("It needs bokeh.", fix="Install it: pip install bokeh.")
 
-    monkeypatch.setattr(watch_module, "require_bokeh", missing)
+    monkeypatch.setattr(watch_module, "require_packages", missing)
     with caplog.at_level(logging.WARNING), flatout.watch() as watch:
         train(watch)
         watch.report(tmp_path / "page.html")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from fakes import fake_checkpoint
 
 from flatout.errors import CheckpointError
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.base import Base, base_of, digest_of, find_base
+from flatout.training.checkpoint.base import base_of, digest_of, find_base
+from flatout.training.checkpoint.catalog import Base
 
 WEIGHTS = {"model-00000": b"weights"}
 
@@ -20,9 +20,14 @@ def pair(tmp_path):
     """Return a checkpoint of adapters, and its base."""
     path = fake_checkpoint(tmp_path / "here" / "base", 6, **WEIGHTS)
     adapters = fake_checkpoint(tmp_path / "here" / "lora", 3, **{"model-00000": b"adapters"})
-    base = Base(str(path), digest_of(path), 2.0, {"blocks.0.up.adapters.up": (0, 4)})
+    base = Base(
+        path=str(path),
+        digest=digest_of(path),
+        scale=2.0,
+        rows={"blocks.0.up.adapters.up": (0, 4)},
+    )
     (adapters / catalog.INDEX).write_text(
-        json.dumps({"tensors": {}, "aliases": {}, "base": base.to_dict()})
+        json.dumps({"tensors": {}, "aliases": {}, "base": base.model_dump()})
     )
     return adapters, base
 
@@ -58,7 +63,7 @@ def test_a_base_that_moved_with_the_adapters_is_found(pair, tmp_path):
 
 def test_a_missing_base_is_refused(pair, tmp_path):
     adapters, base = pair
-    gone = replace(base, path=str(tmp_path / "far" / "checkpoints" / "step-3"))
+    gone = base.model_copy(update={"path": str(tmp_path / "far" / "checkpoints" / "step-3")})
     with pytest.raises(CheckpointError, match="contains LoRA adapters, and the weights") as refused:
         find_base(adapters, gone)
     assert "Restore them there" in refused.value.fix
@@ -67,7 +72,7 @@ def test_a_missing_base_is_refused(pair, tmp_path):
 def test_a_changed_base_is_refused(pair, tmp_path):
     adapters, base = pair
     with pytest.raises(CheckpointError, match="have changed since the LoRA adapters in") as refused:
-        find_base(adapters, replace(base, digest="0" * 64))
+        find_base(adapters, base.model_copy(update={"digest": "0" * 64}))
     assert "Restore them from a copy" in refused.value.fix
 
 

@@ -6,7 +6,7 @@ import torch
 from flatout.errors import CheckpointError
 from flatout.progress import SILENT
 from flatout.training.checkpoint import tensors as slices
-from flatout.training.checkpoint.tensors import Entry, Slice
+from flatout.training.checkpoint.catalog import Entry, Slice
 
 
 def fill(target, index, folder):
@@ -31,9 +31,11 @@ def written(folder, whole, boxes):
         parts.append(
             {
                 "x": Entry(
-                    entry.dtype,
-                    tuple(whole.shape),
-                    (Slice(entry.slices[0].file, offset, tuple(piece.shape)),),
+                    dtype=entry.dtype,
+                    shape=tuple(whole.shape),
+                    slices=(
+                        Slice(file=entry.slices[0].file, offset=offset, shape=tuple(piece.shape)),
+                    ),
                 )
             }
         )
@@ -110,16 +112,11 @@ def test_whole_tensors_are_distributed_once_and_evenly():
     assert [sum(t.numel() for t in share.values()) for share in shares] == [100, 61, 60]
 
 
-def test_an_entry_round_trips_through_json():
-    entry = Entry("bfloat16", (4, 2), (Slice("a", (0, 0), (2, 2)), Slice("b", (2, 0), (2, 2))))
-    assert Entry.from_dict(entry.to_dict()) == entry
-
-
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(CheckpointError, match="float2"):
-        slices.dtype_of(Entry("float2", (), ()))
+        slices.dtype_of(Entry(dtype="float2", shape=(), slices=()))
     with pytest.raises(CheckpointError, match="nn"):
-        slices.dtype_of(Entry("nn", (), ()))
+        slices.dtype_of(Entry(dtype="nn", shape=(), slices=()))
 
 
 def test_copies_of_a_sharded_tensor_take_turns():

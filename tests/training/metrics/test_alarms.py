@@ -5,9 +5,8 @@ import random
 import pytest
 
 from flatout.hardware import CpuTimes
-from flatout.training.metrics import alarms as module
 from flatout.training.metrics.alarms import Alarms
-from flatout.training.metrics.surroundings import GpuState, Own, Surroundings
+from flatout.training.metrics.surroundings import GpuState, Surroundings
 
 EVERY = 10
 """Steps per record."""
@@ -34,12 +33,11 @@ class Machine:
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    monkeypatch.setattr(module.Own, "read", lambda: Own(0.0, 0, 0))
+def machine():
     return Machine()
 
 
-def watched(machine, change=lambda i, record: None, *, count=300, before=lambda i, alarms: None):
+def watched(machine, change=lambda i, record: None, *, count=300):
     """The events of a run with a step of 100 ms and 2% noise; `change` edits its records."""
     rng, alarms, found, wall_s = (
         random.Random(7),
@@ -48,7 +46,6 @@ def watched(machine, change=lambda i, record: None, *, count=300, before=lambda 
         0.0,
     )
     for i in range(1, count + 1):
-        before(i, alarms)
         record = {"step": i * EVERY, "train/lr": 1e-3, "train/grad_norm": 1 + 0.1 * rng.random()}
         record |= {"train/loss": 3 + 0.02 * rng.gauss(0, 1), "mem/process_gib": 1.0}
         noise = 1 + 0.02 * rng.gauss(0, 1)
@@ -95,11 +92,7 @@ def slow(name, extra_ms):
     [
         ("data_wait", "data_wait", "the next batch takes 30.5 ms, before it took 0.5 ms"),
         ("host", "throughput", "work on the host rose from 1.0 to 31.0 ms per step"),
-        (
-            "device",
-            "throughput",
-            "the device takes 128.5 ms per step, before it was 98.5; nothing else changed",
-        ),
+        ("device", "throughput", "work on the device rose from 98.5 to 128.5 ms per step"),
     ],
 )
 def test_the_part_of_the_step_that_grew_is_the_cause(machine, name, kind, cause):
@@ -131,39 +124,6 @@ def test_other_processes_are_named_when_the_machine_is_full(machine):
     begun, _ = watched(machine, change)
     assert begun["cause"].startswith("other processes use 2.")
     assert "of 2 cores, before it was 1.0" in begun["cause"]
-
-
-def test_recompilations_are_named_first(machine):
-    def before(i, alarms):
-        if 100 <= i < 110:
-            alarms.note("recompiled", i * EVERY)
-
-    begun, _ = watched(machine, slow("data_wait", 30), before=before)
-    assert begun["cause"].startswith("the model was compiled again")
-
-
-def test_pages_read_from_disk_are_named(machine, monkeypatch):
-    faults = [0]
-    monkeypatch.setattr(module.Own, "read", lambda: Own(0.0, faults[0], 0))
-
-    def change(i, record):
-        faults[0] += 10_000 * (100 <= i < 200)
-        slow("device", 30)(i, record)
-
-    begun, _ = watched(machine, change)
-    assert "pages per second are read from disk" in begun["cause"]
-
-
-def test_full_collections_are_named(machine, monkeypatch):
-    collections = [0]
-    monkeypatch.setattr(module.Own, "read", lambda: Own(0.0, 0, collections[0]))
-
-    def change(i, record):
-        collections[0] += 10 * (100 <= i < 200)
-        slow("host", 30)(i, record)
-
-    begun, _ = watched(machine, change)
-    assert "garbage collector" in begun["cause"]
 
 
 def test_a_slower_clock_of_the_gpu_is_named(machine):
@@ -245,17 +205,13 @@ def test_a_spike_of_the_loss_names_the_gradients(machine):
     assert begun["cause"].endswith("to 40")
 
 
-def test_a_spike_without_gradients_is_the_text_and_an_overflow_is_named(machine):
+def test_a_spike_without_gradients_is_the_text(machine):
     def change(i, record):
         if 100 <= i < 110:
             record["train/loss"] += 2
 
     begun, _ = watched(machine, change)
     assert "probably the text" in begun["cause"]
-    begun, _ = watched(
-        machine, change, before=lambda i, alarms: i == 100 and alarms.note("skip", 1000)
-    )
-    assert begun["cause"] == "float16 overflowed at the same time"
 
 
 def test_evaluations_and_records_without_figures_are_ignored(machine):

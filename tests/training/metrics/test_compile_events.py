@@ -194,7 +194,7 @@ def test_a_graph_break_is_counted_with_its_reason_and_line(compiled_run, tmp_pat
     compiled_run("compile", model__kind="eigenstate")
     (compiled,) = events(tmp_path / "run", "compiled")
     assert compiled["graph_breaks"] > 0
-    assert "scan.py:" in compiled["first_break"]
+    assert "eigenstate.py:" in compiled["first_break"]
 
 
 def test_compiling_the_model_and_its_blocks_at_once_is_refused(build_run, tiny_config):

@@ -1,20 +1,12 @@
 """What else the machine does."""
 
-import gc
-
 import pytest
 
 from flatout.hardware import CpuTimes
 from flatout.training.metrics import surroundings as module
-from flatout.training.metrics.surroundings import Own, Surroundings, limit_counts
+from flatout.training.metrics.surroundings import Surroundings, limit_counts
 
 pytestmark = pytest.mark.slow
-
-
-def test_own_counters_grow():
-    before = Own.read()
-    gc.collect()
-    assert Own.read().full_collections == before.full_collections + 1
 
 
 def loads(*counters):

@@ -1,1 +1,1 @@
-"""Files that an export contains: a model as one class of transformers, without flatout."""
+"""The file that an export contains when transformers has no class for its shape."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -12,9 +9,7 @@ from flatout.ops import scan
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_it_matches_the_reference_gradients_included(monkeypatch, documents):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    fft = importlib.import_module("scan_fft").fft
+def test_it_matches_the_reference_gradients_included(benchmark, documents):
     generator = torch.Generator().manual_seed(0)
     leaves = [
         -torch.rand(3, generator=generator, dtype=torch.float64),
@@ -23,7 +18,7 @@ def test_it_matches_the_reference_gradients_included(monkeypatch, documents):
     ]
     doc_ids = (torch.arange(37) >= 9).int().expand(2, -1) if documents else None
     found = []
-    for function in (scan.reference, fft):
+    for function in (scan.reference, benchmark.fft):
         given = [leaf.clone().requires_grad_() for leaf in leaves]
         states = function(*given, doc_ids_BT=doc_ids, chunk_size=8)
         states.square().sum().backward()

@@ -1,13 +1,13 @@
-"""What a run directory says, whatever state it is in."""
+"""What a run directory says, whatever state it is in; a long curve keeps its peaks and its gaps."""
 
 from __future__ import annotations
 
-import json
 import math
 
+import numpy as np
 import pytest
 
-from flatout.measure.report.reading import RunReader, names_of
+from flatout.measure.report.curves import INTERVALS, MIN_FOR_TREND, Curve, outline, trend
 
 
 def append(path, text):
@@ -20,7 +20,7 @@ def test_records_become_curves(make_run, read):
     loss = run.curves["train/loss"]
     assert (loss.step[2], loss.tokens[2], loss.elapsed_s[2]) == (3, 300, 1.5)
     assert loss.value[2] == pytest.approx(4 / 3)
-    assert (run.num_records, run.notes, run.state) == (20, (), "killed")
+    assert (run.num_records, run.notes, run.state) == (20, [], "killed")
     assert run.settings["train.steps"] == 40
 
 
@@ -46,7 +46,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said(make_run, read):
     append(folder / "metrics.jsonl", 'not json\n[1]\n{"step": 22, "train/loss": 1.0}\n')
     (run,) = read(folder)
     assert run.num_records == 21
-    assert run.notes == ("metrics.jsonl has 2 damaged lines (the first is line 21), left out.",)
+    assert run.notes == ["metrics.jsonl has 2 damaged lines (the first is line 21), left out."]
 
 
 def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
@@ -56,13 +56,13 @@ def test_figures_that_are_not_finite_are_gaps_and_counted(make_run, read):
     curve = run.curves["train/loss"]
     assert [*curve.step] == [0, 1, 2, 3, 4, 5]
     assert [*map(math.isnan, curve.value)] == [False, True, True, True, False, True]
-    assert run.notes == ("train/loss is not a finite number in 4 records: gaps in its curve.",)
+    assert run.notes == ["train/loss is not a finite number in 4 records: gaps in its curve."]
 
 
 def test_records_without_a_step_are_left_out(make_run, read):
     (run,) = read(make_run(records=[{"train/loss": 1.0}, {"step": math.nan, "train/loss": 1.0}]))
     assert run.curves == {}
-    assert "2 records" in run.notes[0]
+    assert run.notes[0] == "2 records of metrics.jsonl without a step, left out."
 
 
 def test_no_metrics_at_all(make_run, read):
@@ -85,35 +85,54 @@ def test_damaged_documents_become_notes(make_run, read):
 
 def test_the_records_of_another_training_loop(make_run, read):
     (run,) = read(make_run(config=None))
-    assert (run.state, run.settings, run.notes) == ("watched", {}, ())
+    assert (run.state, run.settings, run.notes) == ("watched", {}, [])
     assert "train/loss" in run.curves
 
 
-def test_a_reader_reads_what_is_new(make_run):
-    folder = make_run()
-    reader = RunReader(folder, "run")
-    assert reader.read().num_records == 20
-    before = reader.signature()
-    append(folder / "metrics.jsonl", json.dumps({"step": 21, "train/loss": 1.0}) + '\n{"ste')
-    assert reader.signature() != before
-    assert reader.read().num_records == 21
-    append(folder / "metrics.jsonl", 'p": 22, "train/loss": 1.0}\n')
-    run = reader.read()
-    assert (run.num_records, run.notes) == (22, ())
-    assert run.curves["train/loss"].step[-1] == 22
+def test_names_are_short_and_different(make_run, read):
+    a, b = make_run("one/run"), make_run("two/run")
+    assert [run.name for run in read(a)] == ["run"]
+    assert [run.name for run in read(a, b)] == ["one/run", "two/run"]
 
 
-def test_a_reader_starts_again_after_a_resume_replaced_the_records(make_run):
-    folder = make_run()
-    reader = RunReader(folder, "run")
-    reader.read()
-    kept = (folder / "metrics.jsonl").read_text().splitlines()[:10]
-    (folder / "new").write_text("".join(line + "\n" for line in kept))
-    (folder / "new").replace(folder / "metrics.jsonl")
-    assert reader.read().num_records == 10
+def curve(values):
+    values = np.asarray(values, dtype=np.float64)
+    step = np.arange(len(values), dtype=np.float64)
+    return Curve(step, 10 * step, 0.1 * step, values)
 
 
-def test_names_are_short_and_different(tmp_path):
-    a, b = tmp_path / "one" / "run", tmp_path / "two" / "run"
-    assert names_of([a]) == ["run"]
-    assert names_of([a, b]) == ["one/run", "two/run"]
+def test_a_short_curve_is_drawn_whole():
+    short = curve(range(2 * INTERVALS))
+    assert outline(short) is short
+
+
+def test_a_long_curve_keeps_its_ends_and_its_peaks():
+    values = np.random.default_rng(0).normal(size=100_000)
+    values[31_415], values[92_653] = 50.0, -50.0
+    drawn = outline(curve(values))
+    assert len(drawn.value) <= 2 * INTERVALS + 2
+    assert (drawn.step[0], drawn.step[-1]) == (0, 99_999)
+    assert {50.0, -50.0} <= set(drawn.value)
+    assert (np.diff(drawn.step) > 0).all()
+    assert (drawn.value == values[drawn.step.astype(int)]).all()
+    assert (drawn.tokens == 10 * drawn.step).all()
+
+
+def test_a_stretch_without_values_stays_a_gap():
+    values = np.ones(10_000)
+    values[4000:6000] = np.nan
+    drawn = outline(curve(values))
+    assert np.isnan(drawn.value).any()
+    assert np.nanmax(drawn.value) == 1
+
+
+def test_a_trend_is_the_mean_of_intervals():
+    values = np.tile([1.0, 3.0], 5000)
+    values[:100] = np.nan
+    found = trend(curve(values))
+    assert np.nanmax(np.abs(found.value - 2.0)) < 0.1
+    assert np.isnan(found.value[0])
+
+
+def test_a_short_curve_has_no_trend():
+    assert trend(curve(range(MIN_FOR_TREND - 1))) is None

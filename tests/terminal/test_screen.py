@@ -1,4 +1,4 @@
-"""Formatting of numbers, durations and text."""
+"""Text that fits the terminal."""
 
 import os
 import pty
@@ -8,43 +8,7 @@ import termios
 import pytest
 
 from flatout.streams import printable
-from flatout.terminal import amount, columns, duration, wrapped
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (2.46, "2.5 s"),
-        (9.97, "10 s"),
-        (59.4, "59 s"),
-        (59.7, "1 min 00 s"),
-        (62, "1 min 02 s"),
-        (3599.8, "1 h 00 min"),
-        (7500, "2 h 05 min"),
-    ],
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "unit", "text"),
-    [
-        (0, "documents", "0 documents"),
-        (3.25, "batches", "3.2 batches"),
-        (1234, "documents", "1,234 documents"),
-        (1, "documents", "1 document"),
-        (1.04, "tokens", "1.0 tokens"),
-        (61_234, "tokens", "61.2 K tokens"),
-        (12_345_678, "bytes", "12.3 MB"),
-        (999, "bytes", "999 bytes"),
-        (2_060_000, "", "2.1 M"),
-        (3e9, "tokens", "3.0 G tokens"),
-    ],
-)
-def test_amount(number, unit, text):
-    assert amount(number, unit) == text
+from flatout.terminal import columns, wrapped
 
 
 def test_printable_replaces_control_characters():

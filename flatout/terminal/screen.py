@@ -1,4 +1,4 @@
-"""Durations, amounts and text, formatted for people."""
+"""The size of the terminal, and text that is wrapped to it."""
 
 from __future__ import annotations
 
@@ -6,33 +6,8 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
-
-from flatout.progress import amount as amount
-from flatout.progress import duration as duration
 
 DEFAULT_COLUMNS = 80
-
-
-def age(seconds: float) -> str:
-    """Return an age in its largest unit: 8 s, 5 min, 23 h, 3 d."""
-    units = ((86_400, "d"), (3600, "h"), (60, "min"))
-    return next(
-        (f"{seconds // length:.0f} {unit}" for length, unit in units if seconds >= length),
-        f"{seconds:.0f} s",
-    )
-
-
-def aligned(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
-    """Return one line per row, with aligned columns: the first `left` to the left, others right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
 
 
 def columns() -> int:

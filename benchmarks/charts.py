@@ -1,0 +1,92 @@
+"""Line charts as SVG, readable on light and dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 560, 380, 60, 40, 20, 50
+"""Size and margins of one chart, in pixels."""
+GREY = "#757b86"
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Lines and dots of one name."""
+
+    name: str
+    colour: str
+    lines: Sequence[Sequence[Point]]
+    dots: Sequence[Point]
+
+
+def beside(charts: Iterable[str]) -> str:
+    """Return charts beside each other as one picture."""
+    shown = [f'<g transform="translate({n * WIDTH},0)">{one}</g>' for n, one in enumerate(charts)]
+    width = WIDTH * max(1, len(shown))
+    opening = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" '
+        f'viewBox="0 0 {width} {HEIGHT}" font-family="Helvetica, Arial, sans-serif" font-size="12">'
+    )
+    return "\n".join([opening, *shown, "</svg>"]) + "\n"
+
+
+def chart(
+    title: str,
+    caption: str,
+    curves: Sequence[Curve],
+    *,
+    across: Mapping[float, str],
+    down: Mapping[float, str],
+    dashed: tuple[float, str] | None = None,
+    crosses: Sequence[Point] = (),
+) -> str:
+    """Return a chart with a title above and a caption below.
+
+    `across` and `down` are the labels of the grid by their values, which with the dots span the
+    chart; `dashed` is the height and the colour of a line, `crosses` are targets.
+    """
+    points = [*(dot for curve in curves for dot in curve.dots), *crosses]
+    columns = [*across, *(x for x, _ in points)]
+    heights = [*down, *(y for _, y in points)]
+
+    def x_of(value: float) -> float:
+        share = (value - min(columns)) / ((max(columns) - min(columns)) or 1)
+        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
+
+    def y_of(value: float) -> float:
+        share = (max(heights) - value) / ((max(heights) - min(heights)) or 1)
+        return round(TOP + share * (HEIGHT - TOP - BOTTOM), 1)
+
+    def text(x: float, y: float, shown: str, anchor: str, colour: str = GREY) -> str:
+        place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+        return f'<text {place} fill="{colour}">{shown}</text>'
+
+    def line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+        return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" {style}/>'
+
+    grid = f'stroke="{GREY}" stroke-opacity="0.3"'
+    drawn = [text(WIDTH / 2, 20, title, "middle"), text(WIDTH / 2, HEIGHT - 10, caption, "middle")]
+    for value, label in across.items():
+        drawn.append(line(x_of(value), TOP, x_of(value), HEIGHT - BOTTOM, grid))
+        drawn.append(text(x_of(value), HEIGHT - BOTTOM + 18, label, "middle"))
+    for value, label in down.items():
+        drawn.append(line(LEFT, y_of(value), WIDTH - RIGHT, y_of(value), grid))
+        drawn.append(text(LEFT - 8, y_of(value) + 4, label, "end"))
+    if dashed is not None:
+        style = f'stroke="{dashed[1]}" stroke-dasharray="5 4"'
+        drawn.append(line(LEFT, y_of(dashed[0]), WIDTH - RIGHT, y_of(dashed[0]), style))
+    for number, curve in enumerate(curves, 1):
+        for one in curve.lines:
+            path = " ".join(f"{x_of(x)},{y_of(y)}" for x, y in one)
+            style = f'fill="none" stroke="{curve.colour}" stroke-width="1.5"'
+            drawn.append(f'<polyline points="{path}" {style}/>')
+        for x, y in curve.dots:
+            place = f'cx="{x_of(x)}" cy="{y_of(y)}" r="2.5"'
+            drawn.append(f'<circle {place} fill="{curve.colour}" fill-opacity="0.7"/>')
+        drawn.append(text(WIDTH - RIGHT - 8, TOP + 16 * number, curve.name, "end", curve.colour))
+    for x, y in crosses:
+        cross = f"M{x_of(x) - 6},{y_of(y)} h12 M{x_of(x)},{y_of(y) - 6} v12"
+        drawn.append(f'<path d="{cross}" stroke="#dc3c3c" stroke-width="2"/>')
+    return "\n".join(drawn)
