@@ -126,11 +126,12 @@ def require_figures(schedule: Schedule, out: Path) -> None:
             fix="Run it again with more time.",
         )
     first = trials.done[0]
-    more_time, train = "Give it more --minutes.", "Try the same recipe with `flatout train`."
     raise RunFailed(
         f"Nothing was measured: {first.point}: {first.result.reason} "
         f"All failures are in {out / TRIALS}.",
-        fix=more_time if first.result.status == "timed-out" else train,
+        fix="Give it more --minutes."
+        if first.result.status == "timed-out"
+        else "Try the same recipe with `flatout train`.",
     )
 
 

@@ -82,8 +82,10 @@ class Measurement(Result):
 
 
 class Bench(Measurement):
-    """The measured rates and gains: bench.json in the directory `path`, beside table.md, bench.svg
-    and trials.jsonl."""
+    """The measured rates and gains: the fields of bench.json.
+
+    The directory `path` also has table.md, bench.svg and trials.jsonl.
+    """
 
     kind: str
     """ladder, or the setting that was swept."""
@@ -214,17 +216,20 @@ class Bench(Measurement):
         text = f"The full set is {median:.2f} times as fast as the baseline"
         if low is not None:
             return f"{text}{Figure(median=median, low=low, high=high).between('.2f')}."
-        steps = (row.repeats for row in self.rungs if row.kind in {"baseline", "added"})
-        few = "one repeat: too few" if min(filter(None, steps), default=0) < 2 else None
-        return f"{text} ({few or 'too few repeats'} to be sure)."
+        repeats = [row.repeats for row in self.rungs if row.kind in {"baseline", "added"}]
+        fewest = min(filter(None, repeats), default=0)
+        few = "one repeat: too few" if fewest < 2 else "too few repeats"
+        return f"{text} ({few} to be sure)."
 
     def _baseline(self) -> str:
         """Return a description of a ladder's baseline, or an empty string if it has no figures."""
         rows = (row for row in self.rungs if row.kind == "baseline" and row.rows_per_device)
-        return "".join(
+        row = next(rows, None)
+        if row is None:
+            return ""
+        return (
             "baseline: fp32, eager, an optimizer that loops over parameters, text tokenised in the "
             f"step, {row.rows_per_device} rows x {row.accumulate} accumulations"
-            for row in rows
         )
 
     def _setting(self) -> str:

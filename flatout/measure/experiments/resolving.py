@@ -23,7 +23,6 @@ from flatout.hardware import Machine, pick_device, probe
 from flatout.json_io import Stored
 from flatout.measure.child import Answer, ask
 from flatout.parallel.mesh import make_mesh
-from flatout.registry import SPEEDUPS
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,8 @@ def choose(requested: RunConfig, cache: Path | None = None) -> Chosen:
     Raises: UsageError when it cannot run here.
     """
     resolved = resolve_here(requested, cache)
-    off = (
-        [decision.name for decision in resolved.decisions if not decision.on]
-        if parse_request(requested.speedups).auto
-        else []
-    )
+    is_open = parse_request(requested.speedups).auto
+    off = [decision.name for decision in resolved.decisions if is_open and not decision.on]
     return Chosen(
         config=resolved.config.to_dict(),
         decisions=resolved.decisions,
@@ -119,11 +115,8 @@ def adding_one(
     for part in wanted:
         why_not = speedup_named(part).reason_against(resolved.machine, stated)
         if why_not:
-            return (
-                f"cannot run here, because: {why_not}"
-                if part == name
-                else f"cannot run here, because {part} cannot: {why_not}"
-            )
+            needed = "" if part == name else f" {part} cannot"
+            return f"cannot run here, because{needed}: {why_not}"
     named = stated.with_values({"speedups": adding(requested.speedups, wanted)})
     try:
         return _resolve(named, resolved.machine, resolved.dataset, cache).speedups
@@ -135,8 +128,7 @@ def with_needs(name: str) -> list[str]:
     """Return a speedup, followed by everything it needs."""
     found = [name]
     for part in found:  # it grows during the loop
-        if ":" in part or part in SPEEDUPS.names():
-            found += [need for need in speedup_named(part).needs if need not in found]
+        found += [need for need in speedup_named(part).needs if need not in found]
     return found
 
 

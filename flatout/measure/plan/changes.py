@@ -89,15 +89,15 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """A run that does not fit into the memory of its target."""
+class PlannedRun:
+    """A run that may not fit into the memory of its target."""
 
     target: Target
     requested: RunConfig
     config: RunConfig
     """Resolved for the target."""
     workload: Workload
-    available: int
+    available: int = 0
     """Bytes that tensors may take."""
 
     def changes(self, on: Sequence[str]) -> list[Change]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flatout.assembly.memory import capacity_of, most_rows, smallest_machine, trace_memory
+from flatout.assembly.memory import Capacity, capacity_of, most_rows, smallest_machine, trace_memory
 from flatout.assembly.prediction import (
     GIB,
     MemoryPrediction,
@@ -25,8 +27,8 @@ from flatout.config.schema import RunConfig
 from flatout.data.store.manifest import MANIFEST
 from flatout.data.store.mix import AnyDataset
 from flatout.hardware import Machine, pick_device, probe
-from flatout.measure.plan.changes import Misfit, Target
-from flatout.measure.plan.report import Plan
+from flatout.measure.plan.changes import PlannedRun, Target
+from flatout.measure.plan.report import Change, Plan
 from flatout.models.language_model import LanguageModel, model_of
 from flatout.models.lora import INSIDE, require_weights, with_adapters
 from flatout.ops import Ops
@@ -80,25 +82,11 @@ def make_plan(
     steps = config.train.steps
     if steps is None:
         notes.append("The length is not known: set train.steps or train.tokens, or name a dataset.")
-    capacity = capacity_of(target.machine, target.device, target.world_size)
-    parts, fits, largest, changes, smallest = None, None, None, [], None
-    if memory is not None:
-        parts = memory_at_peak(memory) | {"available": capacity.free / GIB if capacity else None}
-    if memory is not None and capacity is not None:
-        fits = memory.total <= capacity.free
-        ratio = memory.reserved / max(memory.allocated, 1)
-        available = max(int((capacity.free - memory.context) / ratio), 0)
-        with progress.task("Trying what fits"):
-            largest = most_rows(workload, available)
-            if not fits:
-                misfit = Misfit(target, requested, config, workload, available)
-                changes = misfit.changes(speedups_on(decisions))
-    if target.is_missing:
-        fits = False
-    elif fits is False:  # a run without room has no rate
+    with progress.task("Trying what fits"):
+        run = PlannedRun(target, requested, config, workload)
+        room = memory_fields(memory, run, speedups_on(decisions))
+    if room["fits"] is False and not target.is_missing:  # a run without room has no rate
         time = TimePrediction(None, None, None, DOES_NOT_FIT, None)
-    if memory and fits is False and not largest:
-        smallest = smallest_machine(workload)
     row = target.machine.row if target.device.startswith("cuda") else None
     power = row.power_w if row else None
     hours = None if time.wall_s is None else time.wall_s / 3600
@@ -119,14 +107,7 @@ def make_plan(
         tokens=None if steps is None else steps * (config.batch.tokens_per_step or 0),
         speedups=speedups_on(decisions),
         notes=notes,
-        memory=parts,
-        memory_from=memory.source if memory else None,
-        memory_error=memory.error if memory else None,
-        peak_gib=memory.peak_gib if memory else None,
-        fits=fits,
-        largest_rows_per_device=largest,
-        changes=changes,
-        smallest_machine=smallest,
+        **room,
         tokens_per_s=time.tokens_per_s,
         tokens_per_s_from=time.source,
         mfu=time.mfu,
@@ -193,7 +174,37 @@ def parameters_by_part(model: LanguageModel) -> dict[str, int]:
     return dict(found)
 
 
-def memory_at_peak(memory: MemoryPrediction) -> dict[str, Any]:
+def memory_fields(
+    memory: MemoryPrediction | None, run: PlannedRun, speedups: Sequence[str]
+) -> dict[str, Any]:
+    """Return the fields of a plan about memory: the need, whether it fits, and what would."""
+    target, workload = run.target, run.workload
+    capacity = capacity_of(target.machine, target.device, target.world_size)
+    fits, largest, smallest, changes = None, None, None, list[Change]()
+    if memory and capacity:
+        fits = memory.total <= capacity.free
+        ratio = memory.reserved / max(memory.allocated, 1)
+        available = max(int((capacity.free - memory.context) / ratio), 0)
+        largest = most_rows(workload, available)
+        if not fits:
+            changes = replace(run, available=available).changes(speedups)
+    if target.is_missing:
+        fits = False
+    if memory and fits is False and not largest:
+        smallest = smallest_machine(workload)
+    return {
+        "memory": memory_at_peak(memory, capacity) if memory else None,
+        "memory_from": memory.source if memory else None,
+        "memory_error": memory.error if memory else None,
+        "peak_gib": memory.peak_gib if memory else None,
+        "fits": fits,
+        "largest_rows_per_device": largest,
+        "changes": changes,
+        "smallest_machine": smallest,
+    }
+
+
+def memory_at_peak(memory: MemoryPrediction, capacity: Capacity | None) -> dict[str, Any]:
     """Return the parts of the predicted peak in GiB; they add up to what is allocated."""
     found, moment = memory.estimate, memory.estimate.peak
     logits = {"the loss": moment.transient, "a sharded step": found.logits}.get(moment.name, 0)
@@ -211,4 +222,5 @@ def memory_at_peak(memory: MemoryPrediction) -> dict[str, Any]:
         "total": memory.total,
         "gradients_in_all": found.gradients,
     }
-    return {name: size / GIB for name, size in sizes.items()} | {"peak_in": moment.name}
+    more = {"peak_in": moment.name, "available": capacity.free / GIB if capacity else None}
+    return {name: size / GIB for name, size in sizes.items()} | more
