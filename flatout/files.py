@@ -42,13 +42,15 @@ _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_ERRORS = _FULL | _READ_ONLY | {errno.EIO}
 
 
-class StoredModel(BaseModel):
-    """A value that is stored as JSON; an unknown key is an error."""
+class Stored(BaseModel):
+    """Base class of frozen values that are written as JSON; unknown keys are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
-class FileEntry(StoredModel):
+class FileEntry(Stored):
     """The size and checksums of one binary file, as a manifest lists them."""
 
     name: str = Field(pattern=r"^\w[\w.-]*$")

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from flatout.errors import CheckpointError
-from flatout.files import open_own, write_text
+from flatout.files import Stored, open_own, write_text
 from flatout.recognised import open_regular, read_regular
 from flatout.streams import printable
 
@@ -32,14 +32,6 @@ def is_finite(value: object) -> TypeGuard[int | float]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= sys.float_info.max
-
-
-class Stored(BaseModel):
-    """Base class of frozen values that are written as JSON; unknown keys are errors."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=()
-    )
 
 
 class Result(Stored):

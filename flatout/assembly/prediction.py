@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.assembly.selection import Decision, Gain, speedup_named
 from flatout.config.schema import RunConfig
 from flatout.data.store.mix import AnyDataset, members_of
-from flatout.files import write_text
+from flatout.files import Stored, write_text
 from flatout.hardware import ASSUMED_MFU, Machine
-from flatout.json_io import Stored
 from flatout.progress import counted
 from flatout.registry import SPEEDUPS
 

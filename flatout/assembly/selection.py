@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from flatout.assembly.recipe import Off, On, Recipe, Speedup, both_fill
 from flatout.config.schema import RunConfig
 from flatout.errors import ConfigError, HardwareError
+from flatout.files import Stored
 from flatout.hardware import Machine
-from flatout.json_io import Stored
 from flatout.registry import SPEEDUPS, unknown_name
 
 

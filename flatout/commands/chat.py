@@ -23,8 +23,9 @@ from flatout.conversation.templates import (
 from flatout.data.store.manifest import TOKENIZER
 from flatout.data.tokenizers import Tokenizer, load_tokenizer
 from flatout.errors import ConfigError, DataError
+from flatout.files import Stored
 from flatout.inference.exported import is_run
-from flatout.json_io import Result, Stored
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest

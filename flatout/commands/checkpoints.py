@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from flatout.commands import Command, Option, RunName
 from flatout.errors import CheckpointError, ConfigError, in_shell
 from flatout.figures import age, aligned, amount, optional
-from flatout.files import folder_bytes, writing_run
-from flatout.json_io import Result, Stored
+from flatout.files import Stored, folder_bytes, writing_run
+from flatout.json_io import Result
 from flatout.measure.runlog import RunLog
 from flatout.progress import SILENT, Progress, counted
 from flatout.training.checkpoint import catalog, retention

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 from flatout.commands import Argument, CheckpointName, Command, Option, RunName
 from flatout.errors import ConfigError, MissingPackage
 from flatout.figures import aligned, optional
+from flatout.files import Stored
 from flatout.inference.exported import is_export, open_export, require_scorable, require_tasks
-from flatout.json_io import Result, Stored
+from flatout.json_io import Result
 from flatout.progress import SILENT, Progress
 from flatout.training.run_dir.layout import trusted_config
 from flatout.training.run_dir.lookup import run_or_newest

@@ -17,9 +17,9 @@ from flatout.data.store.remote import open_dataset
 from flatout.data.store.shards import Dataset
 from flatout.data.tokenizers import kind_named
 from flatout.data.tokenizers.hub import is_repository
-from flatout.files import sha256
+from flatout.files import Stored, sha256
 from flatout.hardware import probe
-from flatout.json_io import JsonObject, Result, Stored
+from flatout.json_io import JsonObject, Result
 from flatout.progress import SILENT, Progress
 from flatout.recommended import recommend
 from flatout.streams import printable

@@ -12,8 +12,8 @@ from typing import Annotated
 from flatout.commands import Argument, Command
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.figures import age, aligned, amount, optional
-from flatout.files import folder_bytes
-from flatout.json_io import JsonObject, Result, Stored
+from flatout.files import Stored, folder_bytes
+from flatout.json_io import JsonObject, Result
 from flatout.measure.runlog import RunLog
 from flatout.recognised import require_local
 from flatout.training.checkpoint import catalog, location

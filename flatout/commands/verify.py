@@ -13,8 +13,8 @@ from flatout.data.store.manifest import TOKENIZER
 from flatout.data.store.remote import dataset_url
 from flatout.data.store.verify import verify_dataset, verify_remote
 from flatout.errors import CheckpointError, ConfigError, FlatoutError, in_shell
-from flatout.files import folder_bytes, sha256
-from flatout.json_io import Result, Stored
+from flatout.files import Stored, folder_bytes, sha256
+from flatout.json_io import Result
 from flatout.measure.resume.proof import ResumeProof
 from flatout.progress import SILENT, Progress, counted, readable_size
 from flatout.registry import RECIPES

@@ -25,7 +25,8 @@ from flatout.config.schema import ALTERNATIVES, MAPPINGS, RunConfig, nested, val
 from flatout.config.units import SOURCE, THEIRS, Reason, Refused, Unneeded, converted, is_off
 from flatout.documents import parse_yaml, read_text
 from flatout.errors import ConfigError
-from flatout.json_io import JsonObject, Stored
+from flatout.files import Stored
+from flatout.json_io import JsonObject
 from flatout.registry import MODELS
 from flatout.words import Tool, Word, tools, word_for
 

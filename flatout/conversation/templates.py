@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from flatout.documents import parser_says
 from flatout.errors import DataError
-from flatout.files import StoredModel, expanded
+from flatout.files import Stored, expanded
 from flatout.json_io import JsonObject
 from flatout.recognised import read_regular
 from flatout.registry import nearest
@@ -52,7 +52,7 @@ BUILT_IN = {"chatml": _CHATML, "plain": _PLAIN}
 """chatml is the form of many chat models; plain needs no special token but end-of-text."""
 
 
-class ChatTemplate(StoredModel):
+class ChatTemplate(Stored):
     """A chat template, as a manifest and a run directory store it."""
 
     format_version: int = FORMAT_VERSION

@@ -37,7 +37,7 @@ from flatout.data.store.remote import (
 )
 from flatout.data.store.shards import Dataset
 from flatout.errors import DataError, OutputInUse
-from flatout.files import StoredModel, entry_of, write_text
+from flatout.files import Stored, entry_of, write_text
 from flatout.json_io import JsonObject
 from flatout.progress import SILENT, Progress
 from flatout.transfer.parallel import transfer_all
@@ -50,7 +50,7 @@ FORMAT_VERSION = 1
 _CHOOSE_ANOTHER = "Choose another --out, or remove what is there."
 
 
-class Claim(StoredModel):
+class Claim(Stored):
     """upload.json: which dataset is being sent to a URL."""
 
     format_version: int = FORMAT_VERSION

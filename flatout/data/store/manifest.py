@@ -20,7 +20,7 @@ from pydantic import (
 from flatout.errors import DataError, in_shell, without_secrets
 from flatout.files import BLOCK_BYTES as BLOCK_BYTES
 from flatout.files import FileEntry as FileEntry
-from flatout.files import StoredModel
+from flatout.files import Stored
 from flatout.json_io import JsonObject
 from flatout.recognised import read_regular, recognise
 from flatout.registry import nearest
@@ -35,7 +35,7 @@ SplitName = Literal["train", "val"]
 SPLITS: tuple[SplitName, ...] = ("train", "val")
 
 
-class SplitEntry(StoredModel):
+class SplitEntry(Stored):
     """One split: its token shards, document ends and optional loss mask."""
 
     tokens: int = Field(ge=0)
@@ -52,7 +52,7 @@ class SplitEntry(StoredModel):
     """One uint8 per token, 0 where a target does not count; one file per shard, or no files."""
 
 
-class TokenizerEntry(StoredModel):
+class TokenizerEntry(Stored):
     """The dataset's tokenizer file."""
 
     name: str
@@ -92,7 +92,7 @@ file again; as text in a manifest.
 """
 
 
-class SkippedRows(StoredModel):
+class SkippedRows(Stored):
     """Rows of the source that were left out for one reason."""
 
     model_config = ConfigDict(frozen=False)
@@ -109,7 +109,7 @@ class SkippedRows(StoredModel):
         return self.model_copy(update={"first": tuple(storable(str(one)) for one in self.first)})
 
 
-class Manifest(StoredModel):
+class Manifest(Stored):
     """The content of a complete dataset directory."""
 
     format_version: int = FORMAT_VERSION

@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from flatout.files import write_text
-from flatout.json_io import Stored
+from flatout.files import Stored, write_text
 from flatout.measure import rules as package
 from flatout.measure.diagnose.finding import Finding, Fix, Rule
 from flatout.measure.steps.evidence import Evidence, Roof

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from flatout.assembly.selection import all_speedups
 from flatout.config.schema import RunConfig
-from flatout.json_io import Stored
+from flatout.files import Stored
 from flatout.measure.steps.evidence import CallSite, Evidence
 
 Harm = Literal["fails", "spoils", "slows", "warns"]

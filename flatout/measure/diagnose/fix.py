@@ -16,8 +16,7 @@ import yaml
 from flatout.assembly.selection import adding, parse_request, removing
 from flatout.config.schema import RunConfig, flat, nested
 from flatout.errors import ConfigError
-from flatout.files import write_text
-from flatout.json_io import Stored
+from flatout.files import Stored, write_text
 from flatout.measure.diagnose.diagnosis import Diagnosis
 from flatout.measure.diagnose.finding import Finding, Fix
 from flatout.measure.experiments.noise import mean_of

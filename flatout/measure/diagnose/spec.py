@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.json_io import Stored
+from flatout.files import Stored
 
 
 class MeasureSpec(Stored):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from flatout.json_io import Stored
+from flatout.files import Stored
 
 PARTS = ("batch", "checkpointing", "speedups", "prefetch")
 """What `flatout tune` varies; the order is that of the first measurements."""

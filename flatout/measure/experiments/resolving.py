@@ -19,8 +19,8 @@ from flatout.assembly.selection import Decision, adding, parse_request, speedup_
 from flatout.config.schema import RunConfig, validate
 from flatout.data.store.mix import AnyDataset
 from flatout.errors import RunFailed, UsageError
+from flatout.files import Stored
 from flatout.hardware import Machine, pick_device, probe
-from flatout.json_io import Stored
 from flatout.measure.child import Answer, ask
 from flatout.parallel.mesh import make_mesh
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flatout.figures import amount, duration
-from flatout.json_io import JsonObject, Result, Stored
+from flatout.files import Stored
+from flatout.json_io import JsonObject, Result
 from flatout.progress import counted
 
 NAMES = 13

@@ -7,7 +7,8 @@ from pathlib import Path
 from textwrap import TextWrapper
 
 from flatout.figures import gib, milliseconds, optional
-from flatout.json_io import Result, Stored
+from flatout.files import Stored
+from flatout.json_io import Result
 
 FORMAT_VERSION = 2
 PHASES = ("data", "forward", "backward", "optimizer", "logging")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.json_io import Stored
+from flatout.files import Stored
 from flatout.progress import readable_size
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from flatout.cache import default_cache
 from flatout.config.schema import RunConfig, validate
 from flatout.errors import FlatoutError, Stopped
-from flatout.json_io import JsonObject, Stored, read_json, write_json
+from flatout.files import Stored
+from flatout.json_io import JsonObject, read_json, write_json
 from flatout.measure.child import Told, start_child
 from flatout.parallel.rendezvous import stated_ranks
 from flatout.training.metrics.observers import Quiet

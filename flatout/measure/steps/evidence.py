@@ -17,8 +17,8 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 
 from flatout.config.schema import RunConfig
+from flatout.files import Stored
 from flatout.hardware import Machine
-from flatout.json_io import Stored
 
 
 class CallSite(Stored):

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from flatout.errors import CheckpointError
-from flatout.json_io import Stored, read_model
+from flatout.files import Stored
+from flatout.json_io import read_model
 
 INFO = "info.json"
 

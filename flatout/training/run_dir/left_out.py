@@ -7,7 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from flatout.json_io import Stored, read_model, write_json
+from flatout.files import Stored
+from flatout.json_io import read_model, write_json
 from flatout.training.run_dir.layout import LEFT_OUT
 
 Position = Annotated[int, Field(ge=0)]

@@ -31,7 +31,7 @@ from flatout.data.tokenizers import Tokenizer
 from flatout.files import (
     Array,
     CheckedFile,
-    StoredModel,
+    Stored,
     Unfinished,
     check_blocks,
     sync,
@@ -45,7 +45,7 @@ _COPIED = 4 << 20
 """Bytes copied at a time."""
 
 
-class _Shard(StoredModel):
+class _Shard(Stored):
     """The record of a complete shard."""
 
     tokens: FileEntry

@@ -21,7 +21,7 @@ from flatout.data.store.manifest import (
     storable,
 )
 from flatout.errors import DataError, TooLittleText
-from flatout.files import Array, StoredModel
+from flatout.files import Array, Stored
 from flatout.sources import FIRST_NAMED, BadRow
 
 
@@ -47,7 +47,7 @@ def no_documents(names: str, skipped: Iterable[SkippedRows] = ()) -> TooLittleTe
     )
 
 
-Stored = TypeVar("Stored", bound=StoredModel)
+Document = TypeVar("Document", bound=Stored)
 
 RECORD = ".json"
 MARK = np.dtype([("hash", "<u8", 2), ("text_bytes", "<i8")])
@@ -57,7 +57,7 @@ and text; and the bytes of its text.
 _DTYPES = {"ends": np.dtype("<i8"), "marks": MARK}
 
 
-class RangeSplit(StoredModel):
+class RangeSplit(Stored):
     """The contents of one split in a range."""
 
     tokens: int = Field(0, ge=0)
@@ -77,7 +77,7 @@ class RangeSplit(StoredModel):
         return np.fromfile(folder / self.files[kind].name, _DTYPES[kind])
 
 
-class RangeRecord(StoredModel):
+class RangeRecord(Stored):
     """The record of a packed range; it is filled while the range is packed."""
 
     model_config = ConfigDict(frozen=False)
@@ -140,7 +140,7 @@ def read_records(folder: Path) -> dict[int, RangeRecord]:
     return {record.number: record for record in records}
 
 
-def read_stored(path: Path, model: type[Stored], *, work_dir: Path) -> Stored:
+def read_stored(path: Path, model: type[Document], *, work_dir: Path) -> Document:
     """Return the JSON in a file of the work directory as a `model`.
 
     Raises: DataError when it is damaged, or was written by another version of flatout.

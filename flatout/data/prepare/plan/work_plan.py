@@ -11,7 +11,7 @@ from pydantic import Field
 from flatout.data.prepare.pack.jobs import Assignment, Job, Range, Whole
 from flatout.data.prepare.request.request import Request
 from flatout.data.tokenizers import Tokenizer
-from flatout.files import StoredModel
+from flatout.files import Stored
 from flatout.json_io import JsonObject
 from flatout.sources import ReadTask
 
@@ -43,7 +43,7 @@ def validation_jobs(read_tasks: Sequence[ReadTask]) -> tuple[Job, ...]:
     return tuple(Job(task, assignment=Whole("val")) for task in read_tasks)
 
 
-class PlanFile(StoredModel, populate_by_name=True):
+class PlanFile(Stored, populate_by_name=True):
     """plan.json: the work plan without the text, and the request that it was made for."""
 
     format_version: int = FORMAT_VERSION
