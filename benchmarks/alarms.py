@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from measurement import facts, markdown, parser, save
+from measurement import facts, markdown, parser, publish
 
 from flatout.hardware import CpuTimes
 from flatout.training.metrics.alarms import Alarms
@@ -140,12 +140,9 @@ def watch(noise: Noise, seed: int, trouble: Change | None = None) -> tuple[list[
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--runs", type=int, default=60, help="made-up runs per row")
-    given = made.parse_args()
+    given = parser(__doc__, runs=60).parse_args()
     found = measure(given.runs) | {"runs": given.runs, **facts()}
-    save(given.out, "alarms", found, table(found))
-    print(table(found))
+    publish(given.out, "alarms", found, table(found))
 
 
 def measure(runs: int) -> dict[str, Any]:

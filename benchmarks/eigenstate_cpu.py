@@ -16,14 +16,13 @@ with bfloat16 matmuls. Writes benchmarks/results/eigenstate_cpu.json and .md.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from measurement import facts, in_turns, markdown, parser, ratios, save, seconds_of, spread
+from measurement import facts, in_turns, markdown, parser, publish, ratios, seconds_of, spread
 from torch import Tensor
 
 from flatout import load_config
@@ -50,24 +49,13 @@ class Comparison:
 
 
 def main() -> None:
-    made = parser(__doc__, rounds=5, layers=2, tokens=4_096, threads=2)
-    made.add_argument(
-        "--chunk-size",
-        type=int,
-        default=32,
-        help="tokens per chunk; 32 is the default on a CPU, and results do not depend on it",
-    )
-    made.add_argument(
-        "--minutes", type=float, default=60, help="start no round that would not finish by then"
-    )
-    given = made.parse_args()
+    sizes = {"layers": 2, "tokens": 4_096, "chunk_size": 32, "threads": 2}
+    given = parser(__doc__, rounds=5, **sizes).parse_args()
     torch.set_num_threads(given.threads)
     every = comparisons(shape(given.layers, chunk_size=given.chunk_size), given.tokens)
-    found = measure(every, given.rounds, minutes=given.minutes) | facts()
-    found |= {"torch": torch.__version__, "layers": given.layers, "tokens": given.tokens}
-    found |= {"threads": given.threads, "chunk_size": given.chunk_size}
-    save(given.out, "eigenstate_cpu", found, table(found))
-    print(table(found))
+    found = measure(every, given.rounds) | facts()
+    found |= {"torch": torch.__version__, **{name: getattr(given, name) for name in sizes}}
+    publish(given.out, "eigenstate_cpu", found, table(found))
 
 
 def shape(layers: int, **smaller: int) -> dict[str, Any]:
@@ -188,29 +176,16 @@ def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate
     return evaluate
 
 
-def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> dict[str, Any]:
+def measure(every: list[Comparison], rounds: int) -> dict[str, Any]:
     """Return the seconds of every variant per round, and the differences of losses and gradients.
 
-    No round starts that would not finish in time. The first pass compares losses and is not timed.
+    The first pass compares losses and is not timed.
     """
-    began_s = time.perf_counter()
-    found: dict[str, Any] = {comparison.name: compared(comparison) for comparison in every}
-    longest_s = time.perf_counter() - began_s
-    done = 0
-    while done < rounds and time.perf_counter() - began_s + longest_s <= 60 * minutes:
-        for comparison in every:
-            turns = [*comparison.ways.items()][:: -1 if done % 2 else 1]
-            for name, (seconds,) in in_turns(
-                {name: partial(seconds_of, evaluate) for name, evaluate in turns}, 1
-            ).items():
-                found[comparison.name]["seconds"][name].append(seconds)
-        done += 1
-    if not done:
-        raise SystemExit(
-            f"The first round would not finish within {minutes:g} minutes; allow more time, or"
-            " fewer --layers or --tokens."
-        )
-    return {"rounds": done, "comparisons": found}
+    found = {}
+    for comparison in every:
+        ways = {name: partial(seconds_of, evaluate) for name, evaluate in comparison.ways.items()}
+        found[comparison.name] = compared(comparison) | {"seconds": in_turns(ways, rounds)}
+    return {"rounds": rounds, "comparisons": found}
 
 
 def compared(comparison: Comparison) -> dict[str, Any]:
@@ -229,13 +204,11 @@ def compared(comparison: Comparison) -> dict[str, Any]:
                 f"{comparison.title}: {name} differs by {apart[name]}; the limit is"
                 f" {comparison.tolerance:g}."
             )
-    losses = {name: loss for name, (loss, _) in results.items()}
     return {
         "title": comparison.title,
         "tolerance": comparison.tolerance,
-        "losses": losses,
+        "losses": {name: loss for name, (loss, _) in results.items()},
         "apart": apart,
-        "seconds": {name: [] for name in comparison.ways},
     }
 
 

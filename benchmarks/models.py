@@ -108,7 +108,13 @@ Run = Callable[[Trial], dict[str, Any]]
 
 
 def main() -> None:
-    arguments = parser().parse_args()
+    made = text_parser(__doc__, rounds=4)
+    made.add_argument(
+        "--part", choices=("loss", "speed"), required=True, help="speed needs an idle machine"
+    )
+    made.add_argument("--work", type=Path, default=Path("data/models"), help="data, finished runs")
+    made.add_argument("--timed", nargs=2, metavar=("MODEL", "LENGTH"), help=argparse.SUPPRESS)
+    arguments = made.parse_args()
     characters, cache = arguments.work / "characters", arguments.work / "models.jsonl"
     prepare(str(arguments.text), characters, tokenizer="char", workers=1)
     dataset = Dataset.open(characters)
@@ -122,23 +128,6 @@ def main() -> None:
         words = ["--part", "speed", "--text", str(arguments.text), "--work", str(arguments.work)]
         measure_speed([sys.executable, __file__, *words], arguments.rounds, cache)
     print((RESULTS / "models.md").read_text())
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
-    made = text_parser(__doc__)
-    made.add_argument(
-        "--part", choices=("loss", "speed"), required=True, help="speed needs an idle machine"
-    )
-    made.add_argument("--rounds", type=int, default=4, help="repeats of each timing")
-    made.add_argument("--work", type=Path, default=Path("data/models"), help="data, finished runs")
-    made.add_argument(
-        "--timed",
-        nargs=2,
-        metavar=("MODEL", "LENGTH"),
-        help="time one model in this process and print the figures",
-    )
-    return made
 
 
 def keep(part: str, found: dict[str, Any]) -> None:
