@@ -311,14 +311,15 @@ def mirror(folder: Path) -> Iterator[tuple[str, str]]:
         port = listener.getsockname()[1]
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     try:
-        await_server(port, process)
-        os.environ |= {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        began_s = time.monotonic()
+        while not is_open(port):
+            if time.monotonic() - began_s > SERVER_LIMIT_S or process.poll() is not None:
+                raise SystemExit("The S3 server (moto) did not start.")
+            time.sleep(0.05)
+        os.environ |= keys | place
         import s3fs
 
         s3fs.S3FileSystem().mkdir("bucket")
@@ -336,18 +337,10 @@ def empty(url: str) -> None:
         filesystem.rm(path, recursive=True)
 
 
-def await_server(port: int, process: subprocess.Popen) -> None:
-    """Wait until the server accepts connections.
-
-    Raises: SystemExit when it does not start.
-    """
-    began_s = time.monotonic()
-    while time.monotonic() - began_s < SERVER_LIMIT_S and process.poll() is None:
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise SystemExit("The S3 server (moto) did not start.")
+def is_open(port: int) -> bool:
+    """Return whether a server accepts connections."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 if __name__ == "__main__":

@@ -232,15 +232,18 @@ def traceml(faults: list[str], steps: int, end_s: float) -> dict:
             break
         with tempfile.TemporaryDirectory() as folder:
             file, *values = command(fault, 3, steps, "traceml")
-            start = ["-m", "traceml_ai.launcher.cli", "run", file, "--args", *values]
+            words = [
+                sys.executable,
+                "-m",
+                "traceml_ai.launcher.cli",
+                "run",
+                file,
+                "--args",
+                *values,
+            ]
+            given: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
             try:
-                done = subprocess.run(
-                    [sys.executable, *start],
-                    capture_output=True,
-                    text=True,
-                    cwd=folder,
-                    timeout=TIMEOUT_S,
-                )
+                done = subprocess.run(words, cwd=folder, **given)
             except subprocess.TimeoutExpired:
                 verdicts[fault] = "not done"
                 continue

@@ -46,13 +46,8 @@ from flatout.training.step import train_step
 TITLES = {"muon": "Muon", "adamw": "AdamW"}
 LENGTHS = (256, 1024, 4096)
 STEPS, LONGER = 200, 800
-SHARED = {
-    "model.num_layers": 4,
-    "model.d_model": 128,
-    "train.device": "cpu",
-    "schedule.warmup": 0.05,
-    "speedups": "auto,-compile",
-}
+SHARED = {"model.num_layers": 4, "model.d_model": 128, "train.device": "cpu"}
+SHARED |= {"schedule.warmup": 0.05, "speedups": "auto,-compile"}
 """Settings of all runs; the rest are the defaults of flatout/config/schema.py."""
 SHAPES: dict[str, dict[str, Any]] = {
     "transformer": {
@@ -141,16 +136,10 @@ def keep(part: str, found: dict[str, Any]) -> None:
 
 def configured(trial: Trial, dataset: Dataset) -> RunConfig:
     """Return the config of a training run."""
-    optim = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
-    length = {
-        "data.seq_len": trial.seq_len,
-        "batch.tokens_per_step": TOKENS_PER_STEP,
-        "train.steps": trial.steps,
-        "train.seed": trial.seed,
-    }
-    return load_config().with_values(
-        {**SHARED, **SHAPES[trial.model], **optim, **length, "data.path": str(dataset.path)}
-    )
+    keys = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
+    keys |= {"data.seq_len": trial.seq_len, "batch.tokens_per_step": TOKENS_PER_STEP}
+    keys |= {"train.steps": trial.steps, "train.seed": trial.seed, "data.path": str(dataset.path)}
+    return load_config().with_values({**SHARED, **SHAPES[trial.model], **keys})
 
 
 def measure_loss(dataset: Dataset, cache: Path) -> None:

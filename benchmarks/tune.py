@@ -160,13 +160,9 @@ def trial_of(
 ) -> dict:
     """Return the tokens per second of one trial; 0 and the reason for one that failed."""
     keys = setting.values(config.batch.tokens_per_step or 0)
-    spec = TrialSpec(
-        config=config.with_values(keys | {"train.seed": number}).to_dict(),
-        folder=tempfile.mkdtemp(dir=folder),
-        seconds=seconds,
-        loss_steps=0,
-        warmup_s=6.0,
-    )
+    values = config.with_values(keys | {"train.seed": number}).to_dict()
+    timing = {"seconds": seconds, "loss_steps": 0, "warmup_s": 6.0}
+    spec = TrialSpec(config=values, folder=tempfile.mkdtemp(dir=folder), **timing)
     result = run_trial(spec, TIMEOUT_S)
     return {"tokens_per_s": result.tokens_per_s or 0.0, "reason": result.reason}
 
