@@ -28,33 +28,26 @@ STEP_MS, STEPS_PER_RECORD = 250.0, 10
 Record = dict[str, float]
 
 
-def normal(rng: random.Random, _before: float) -> float:
-    return rng.gauss(0, 1)
+Noise = Callable[[random.Random, float], float]
+"""(generator, the value before) -> the next value."""
+Change = Callable[[Record], None]
 
 
-def heavy_tailed(rng: random.Random, _before: float) -> float:
-    """Student's t with three degrees of freedom."""
+def student_t(rng: random.Random) -> float:
+    """Draw from Student's t with three degrees of freedom."""
     return rng.gauss(0, 1) / math.sqrt(rng.gammavariate(1.5, 2) / 3)
 
 
-def lasting(rng: random.Random, before: float) -> float:
-    """Each value keeps 70% of the one before."""
-    return 0.7 * before + math.sqrt(1 - 0.7**2) * rng.gauss(0, 1)
-
-
-def with_outliers(rng: random.Random, _before: float) -> float:
-    """One record in twenty is far off."""
-    return rng.gauss(0, 1) + (rng.uniform(5, 40) if rng.random() < 0.05 else 0)
-
-
-NOISES = {
-    "normal": normal,
-    "heavy tails": heavy_tailed,
-    "lasting for several records": lasting,
-    "one record in twenty far off": with_outliers,
+NOISES: dict[str, Noise] = {
+    "normal": lambda rng, _: rng.gauss(0, 1),
+    "heavy tails": lambda rng, _: student_t(rng),
+    "lasting for several records": lambda rng, before: (
+        0.7 * before + math.sqrt(1 - 0.7**2) * rng.gauss(0, 1)
+    ),
+    "one record in twenty far off": lambda rng, _: (
+        rng.gauss(0, 1) + (rng.uniform(5, 40) if rng.random() < 0.05 else 0)
+    ),
 }
-Noise = Callable[[random.Random, float], float]
-Change = Callable[[Record], None]
 
 
 def raised(name: str, by: float) -> Change:
@@ -158,7 +151,7 @@ def measure(runs: int) -> dict[str, Any]:
     for name, (kind, trouble) in TROUBLES.items():
         delays, others = [], 0
         for seed in range(runs):
-            alarms, _ = watch(normal, seed, trouble)
+            alarms, _ = watch(NOISES["normal"], seed, trouble)
             first = next((alarm for alarm in alarms if alarm["kind"] == kind), None)
             if first:
                 delays.append(first["step"] // STEPS_PER_RECORD - PLANTED_AT + 1)

@@ -208,7 +208,8 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
     with tempfile.TemporaryDirectory(prefix="flatout-step-") as folder, log.open("ab") as written:
         there: dict[str, Any] = {"stderr": written, "cwd": ROOT, "env": {**os.environ, **cache}}
         for kind in ("random", "text"):
-            if any(f"{{{kind}}}" in word for word in step.words):
+            is_there = (data_path(kind, given) / "manifest.json").exists()
+            if not is_there and any(f"{{{kind}}}" in word for word in step.words):
                 sizes = (TINY_VOCABULARY, 1 << 15) if given.tiny else (VOCABULARY, 1 << 23)
                 made = [WORKER, "data", kind, data_path(kind, given), *sizes]
                 # if it fails, the step says that there is no dataset

@@ -7,11 +7,11 @@ def test_a_strong_trouble_is_found_and_noise_is_not(benchmark):
     names = ("throughput falls by 30%", "60% of a step waits for data", "16 MiB leak per record")
     for name in names:
         kind, trouble = benchmark.TROUBLES[name]
-        alarms, spent_s = benchmark.watch(benchmark.normal, 0, trouble)
+        alarms, spent_s = benchmark.watch(benchmark.NOISES["normal"], 0, trouble)
         assert [alarm["kind"] for alarm in alarms] == [kind]
         assert alarms[0]["step"] >= benchmark.PLANTED_AT * benchmark.STEPS_PER_RECORD
         assert spent_s > 0
-    assert benchmark.watch(benchmark.normal, 0)[0] == []
+    assert benchmark.watch(benchmark.NOISES["normal"], 0)[0] == []
 
 
 def test_the_table_has_both_kinds_of_error(benchmark):
