@@ -7,7 +7,8 @@ directory, and exports each in a process of its own, alternating the formats. Th
 `flatout export` without starting the program: checking the checkpoint's digests, reading,
 converting and writing every weight, and syncing the files. The memory is the peak of the process's
 resident memory during the export, less the peak before it. The last row copies the checkpoint's
-weights with `cp` and syncs them, for comparison. Writes benchmarks/results/export.json and .md.
+weights with `cp` and syncs them, for comparison. It needs gguf. Writes
+benchmarks/results/export.json and .md.
 """
 
 from __future__ import annotations
