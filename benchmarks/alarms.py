@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from measurement import facts, markdown, parser, save
+from measurement import facts, markdown, parser, publish
 
 from flatout.hardware import CpuTimes
 from flatout.training.metrics.alarms import Alarms
@@ -28,33 +28,26 @@ STEP_MS, STEPS_PER_RECORD = 250.0, 10
 Record = dict[str, float]
 
 
-def normal(rng: random.Random, _before: float) -> float:
-    return rng.gauss(0, 1)
+Noise = Callable[[random.Random, float], float]
+"""(generator, the value before) -> the next value."""
+Change = Callable[[Record], None]
 
 
-def heavy_tailed(rng: random.Random, _before: float) -> float:
-    """Student's t with three degrees of freedom."""
+def student_t(rng: random.Random) -> float:
+    """Draw from Student's t with three degrees of freedom."""
     return rng.gauss(0, 1) / math.sqrt(rng.gammavariate(1.5, 2) / 3)
 
 
-def lasting(rng: random.Random, before: float) -> float:
-    """Each value keeps 70% of the one before."""
-    return 0.7 * before + math.sqrt(1 - 0.7**2) * rng.gauss(0, 1)
-
-
-def with_outliers(rng: random.Random, _before: float) -> float:
-    """One record in twenty is far off."""
-    return rng.gauss(0, 1) + (rng.uniform(5, 40) if rng.random() < 0.05 else 0)
-
-
-NOISES = {
-    "normal": normal,
-    "heavy tails": heavy_tailed,
-    "lasting for several records": lasting,
-    "one record in twenty far off": with_outliers,
+NOISES: dict[str, Noise] = {
+    "normal": lambda rng, _: rng.gauss(0, 1),
+    "heavy tails": lambda rng, _: student_t(rng),
+    "lasting for several records": lambda rng, before: (
+        0.7 * before + math.sqrt(1 - 0.7**2) * rng.gauss(0, 1)
+    ),
+    "one record in twenty far off": lambda rng, _: (
+        rng.gauss(0, 1) + (rng.uniform(5, 40) if rng.random() < 0.05 else 0)
+    ),
 }
-Noise = Callable[[random.Random, float], float]
-Change = Callable[[Record], None]
 
 
 def raised(name: str, by: float) -> Change:
@@ -122,9 +115,8 @@ def records(noise: Noise, rng: random.Random, count: int) -> Iterator[Record]:
 
 def watch(noise: Noise, seed: int, trouble: Change | None = None) -> tuple[list[Any], float]:
     """Return the alarms of a run, and the CPU seconds that watching it took."""
-    machine = Surroundings(
-        cores=2, read_load=lambda: CpuTimes(0, 0, 0), read_limits=lambda: (0, 0, 0)
-    )
+    idle = {"read_load": lambda: CpuTimes(time.perf_counter(), 0, 0)}
+    machine = Surroundings(cores=2, read_limits=lambda: (0, 0, 0), **idle)
     alarms = Alarms(machine, last_step=RECORDS * STEPS_PER_RECORD)
     found, wall_s, spent_s = [], 0.0, 0.0
     for i, record in enumerate(records(noise, random.Random(seed), RECORDS), start=1):
@@ -140,12 +132,9 @@ def watch(noise: Noise, seed: int, trouble: Change | None = None) -> tuple[list[
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--runs", type=int, default=60, help="made-up runs per row")
-    given = made.parse_args()
+    given = parser(__doc__, runs=60).parse_args()
     found = measure(given.runs) | {"runs": given.runs, **facts()}
-    save(given.out, "alarms", found, table(found))
-    print(table(found))
+    publish(given.out, "alarms", found, table(found))
 
 
 def measure(runs: int) -> dict[str, Any]:
@@ -162,7 +151,7 @@ def measure(runs: int) -> dict[str, Any]:
     for name, (kind, trouble) in TROUBLES.items():
         delays, others = [], 0
         for seed in range(runs):
-            alarms, _ = watch(normal, seed, trouble)
+            alarms, _ = watch(NOISES["normal"], seed, trouble)
             first = next((alarm for alarm in alarms if alarm["kind"] == kind), None)
             if first:
                 delays.append(first["step"] // STEPS_PER_RECORD - PLANTED_AT + 1)

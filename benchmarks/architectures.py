@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measurement import facts, markdown, parser, save, seconds_of, spread
+from measurement import facts, markdown, parser, publish, seconds_of, spread
 from safetensors.torch import save_file
 
 from flatout.architectures import llama
@@ -125,5 +125,4 @@ def measure() -> dict[str, Any]:
 if __name__ == "__main__":
     given = parser(__doc__).parse_args()
     found = measure()
-    save(given.out, "architectures", found, table(found))
-    print(table(found))
+    publish(given.out, "architectures", found, table(found))

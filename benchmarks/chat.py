@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measurement import facts, markdown, parser, save, spread
+from measurement import facts, markdown, parser, publish, spread
 
 import flatout
 from flatout.conversation.rendering import Renderer
@@ -36,21 +36,10 @@ TURNS = 2
 """Questions of a conversation."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SHAPE = [
-    "model.num_layers=2",
-    "model.d_model=64",
-    "model.num_heads=2",
-    "model.norm=rmsnorm",
-    "model.activation=relu2",
-    "data.seq_len=224",
-    "data.document_mask=true",
-    "batch.tokens_per_step=3584",
-    "optim.kind=muon",
-    "optim.lr=5e-3",
-    "schedule.kind=constant",
-    "schedule.warmup=10",
-    "train.device=cpu",
-    "train.eval_tokens=4096",
-    "checkpoint.keep=20",
+    *("model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.norm=rmsnorm"),
+    *("model.activation=relu2", "data.seq_len=224", "data.document_mask=true"),
+    *("batch.tokens_per_step=3584", "optim.kind=muon", "optim.lr=5e-3", "schedule.kind=constant"),
+    *("schedule.warmup=10", "train.device=cpu", "train.eval_tokens=4096", "checkpoint.keep=20"),
     "speedups=auto,-compile",
 ]
 TEMPLATE = named_template("chatml", {})
@@ -100,14 +89,9 @@ def write_data(folder: Path, seed: int, count: int) -> None:
     ):
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        flatout.prepare(
-            [path],
-            folder / name,
-            tokenizer="byte",
-            split="hash 0.05",
-            chat="chatml" if name == "masked" else None,
-            workers=1,
-        )
+        chat = "chatml" if name == "masked" else None
+        options = {"tokenizer": "byte", "split": "hash 0.05", "chat": chat, "workers": 1}
+        flatout.prepare([path], folder / name, **options)
     first, second = (flatout.Dataset.open(folder / name).split("train") for name in WAYS)
     assert np.array_equal(
         first.read_tokens(0, first.num_tokens), second.read_tokens(0, second.num_tokens)
@@ -118,13 +102,8 @@ def accuracy_of(run: Path, step: int, seed: int, count: int) -> float:
     """Return the share of new questions that a checkpoint answers right."""
     draw, numbers = random.Random(f"new {seed}"), table_of(seed)
     loaded = load_run(run, str(step))
-    session = ChatSession(
-        loaded.model,
-        loaded.tokenizer,
-        loaded.config.data.seq_len,
-        TEMPLATE,
-        sampling=Sampling(temperature=0, max_tokens=14),
-    )
+    seq_len, sampling = loaded.config.data.seq_len, Sampling(temperature=0, max_tokens=14)
+    session = ChatSession(loaded.model, loaded.tokenizer, seq_len, TEMPLATE, sampling=sampling)
     right = 0
     for name in draw.choices(sorted(numbers), k=count):
         session.reset()
@@ -176,17 +155,15 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    made = parser(__doc__, seeds=3, base_steps=60, questions=100)
-    made.add_argument("--steps", type=int, nargs="+", default=[50, 100, 150])
-    given = made.parse_args()
+    defaults = {"seeds": 3, "steps": [50, 100, 150], "base_steps": 60, "questions": 100}
+    given = parser(__doc__, **defaults).parse_args()
     rows = []
     for seed in range(given.seeds):
         with tempfile.TemporaryDirectory() as folder:
             rows += measure(Path(folder), seed, given.steps, given.base_steps, given.questions)
     counts = {"seeds": given.seeds, "steps": given.steps, "base_steps": given.base_steps}
     found = {**facts(), **counts, "asked": given.questions, "rows": rows}
-    save(given.out, "chat", found, table(found))
-    print(table(found))
+    publish(given.out, "chat", found, table(found))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from measurement import facts, in_turns, markdown, parser, ratios, save, seconds_of
+from measurement import facts, in_turns, markdown, parser, publish, ratios, seconds_of
 
 from flatout.conversation import jinja
 from flatout.conversation.rendering import Renderer
@@ -233,8 +233,7 @@ def main() -> None:
     # in KiB; of the processes that have ended
     found["peak_mib"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     assert found["peak_mib"] < 2 * MEMORY_BYTES / 2**20
-    save(given.out, "chat_templates", found, table(found))
-    print(table(found))
+    publish(given.out, "chat_templates", found, table(found))
 
 
 if __name__ == "__main__":

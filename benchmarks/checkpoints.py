@@ -43,7 +43,7 @@ import fsspec
 import torch
 import yaml
 from loader import make_data
-from measurement import facts, in_turns, markdown, parser, ratios, save, spread, verdict
+from measurement import facts, in_turns, markdown, parser, publish, ratios, spread, verdict
 
 from flatout.config.schema import RunConfig, load_config
 from flatout.files import folder_bytes
@@ -68,10 +68,7 @@ LONG_STEPS = 100_000
 
 
 def main() -> None:
-    made = parser(__doc__, repeats=3)
-    made.add_argument("--saves", type=int, default=4, help="per run, with the first; at least 2")
-    made.add_argument("--every", type=int, default=10, help="steps, enough to complete a save")
-    made.add_argument("--device", default="cpu")
+    made = parser(__doc__, repeats=3, saves=4, every=10, device="cpu")
     made.add_argument("--folder", type=Path, help="a directory on the disk to measure")
     given = made.parse_args()
     with (
@@ -80,8 +77,7 @@ def main() -> None:
     ):
         found = measure(Path(folder), url, given.repeats, given.saves, given.every, given.device)
     found |= {"mirror": kind, "threads": torch.get_num_threads(), **facts()}
-    save(given.out, "checkpoints", found, table(found))
-    print(table(found))
+    publish(given.out, "checkpoints", found, table(found))
 
 
 def measure(
@@ -118,40 +114,32 @@ def measure(
 def settings(data: Path, saves: int, every: int, device: str, speedups: str) -> RunConfig:
     """Return the settings of a run that saves `saves` times and once more at its end."""
     model = {f"model.{key}": value for key, value in SHAPE.items()}
-    short = {
-        "data.path": str(data),
-        "data.seq_len": 64,
-        "batch.tokens_per_step": 128,
-        "batch.rows_per_device": 2,
-        "log.every": 10**6,
-    }
-    saving = {
-        "checkpoint.every_steps": every,
-        "checkpoint.keep": 1,
-        "train.steps": every * (saves + 1),
-        "train.device": device,
-    }
-    return load_config().with_values({**model, **short, **saving, "speedups": speedups})
+    short = {"data.path": str(data), "data.seq_len": 64, "log.every": 10**6}
+    batch = {"batch.tokens_per_step": 128, "batch.rows_per_device": 2}
+    saving = {"checkpoint.every_steps": every, "checkpoint.keep": 1}
+    length = {"train.steps": every * (saves + 1), "train.device": device, "speedups": speedups}
+    return load_config().with_values({**model, **short, **batch, **saving, **length})
 
 
 def train(run: Path, config: RunConfig) -> dict:
     """Train once and return the timings of its saves."""
     summary = run_training(config, run)
     events = read_events(run)
-    saved = [event for event in events if event["event"] == "save"][
-        : summary["steps"] // (config.checkpoint.every_steps or 1) - 1
-    ]
+
+    def of(kind: str) -> list[dict[str, Any]]:
+        return [event for event in events if event["event"] == kind]
+
+    saved = of("save")[: summary["steps"] // (config.checkpoint.every_steps or 1) - 1]
     rates = [row["perf/tokens_per_s"] for row in records(run) if "perf/tokens_per_s" in row]
     (last,) = (run / "checkpoints").glob("step-*")
-    reserve_s = sum(event["seconds"] for event in events if event["event"] == "reserve")
     return {
         "blocked_ms": [event["blocked_ms"] for event in saved],
         "seconds": [event["seconds"] for event in saved],
-        "reserve_ms": 1e3 * reserve_s,
+        "reserve_ms": sum(1e3 * event["seconds"] for event in of("reserve")),
         "wall_s": summary["wall_s"],
         "tokens_per_s": rates[-1],
-        "upload_s": [event["seconds"] for event in events if event["event"] == "upload"],
-        "parameters": next(event["parameters"] for event in events if event["event"] == "start"),
+        "upload_s": [event["seconds"] for event in of("upload")],
+        "parameters": of("start")[0]["parameters"],
         "bytes": folder_bytes(last),
         "weights_sha256": summary["weights_sha256"],
     }
@@ -323,14 +311,15 @@ def mirror(folder: Path) -> Iterator[tuple[str, str]]:
         port = listener.getsockname()[1]
     words = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+    place = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
     try:
-        await_server(port, process)
-        os.environ |= {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        began_s = time.monotonic()
+        while not is_open(port):
+            if time.monotonic() - began_s > SERVER_LIMIT_S or process.poll() is not None:
+                raise SystemExit("The S3 server (moto) did not start.")
+            time.sleep(0.05)
+        os.environ |= keys | place
         import s3fs
 
         s3fs.S3FileSystem().mkdir("bucket")
@@ -348,18 +337,10 @@ def empty(url: str) -> None:
         filesystem.rm(path, recursive=True)
 
 
-def await_server(port: int, process: subprocess.Popen) -> None:
-    """Wait until the server accepts connections.
-
-    Raises: SystemExit when it does not start.
-    """
-    began_s = time.monotonic()
-    while time.monotonic() - began_s < SERVER_LIMIT_S and process.poll() is None:
-        with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise SystemExit("The S3 server (moto) did not start.")
+def is_open(port: int) -> bool:
+    """Return whether a server accepts connections."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 if __name__ == "__main__":

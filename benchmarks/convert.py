@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from measurement import markdown, parser, save
+from measurement import markdown, parser, publish
 
 from flatout.commands.convert import HEADINGS
 from flatout.config.convert import Item, convert
@@ -59,5 +59,4 @@ def table(found: dict[str, Any]) -> str:
 if __name__ == "__main__":
     given = parser(__doc__).parse_args()
     result = measure()
-    save(given.out, "convert", result, table(result))
-    print(table(result))
+    publish(given.out, "convert", result, table(result))

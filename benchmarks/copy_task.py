@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 import torch
-from measurement import facts, markdown, parser, save, spread
+from measurement import facts, markdown, parser, publish, spread
 from torch import Tensor
 
 from flatout.config.sections import OptimConfig
@@ -29,15 +29,8 @@ from flatout.optimizers.adamw import per_parameter
 from flatout.optimizers.groups import OptimizerParts
 
 SYMBOLS, FILLER, QUERY = 8, 8, 9
-SHAPE = {
-    "vocab_size": 10,
-    "num_layers": 1,
-    "d_model": 16,
-    "d_ff": 16,
-    "num_eigenstates": 32,
-    "num_heads": 4,
-    "chunk_size": 32,
-}
+SHAPE = {"vocab_size": 10, "num_layers": 1, "d_model": 16, "d_ff": 16}
+SHAPE |= {"num_eigenstates": 32, "num_heads": 4, "chunk_size": 32}
 LEARNING_RATE = 0.02
 LEARNED = 0.02
 """Training stops below this loss."""
@@ -59,15 +52,8 @@ def forms(distance: int) -> dict[str, dict]:
 
 
 def main() -> None:
-    made = parser(__doc__, seeds=3, steps=200)
-    made.add_argument(
-        "--distances",
-        type=int,
-        nargs="+",
-        default=[256, 1024, 4096, 16384],
-        help="tokens between the symbol and the query",
-    )
-    given = made.parse_args()
+    distances = [256, 1024, 4096, 16384]
+    given = parser(__doc__, seeds=3, steps=200, distances=distances).parse_args()
     torch.set_num_threads(1)
     runs = []
     for distance in given.distances:
@@ -78,8 +64,7 @@ def main() -> None:
                 print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     counts = {"seeds": given.seeds, "steps": given.steps, "shape": SHAPE}
     found = {**facts(), **counts, "runs": runs}
-    save(given.out, "copy_task", found, table(found))
-    print(table(found))
+    publish(given.out, "copy_task", found, table(found))
 
 
 def rows_of(distance: int) -> Tensor:

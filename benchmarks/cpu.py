@@ -3,7 +3,8 @@
     python benchmarks/cpu.py --text shakespeare.txt --repeats 5
 
 Prepares the text, runs `flatout bench shakespeare-char` on it, and writes
-benchmarks/results/cpu.json, .md and .svg.
+benchmarks/results/cpu.json, .md and .svg. `--minutes` limits the time, which may reduce the
+repeats.
 """
 
 from __future__ import annotations
@@ -20,11 +21,7 @@ from flatout.json_io import read_json
 
 
 def main() -> None:
-    made = text_parser(__doc__, repeats=5)
-    made.add_argument(
-        "--minutes", type=float, default=40, help="time limit, which may reduce the repeats"
-    )
-    given = made.parse_args()
+    given = text_parser(__doc__, repeats=5, minutes=40.0).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data, out = prepared(Path(folder) / "data", given.text), Path(folder) / "bench"
         limits = ("--repeats", given.repeats, "--minutes", given.minutes)

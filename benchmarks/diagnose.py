@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from diagnose_loop import CPU_ONLY, FAULTS, GPU_ONLY, HEALTHY
-from measurement import facts, flatout, json_of, markdown, parser, save, verdict
+from measurement import facts, flatout, json_of, markdown, parser, publish, save, verdict
 
 from flatout.json_io import read_json
 
@@ -76,19 +76,12 @@ NOTHING = "nothing"
 TIMEOUT_S = 600
 
 
-def options() -> argparse.Namespace:
-    """Return the options of the command line."""
-    made = parser(__doc__, healthy=20, recipe_healthy=3, steps=70)
-    made.add_argument("--trials", type=int, default=3, help="per fault and strength")
-    made.add_argument("--recipe-trials", type=int, default=1, help="the same, of a recipe")
-    made.add_argument("--minutes", type=float, default=90.0, help="limit for all of it")
+def main() -> None:
+    counts = {"trials": 3, "recipe_trials": 1, "healthy": 20, "recipe_healthy": 3}
+    made = parser(__doc__, **counts, steps=70, minutes=90.0)
     made.add_argument("--only", nargs="+", help="these faults")
     made.add_argument("--resume", action="store_true", help="keep the trials in the results")
-    return made.parse_args()
-
-
-def main() -> None:
-    given = options()
+    given = made.parse_args()
     end_s = time.monotonic() + 60 * given.minutes
     on_gpu = torch.cuda.is_available()
     left_out = (*CPU_ONLY, *RECIPE_CPU_ONLY) if on_gpu else GPU_ONLY
@@ -128,8 +121,7 @@ def main() -> None:
             save(given.out, "diagnose", found, table(found))
     loops = [name for name in faults if name in FAULTS]
     found["traceml"] = traceml(loops, given.steps, end_s)
-    save(given.out, "diagnose", found, table(found))
-    print(table(found))
+    publish(given.out, "diagnose", found, table(found))
 
 
 def resume(
@@ -146,9 +138,9 @@ def resume(
     return left
 
 
-def planned(faults: list[str], arguments: argparse.Namespace) -> list[tuple[str, int]]:
+def planned(faults: list[str], given: argparse.Namespace) -> list[tuple[str, int]]:
     """Return the trials in rounds, so that a run which ends early has tried every fault."""
-    rounds = max(arguments.trials, arguments.recipe_trials, 1)
+    rounds = max(given.trials, given.recipe_trials, 1)
     order = random.Random(0)
     trials: list[tuple[str, int]] = []
     for number in range(rounds):
@@ -156,12 +148,9 @@ def planned(faults: list[str], arguments: argparse.Namespace) -> list[tuple[str,
             (fault, strength)
             for fault in faults
             for strength in STRENGTHS
-            if number < (arguments.trials if fault in FAULTS else arguments.recipe_trials)
+            if number < (given.trials if fault in FAULTS else given.recipe_trials)
         ]
-        for name, wanted in (
-            (HEALTHY, arguments.healthy),
-            (RECIPE_HEALTHY, arguments.recipe_healthy),
-        ):
+        for name, wanted in ((HEALTHY, given.healthy), (RECIPE_HEALTHY, given.recipe_healthy)):
             each += [(name, 1)] * (wanted * (number + 1) // rounds - wanted * number // rounds)
         order.shuffle(each)
         trials += each
@@ -243,15 +232,18 @@ def traceml(faults: list[str], steps: int, end_s: float) -> dict:
             break
         with tempfile.TemporaryDirectory() as folder:
             file, *values = command(fault, 3, steps, "traceml")
-            start = ["-m", "traceml_ai.launcher.cli", "run", file, "--args", *values]
+            words = [
+                sys.executable,
+                "-m",
+                "traceml_ai.launcher.cli",
+                "run",
+                file,
+                "--args",
+                *values,
+            ]
+            given: dict[str, Any] = {"capture_output": True, "text": True, "timeout": TIMEOUT_S}
             try:
-                done = subprocess.run(
-                    [sys.executable, *start],
-                    capture_output=True,
-                    text=True,
-                    cwd=folder,
-                    timeout=TIMEOUT_S,
-                )
+                done = subprocess.run(words, cwd=folder, **given)
             except subprocess.TimeoutExpired:
                 verdicts[fault] = "not done"
                 continue

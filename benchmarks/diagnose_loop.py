@@ -1,6 +1,6 @@
 """A plain PyTorch training loop with a planted fault, in a process of its own.
 
-    python benchmarks/diagnose_loop.py FAULT STRENGTH [--way watch|none] [--steps 70]
+    python benchmarks/diagnose_loop.py FAULT STRENGTH [--way watch|traceml] [--steps 70]
 
 Prints one JSON line: what `flatout.watch` finds, and the time of a step. `traceml run` also runs
 this file, with `--way traceml`. Strength 1, 2 and 3 are about 15%, 30% and 60% of a step, where the
@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -256,12 +255,10 @@ def instruments(way: str, loop: Loop) -> tuple[Any, Any, Any]:
 
         watch = flatout.watch(model=loop.model, tokens_per_step=ROWS * TOKENS)
         return watch, watch.step, watch
-    if way == "traceml":
-        import traceml_ai
+    import traceml_ai
 
-        traceml_ai.init(mode="auto")
-        return traceml_ai.wrap_dataloader_fetch, lambda: traceml_ai.trace_step(loop.model), None
-    return lambda batches: batches, nullcontext, None
+    traceml_ai.init(mode="auto")
+    return traceml_ai.wrap_dataloader_fetch, lambda: traceml_ai.trace_step(loop.model), None
 
 
 def run(fault: str, strength: int, way: str, steps: int, folder: Path) -> dict[str, Any]:
@@ -288,18 +285,14 @@ def run(fault: str, strength: int, way: str, steps: int, folder: Path) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("fault", choices=[HEALTHY, *FAULTS])
     parser.add_argument("strength", type=int, choices=(1, 2, 3))
-    parser.add_argument("--way", choices=("watch", "traceml", "none"), default="watch")
+    parser.add_argument("--way", choices=("watch", "traceml"), default="watch")
     parser.add_argument("--steps", type=int, default=70)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=".") as folder:
-        found = run(
-            arguments.fault, arguments.strength, arguments.way, arguments.steps, Path(folder)
-        )
+        found = run(given.fault, given.strength, given.way, given.steps, Path(folder))
     print(json.dumps(found), flush=True)
 
 

@@ -16,14 +16,13 @@ with bfloat16 matmuls. Writes benchmarks/results/eigenstate_cpu.json and .md.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from measurement import facts, in_turns, markdown, parser, ratios, save, seconds_of, spread
+from measurement import facts, in_turns, markdown, parser, publish, ratios, seconds_of, spread
 from torch import Tensor
 
 from flatout import load_config
@@ -50,24 +49,13 @@ class Comparison:
 
 
 def main() -> None:
-    made = parser(__doc__, rounds=5, layers=2, tokens=4_096, threads=2)
-    made.add_argument(
-        "--chunk-size",
-        type=int,
-        default=32,
-        help="tokens per chunk; 32 is the default on a CPU, and results do not depend on it",
-    )
-    made.add_argument(
-        "--minutes", type=float, default=60, help="start no round that would not finish by then"
-    )
-    given = made.parse_args()
+    sizes = {"layers": 2, "tokens": 4_096, "chunk_size": 32, "threads": 2}
+    given = parser(__doc__, rounds=5, **sizes).parse_args()
     torch.set_num_threads(given.threads)
     every = comparisons(shape(given.layers, chunk_size=given.chunk_size), given.tokens)
-    found = measure(every, given.rounds, minutes=given.minutes) | facts()
-    found |= {"torch": torch.__version__, "layers": given.layers, "tokens": given.tokens}
-    found |= {"threads": given.threads, "chunk_size": given.chunk_size}
-    save(given.out, "eigenstate_cpu", found, table(found))
-    print(table(found))
+    found = measure(every, given.rounds) | facts()
+    found |= {"torch": torch.__version__, **{name: getattr(given, name) for name in sizes}}
+    publish(given.out, "eigenstate_cpu", found, table(found))
 
 
 def shape(layers: int, **smaller: int) -> dict[str, Any]:
@@ -86,35 +74,35 @@ def comparisons(model: dict[str, Any], tokens: int) -> list[Comparison]:
     hidden_BTD = torch.randn(1, tokens, config.d_model)
     wanted_BTD = torch.randn(1, tokens, config.d_model)
 
-    def network(**ops: Callable[..., Any]) -> Eigenstate:
+    def layers(walk: Callable[[Eigenstate, Tensor], Tensor], **ops: Callable[..., Any]) -> Evaluate:
         made = Eigenstate(config, Ops.plain(**ops))
         made.load_state_dict(weights)
-        return made
 
-    def layers(walk: Callable[[Eigenstate, Tensor], Tensor], **ops: Callable[..., Any]) -> Evaluate:
-        made = network(**ops)
-        return lambda: passed(
-            made, lambda hidden_BTD: walk(made, hidden_BTD), hidden_BTD, wanted_BTD
-        )
+        def evaluate() -> tuple[float, Tensor]:
+            made.zero_grad(set_to_none=True)
+            given_BTD = hidden_BTD.clone().requires_grad_()
+            return compared_with(wanted_BTD, walk(made, given_BTD), given_BTD)
+
+        return evaluate
 
     scans = {"reference": scan.reference, "chunked": scan.chunked}
     products = linear.bf16 if probe().cpu_multiplies_bf16 else linear.onednn
+    narrow = NARROW if products is linear.bf16 else EXACT
     fast = layers(at_once, scan=scan.chunked, linear=products)
-    recurrences = {name: alone(function, config, tokens) for name, function in scans.items()}
-    layers_by_scan = {name: layers(at_once, scan=function) for name, function in scans.items()}
     by_product = {"fp32": layers(at_once, scan=scan.chunked), products.__name__: fast}
     by_step = {
         "step by step": layers(token_by_token, scan=scan.reference),
         f"chunked, {products.__name__}": fast,
     }
-    narrow = NARROW if products is linear.bf16 else EXACT
+    of_products = "layers with the chunked recurrence, by product"
+    of_steps = "layers token by token, against the fast path"
+    alone_by_scan = {name: alone(one, config, tokens) for name, one in scans.items()}
+    by_scan = {name: layers(at_once, scan=one) for name, one in scans.items()}
     return [
-        Comparison("recurrence", "recurrence alone", EXACT, recurrences),
-        Comparison("layers", "layers, by recurrence", EXACT, layers_by_scan),
-        Comparison(
-            "products", "layers with the chunked recurrence, by product", narrow, by_product
-        ),
-        Comparison("steps", "layers token by token, against the fast path", narrow, by_step),
+        Comparison("recurrence", "recurrence alone", EXACT, alone_by_scan),
+        Comparison("layers", "layers, by recurrence", EXACT, by_scan),
+        Comparison("products", of_products, narrow, by_product),
+        Comparison("steps", of_steps, narrow, by_step),
     ]
 
 
@@ -133,84 +121,53 @@ def token_by_token(model: Eigenstate, hidden_BTD: Tensor) -> Tensor:
 
     Shapes: hidden_BTD (B, T, D).
     """
-    carried = [[MemoryState() for _ in block.recurrence.memories] for block in model.blocks]  # type: ignore[union-attr]
+    carried = [[MemoryState() for _ in block.recurrence.memories] for block in model.blocks]
     outputs = []
     for position in range(hidden_BTD.shape[1]):
         token_B1D = hidden_BTD[:, position : position + 1]
         for block, own in zip(model.blocks, carried, strict=True):
-            token_B1D = block.decode(token_B1D, own, position)  # type: ignore[operator]
+            token_B1D = block.decode(token_B1D, own, position)
         outputs.append(token_B1D)
     return torch.cat(outputs, dim=1)
 
 
-def passed(
-    model: torch.nn.Module, walk: Callable[[Tensor], Tensor], hidden_BTD: Tensor, wanted_BTD: Tensor
-) -> tuple[float, Tensor]:
-    """Return the mean squared error and the gradient of the input; weights get theirs too.
-
-    Shapes: hidden_BTD, wanted_BTD (B, T, D).
-    """
-    model.zero_grad(set_to_none=True)
-    given_BTD = hidden_BTD.clone().requires_grad_()
-    loss = (walk(given_BTD) - wanted_BTD).square().mean()
+def compared_with(wanted: Tensor, output: Tensor, given: Tensor) -> tuple[float, Tensor]:
+    """Return the mean squared error and the gradient of the input; weights get theirs too."""
+    loss = (output - wanted).square().mean()
     loss.backward()
-    assert given_BTD.grad is not None  # it requires a gradient
-    return float(loss.detach()), given_BTD.grad
+    assert given.grad is not None  # it requires a gradient
+    return float(loss.detach()), given.grad
 
 
 def alone(function: Callable[..., Tensor], config: Any, tokens: int) -> Evaluate:
     """Return the recurrence alone, with the eigenvalues and the drive of a fresh layer."""
     generator = torch.Generator().manual_seed(1)
     count = config.num_eigenstates
-    rate_K = torch.exp(
-        -torch.rand(count, generator=generator) * torch.log(torch.tensor(float(tokens)))
-    )
+    share_K = torch.rand(count, generator=generator)
+    rate_K = torch.exp(-share_K * torch.log(torch.tensor(float(tokens))))
     angle_K = 6.28 * torch.rand(count, generator=generator)
-    scale_K = (-torch.expm1(-2 * rate_K)).sqrt()
-    drive_BTE = torch.randn(1, tokens, 2 * count, generator=generator) * torch.cat(
-        (scale_K, scale_K)
-    )
+    scale_E = (-torch.expm1(-2 * rate_K)).sqrt().repeat(2)
+    drive_BTE = torch.randn(1, tokens, 2 * count, generator=generator) * scale_E
     wanted_BTE = torch.randn(1, tokens, 2 * count, generator=generator)
 
     def evaluate() -> tuple[float, Tensor]:
-        log_decay_K, turn_K, given_BTE = (
-            tensor.clone().requires_grad_() for tensor in (-rate_K, angle_K, drive_BTE)
-        )
-        loss = (
-            (function(log_decay_K, turn_K, given_BTE, chunk_size=config.chunk_size) - wanted_BTE)
-            .square()
-            .mean()
-        )
-        loss.backward()
-        assert given_BTE.grad is not None  # it requires a gradient
-        return float(loss.detach()), given_BTE.grad
+        leaves = [one.clone().requires_grad_() for one in (-rate_K, angle_K, drive_BTE)]
+        states_BTE = function(*leaves, chunk_size=config.chunk_size)
+        return compared_with(wanted_BTE, states_BTE, leaves[-1])
 
     return evaluate
 
 
-def measure(every: list[Comparison], rounds: int, *, minutes: float = 60.0) -> dict[str, Any]:
+def measure(every: list[Comparison], rounds: int) -> dict[str, Any]:
     """Return the seconds of every variant per round, and the differences of losses and gradients.
 
-    No round starts that would not finish in time. The first pass compares losses and is not timed.
+    The first pass compares losses and is not timed.
     """
-    began_s = time.perf_counter()
-    found: dict[str, Any] = {comparison.name: compared(comparison) for comparison in every}
-    longest_s = time.perf_counter() - began_s
-    done = 0
-    while done < rounds and time.perf_counter() - began_s + longest_s <= 60 * minutes:
-        for comparison in every:
-            turns = [*comparison.ways.items()][:: -1 if done % 2 else 1]
-            for name, (seconds,) in in_turns(
-                {name: partial(seconds_of, evaluate) for name, evaluate in turns}, 1
-            ).items():
-                found[comparison.name]["seconds"][name].append(seconds)
-        done += 1
-    if not done:
-        raise SystemExit(
-            f"The first round would not finish within {minutes:g} minutes; allow more time, or"
-            " fewer --layers or --tokens."
-        )
-    return {"rounds": done, "comparisons": found}
+    found = {}
+    for comparison in every:
+        ways = {name: partial(seconds_of, evaluate) for name, evaluate in comparison.ways.items()}
+        found[comparison.name] = compared(comparison) | {"seconds": in_turns(ways, rounds)}
+    return {"rounds": rounds, "comparisons": found}
 
 
 def compared(comparison: Comparison) -> dict[str, Any]:
@@ -229,13 +186,11 @@ def compared(comparison: Comparison) -> dict[str, Any]:
                 f"{comparison.title}: {name} differs by {apart[name]}; the limit is"
                 f" {comparison.tolerance:g}."
             )
-    losses = {name: loss for name, (loss, _) in results.items()}
     return {
         "title": comparison.title,
         "tolerance": comparison.tolerance,
-        "losses": losses,
+        "losses": {name: loss for name, (loss, _) in results.items()},
         "apart": apart,
-        "seconds": {name: [] for name in comparison.ways},
     }
 
 

@@ -2,12 +2,13 @@
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/export.py --repeats 3
 
-Saves Llama-shaped runs of two sizes with random weights in a temporary directory, and exports each
-in a process of its own, alternating the formats. The time is that of `flatout export` without
-starting the program: checking the checkpoint's digests, reading, converting and writing every
-weight, and syncing the files. The memory is the peak of the process's resident memory during the
-export, less the peak before it. The last row copies the checkpoint's weights with `cp` and syncs
-them, for comparison. Writes benchmarks/results/export.json and .md.
+Saves Llama-shaped runs of 5 and 20 layers (0.25 and 1 GB) with random weights in a temporary
+directory, and exports each in a process of its own, alternating the formats. The time is that of
+`flatout export` without starting the program: checking the checkpoint's digests, reading,
+converting and writing every weight, and syncing the files. The memory is the peak of the process's
+resident memory during the export, less the peak before it. The last row copies the checkpoint's
+weights with `cp` and syncs them, for comparison. It needs gguf. Writes
+benchmarks/results/export.json and .md.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 
 import torch
 from loader import make_data
-from measurement import facts, in_turns, json_of, markdown, parser, save, spread
+from measurement import facts, in_turns, json_of, markdown, parser, publish, spread
 from training_runs import built
 
 from flatout.config.schema import load_config
@@ -40,8 +41,6 @@ from flatout.training.checkpoint.savers import save as save_run
 from flatout.training.run_dir.layout import write_config
 
 SHAPE = {"d_model": 1024, "num_heads": 8, "norm": "rmsnorm", "activation": "swiglu"}
-LAYERS = (5, 20)
-"""A quarter of a gigabyte of weights, and a whole one."""
 WAYS = {
     "safetensors": ("safetensors", None),
     "huggingface": ("huggingface", None),
@@ -51,8 +50,7 @@ WAYS = {
 
 
 def main() -> None:
-    made = parser(__doc__, repeats=3)
-    made.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    made = parser(__doc__, repeats=3, layers=[5, 20])
     made.add_argument("--worker", nargs=3, metavar=("RUN", "WAY", "TO"), help=argparse.SUPPRESS)
     given = made.parse_args()
     if given.worker:
@@ -61,8 +59,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         sizes = measure(Path(folder), given.layers, given.repeats)
     found = {"sizes": sizes, **facts(), "repeats": given.repeats}
-    save(given.out, "export", found, table(found))
-    print(table(found))
+    publish(given.out, "export", found, table(found))
 
 
 def measure(folder: Path, layers: list[int], repeats: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 import torch
-from measurement import facts, in_turns, markdown, parser, save, spread
+from measurement import facts, in_turns, markdown, parser, publish, spread
 
 from flatout.inference.generate import tokens_after
 from flatout.models.language_model import LanguageModel
@@ -29,16 +29,12 @@ SHAPE = {"vocab_size": 4096, "num_layers": 6, "d_model": 384, "num_heads": 6}
 
 
 def main() -> None:
-    made = parser(__doc__, repeats=5)
-    made.add_argument("--contexts", type=int, nargs="+", default=[64, 512, 2048])
-    made.add_argument("--tokens", type=int, default=16, help="drawn at the end of each context")
-    given = made.parse_args()
+    given = parser(__doc__, repeats=5, tokens=16, contexts=[64, 512, 2048]).parse_args()
     torch.set_num_threads(1)
     rows = {str(one): measure(one, given.tokens, given.repeats) for one in given.contexts}
     counts = {"repeats": given.repeats, "tokens": given.tokens, "shape": SHAPE}
     found = {**facts(), **counts, "rows": rows}
-    save(given.out, "generate", found, table(found))
-    print(table(found))
+    publish(given.out, "generate", found, table(found))
 
 
 def measure(context: int, num_tokens: int, repeats: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@
 
 Each step answers one question (`--list` prints them) in a process of its own. OUT/results.jsonl
 gets a line per step as it ends, OUT/output.txt all that the steps printed, full tracebacks too, and
-OUT/table.md a table of the figures beside what was predicted: the ranges in the list below, which
+OUT/table.md a table of the figures beside what was predicted: the ranges in gpu_steps.yaml, which
 are for an H200 and are scaled by the rate of a bf16 matmul on other GPUs, and what `train` predicts
 for itself. A step with a line is not run again, unless `--again` names it or the time was up.
 """
@@ -34,6 +34,7 @@ from typing import Any
 
 from measurement import facts, markdown
 
+from flatout.documents import read_document
 from flatout.hardware import probe
 from flatout.json_io import object_or_none, read_lines
 from flatout.measure.child import end_group
@@ -65,7 +66,7 @@ SAME = (
 )
 """Without a warm-up: in so few steps the loss falls only if the rate starts high enough."""
 SET = "auto,+compile,+collector"
-FLATOUT = ("-m", "flatout")
+FLATOUT, WORKER = ("-m", "flatout"), "benchmarks/gpu_worker.py"
 
 
 @dataclass(frozen=True)
@@ -76,224 +77,42 @@ class Step:
     words: tuple[str, ...]
     """Arguments of Python, in the root of the repository; `{words}` are filled in."""
     seconds: float
-    """Expected on one H200."""
-    expected: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Predicted ranges on one H200, of figures in the result, by name."""
+    expected: Mapping[str, Sequence[float]] = field(default_factory=dict)
     target: Mapping[str, float] = field(default_factory=dict)
-    """What a figure is to reach on one H200; of `peak_gib` at most."""
     against: str | None = None
-    """The step whose tokens/s are compared as `times`."""
 
 
-def trained(
-    question: str,
-    rows: int | None,
-    *overrides: str,
-    speedups: str = SET,
-    data: str = "random",
-    seconds: float = 90.0,
-    **more: Any,
-) -> Step:
-    """Return a step that trains a recipe for a few steps; without `rows`, with its own batch."""
+def step_of(given: Mapping[str, Any]) -> Step:
+    """Return a step from its entry in gpu_steps.yaml, which explains the keys."""
+    overrides = given.get("overrides", "").split()
+    data = (*SAME, f"data.path={{{given.get('data', 'random')}}}")
+    speedups = f"speedups={given.get('speedups', SET)}"
+    rows = given.get("train") or given.get("profile")
     batch = (f"batch.rows_per_device={rows}", "batch.accumulate=1", "batch.tokens_per_step=null")
-    words = (
-        *(*FLATOUT, "train", "{recipe}", *SAME, f"data.path={{{data}}}", f"speedups={speedups}"),
-        *("{no bias}", *(batch if rows else ()), *overrides),
-        *("train.steps={steps}", "log.every={every}", "{tiny}", "--run-dir", "{run}", "--json"),
+    if "train" in given:
+        words = ["{recipe}", *data, speedups, "{no bias}", *(batch if rows else ()), *overrides]
+        words += ["train.steps={steps}", "log.every={every}", "{tiny}", "--run-dir", "{run}"]
+        words, seconds = [*FLATOUT, "train", *words, "--json"], 90.0
+    elif "profile" in given:
+        words = ["{recipe}", *data, speedups, *batch, *overrides, "train.steps=200", "{tiny}"]
+        words, seconds = [*FLATOUT, "profile", *words, "--out", "{run}", "--json"], 100.0
+    elif "peer" in given:
+        kind, rows = given["peer"].split()
+        words, seconds = [WORKER, kind, "{recipe}", rows, "{peer}", "{tiny}", *overrides], 75.0
+    else:
+        words, seconds = given["run"].split(), 0.0
+    return Step(
+        given["question"],
+        tuple(words),
+        given.get("seconds", seconds),
+        given.get("expected", {}),
+        given.get("target", {}),
+        given.get("against"),
     )
-    return Step(question, words, seconds, **more)
 
 
-def peer(question: str, kind: str, rows: int, *words: str, **more: Any) -> Step:
-    """Return a step that trains another project's model of the same shape."""
-    command = ("benchmarks/gpu_worker.py", kind, "{recipe}", str(rows), "{peer}", "{tiny}", *words)
-    return Step(question, command, **{"seconds": 75.0, **more})
-
-
-def profiled(question: str, rows: int, *overrides: str) -> Step:
-    """Return a step that profiles a few steps of training."""
-    words = (
-        *(*FLATOUT, "profile", "{recipe}", *SAME, "data.path={random}", f"speedups={SET}"),
-        *(f"batch.rows_per_device={rows}", "batch.accumulate=1", "batch.tokens_per_step=null"),
-        *(*overrides, "train.steps=200", "{tiny}", "--out", "{run}", "--json"),
-    )
-    return Step(question, words, 100)
-
-
-def rate(low: float, high: float, **gib: tuple[float, float]) -> dict[str, tuple[float, float]]:
-    """Return the predicted range of a rate in thousand tokens/s, and of the memory."""
-    return {"tokens_per_s": (1e3 * low, 1e3 * high), **gib}
-
-
-NO_BIAS, BIAS = "model.bias=false", "model.bias=true"
-ONE_TEXT = "data.document_mask=false"
-BY_BLOCK = "auto,-compile,+compile-blocks,+collector"
 STEPS_IN_ORDER = {
-    "environment": Step(
-        "Which GPU and versions are here, and how fast are a matmul and a copy?",
-        ("benchmarks/gpu_worker.py", "environment"),
-        30,
-        {"roof_tflops": (781, 803), "copy_tb_per_s": (3.8, 4.6)},
-    ),
-    "tests": Step(
-        "Do kernels, attention, graphs and copies equal their references?",
-        ("benchmarks/gpu_worker.py", "tests", "{tests}"),
-        130,
-    ),
-    "gpt2-124m/recipe": trained(
-        "Does a recipe train as it is, with its own batch?",
-        None,
-        BIAS,
-        speedups="auto",
-        seconds=120,
-    ),
-    "gpt2-124m/set": trained(
-        "How fast is GPT-2 124M with all that helps?",
-        64,
-        expected=rate(530, 545),
-        target={"tokens_per_s": 590e3, "times": 1.15},
-        against="gpt2-124m/nanogpt",
-    ),
-    "gpt2-124m/nanogpt": peer(
-        "How fast is nanoGPT, compiled, at the same shape and batch?",
-        *("nanogpt", 64, NO_BIAS),
-        expected=rate(510, 520, peak_gib=(40.0, 41.6)),
-    ),
-    "eigenstate-small-32k/set": trained(
-        "How fast is the eigenstate network at 32,768 tokens?",
-        *(4, ONE_TEXT),
-        expected=rate(565, 585),
-        target={"tokens_per_s": 600e3, "times": 2.5},
-        against="eigenstate-small-32k/fft",
-    ),
-    "resume": Step(
-        "Does a stopped run on a GPU continue with the same bits?",
-        (
-            *(*FLATOUT, "verify", "gpt2-124m", "--resume", "--steps", "4,4", "--json", *SAME),
-            *("data.path={random}", "model.num_layers=4", "batch.tokens_per_step=null"),
-            *("batch.rows_per_device=8", "batch.accumulate=1", "train.steps=8", "{tiny}"),
-        ),
-        100,
-    ),
-    "gpt2-124m/profile": profiled("Where does the time of a step of GPT-2 go?", 64),
-    "gpt2-124m-32k/set": trained(
-        "How fast is GPT-2 at 32,768 tokens, and within 48 GiB?",
-        4,
-        expected={"times": (1.02, 1.04)},
-        target={"times": 1.05, "peak_gib": 48.0},
-        against="gpt2-124m-32k/nanogpt",
-    ),
-    "gpt2-124m-32k/nanogpt": peer(
-        "How fast is nanoGPT there?",
-        *("nanogpt", 4, NO_BIAS),
-        seconds=90,
-        expected=rate(150, 156, peak_gib=(78.0, 82.0)),
-    ),
-    "eigenstate-small-32k/fft": trained(
-        "How fast is the recurrence by FFT, as public code computes it?",
-        *(1, ONE_TEXT),
-        speedups="auto,+compile,+gpu_worker:FFT_SCAN",
-        expected=rate(225, 240),
-    ),
-    "eigenstate-small-32k/one-row": trained(
-        "Does one sequence of 32,768 tokens fit into 13 GiB?",
-        *(1, ONE_TEXT),
-        target={"peak_gib": 13.0},
-    ),
-    "eigenstate-small-32k/profile": profiled("And of the eigenstate network?", 4, ONE_TEXT),
-    "gpt2-124m-fast/set": trained(
-        "How fast is this size with a free choice of shape and Muon?",
-        *(64, "batch.accumulate=8"),
-        seconds=130,
-        expected=rate(560, 580),
-        target={"tokens_per_s": 620e3},
-    ),
-    "gpt2-700m/set": trained(
-        "How fast is the 700M class, in fp8?",
-        16,
-        speedups=f"{SET},+fp8",
-        seconds=130,
-        expected=rate(100, 110),
-        target={"tokens_per_s": 115e3},
-        against="gpt2-700m/nanogpt",
-    ),
-    "gpt2-700m/nanogpt": peer(
-        "How fast is nanoGPT there?",
-        *("nanogpt", 16, NO_BIAS),
-        seconds=100,
-        expected=rate(101, 104),
-    ),
-    "gpt2-700m/bf16": trained("What does fp8 gain?", 16, seconds=125),
-    "gpt2-124m-32k-wide-heads/set": trained(
-        "What do heads of 128 gain at 32,768 tokens?",
-        4,
-        expected=rate(180, 195),
-        target={"tokens_per_s": 190e3},
-    ),
-    "gpt2-124m/people": peer(
-        "How fast is a hand-written loop: fp32, eager, .item() in every step?",
-        *("people", 8, NO_BIAS),
-        seconds=40,
-        expected=rate(41, 43, peak_gib=(16.0, 17.4)),
-    ),
-    "gpt2-124m/none": trained(
-        "How fast is speedups=none, which tokenises text in the step?",
-        8,
-        speedups="none",
-        data="text",
-        expected=rate(7, 9.5),
-    ),
-    "gpt2-124m/huggingface": peer(
-        "How fast is Hugging Face's GPT-2, eager, as people run it?",
-        *("huggingface", 16, "--eager"),
-        seconds=45,
-        expected=rate(150, 162, peak_gib=(22.0, 23.6)),
-    ),
-    "gpt2-124m/huggingface-compiled": peer(
-        "And compiled?", "huggingface", 32, expected=rate(405, 425, peak_gib=(20.6, 22.2))
-    ),
-    "gpt2-124m/set-bias": trained(
-        "And with biases?", 64, BIAS, target={"times": 1.15}, against="gpt2-124m/nanogpt-bias"
-    ),
-    "gpt2-124m/nanogpt-bias": peer("And nanoGPT?", "nanogpt", 64, BIAS),
-    "diagnose": Step(
-        "Does diagnose name what limits a run on a GPU?",
-        (
-            *(*FLATOUT, "diagnose", "gpt2-124m", *SAME, "data.path={random}", "train.steps=400"),
-            *("{tiny}", "--json"),
-        ),
-        150,
-    ),
-    **{
-        f"{recipe}/{title}": trained(
-            f"What does {title} change?",
-            *(rows, *overrides),
-            speedups=speedups,
-            against=f"{recipe}/set",
-        )
-        for recipe, title, rows, speedups, overrides in (
-            ("gpt2-124m", "cuda-graphs", 64, f"{SET},+cuda-graphs", ()),
-            ("gpt2-124m", "liger-ce", 64, f"{SET},+liger-ce", ()),
-            ("gpt2-124m", "compile-blocks", 64, BY_BLOCK, ()),
-            ("gpt2-124m", "rows-32", 32, SET, ()),
-            ("gpt2-124m", "rows-128", 128, SET, ()),
-            (
-                *("eigenstate-small-32k", "fast-scan", 4, f"{SET},+fast-scan"),
-                (ONE_TEXT, "model.chunk_size=128"),
-            ),
-        )
-    },
-    "gpt2-124m/set-again": trained("How far apart are two measurements?", 64),
-    "ladder": Step(
-        "What does each speedup add, one at a time?",
-        (
-            *(*FLATOUT, "bench", "gpt2-124m", *SAME, "data.path={text}", "{tiny}"),
-            *("batch.tokens_per_step=32768", "batch.rows_per_device=auto", "batch.accumulate=null"),
-            *("--minutes", "{minutes}", "--out", "{run}", "--json"),
-        ),
-        480,
-        target={"total_speedup": 70.0},
-    ),
+    name: step_of(given) for name, given in read_document(HERE / "gpu_steps.yaml").items()
 }
 
 
@@ -389,9 +208,10 @@ def run(name: str, step: Step, given: argparse.Namespace, left_s: float) -> dict
     with tempfile.TemporaryDirectory(prefix="flatout-step-") as folder, log.open("ab") as written:
         there: dict[str, Any] = {"stderr": written, "cwd": ROOT, "env": {**os.environ, **cache}}
         for kind in ("random", "text"):
-            if any(f"{{{kind}}}" in word for word in step.words):
+            is_there = (data_path(kind, given) / "manifest.json").exists()
+            if not is_there and any(f"{{{kind}}}" in word for word in step.words):
                 sizes = (TINY_VOCABULARY, 1 << 15) if given.tiny else (VOCABULARY, 1 << 23)
-                made = ["benchmarks/gpu_worker.py", "data", kind, data_path(kind, given), *sizes]
+                made = [WORKER, "data", kind, data_path(kind, given), *sizes]
                 # if it fails, the step says that there is no dataset
                 subprocess.run([sys.executable, *map(str, made)], stdout=written, **there)
         words = filled(name, step, given, Path(folder), left_s)
@@ -459,7 +279,11 @@ def filled(
     }
     heads = "model.num_eigenstates=16" if is_eigenstate else "model.num_heads=2"
     shape = (*TINY, f"data.seq_len={64 if '32k' in recipe else 32}", heads)
-    several = {"{tiny}": shape if tiny else (), "{no bias}": () if is_eigenstate else (NO_BIAS,)}
+    several = {
+        "{tiny}": shape if tiny else (),
+        "{no bias}": () if is_eigenstate else ("model.bias=false",),
+        "{same}": SAME,
+    }
     words: list[str] = []
     for word in step.words:
         if word in several:

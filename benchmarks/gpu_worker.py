@@ -25,19 +25,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from flatout import prepare
+from flatout import prepare, roof
 from flatout.assembly.recipe import Promise, Speedup, lazy
 from flatout.config.schema import RunConfig, load_config
 from flatout.data.prepare.writer import DatasetWriter
 from flatout.data.tokenizers.char import CharTokenizer
 from flatout.hardware import fingerprint, probe
+from flatout.models.language_model import model_of
+from flatout.models.transformer import Transformer
+from flatout.ops import Ops, scan
+from flatout.ops.cross_entropy import fused
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("torch", "triton", "numpy", "pydantic", "torchao", "liger_kernel", "transformers")
@@ -63,21 +67,16 @@ FFT_SCAN = Speedup(
 )
 
 
-def main(words: Sequence[str]) -> int:
-    """Run one step and print its figures; return the exit code."""
+def main(words: Sequence[str]) -> None:
+    """Run one step and print its figures."""
     does = {"environment": environment, "tests": tests, "data": data}
     kind, *rest = words
     found = does[kind](*rest) if kind in does else train_peer(kind, *rest)
     print(json.dumps(found))
-    return 0
 
 
 def environment() -> dict[str, Any]:
     """Return the machine, the versions, and the rates of a bf16 matmul and of a copy."""
-    import torch
-
-    from flatout import roof
-
     packages: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -177,10 +176,6 @@ def fft(
     Returns: as `flatout.ops.scan.reference`.
     Cost:    O(B T K log T) FLOP, in complex tensors of 2 T tokens.
     """
-    import torch
-
-    from flatout.ops import scan
-
     if log_decay.dim() > 1 or doc_ids_BT is not None or start_BE is not None:
         others = {"doc_ids_BT": doc_ids_BT, "start_BE": start_BE, "chunk_size": chunk_size}
         return scan.chunked(log_decay, angle, drive_BTE, **others)
@@ -196,50 +191,32 @@ def fft(
         return torch.cat((states_BTK.real, states_BTK.imag), dim=-1)
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A model ready to train."""
-
-    model: Any
-    loss: Callable[[Any, Any], Any]
-    """(tokens_BT, targets_BT) -> the mean loss."""
-    optimizer: Any
-    autocasts: bool = True
-    """Whether the forward pass runs under autocast to bf16."""
-    each_step: Callable[[Any], Any] = lambda loss: None
-    """Called with the loss after each update."""
-
-
 def train_peer(kind: str, recipe: str, rows: str, folder: str, *words: str) -> dict[str, Any]:
     """Train a peer's model of a recipe's shape; return its rate, its memory and its last loss."""
-    import torch
-
-    from flatout.models.language_model import model_of
-
     config = load_config(recipe, [word for word in words if word != "--eager"])
     device = torch.device("cpu" if config.train.device == "cpu" else "cuda")
-    on_gpu = device.type == "cuda"
-    compiled = "--eager" not in words and kind != "people" and on_gpu
+    on_gpu, is_plain = device.type == "cuda", kind == "people"
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    peer = PEERS[kind](model_of(config)[1], config, device, compiled, Path(folder))
+    torch.set_float32_matmul_precision("highest" if is_plain else "high")
+    model, loss_of, optimizer = PEERS[kind](model_of(config)[1], config, device, Path(folder))
+    called: Any = model
+    if on_gpu and not is_plain and "--eager" not in words:
+        called = torch.compile(model, dynamic=False)
     T, high = config.data.seq_len, (config.model.vocab_size or 0) // 2
     drawn = [torch.randint(high, (int(rows), T + 1), device=device) for _ in range(BATCHES)]
-    parameters = list(peer.model.parameters())
     losses, marks = [], []
     for number in range(WARM_UP + STEPS + 1):
         marks.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
         if on_gpu:
             marks[-1].record()  # without waiting for the device
         row = drawn[number % BATCHES]
-        with torch.autocast(device.type, torch.bfloat16) if peer.autocasts else nullcontext():
-            loss = peer.loss(row[:, :-1].contiguous(), row[:, 1:].contiguous())
+        with nullcontext() if is_plain else torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(called, row[:, :-1].contiguous(), row[:, 1:].contiguous())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        peer.optimizer.step()
-        peer.optimizer.zero_grad(set_to_none=True)
-        peer.each_step(loss)
-        losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item() if is_plain else loss.detach())
     if on_gpu:
         torch.cuda.synchronize()
     steps_ms = [
@@ -256,20 +233,18 @@ def train_peer(kind: str, recipe: str, rows: str, folder: str, *words: str) -> d
     }
 
 
+Peer = tuple[Any, Callable[[Any, Any, Any], Any], Any]
+"""A model, (it, tokens_BT, targets_BT) -> the mean loss, and an optimizer."""
+
+
 def sizes_of(shape: Any) -> dict[str, int]:
     """Return the sizes under GPT-2's names."""
-    return {
-        "n_layer": shape.num_layers,
-        "n_head": shape.num_heads,
-        "n_embd": shape.d_model,
-        "vocab_size": shape.vocab_size,
-    }
+    heads = {"n_head": shape.num_heads, "n_embd": shape.d_model}
+    return {"n_layer": shape.num_layers, "vocab_size": shape.vocab_size, **heads}
 
 
-def nanogpt(shape: Any, config: RunConfig, device: Any, compiled: bool, folder: Path) -> Peer:
+def nanogpt(shape: Any, config: RunConfig, device: torch.device, folder: Path) -> Peer:
     """Return nanoGPT's GPT with its own parameter groups and its fused AdamW."""
-    import torch
-
     spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
     assert spec is not None
     assert spec.loader is not None
@@ -279,61 +254,43 @@ def nanogpt(shape: Any, config: RunConfig, device: Any, compiled: bool, folder: 
     settings = {"block_size": config.data.seq_len, "dropout": 0.0, "bias": shape.bias}
     model = module.GPT(module.GPTConfig(**settings, **sizes_of(shape))).to(device)
     optimizer = model.configure_optimizers(WEIGHT_DECAY, 3e-4, BETAS, device.type)
-    called: Any = torch.compile(model, dynamic=False) if compiled else model
-    return Peer(model, lambda tokens, targets: called(tokens, targets)[1], optimizer)
+    return model, lambda model, tokens, targets: model(tokens, targets)[1], optimizer
 
 
-def huggingface(shape: Any, config: RunConfig, device: Any, compiled: bool, _: Path) -> Peer:
+def huggingface(shape: Any, config: RunConfig, device: torch.device, _folder: Path) -> Peer:
     """Return Hugging Face's GPT-2 with scaled-dot-product attention and fused AdamW."""
-    import torch
-
     transformers: Any = importlib.import_module("transformers")
-    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    settings = transformers.GPT2Config(
-        n_positions=config.data.seq_len,
-        use_cache=False,
-        attn_implementation="sdpa",
-        **sizes_of(shape),
-        **no_dropout,
-    )
-    model = transformers.GPT2LMHeadModel(settings).to(device).train()
-    called: Any = torch.compile(model, dynamic=False) if compiled else model
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    settings = {"n_positions": config.data.seq_len, "use_cache": False, **sizes_of(shape)}
+    settings |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shaped = transformers.GPT2Config(attn_implementation="sdpa", **settings)
+    model = transformers.GPT2LMHeadModel(shaped).to(device).train()
     groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=BETAS, fused=True)
     # The model shifts the labels itself, so it gets the inputs; the last token has no target.
-    return Peer(model, lambda tokens, _: called(input_ids=tokens, labels=tokens).loss, optimizer)
+    return model, lambda model, tokens, _: model(input_ids=tokens, labels=tokens).loss, optimizer
 
 
-def people(shape: Any, _: RunConfig, device: Any, _compiled: bool, _folder: Path) -> Peer:
-    """Return a typical hand-written loop: fp32, eager, full attention matrix, unfused AdamW.
+def people(shape: Any, _config: RunConfig, device: torch.device, _folder: Path) -> Peer:
+    """Return a typical hand-written model: full attention matrix, unfused AdamW.
 
-    It calls `.item()` at each step.
+    `train_peer` trains it in fp32, eager, and calls `.item()` at each step.
     """
-    import torch
-
-    from flatout.models.transformer import Transformer
-    from flatout.ops import Ops
-    from flatout.ops.cross_entropy import fused
-
-    torch.set_float32_matmul_precision("highest")
     model = Transformer(shape, Ops.plain(cross_entropy=fused)).to(device)
     settings = {"betas": BETAS, "weight_decay": WEIGHT_DECAY, "foreach": False, "fused": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **settings)
 
-    def loss(tokens_BT: Any, targets_BT: Any) -> Any:
+    def loss(model: Any, tokens_BT: Any, targets_BT: Any) -> Any:
         loss_sum, num_valid = model(tokens_BT, targets_BT)
         return loss_sum / num_valid
 
-    return Peer(model, loss, optimizer, autocasts=False, each_step=torch.Tensor.item)
+    return model, loss, optimizer
 
 
 PEERS = {"nanogpt": nanogpt, "huggingface": huggingface, "people": people}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -19,12 +19,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from measurement import facts, markdown, parser, save, verdict
+from measurement import facts, markdown, parser, publish, verdict
 from training_runs import built, code_state
 from watch_cost import decided, share
 
@@ -61,14 +62,16 @@ class NoPulse(Pulse):
         """Do nothing."""
 
 
+Guards = tuple[StepGuard, Pulse, BadSteps | None, Alarms | None]
+
+
 def main() -> None:
     given = parser(__doc__, minutes=4.0).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         prepare([TEXT], out=Path(folder) / "data", tokenizer="byte")
         found = measure(Path(folder) / "data", 60 * given.minutes, CALLS)
-    save(given.out, "guards", found, table(found))
-    print(table(found))
+    publish(given.out, "guards", found, table(found))
 
 
 def measure(data: Path, seconds: float, calls: int) -> dict[str, Any]:
@@ -77,15 +80,15 @@ def measure(data: Path, seconds: float, calls: int) -> dict[str, Any]:
     run = built(load_config("shakespeare-char", words), Dataset.open(data))
     every = run.config.log.every
     guarded = (StepGuard(spikes=SPIKES), Pulse(), BadSteps(), new_alarms(run))
-    plain = (NoGuard(), NoPulse())
+    plain: Guards = (NoGuard(), NoPulse(), None, None)
     for _ in range(5):
-        step_s(run, every, *guarded)
+        step_s(run, every, guarded)
     found: dict[str, Any] = {"pairs": [], "noise": []}
     rng, end_s = random.Random(0), time.monotonic() + seconds
     while not found["pairs"] or time.monotonic() < end_s:
         if len(found["pairs"]) % NOISE_EVERY == NOISE_EVERY - 1:
-            found["noise"].append([step_s(run, every, *plain) for _ in range(2)])
-        times = {way: step_s(run, every, *way) for way in rng.sample((guarded, plain), 2)}
+            found["noise"].append([step_s(run, every, plain) for _ in range(2)])
+        times = {way: step_s(run, every, way) for way in rng.sample((guarded, plain), 2)}
         found["pairs"].append([times[guarded], times[plain]])
     called = {name: [call(calls) for _ in range(REPEATS)] for name, call in each_guard(run).items()}
     run.feed.close()
@@ -102,18 +105,11 @@ def measure(data: Path, seconds: float, calls: int) -> dict[str, Any]:
     }
 
 
-def step_s(
-    run: Run,
-    every: int,
-    guard: StepGuard,
-    pulse: Pulse,
-    bad_steps: BadSteps | None = None,
-    alarms: Alarms | None = None,
-) -> float:
+def step_s(run: Run, every: int, guards: Guards) -> float:
     """Take a step with the given guards, and return its seconds of CPU time."""
-    run.guard, run.pulse = guard, pulse
+    run.guard, run.pulse, bad_steps, alarms = guards
     batch, began = next(run.feed), time.process_time()
-    pulse.beat()
+    run.pulse.beat()
     if alarms is not None:  # train_step itself makes one only for several micro-batches
         StepStart(run)
     result = train_step(run, batch)
@@ -128,11 +124,9 @@ def step_s(
 
 def new_alarms(run: Run) -> Alarms:
     """Return the alarms of a run on a CPU."""
-    return Alarms(
-        Surroundings(cores=run.machine.cores, read_gpu=lambda: None),
-        last_step=run.last_step,
-        have_gib={"mem/process_gib": run.machine.memory_gib},
-    )
+    surroundings = Surroundings(cores=run.machine.cores)
+    memory = {"mem/process_gib": run.machine.memory_gib}
+    return Alarms(surroundings, last_step=run.last_step, have_gib=memory)
 
 
 def record(step: int) -> dict[str, float]:
@@ -163,7 +157,7 @@ def each_guard(run: Run) -> dict[str, Callable[[int], float]]:
         def judge(number: int) -> None:
             guard.begin()
             bool(guard.judge(loss, norms[number % len(norms)]))
-            bad_steps.push(fake, batch, result)  # type: ignore[arg-type]
+            bad_steps.push(fake, batch, result)
             bad_steps.ready(flush=False)
 
         return judge
@@ -173,16 +167,17 @@ def each_guard(run: Run) -> dict[str, Callable[[int], float]]:
             pulse.beat()
 
     pulse, alarms = Pulse(), new_alarms(run)
+
+    def see(number: int) -> None:
+        if number % every == 0:
+            alarms.see(record(number + every))
+
     return {
-        "figures that are not finite": lambda calls: timed(judging(StepGuard()), calls),
-        "these and spikes (train.skip_spikes)": lambda calls: timed(
-            judging(StepGuard(spikes=SPIKES)), calls
-        ),
-        "the state to start a step again": lambda calls: timed(lambda _: StepStart(run), calls),
-        "the watchdog's count": lambda calls: timed(beat, calls),
-        f"alarms, once in {every} steps": lambda calls: (
-            timed(lambda number: alarms.see(record(every * (number + 1))), calls // every) / every
-        ),
+        "figures that are not finite": partial(timed, judging(StepGuard())),
+        "these and spikes (train.skip_spikes)": partial(timed, judging(StepGuard(spikes=SPIKES))),
+        "the state to start a step again": partial(timed, lambda _: StepStart(run)),
+        "the watchdog's count": partial(timed, beat),
+        f"alarms, once in {every} steps": partial(timed, see),
     }
 
 

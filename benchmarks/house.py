@@ -30,15 +30,8 @@ import flatout
 from flatout import cli
 
 PACKAGE = Path(flatout.__file__).parent
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-    tokenize.ENCODING,
-}
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+LAYOUT |= {tokenize.ENDMARKER, tokenize.ENCODING}
 RECIPE = """
 model: {num_layers: 1, d_model: 16, num_heads: 2}
 data: {path: DATA, seq_len: 32}

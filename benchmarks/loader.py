@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measurement import facts, in_turns, markdown, parser, save, spread
+from measurement import facts, in_turns, markdown, parser, publish, spread
 
 from flatout.data.load.batches import BatchPlan, SequenceSteps, ShardReader
 from flatout.data.load.feed import DirectFeed
@@ -39,17 +39,14 @@ TARGETS = {"tokens_per_s": 1e9, "first_s": 0.1, "seek_s": 1e-3}
 
 
 def main() -> None:
-    made = parser(__doc__, repeats=5)
+    made = parser(__doc__, repeats=5, steps=400, shard_mib=4)
     made.add_argument("--data", type=Path, help="dataset to read instead of a generated one")
-    made.add_argument("--shard-mib", type=int, default=4, help="of each of the 100 shards")
-    made.add_argument("--steps", type=int, default=400, help="timed batches per repeat")
     given = made.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         data = given.data or make_data(Path(folder) / "data", given.shard_mib << 20)
         found = measure(data, given.repeats, given.steps) | facts()
-    save(given.out, "loader", found, table(found))
-    print(table(found))
+    publish(given.out, "loader", found, table(found))
 
 
 def make_data(

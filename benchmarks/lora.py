@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measurement import facts, markdown, parser, ratios, save, spread
+from measurement import facts, markdown, parser, publish, ratios, spread
 from plan import EAGER, MIB, STEPS, recorded, shape
 from training_runs import code_state
 
@@ -54,8 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prepare([TEXT], out=Path(folder) / "data", tokenizer="byte")
         found = measure(Path(folder) / "data", Path(folder), CASES, ROUNDS)
-    save(given.out, "lora", found, table(found))
-    print(table(found))
+    publish(given.out, "lora", found, table(found))
 
 
 def measure(

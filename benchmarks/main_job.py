@@ -7,7 +7,8 @@ In each repeat, prepares the text (characters, the last tenth for validation) an
 Writes benchmarks/results/main_job.json and .md. The baseline is fp32 and eager, with an optimizer
 that loops over parameters, text tokenised in the step, and a typical micro-batch: the most rows up
 to 12 that divide the step. Rates are medians over the repeats, with minimum and maximum. Losses are
-compared over the same steps on the same sequences: both runs have the same number of steps there.
+compared over the same steps on the same sequences: both runs have `--steps` of them there, and the
+steady rate with speedups is that of `--long-steps`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measurement import facts, flatout, in_turns, json_lines, markdown, parser, ratios, save, spread
+from measurement import (
+    facts,
+    flatout,
+    in_turns,
+    json_lines,
+    markdown,
+    parser,
+    publish,
+    ratios,
+    spread,
+)
 
 from flatout.config.schema import load_config
 
 
-def text_parser(about: str | None, **numbers: float) -> argparse.ArgumentParser:
+def text_parser(about: str | None, **options: float) -> argparse.ArgumentParser:
     """Return the parser of a benchmark that trains on the characters of Shakespeare."""
-    made = parser(about, **numbers)
+    made = parser(about, **options)
     made.add_argument(
         "--text", type=Path, required=True, help="text file named by the dataset card `shakespeare`"
     )
@@ -34,21 +45,12 @@ def text_parser(about: str | None, **numbers: float) -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    made = text_parser(__doc__, repeats=5)
-    made.add_argument("--steps", type=int, default=40, help="steps of both runs")
-    made.add_argument(
-        "--long-steps",
-        type=int,
-        default=300,
-        help="steps of the run that gives the steady rate with speedups",
-    )
-    given = made.parse_args()
+    given = text_parser(__doc__, repeats=5, steps=40, long_steps=300).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), given.text, given.repeats, given.steps, given.long_steps)
     counts = {"repeats": given.repeats, "steps": given.steps, "long_steps": given.long_steps}
     found = {**facts(), **counts, "rows": rows}
-    save(given.out, "main_job", found, table(found))
-    print(table(found))
+    publish(given.out, "main_job", found, table(found))
 
 
 def prepared(data: Path, text: Path) -> Path:

@@ -21,16 +21,18 @@ PATHS = ("run", "path", "resumed_from", "by_dataset")
 Found = TypeVar("Found")
 
 
-def parser(about: str | None, **numbers: float) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark's command line.
+def parser(about: str | None, **options: float | str | Sequence[int]) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark's command line, whose help is its docstring, `about`.
 
-    `about` is its docstring. Each of `numbers` becomes an option with that default.
+    Each of `options` becomes an option with that default; a list takes several numbers.
     """
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for name, default in numbers.items():
-        made.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    for name, value in options.items():
+        is_list = isinstance(value, list)
+        kind, count = (type(value[0]), "+") if is_list else (type(value), None)
+        made.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs=count, default=value)
     made.add_argument("--out", type=Path, default=RESULTS, help="directory for the results")
     return made
 
@@ -45,6 +47,12 @@ def save(out: Path, name: str, found: Mapping[str, Any], text: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     (out / f"{name}.md").write_text(text, encoding="utf-8")
+
+
+def publish(out: Path, name: str, found: Mapping[str, Any], text: str) -> None:
+    """Save the figures and print their table."""
+    save(out, name, found, text)
+    print(text)
 
 
 def in_turns(

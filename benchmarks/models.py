@@ -46,13 +46,8 @@ from flatout.training.step import train_step
 TITLES = {"muon": "Muon", "adamw": "AdamW"}
 LENGTHS = (256, 1024, 4096)
 STEPS, LONGER = 200, 800
-SHARED = {
-    "model.num_layers": 4,
-    "model.d_model": 128,
-    "train.device": "cpu",
-    "schedule.warmup": 0.05,
-    "speedups": "auto,-compile",
-}
+SHARED = {"model.num_layers": 4, "model.d_model": 128, "train.device": "cpu"}
+SHARED |= {"schedule.warmup": 0.05, "speedups": "auto,-compile"}
 """Settings of all runs; the rest are the defaults of flatout/config/schema.py."""
 SHAPES: dict[str, dict[str, Any]] = {
     "transformer": {
@@ -108,7 +103,13 @@ Run = Callable[[Trial], dict[str, Any]]
 
 
 def main() -> None:
-    arguments = parser().parse_args()
+    made = text_parser(__doc__, rounds=4)
+    made.add_argument(
+        "--part", choices=("loss", "speed"), required=True, help="speed needs an idle machine"
+    )
+    made.add_argument("--work", type=Path, default=Path("data/models"), help="data, finished runs")
+    made.add_argument("--timed", nargs=2, metavar=("MODEL", "LENGTH"), help=argparse.SUPPRESS)
+    arguments = made.parse_args()
     characters, cache = arguments.work / "characters", arguments.work / "models.jsonl"
     prepare(str(arguments.text), characters, tokenizer="char", workers=1)
     dataset = Dataset.open(characters)
@@ -124,23 +125,6 @@ def main() -> None:
     print((RESULTS / "models.md").read_text())
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
-    made = text_parser(__doc__)
-    made.add_argument(
-        "--part", choices=("loss", "speed"), required=True, help="speed needs an idle machine"
-    )
-    made.add_argument("--rounds", type=int, default=4, help="repeats of each timing")
-    made.add_argument("--work", type=Path, default=Path("data/models"), help="data, finished runs")
-    made.add_argument(
-        "--timed",
-        nargs=2,
-        metavar=("MODEL", "LENGTH"),
-        help="time one model in this process and print the figures",
-    )
-    return made
-
-
 def keep(part: str, found: dict[str, Any]) -> None:
     """Write the current figures of a part; those of the other part stay."""
     path = RESULTS / "models.json"
@@ -152,16 +136,10 @@ def keep(part: str, found: dict[str, Any]) -> None:
 
 def configured(trial: Trial, dataset: Dataset) -> RunConfig:
     """Return the config of a training run."""
-    optim = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
-    length = {
-        "data.seq_len": trial.seq_len,
-        "batch.tokens_per_step": TOKENS_PER_STEP,
-        "train.steps": trial.steps,
-        "train.seed": trial.seed,
-    }
-    return load_config().with_values(
-        {**SHARED, **SHAPES[trial.model], **optim, **length, "data.path": str(dataset.path)}
-    )
+    keys = {"optim.kind": trial.optimizer, "optim.lr": trial.lr, **OPTIMIZERS[trial.optimizer]}
+    keys |= {"data.seq_len": trial.seq_len, "batch.tokens_per_step": TOKENS_PER_STEP}
+    keys |= {"train.steps": trial.steps, "train.seed": trial.seed, "data.path": str(dataset.path)}
+    return load_config().with_values({**SHARED, **SHAPES[trial.model], **keys})
 
 
 def measure_loss(dataset: Dataset, cache: Path) -> None:

@@ -12,18 +12,15 @@ results are in benchmarks/results/optimisers.json in the order of the runs; the 
 picture next to it are made from them.
 
 Each finished run is stored in WORK/runs.jsonl; the same code (`code_state`) does not repeat it. All
-runs take about an hour on one core. `--cost` measures the time per step of each optimiser instead,
-and needs an idle machine.
+runs take about an hour on one core.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,14 +28,11 @@ from typing import Any
 import torch
 from charts import Curve, beside, chart
 from main_job import text_parser
-from measurement import facts, in_turns, markdown, ratios, save, seconds_of
+from measurement import facts, markdown, save
 from training_runs import best_of_grid, built, code_state, loss_of, remembered, trained
 
 from flatout import Dataset, load_config, prepare
-from flatout.assembly.run import Run
 from flatout.config.schema import RunConfig
-from flatout.json_io import read_json
-from flatout.training.step import train_step
 
 SHARED = {
     "model.norm": "rmsnorm",
@@ -90,24 +84,10 @@ class Corpus:
     shape: dict[str, Any]
 
 
-CORPORA = (
-    Corpus(
-        "characters",
-        "characters of Shakespeare",
-        "char",
-        2_048_000,
-        None,
-        {"model.num_layers": 2, "model.d_model": 96, "model.num_heads": 3, "data.seq_len": 64},
-    ),
-    Corpus(
-        "prose",
-        "bytes of English prose",
-        "byte",
-        2_048_000,
-        131_072,
-        {"model.num_layers": 2, "model.d_model": 96, "model.num_heads": 3, "data.seq_len": 64},
-    ),
-)
+SHAPE = {"model.num_layers": 2, "model.d_model": 96, "model.num_heads": 3, "data.seq_len": 64}
+TEXTS = ("characters", "characters of Shakespeare", "char")
+PROSE = ("prose", "bytes of English prose", "byte")
+CORPORA = (Corpus(*TEXTS, 2_048_000, None, SHAPE), Corpus(*PROSE, 2_048_000, 131_072, SHAPE))
 
 
 @dataclass(frozen=True)
@@ -128,61 +108,34 @@ Trial = Callable[[Setting, float, int], dict[str, Any]]
 
 
 def main() -> None:
-    arguments = parser().parse_args()
-    torch.set_num_threads(1)
-    code_state()  # computed now, since files may change during the measurements
-    kept = arguments.out / "optimisers.json"
-    sources = {"characters": arguments.text, "prose": arguments.prose}
-    datasets = {
-        corpus.name: prepared(corpus, sources[corpus.name], arguments.work / corpus.name)
-        for corpus in CORPORA
-    }
-    found = read_json(kept) if kept.exists() else {}
-    fixed = {**facts(), "commit": code_state()}
-    if arguments.cost:
-        costs = {corpus.name: step_ms(corpus, datasets[corpus.name]) for corpus in CORPORA}
-        found["cost"] = {**fixed, "corpora": costs}
-    else:
-        cache = arguments.work / "runs.jsonl"
-        corpora = [measure(corpus, datasets[corpus.name], cache) for corpus in CORPORA]
-        found |= {
-            **fixed,
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "shared": SHARED,
-            "rates": RATES,
-            "weight_decays": WEIGHT_DECAYS,
-            "other_decay": OTHER_DECAY,
-            "tuning_seed": TUNING_SEED,
-            "tuned_at": TUNED_AT,
-            "seeds": SEEDS,
-            "corpora": corpora,
-        }
-    save(arguments.out, "optimisers", found, table(found))
-    (arguments.out / "optimisers.svg").write_text(picture(found))
-    print(table(found))
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's arguments."""
     made = text_parser(__doc__)
-    made.add_argument(
-        "--prose",
-        type=Path,
-        required=True,
-        help="English prose: text files, or JSON lines with a `text` field",
-    )
+    made.add_argument("--prose", type=Path, required=True, help="text, or JSON lines with `text`")
     made.add_argument("--work", type=Path, default=Path("data/optimisers"), help="data, runs")
-    made.add_argument(
-        "--cost", action="store_true", help="add the time per step to the results instead"
-    )
-    return made
-
-
-def prepared(corpus: Corpus, source: Path, out: Path) -> Dataset:
-    """Return the dataset of a corpus, preparing it if necessary."""
-    prepare(str(source), out, tokenizer=corpus.tokenizer, workers=1)
-    return Dataset.open(out)
+    given = made.parse_args()
+    torch.set_num_threads(1)
+    state = code_state()  # computed now, since files may change during the measurements
+    corpora = []
+    for corpus, source in zip(CORPORA, (given.text, given.prose), strict=True):
+        data = given.work / corpus.name
+        prepare(str(source), data, tokenizer=corpus.tokenizer, workers=1)
+        corpora.append(measure(corpus, Dataset.open(data), given.work / "runs.jsonl"))
+    found = {
+        **facts(),
+        "commit": state,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "shared": SHARED,
+        "rates": RATES,
+        "weight_decays": WEIGHT_DECAYS,
+        "other_decay": OTHER_DECAY,
+        "tuning_seed": TUNING_SEED,
+        "tuned_at": TUNED_AT,
+        "seeds": SEEDS,
+        "corpora": corpora,
+    }
+    save(given.out, "optimisers", found, table(found))
+    (given.out / "optimisers.svg").write_text(picture(found))
+    print(table(found))
 
 
 def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
@@ -212,27 +165,22 @@ def measure(corpus: Corpus, dataset: Dataset, cache: Path) -> dict[str, Any]:
 def tuned(kind: str, trial: Trial) -> Setting:
     """Return the best setting of the grid on the tuning seed."""
     first, *others = WEIGHT_DECAYS
-    rows = line(Setting(kind, 0.0, first), RATES, trial)
-    for weight_decay in others:
-        rows += line(
-            replace(lowest(rows), weight_decay=weight_decay), around(lowest(rows).lr), trial
+    rows: list[dict[str, Any]] = []
+
+    def line(setting: Setting, rates: Iterable[float]) -> None:
+        """Try a setting with several rates, adding more until the best is inside the grid."""
+        fraction = TUNED_AT[kind]
+        _, tried = best_of_grid(
+            rates, lambda rate: trial(replace(setting, lr=rate), fraction, TUNING_SEED)
         )
+        rows.extend(tried)
+
+    line(Setting(kind, 0.0, first), RATES)
     name, value = OTHER_DECAY[kind]
-    rows += line(replace(lowest(rows), **{name: value}), around(lowest(rows).lr), trial)
+    for change in (*({"weight_decay": other} for other in others), {name: value}):
+        best = lowest(rows)
+        line(replace(best, **change), (best.lr / 2, best.lr, best.lr * 2))
     return lowest(rows)
-
-
-def line(setting: Setting, rates: Iterable[float], trial: Trial) -> list[dict[str, Any]]:
-    """Try a setting with several learning rates, adding more until the best is inside the grid."""
-    fraction = TUNED_AT[setting.kind]
-    _, rows = best_of_grid(
-        rates, lambda rate: trial(replace(setting, lr=rate), fraction, TUNING_SEED)
-    )
-    return rows
-
-
-def around(rate: float) -> tuple[float, float, float]:
-    return rate / 2, rate, rate * 2
 
 
 def lowest(rows: list[dict[str, Any]]) -> Setting:
@@ -269,32 +217,6 @@ def fitted(
     }
 
 
-def step_ms(
-    corpus: Corpus, dataset: Dataset, *, rounds: int = 15, steps: int = 20
-) -> dict[str, Any]:
-    """Return the median time per step of each optimiser, measured alternately."""
-    runs = {
-        kind: built(configured(corpus, dataset, Setting(kind, 1e-3, 0.1), 1.0, 0), dataset)
-        for kind in ("adamw", "muon")
-    }
-
-    def step_of(run: Run) -> float:
-        batches = [next(run.feed) for _ in range(steps)]
-        return 1e3 / steps * seconds_of(lambda: [train_step(run, batch) for batch in batches])
-
-    ways = {kind: partial(step_of, run) for kind, run in runs.items()}
-    taken = in_turns(ways, rounds, warm_up=1)
-    for run in runs.values():
-        run.feed.close()
-    found = ratios(taken["muon"], taken["adamw"])
-    return {
-        **{f"{kind}_step_ms": statistics.median(times) for kind, times in taken.items()},
-        "ratio": statistics.median(found),
-        "ratios": found,
-        "threads": torch.get_num_threads(),
-    }
-
-
 def summary(
     rows: list[dict[str, Any]], settings: dict[str, dict[str, Any]], seeds: Sequence[int]
 ) -> dict[str, Any]:
@@ -315,24 +237,21 @@ def summary(
         curves[kind] = {
             fraction: [by_seed[fraction, seed] for seed in seeds] for fraction in fractions
         }
-    target = curves["adamw"][1.0]
-    muon = curves["muon"]
     needed = [
-        crossing([(fraction, losses[n]) for fraction, losses in muon.items()], target[n])
-        for n in range(len(seeds))
+        crossing([(fraction, losses[n]) for fraction, losses in curves["muon"].items()], target)
+        for n, target in enumerate(curves["adamw"][1.0])
     ]
     known = [fraction for fraction in needed if fraction is not None]
-    whole = len(known) == len(needed)
-    listed = {
-        kind: [{"fraction": fraction, "val_losses": losses} for fraction, losses in curve.items()]
-        for kind, curve in curves.items()
+    is_whole = len(known) == len(needed)
+    return {
+        "curves": {
+            kind: [{"fraction": each, "val_losses": losses} for each, losses in curve.items()]
+            for kind, curve in curves.items()
+        },
+        "needed_by_seed": needed,
+        "needed": statistics.mean(known) if is_whole else None,
+        "interval_95": interval(known) if is_whole else None,
     }
-    over_seeds = (
-        {"needed": statistics.mean(known), "interval_95": interval(known)}
-        if whole
-        else {"needed": None, "interval_95": None}
-    )
-    return {"curves": listed, "needed_by_seed": needed, **over_seeds}
 
 
 def crossing(points: Sequence[tuple[float, float]], target: float) -> float | None:
@@ -356,48 +275,31 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def table(found: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
     lines = []
-    for corpus in found.get("corpora", []):
+    for corpus in found["corpora"]:
         losses = [loss_cell(corpus, "adamw", 1.0), loss_cell(corpus, "muon", 0.65)]
-        title = f"{corpus['title']}, {corpus['tokens'] / 1e6:.2f} M"
-        lines.append((title, *losses, needed_cell(corpus)))
-    notes = [small_print(found)] if "corpora" in found else []
-    if "cost" in found:
-        costs = "; ".join(
-            f"{name}: {cost['ratio']:.2f} times" for name, cost in found["cost"]["corpora"].items()
-        )
-        notes += [
-            "",
-            f"Time per step of Muon relative to AdamW ({found['cost']['machine']}, one thread,"
-            f" alternating, median): {costs}.",
-        ]
+        if corpus["needed"] is None:
+            first, last = (corpus["curves"]["muon"][n]["fraction"] for n in (0, -1))
+            needed = f"not between {first:g} and {last:g} for every seed"
+        else:
+            low, high = corpus["interval_95"]
+            needed = f"**{corpus['needed']:.2f}** ({low:.2f} to {high:.2f})"
+        lines.append((f"{corpus['title']}, {corpus['tokens'] / 1e6:.2f} M", *losses, needed))
     return markdown(
         "corpus, all tokens | AdamW: loss by seed | Muon, 0.65 of the tokens: loss by seed |"
         " tokens Muon needs for AdamW's loss",
         lines,
-        *notes,
+        small_print(found),
     )
 
 
 def loss_cell(corpus: dict[str, Any], kind: str, fraction: float) -> str:
     """Return an optimiser's setting and its losses at a fraction of the tokens."""
-    setting = corpus["best"][kind]
+    setting, (other, _) = corpus["best"][kind], OTHER_DECAY[kind]
     losses = next(
         point["val_losses"] for point in corpus["curves"][kind] if point["fraction"] == fraction
     )
-    decay = f"lr {setting['lr']:g}, decay {setting['weight_decay']:g}"
-    other = (
-        f"beta2 {setting['beta2']:g}" if kind == "adamw" else f"momentum {setting['momentum']:g}"
-    )
-    return f"{decay}, {other}: {', '.join(f'{loss:.4f}' for loss in losses)}"
-
-
-def needed_cell(corpus: dict[str, Any]) -> str:
-    """Return the fraction of the tokens with its interval."""
-    if corpus["needed"] is None:
-        first, last = (corpus["curves"]["muon"][n]["fraction"] for n in (0, -1))
-        return f"not between {first:g} and {last:g} for every seed"
-    low, high = corpus["interval_95"]
-    return f"**{corpus['needed']:.2f}** ({low:.2f} to {high:.2f})"
+    words = f"lr {setting['lr']:g}, decay {setting['weight_decay']:g}, {other} {setting[other]:g}"
+    return f"{words}: {', '.join(f'{loss:.4f}' for loss in losses)}"
 
 
 def small_print(found: dict[str, Any]) -> str:
@@ -426,7 +328,7 @@ def small_print(found: dict[str, Any]) -> str:
 def picture(found: dict[str, Any]) -> str:
     """Return final loss against tokens as SVG, one chart per corpus."""
     charts = []
-    for corpus in found.get("corpora", []):
+    for corpus in found["corpora"]:
         curves, losses, fractions = [], [], set()
         for kind, points in corpus["curves"].items():
             dots = [(math.log(p["fraction"]), loss) for p in points for loss in p["val_losses"]]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measurement import facts, flatout, markdown, parser, save, verdict
+from measurement import facts, flatout, markdown, parser, publish, verdict
 from torch.profiler import ProfilerActivity, profile
 from training_runs import built
 
@@ -97,9 +97,8 @@ CASES = (
 
 
 def main() -> None:
-    made = parser(__doc__)
+    made = parser(__doc__, seconds=RUN_S)
     made.add_argument("--only", help="measure the cases whose name contains this; writes nothing")
-    made.add_argument("--seconds", type=float, default=RUN_S, help="of each predicted run")
     given = made.parse_args()
     cases = [case for case in CASES if (given.only or "") in case.name]
     rows = []
@@ -114,8 +113,7 @@ def main() -> None:
             print(row, file=sys.stderr)
     found = {**facts(), "torch": torch.__version__, "seconds": given.seconds, "rows": rows}
     if not given.only:
-        save(given.out, "plan", found, table(found))
-    print(table(found))
+        publish(given.out, "plan", found, table(found))
 
 
 def memory_of(case: Case, data: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 from loader import plan_of
-from measurement import facts, in_turns, markdown, parser, save, spread, verdict
+from measurement import facts, in_turns, markdown, parser, publish, spread, verdict
 from measurement import ratios as ratios_of
 from prepare_ways import NOT_INSTALLED, WAYS
 
@@ -75,8 +75,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), given)
     found |= {**facts(), "workers": given.workers, "repeats": given.repeats}
-    save(given.out, "prepare", found, table(found))
-    print(table(found))
+    publish(given.out, "prepare", found, table(found))
 
 
 def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:

@@ -29,14 +29,10 @@ NOT_INSTALLED = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("way", choices=list(WAYS))
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--ranks", type=Path, required=True)
-    parser.add_argument("--vocabulary", type=Path, required=True)
+    for name in ("corpus", "out", "--ranks", "--vocabulary"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     try:

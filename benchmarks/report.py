@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measurement import facts, flatout, in_turns, markdown, parser, save, spread, verdict
+from measurement import facts, flatout, in_turns, markdown, parser, publish, spread, verdict
 
 CASES = ((1, 1_000), (1, 100_000), (4, 25_000))
 """Runs, and records of each."""
@@ -33,8 +33,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = [measure(Path(folder), *case, given.repeats) for case in CASES]
     found = {**facts(), "repeats": given.repeats, "rows": rows}
-    save(given.out, "report", found, table(found))
-    print(table(found))
+    publish(given.out, "report", found, table(found))
 
 
 def measure(folder: Path, num_runs: int, records: int, repeats: int) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from measurement import facts, markdown, parser, save, spread, verdict
+from training_runs import remembered
 
 import flatout
 from flatout.config.schema import RunConfig, load_config
-from flatout.json_io import append_line, read_lines
 from flatout.measure.experiments.records import TrialSpec
 from flatout.measure.experiments.resolving import resolve_here
 from flatout.measure.experiments.space import Setting, rows_ladder
@@ -36,13 +36,8 @@ from flatout.measure.experiments.trial import run_trial
 from flatout.measure.experiments.tune import run_tune
 
 OVERRIDES = (
-    "model.num_layers=4",
-    "model.d_model=128",
-    "model.num_heads=4",
-    "data.seq_len=128",
-    "batch.tokens_per_step=4096",
-    "train.steps=100000",
-    "train.device=cpu",
+    *("model.num_layers=4", "model.d_model=128", "model.num_heads=4", "data.seq_len=128"),
+    *("batch.tokens_per_step=4096", "train.steps=100000", "train.device=cpu"),
     "train.precision=fp32",
 )
 POLICIES = (None, "selective-checkpointing", "checkpointing")
@@ -56,38 +51,23 @@ TIMEOUT_S = 120.0
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--repeats", type=int, default=9, help="of the final comparison")
-    made.add_argument("--seconds", type=float, default=1.0, help="of measured steps per trial")
+    made = parser(__doc__, repeats=9, seconds=1.0)
     made.add_argument("--rows", type=int, nargs="*", help="of the grid; all by default")
     given = made.parse_args()
     given.out.mkdir(exist_ok=True)
-    done = Measurements(given.out / "tune-trials.jsonl")
+    trials = given.out / "tune-trials.jsonl"
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(None, [*OVERRIDES, f"data.path={prepare(Path(folder))}"])
-        found = measure(config, Path(folder), given, done)
+        found = measure(config, Path(folder), given, trials)
     save(given.out, "tune", found, table(found))
-    done.path.unlink()
+    trials.unlink()
     print(table(found))
 
 
-class Measurements:
-    """What has been measured at this commit; each result is written as soon as there is one."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._commit = path, facts()["commit"]
-        lines = read_lines(path) if path.exists() else ()
-        self._known = {line["name"]: line for line in lines if line["commit"] == self._commit}
-
-    def get(self, name: str, measured: Callable[[], dict]) -> dict:
-        """Return the result of an earlier start of this program, or measure it now."""
-        if name not in self._known:
-            start_s = time.perf_counter()
-            line = {"name": name, "commit": self._commit, **measured()}
-            self._known[name] = line | {"seconds": time.perf_counter() - start_s}
-            append_line(self.path, self._known[name])
-        print(name, {**self._known[name], "name": None}, flush=True)
-        return self._known[name]
+def timed(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a result with the seconds it took."""
+    start_s = time.perf_counter()
+    return {**call(), "seconds": time.perf_counter() - start_s}
 
 
 def prepare(folder: Path) -> Path:
@@ -100,14 +80,17 @@ def prepare(folder: Path) -> Path:
 
 
 def measure(
-    config: RunConfig, folder: Path, options: argparse.Namespace, done: Measurements
-) -> dict:
+    config: RunConfig, folder: Path, options: argparse.Namespace, trials: Path
+) -> dict[str, Any]:
     """Measure the grid, then tune, then all winners in alternation."""
 
-    def rate_of(setting: Setting, number: int) -> dict:
-        return done.get(
+    def once(name: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return remembered({"name": name}, trials, partial(timed, call))
+
+    def rate_of(setting: Setting, number: int) -> dict[str, Any]:
+        return once(
             f"round {number}: {described(setting)}",
-            lambda: trial_of(config, setting, number, folder, options.seconds),
+            partial(trial_of, config, setting, number, folder, options.seconds),
         )
 
     lines = {each: rate_of(each, 0) for each in settings_of(config, options.rows)}
@@ -115,7 +98,7 @@ def measure(
     grid_s = sum(line["seconds"] for line in lines.values())
     starts = {"auto": config, "1 row": config.with_values({"batch.rows_per_device": 1})}
     found = {
-        name: done.get(f"tune from {name}", partial(tuned_from, start, folder, SHARE * grid_s))
+        name: once(f"tune from {name}", partial(tuned_from, start, folder, SHARE * grid_s))
         for name, start in starts.items()
     }
     tuned = {
@@ -177,13 +160,9 @@ def trial_of(
 ) -> dict:
     """Return the tokens per second of one trial; 0 and the reason for one that failed."""
     keys = setting.values(config.batch.tokens_per_step or 0)
-    spec = TrialSpec(
-        config=config.with_values(keys | {"train.seed": number}).to_dict(),
-        folder=tempfile.mkdtemp(dir=folder),
-        seconds=seconds,
-        loss_steps=0,
-        warmup_s=6.0,
-    )
+    values = config.with_values(keys | {"train.seed": number}).to_dict()
+    timing = {"seconds": seconds, "loss_steps": 0, "warmup_s": 6.0}
+    spec = TrialSpec(config=values, folder=tempfile.mkdtemp(dir=folder), **timing)
     result = run_trial(spec, TIMEOUT_S)
     return {"tokens_per_s": result.tokens_per_s or 0.0, "reason": result.reason}
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from diagnose_loop import ROWS, TOKENS, Loop
-from measurement import facts, markdown, parser, ratios, save, spread
+from measurement import facts, markdown, parser, publish, ratios, spread
 
 import flatout
 from flatout.measure.steps.lines import LONGEST_INTERVAL_S
@@ -44,12 +44,9 @@ RESAMPLES = 10_000
 
 
 def main() -> None:
-    made = parser(__doc__, minutes=6.0)
-    made.add_argument("--steps", type=int, default=10, help="per block")
-    given = made.parse_args()
+    given = parser(__doc__, minutes=6.0, steps=10).parse_args()
     found = cost(60 * given.minutes, given.steps) | facts()
-    save(given.out, "watch_cost", found, table(found))
-    print(table(found))
+    publish(given.out, "watch_cost", found, table(found))
 
 
 def cost(seconds: float, steps: int) -> dict[str, Any]:

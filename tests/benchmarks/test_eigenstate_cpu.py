@@ -54,11 +54,3 @@ def test_a_different_result_ends_the_program(benchmark, loss, gradient):
     }
     with pytest.raises(SystemExit, match="a title: fast differs"):
         benchmark.compared(benchmark.Comparison("name", "a title", 1e-4, ways))
-
-
-def test_no_round_starts_that_would_not_end_in_time(benchmark):
-    comparison = benchmark.Comparison(
-        "name", "a title", 1e-4, {"plain": lambda: (1.0, torch.ones(3))}
-    )
-    with pytest.raises(SystemExit, match="would not finish"):
-        benchmark.measure([comparison], 3, minutes=0)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
+
+NAMES = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_can_be_imported(load, name):
+    load(name)
 
 
 def test_ways_take_turns_in_alternating_order(benchmark):
