@@ -447,12 +447,12 @@ def predict_time(
         # Whatever disturbs a run makes it slower, so of two the faster one counts.
         rate = statistics.median_high(run.tokens_per_s for run in same)
         earlier = f"{counted(len(same), 'earlier run')} of"
-        source = earlier if best[0] else f"{len(same)} measurement(s) of bench for"
+        source = earlier if best[0] else f"{counted(len(same), 'measurement')} of bench for"
         source += " this shape here"
         source += "" if best[2] else ", while other processes used the cores"
     elif others:
         rate = statistics.median(others) * world_size / flops_per_token
-        source = f"the FLOP/s of {len(others)} earlier run(s) of other shapes here"
+        source = f"the FLOP/s of {counted(len(others), 'earlier run')} of other shapes here"
     elif whole:
         operations = memory.estimate.operations if memory and not this.is_compiled else 0
         rate, source = assumed_rate(config, whole, operations)

@@ -94,4 +94,4 @@ def test_the_rate_of_the_full_set_predicts_the_next_run(sample_report, tmp_path,
         runs=[run],
     )
     assert found.tokens_per_s == full.tokens_per_s.median
-    assert found.source == "1 measurement(s) of bench for this shape here"
+    assert found.source == "1 measurement of bench for this shape here"
