@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated
+
+from pydantic import Field
 
 from flatout.assembly.prediction import gains_here
 from flatout.assembly.recipe import On
@@ -49,6 +52,8 @@ LABELS = {True: "measured", False: "not measured", None: ""}
 
 None: there is nothing to measure, the speedup is not for this device.
 """
+SCREEN = 80
+"""Columns of a screen."""
 LABEL_WIDTH = max(map(len, LABELS.values()))
 
 
@@ -66,12 +71,19 @@ class ListResult(Result):
     it is not for this device); the `gain` that bench measured on this hardware; and the `predicted`
     gain, as text or null."""
 
+    shows_all: bool = Field(default=False, exclude=True, repr=False)
+    """Whether `summary` has every reason."""
+
     def summary(self) -> str:
-        """Return one line per entry; below a speedup, the reason why it is on or off."""
+        """Return one line per entry; of speedups those that are on, and the names of the others.
+
+        With --all, every speedup has the reason why it is on or off below it.
+        """
         if not self.items:
             return f"There are no {self.kind}."
-        width = max(len(item["name"]) for item in self.items)
+        width = max((len(item["name"]) for item in self.items if item.get("on", True)), default=0)
         lines = [self.note] if self.note else []
+        off: dict[str, list[str]] = {label: [] for label in LABELS.values()}
         for item in self.items:
             if "on" not in item:
                 lines.append(f"{item['name']:<{width}}  {item['description']}")
@@ -83,8 +95,22 @@ class ListResult(Result):
             elif item["predicted"] and not gain:  # docs/speedups.md has the rest
                 first = re.split(r"[.:;] ", item["predicted"], maxsplit=1)[0]
                 about = f"  (predicted: {first})"
-            name = f"{item['name']}{about}"
-            lines += [f"{state:<3}  {label:<{LABEL_WIDTH}}  {name}", f"     {reason}"]
+            if self.shows_all:
+                name = f"{item['name']}{about}"
+                lines += [f"{state:<3}  {label:<{LABEL_WIDTH}}  {name}", f"     {reason}"]
+            elif item["on"]:
+                line = f"on   {item['name']:<{width}}  {reason}{about}"
+                if len(line) > SCREEN:
+                    line = f"{line[: SCREEN - 3].rpartition(' ')[0]} ..."
+                lines.append(line)
+            else:
+                off[label].append(item["name"])
+        for label, names in off.items():
+            if names:
+                text = f"off, {label or 'not for this run'}: {', '.join(names)}"
+                lines.append(fill(text, SCREEN, subsequent_indent=" " * 5, break_on_hyphens=False))
+        if any(off.values()):
+            lines.append("--all shows the reason for each.")
         return "\n".join(lines)
 
 
@@ -99,18 +125,19 @@ def list_entries(
     recipe: Annotated[
         str | Path | None, Option("For speedups: decide for this recipe, not the defaults.")
     ] = None,
+    all: Annotated[bool, Option("For speedups: show each with the reason why.")] = False,
     *,
     progress: Progress = SILENT,
 ) -> ListResult:
     """List the entries of one kind, such as models, recipes or speedups.
 
-    Speedups are shown as a run on this machine would use them: on or off, the reason, and whether
-    that was measured.
+    Speedups are shown as a run on this machine would use them: those that are on, and the others by
+    whether that rests on a measurement. `--all` shows the reason for each.
 
     Raises: ConfigError for an unknown kind or recipe, with the nearest name.
     """
     if kind == "speedups":
-        return _speedups(recipe, progress)
+        return _speedups(recipe, progress).model_copy(update={"shows_all": all})
     if kind == "tokenizers":
         stated = TOKENIZERS.stated  # each as it is written after --tokenizer
         items = {

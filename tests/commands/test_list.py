@@ -49,9 +49,20 @@ def test_speedups_are_on_or_off_with_a_reason():
     items = {item["name"]: item for item in list_entries("speedups").items}
     assert set(items) == set(SPEEDUPS.names())
     assert all(item["reason"] for item in items.values())
-    lines = list_entries("speedups").summary().splitlines()
+    lines = list_entries("speedups", all=True).summary().splitlines()
     assert next(line for line in lines if " pretokenised" in line).startswith("on ")
     assert any(line.startswith("off") for line in lines)
+
+
+def test_speedups_fit_one_screen():
+    result = list_entries("speedups")
+    lines = result.summary().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[1] for line in lines if line.startswith("on ")] == [
+        item["name"] for item in result.items if item["on"]
+    ]
+    assert all(item["name"] in result.summary() for item in result.items)
 
 
 def test_a_speedup_of_your_own_is_listed(tmp_path, monkeypatch):
@@ -130,7 +141,7 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
     assert rows <= {name for name, item in before.items() if item["measured"] is False}
     lines = {
         line.split()[3]: line
-        for line in list_entries("speedups").summary().splitlines()
+        for line in list_entries("speedups", all=True).summary().splitlines()
         if line[5:17] == "not measured"
     }
     assert rows <= set(lines)
@@ -140,7 +151,7 @@ def test_speedups_that_were_not_measured_on_a_gpu_are_labelled(monkeypatch, tmp_
     other = GAIN.model_copy(update={"torch": "1.0.0"})
     gains = {"bf16": GAIN, "fused-adamw": slower, "tf32": other, "checkpointing": GAIN}
     keep(gpu.name, tmp_path, gains)
-    result = list_entries("speedups")
+    result = list_entries("speedups", all=True)
     after = {item["name"]: item for item in result.items}
     reason = f"measured here: {GAIN.describe()}"
     here = {"measured": True, "gain": GAIN.describe(), "reason": reason}
@@ -165,14 +176,14 @@ def test_the_predicted_gain_is_shown_until_one_is_measured(monkeypatch, tmp_path
         "speedup_named",
         lambda name: foreseen if name == "bf16" else SPEEDUPS.get(name),
     )
-    result = list_entries("speedups")
+    result = list_entries("speedups", all=True)
     assert (
         next(item["predicted"] for item in result.items if item["name"] == "bf16")
         == "2%: half of 4%"
     )
     assert "  bf16  (predicted: 2%)\n" in result.summary()
     keep(gpu.name, tmp_path, {"bf16": GAIN})
-    assert "2%: half of 4%" not in list_entries("speedups").summary()
+    assert "2%: half of 4%" not in list_entries("speedups", all=True).summary()
 
 
 def test_this_machine_is_listed_first():

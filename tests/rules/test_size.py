@@ -18,7 +18,7 @@ ROOMS = {
     "training": 64_900,
     "data": 54_900,
     "top": 22_200,
-    "commands": 21_000,
+    "commands": 21_200,
     "sources": 16_400,
     "assembly": 16_100,
     "inference": 15_500,
