@@ -27,6 +27,8 @@ from flatout.registry import MACHINES, nearest
 GIB = 2**30
 ASSUMED_MFU = 0.3
 """Share of the peak that a run is assumed to reach when its length is estimated."""
+MOST_GPUS = 1_000_000
+"""Most GPUs of one machine in a plan."""
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 CUDA_TORCH = "pip install --force-reinstall torch"
 """On Linux, the default torch of the package index is a CUDA build."""
@@ -149,6 +151,10 @@ def machine_named(text: str) -> Machine:
         raise ConfigError(
             f"There is no machine named {wanted!r}.",
             fix=f"{hint}`flatout list machines` shows the known ones.",
+        )
+    if count > MOST_GPUS:
+        raise ConfigError(
+            f"--machine {text!r} has more than {MOST_GPUS:,} GPUs.", fix="Write a smaller number."
         )
     memory_gib, capability = row.memory_gb.value * 1e9 / GIB, row.compute_capability or (0, 0)
     gpu = Gpu(row.gpu_names[0], memory_gib, capability, driver="")

@@ -81,11 +81,14 @@ def read_model(path: Path, model: type[Document], *, fix: str = RESTORE) -> Docu
     try:
         return model.model_validate(read_json(path), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise CheckpointError(
-            f"{path} is damaged: {f'{key}: ' if key else ''}{first['msg']}.", fix=fix
-        ) from error
+        raise CheckpointError(f"{path} is damaged: {_first(error)}.", fix=fix) from error
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first problem that pydantic found, with its key."""
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{key}: {first['msg']}" if key else str(first["msg"])
 
 
 @contextmanager
@@ -98,6 +101,8 @@ def parsing(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is damaged: {_first(error)}.", fix=RESTORE) from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise CheckpointError(
             f"{path} is damaged: {type(error).__name__}: {error}.", fix=RESTORE

@@ -120,12 +120,11 @@ def diagnose(
     kept = next((outcome for outcome in tried if outcome.kept), None)
     if kept is not None:
         write_recipe(written, applied(config, kept.overrides), tried)
-    run = RUNS / layout.run_name(config) if folder is None else folder
     return DiagnoseResult(
         **dict(found),
         fixes_tried=tuple(tried),
         recipe=None if kept is None else str(written),
-        path=_write(found, run, progress) if (run / layout.CONFIG).exists() else None,
+        path=None if folder is None or overrides else _write(found, folder, progress),
     )
 
 

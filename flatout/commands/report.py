@@ -99,6 +99,7 @@ def check(runs: list[str] | None, out: Path | str | None) -> list[Path]:
             f"There is no run under {RUNS}/.",
             fix="Name a run directory, or train a run: `flatout demo` takes a few minutes.",
         )
+    runs = [runs] if isinstance(runs, str | Path) else runs
     folders = [_folder(run) for run in runs] if runs else known[-1:]
     folders = list({folder.resolve(): folder for folder in folders}.values())
     _require_ours(_destination(folders, out))

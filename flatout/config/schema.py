@@ -197,7 +197,7 @@ def parse_overrides(overrides: Iterable[str], section: type[BaseModel]) -> JsonO
     Raises: ConfigError when an item is not an override.
     """
     values: JsonObject = {}
-    for override in overrides:
+    for override in [overrides] if isinstance(overrides, str) else overrides:
         key, equals, text = override.partition("=")
         key, stripped = key.strip(), text.strip()
         if not equals or not all(key.split(".")):

@@ -47,7 +47,7 @@ def make_run(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_one_run_is_reported_in_its_directory(make_run):
     folder = make_run("a")
-    found = report(["a"])
+    found = report("a")
     assert found.path == f"runs/a/{FILE_NAME}"
     text = (folder / FILE_NAME).read_text()
     assert text.startswith(MARK)

@@ -1,6 +1,6 @@
 import pytest
 
-from flatout.config.schema import RunConfig, nested, parse_overrides
+from flatout.config.schema import RunConfig, load_config, nested, parse_overrides
 from flatout.errors import ConfigError, on_one_line
 
 
@@ -49,3 +49,7 @@ def test_contradictory_keys_are_rejected():
     assert nested({"a.b": 1, "a.c.d": 2}) == {"a": {"b": 1, "c": {"d": 2}}}
     with pytest.raises(ConfigError, match=r"optim\.lr contradicts the earlier optim=3"):
         nested({"optim": 3, "optim.lr": 1})
+
+
+def test_one_override_needs_no_list():
+    assert load_config(None, "optim.lr=0.5").optim.lr == 0.5

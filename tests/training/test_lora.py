@@ -317,3 +317,18 @@ def test_a_base_that_moved_with_its_run_is_found(copied, tmp_path):
     before = evaluate(copied).val_loss
     copied.parent.rename(tmp_path / "there")
     assert evaluate(tmp_path / "there" / "lora").val_loss == before
+
+
+@pytest.mark.parametrize("rows", [[0, 9999], [4, 4], None])
+def test_rows_that_the_weight_lacks_are_refused(lora_config, tmp_path, rows):
+    run_training(lora_config(), tmp_path / "run")
+    path = last(tmp_path / "run") / catalog.INDEX
+    index = json.loads(path.read_text())
+    known = index["base"]["rows"]
+    name = min(known)
+    del known[name]
+    if rows is not None:
+        known[name] = rows
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"the rows of {name} are not those"):
+        MergedWeights(path.parent, lambda *_: None)

@@ -75,11 +75,13 @@ def measured(spec: MeasureSpec, prepared: Prepared, callbacks: Sequence[Observer
                 windows.close()
             gpu = gpu_facts(resolved.machine, config.train.device)
             log.write_pending()
+            last = min(windows.last_own_step or run.step, resolved.config.train.steps or run.step)
+            own = [(step, read) for step, read in losses if step <= last]
             before = before.model_copy(
                 update={
                     "gpu": gpu or before.gpu,
-                    "losses": tuple((step, read["train/loss"]) for step, read in losses),
-                    "grad_norms": tuple((step, read["train/grad_norm"]) for step, read in losses),
+                    "losses": tuple((step, read["train/loss"]) for step, read in own),
+                    "grad_norms": tuple((step, read["train/grad_norm"]) for step, read in own),
                 }
             )
             return evidence_of(before, run, log, windows, resolved.config)

@@ -43,6 +43,8 @@ class RunWindows(Windows):
 
     def __init__(self, run: Run, log: Log, spec: MeasureSpec) -> None:
         super().__init__(log.clock.timer, str(run.mesh.device))
+        self.last_own_step: int | None = None
+        """The last step before those with a part replaced, which change the losses too."""
         self.counterfactual_s: dict[str, float] = {}
         """Seconds of an average step with one thing replaced."""
         self.has_compiled = any(d.on and d.name.startswith("compile") for d in run.decisions)
@@ -71,6 +73,7 @@ class RunWindows(Windows):
             with self.lines:
                 yield
         yield from self._recorded(FEW_STEPS)
+        self.last_own_step = self._run.step
         yield from self._counterfactual("synthetic-data", self._fixed_data)
         cores = usable_cores()
         if not self.on_gpu and torch.get_num_threads() < cores:

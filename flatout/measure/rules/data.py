@@ -47,8 +47,9 @@ def slow_data(evidence: Evidence) -> Finding | None:
                 share,
                 f"{WITHOUT_WAIT}, if the device takes longer than reading",
             ),
-            fix(text="Copy the dataset to a local disk."),
         ]
+        if evidence.data.read_bytes_per_step != 0:
+            fixes.append(fix(text="Copy the dataset to a local disk."))
     elif site is None:
         text = "Prepare the data before training, or give the DataLoader more workers."
         fixes.append(fix(text=text))

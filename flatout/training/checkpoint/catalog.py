@@ -79,9 +79,9 @@ class Base(BaseModel, frozen=True):
     """The base: another checkpoint, or the files of another program's model."""
     digest: str
     """Digest of its weights."""
-    scale: float
+    scale: Annotated[float, Field(allow_inf_nan=False)]
     """Factor of the adapters' output."""
-    rows: dict[str, tuple[int, int]]
+    rows: dict[str, tuple[Size, Size]]
     """For each adapter, the first row of its weight, and the one after its last."""
 
 
@@ -184,6 +184,13 @@ def read_index(checkpoint: Path) -> Index:
         index = Index.model_validate(document)
     if lost := sorted({*index.aliases.values()} - index.tensors.keys()):
         raise CheckpointError(f"{path} is damaged: it has no tensor {lost[0]}.", fix=RESTORE)
+    for name, entry in index.tensors.items():
+        sizes = [each for piece in entry.slices for each in (piece.offset, piece.shape)]
+        if any(len(each) != len(entry.shape) for each in sizes):
+            raise CheckpointError(
+                f"{path} is damaged: a slice of {name} has other dimensions than the tensor.",
+                fix=RESTORE,
+            )
     return index
 
 

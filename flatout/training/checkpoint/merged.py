@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flatout.architectures.source import ForeignWeights, find_model, is_foreign
-from flatout.json_io import parsing
+from flatout.errors import CheckpointError
+from flatout.json_io import RESTORE, parsing
 from flatout.models.lora import INSIDE, Delta, merge
 from flatout.models.meta import offset_of
 from flatout.ops import Ops
@@ -77,6 +78,24 @@ class MergedWeights:
             )
             with parsing(checkpoint / catalog.INDEX):
                 self._deltas = _deltas(base, read_weights(checkpoint, check))
+            self._check_rows(base)
+
+    def _check_rows(self, base: Base) -> None:
+        """Check that every stored adapter has rows, which its weight has.
+
+        Raises: CheckpointError.
+        """
+        whole = self.shapes
+        adapters = {name.rpartition(".")[0] for name in self._index if INSIDE in name}
+        for name in sorted(adapters | base.rows.keys()):
+            shape = whole.get(f"{name.partition(INSIDE)[0]}.weight", (0,))
+            first, end = base.rows.get(name, (0, 0))
+            if not first < end <= shape[0]:
+                raise CheckpointError(
+                    f"{self.checkpoint / catalog.INDEX} is damaged: the rows of {name} are not "
+                    "those of its weight.",
+                    fix=RESTORE,
+                )
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

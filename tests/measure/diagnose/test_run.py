@@ -89,6 +89,14 @@ def test_a_healthy_run_has_no_findings_and_phases_that_fill_the_step(measured):
     assert evidence.notes == ()
 
 
+def test_losses_are_of_the_steps_of_the_recipe_alone(measured):
+    """Steps on a fixed batch, and those after its training, say nothing about the recipe."""
+    _, evidence = measured(batch__tokens_per_step=2048, train__steps=6)
+    assert evidence.losses
+    assert max(step for step, _ in evidence.losses + evidence.grad_norms) <= 6
+    assert evidence.steps > 6
+
+
 def test_slow_steps_leave_time_for_the_diagnosis(tiny_config, tmp_path):
     config = tiny_config().with_values(SIZE)
     spec = MeasureSpec(

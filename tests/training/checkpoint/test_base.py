@@ -76,7 +76,11 @@ def test_a_changed_base_is_refused(pair, tmp_path):
     assert "Restore them from a copy" in refused.value.fix
 
 
-@pytest.mark.parametrize("base", [{}, {"path": "a"}, [], {"rows": {"a": 1}}, 3])
+NAN = {"path": "a", "digest": "b", "scale": float("nan"), "rows": {}}
+NEGATIVE = {"path": "a", "digest": "b", "scale": 1.0, "rows": {"a": [-1, 2]}}
+
+
+@pytest.mark.parametrize("base", [{}, {"path": "a"}, [], {"rows": {"a": 1}}, 3, NAN, NEGATIVE])
 def test_a_damaged_entry_is_an_error(pair, base):
     adapters, _ = pair
     (adapters / catalog.INDEX).write_text(json.dumps({"tensors": {}, "aliases": {}, "base": base}))

@@ -125,3 +125,26 @@ def test_another_file_is_refused_by_name(tmp_path, content):
         TensorFile(path)
     with pytest.raises(CheckpointError, match="Cannot read"):
         TensorFile(tmp_path / "none")
+
+
+def matrix(index):
+    return next(entry for entry in index["tensors"].values() if len(entry["shape"]) == 2)
+
+
+def flat_slice(index):
+    matrix(index)["slices"][0]["offset"] = [0]
+
+
+def no_shape(index):
+    matrix(index)["shape"] = []
+
+
+def half_a_row(index):
+    matrix(index)["shape"][0] = 0.5
+
+
+@pytest.mark.parametrize("change", [flat_slice, no_shape, half_a_row])
+def test_an_index_whose_shapes_make_no_sense_is_damaged(checkpoint, change):
+    rewrite(checkpoint, catalog.INDEX, change)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged: (?!ValidationError)"):
+        catalog.read_index(checkpoint)
