@@ -21,6 +21,8 @@ from flatout.training.run_dir.state import run_state
 
 Read = TypeVar("Read")
 FINDINGS = "findings.json"
+LAST_STEP = 2**53
+"""Later steps are damage: arithmetic with them is not exact, or overflows."""
 WATCHED = "watched"
 """The state of a directory without config.yaml, which another training loop wrote."""
 
@@ -47,7 +49,8 @@ class RunLog:
         """Yield the lines of metrics.jsonl that state a step, as they are."""
         without = 0
         for line in self._read(layout.METRICS):
-            if is_finite(line.get("step")):
+            step = line.get("step")
+            if is_finite(step) and abs(step) <= LAST_STEP:
                 yield line
             else:
                 without += 1

@@ -24,8 +24,8 @@ from flatout.progress import SILENT, Progress
 from flatout.recognised import recognise, require_local
 from flatout.training.agreement import READING, together
 from flatout.training.checkpoint import catalog, location
-from flatout.training.checkpoint.base import base_of, digest_of, find_base
-from flatout.training.checkpoint.catalog import Base
+from flatout.training.checkpoint.base import digest_of, find_base
+from flatout.training.checkpoint.catalog import Base, read_index
 from flatout.training.checkpoint.foreign import load_foreign
 from flatout.training.checkpoint.merged import MergedWeights, fill_merged, shapes_of
 from flatout.training.checkpoint.read_write import load_weights
@@ -145,7 +145,7 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
     if is_foreign(str(source)):
         load_foreign(run, ForeignWeights(find_model(str(source)), run.core.config), progress)
         return
-    if run.base is None and base_of(source) is None:
+    if run.base is None and read_index(source).base is None:
         load_weights(run, source, check=catalog.check_size, progress=progress)
         return
     with progress.task(f"Loading the weights of {source.name}"):
@@ -155,7 +155,7 @@ def load_initial(run: Run, checkpoint: Path | None, *, progress: Progress = SILE
 def _source(run: Run, checkpoint: Path | None) -> tuple[Path | None, JsonObject | None]:
     """Return the checkpoint whose weights to load first, and `run.base` of a LoRA run."""
     adapters, init_from = adapters_of(run.core), run.config.train.init_from
-    known = base_of(checkpoint) if checkpoint is not None else None
+    known = read_index(checkpoint).base if checkpoint is not None else None
     if checkpoint is not None and (known is None) is bool(adapters):
         raise _another_kind(checkpoint, run.config.lora.rank)
     if known is not None and checkpoint is not None:

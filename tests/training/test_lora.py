@@ -26,7 +26,7 @@ from flatout.models.lora import adapters_of, with_adapters
 from flatout.training import init_from
 from flatout.training.checkpoint import base as base_module
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.base import base_of
+from flatout.training.checkpoint.catalog import read_index
 from flatout.training.checkpoint.merged import MergedWeights, read_merged
 from flatout.training.checkpoint.read_write import checked_index, read_weights
 from flatout.training.run import run_training
@@ -65,10 +65,10 @@ def test_a_checkpoint_has_the_adapters_alone(lora_config, source, tmp_path, even
     assert stored
     assert all(".adapters." in name for name in stored)
     assert folder_bytes(checkpoint) < folder_bytes(last(source)) / 2
-    base = base_of(checkpoint)
+    base = read_index(checkpoint).base
     assert base.path == str(last(source).resolve())
     assert base.scale == 4.0
-    assert base_of(last(source)) is None
+    assert read_index(last(source)).base is None
     (event,) = events(tmp_path / "run", "lora")
     assert event["trained"] == sum(tensor.numel() for tensor in stored.values())
     assert any(line.startswith("LoRA: ") for line in messages.lines)
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_the_same(lora_config, tmp_path, stop_at):
         run_training(config, tmp_path / "parts", observers=[stop_at(3)])
     assert run_training(config, tmp_path / "parts")["weights_sha256"] == whole["weights_sha256"]
     for name in ("whole", "parts"):
-        assert base_of(last(tmp_path / name)) == base_of(last(tmp_path / "whole"))
+        assert read_index(last(tmp_path / name)).base == read_index(last(tmp_path / "whole")).base
 
 
 def test_merged_weights_compute_the_same_loss_and_text(lora_config, tmp_path):
@@ -107,7 +107,7 @@ def test_merged_weights_compute_the_same_loss_and_text(lora_config, tmp_path):
     assert adapters_of(loaded.model) == {}
     config = lora_config()
     unmerged = with_adapters(type(loaded.model)(loaded.model.config, loaded.model.ops), config.lora)
-    base = base_of(last(tmp_path / "run"))
+    base = read_index(last(tmp_path / "run")).base
     weights = read_weights(last(tmp_path / "run")) | read_merged(Path(base.path))
     unmerged.load_state_dict(weights)
     tokens_BT = torch.arange(12)[None] + 60
@@ -206,15 +206,15 @@ def test_another_run_continues_with_the_adapters(lora_config, tiny_config, tmp_p
     longer = tiny_config(**LORA, train__steps=8)
     summary = run_training(longer, tmp_path / "second", resume=str(tmp_path / "first"))
     assert (summary["steps"], summary["resumed_from"]) == (8, str(last(tmp_path / "first")))
-    base = base_of(last(tmp_path / "second"))
-    assert base == base_of(last(tmp_path / "first"))
+    base = read_index(last(tmp_path / "second")).base
+    assert base == read_index(last(tmp_path / "first")).base
 
 
 def test_an_imported_model_is_a_base_too(lora_config, source, tmp_path, stop_at):
     export(str(source), to="huggingface", out=tmp_path / "model", checkpoint="best")
     config = lora_config(train__init_from=str(tmp_path / "model"))
     whole = run_training(config, tmp_path / "whole")
-    base = base_of(last(tmp_path / "whole"))
+    base = read_index(last(tmp_path / "whole")).base
     assert base.path == str((tmp_path / "model").resolve())
     with pytest.raises(Stopped):
         run_training(config, tmp_path / "parts", observers=[stop_at(3)])

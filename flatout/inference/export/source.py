@@ -18,8 +18,8 @@ from flatout.models.language_model import LanguageModel, LanguageModelConfig, mo
 from flatout.ops import Ops
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import tensors
-from flatout.training.checkpoint.base import WEIGHTS, base_of
-from flatout.training.checkpoint.catalog import Entry, tokenizer_of
+from flatout.training.checkpoint.base import WEIGHTS
+from flatout.training.checkpoint.catalog import Entry, read_index, tokenizer_of
 from flatout.training.checkpoint.merged import MergedWeights
 from flatout.training.checkpoint.read_write import stored_weights
 from flatout.training.checkpoint.weights import weights_and_aliases
@@ -124,7 +124,7 @@ def open_source(
     path = find_checkpoint(folder, checkpoint, progress=progress)
     model_class, model_config = model_of(config)
     entries = {name.removeprefix(WEIGHTS): entry for name, entry in stored_weights(path).items()}
-    merged = MergedWeights(path) if base_of(path) is not None else None
+    merged = MergedWeights(path) if read_index(path).base is not None else None
     if merged is not None:
         entries = {
             name: Entry(dtype="float32", shape=shape, slices=())

@@ -21,14 +21,6 @@ IMPORTED = ("config.json", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """Endings of files of another program's model."""
 
 
-def base_of(checkpoint: Path) -> Base | None:
-    """Return the base of a LoRA checkpoint; None for a checkpoint of whole weights.
-
-    Raises: CheckpointError when its index is missing or damaged.
-    """
-    return catalog.read_index(checkpoint).base
-
-
 def digest_of(checkpoint: Path) -> str:
     """Return a digest of the weights of a checkpoint, from the digests of their files.
 

@@ -20,7 +20,7 @@ from flatout.json_io import RESTORE, JsonObject, parsing, read_json
 from flatout.progress import SILENT, Progress
 from flatout.training.checkpoint import catalog
 from flatout.training.checkpoint.base import find_base
-from flatout.training.checkpoint.catalog import Entry, Size, Slice, read_index
+from flatout.training.checkpoint.catalog import Entry, Index, Size, Slice, read_index
 
 LENGTH_BYTES = 8
 """A safetensors file starts with the length of its header, a little-endian integer."""
@@ -99,9 +99,10 @@ def content_problems(checkpoint: Path) -> list[str]:
     tensor, a state of another step, and a missing base of LoRA adapters.
     """
     try:
-        problems = [*_tensor_problems(checkpoint), *_state_problems(checkpoint)]
-        if base := read_index(checkpoint).base:
-            find_base(checkpoint, base)
+        index = read_index(checkpoint)
+        problems = [*_tensor_problems(checkpoint, index), *_state_problems(checkpoint)]
+        if index.base:
+            find_base(checkpoint, index.base)
     except CheckpointError as error:
         return [error.what]
     return problems
@@ -112,9 +113,9 @@ def problems_of(checkpoint: Path, *, progress: Progress = SILENT) -> list[str]:
     return catalog.verify(checkpoint, progress=progress) or content_problems(checkpoint)
 
 
-def _tensor_problems(checkpoint: Path) -> Iterator[str]:
+def _tensor_problems(checkpoint: Path, index: Index) -> Iterator[str]:
     files: dict[str, TensorFile] = {}
-    for name, entry in read_index(checkpoint).tensors.items():
+    for name, entry in index.tensors.items():
         covered = 0
         for piece in entry.slices:
             if piece.file not in files:

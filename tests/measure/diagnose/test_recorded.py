@@ -97,6 +97,7 @@ def test_damaged_lines_are_left_out_and_mentioned(run):
 
 def test_values_of_other_types_are_left_out(run):
     lines = ['{"step": null, "perf/step_ms": 3}', '{"perf/step_ms": 5}', '{"step": 405}']
+    lines.append(json.dumps(RECORD | {"step": 1e308}))
     wrong = json.dumps(RECORD | {"step": 410, "perf/step_ms": "x", "train/loss": []})
     events = [
         {"event": "save", "blocked_ms": "long"},
@@ -108,7 +109,7 @@ def test_values_of_other_types_are_left_out(run):
         file.write("\n".join([*lines, wrong]) + "\n")
     found = recorded_evidence(folder)
     assert (found.steps, found.roof.peak_tflops) == (400, None)
-    assert found.notes == ("2 records of metrics.jsonl without a step, left out.",)
+    assert found.notes == ("3 records of metrics.jsonl without a step, left out.",)
     assert names(found) == []
 
 

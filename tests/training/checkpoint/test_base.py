@@ -9,8 +9,8 @@ from fakes import fake_checkpoint
 
 from flatout.errors import CheckpointError
 from flatout.training.checkpoint import catalog
-from flatout.training.checkpoint.base import base_of, digest_of, find_base
-from flatout.training.checkpoint.catalog import Base
+from flatout.training.checkpoint.base import digest_of, find_base
+from flatout.training.checkpoint.catalog import Base, read_index
 
 WEIGHTS = {"model-00000": b"weights"}
 
@@ -34,11 +34,11 @@ def pair(tmp_path):
 
 def test_the_entry_of_the_index_is_read_back(pair):
     adapters, base = pair
-    assert base_of(adapters) == base
+    assert read_index(adapters).base == base
 
 
 def test_a_checkpoint_of_whole_weights_has_no_base(tmp_path):
-    assert base_of(fake_checkpoint(tmp_path, 1)) is None
+    assert read_index(fake_checkpoint(tmp_path, 1)).base is None
 
 
 def test_the_digest_is_that_of_the_weights_alone(tmp_path):
@@ -85,4 +85,4 @@ def test_a_damaged_entry_is_an_error(pair, base):
     adapters, _ = pair
     (adapters / catalog.INDEX).write_text(json.dumps({"tensors": {}, "aliases": {}, "base": base}))
     with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
-        base_of(adapters)
+        read_index(adapters)
